@@ -1,0 +1,170 @@
+"""``./muster bench``: what Muster costs per request and per chunk, beside nginx on the same machine in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks import nginx
+from benchmarks.errors import BenchmarkError
+from benchmarks.figures import SampleSet, compute_figures, judge_floors
+from benchmarks.hotspots import render_hotspots
+from benchmarks.muster import Muster
+from benchmarks.plan import FULL_ROUNDS, MUSTER_SYSTEMS, QUICK_ROUNDS, Measure, System, estimate_s
+from benchmarks.processes import CorePlan, plan_cores
+from benchmarks.report import render_problems, render_table, render_verdicts, write_json
+from benchmarks.runner import Bench, Progress, profile_plan, run_plan
+from benchmarks.storage import open_storage
+from benchmarks.toolchain import HERE, build_tools
+from benchmarks.upstream import MockUpstream
+
+PROFILE_DIR = HERE / "results" / "profiles"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(prog="muster bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one short round: a first impression, nothing to quote")
+    parser.add_argument(
+        "--rounds", type=int, help=f"rounds to take medians of (default {FULL_ROUNDS}, quick {QUICK_ROUNDS})"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="NAMES",
+        help=f"comma list of systems ({', '.join(System)}) and measures ({', '.join(Measure)})",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument(
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the measured system on one core and everything else on the others",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the gateway's time goes instead of measuring it"
+    )
+    return parser
+
+
+def choose(only: str, *, profile: bool) -> tuple[list[System], list[Measure]]:
+    """Return the systems and measures named by ``--only``; the baseline always comes along. Raises BenchmarkError."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = {*System, *Measure}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BenchmarkError(f"--only does not know {', '.join(unknown)}; it knows {', '.join(sorted(known))}")
+    systems = [system for system in System if system in names] or list(System)
+    measures = [measure for measure in Measure if measure in names] or list(Measure)
+    if profile:
+        systems = [system for system in systems if system in MUSTER_SYSTEMS]
+        measures = [measure for measure in Measure if measure in names] or [Measure.REQUESTS, Measure.CHUNKS]
+    elif System.MOCK not in systems:
+        systems.insert(0, System.MOCK)
+    if profile and not systems:
+        raise BenchmarkError(f"--profile is about Muster: name one of {', '.join(MUSTER_SYSTEMS)}")
+    return systems, measures
+
+
+@contextlib.contextmanager
+def open_bench(systems: Sequence[System], cores: CorePlan, progress: Progress, *, is_profiled: bool) -> Iterator[Bench]:
+    """Start everything that ``systems`` need and stop it after the block."""
+    progress.show("compiling the mock upstream and the load client")
+    tools = build_tools()
+    with contextlib.ExitStack() as stack:
+        work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
+        mock = MockUpstream(tools, log_dir=work_dir, cores=cores.around)
+        stack.callback(mock.stop)
+        bench = Bench(tools=tools, cores=cores, mock=mock, nginx=None, muster=None, storage=None)
+        if System.NGINX in systems:
+            binary = nginx.find_nginx()
+            assert binary is not None
+            bench.nginx = nginx.Nginx(binary, upstream_port=mock.port, work_dir=work_dir, cores=cores.system)
+            stack.callback(bench.nginx.stop)
+        wanted = [system for system in systems if system in MUSTER_SYSTEMS]
+        if wanted:
+            progress.show("starting PostgreSQL and Valkey")
+            bench.storage = stack.enter_context(open_storage(cores=cores.around))
+            progress.show("migrating the database and starting Muster")
+            bench.muster = Muster(
+                storage=bench.storage,
+                upstream_url=mock.url,
+                work_dir=work_dir,
+                cores=cores,
+                systems=wanted,
+                profile_to=work_dir / "gateway.pstats" if is_profiled else None,
+            )
+            stack.callback(bench.muster.stop)
+        yield bench
+
+
+def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
+    """Measure, print and write; return 1 when a floor was missed or a run had errors."""
+    systems, measures = choose(arguments.only, profile=False)
+    if System.NGINX in systems and nginx.find_nginx() is None:
+        systems.remove(System.NGINX)
+        progress.show("nginx is not installed: there will be no ratios (apt-get install nginx)")
+    cores = plan_cores(pin=arguments.pin)
+    rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else FULL_ROUNDS)
+    total_s = rounds * len(systems) * sum(estimate_s(measure, quick=arguments.quick) for measure in measures)
+    progress.show(
+        f"{len(systems)} systems × {len(measures)} measures × {rounds} rounds: about {total_s / 60:.1f} minutes"
+    )
+    with open_bench(systems, cores, progress, is_profiled=False) as bench:
+        samples = run_plan(
+            bench, systems=systems, measures=measures, rounds=rounds, quick=arguments.quick, show=progress.show
+        )
+    progress.finish()
+    figures = compute_figures(SampleSet(samples))
+    verdicts = judge_floors(figures)
+    pinned = f"gateway on core {cores.system[0]}" if cores.is_pinned else "not pinned"
+    print(f"\nMedians of {rounds} round(s), {pinned}. Ratios travel between machines; microseconds do not.\n")
+    for part in (render_table(figures), render_problems(figures), render_verdicts(verdicts)):
+        if part:
+            print(part + "\n")
+    if arguments.json:
+        options = {"quick": arguments.quick, "rounds": rounds, "only": arguments.only}
+        write_json(arguments.json, figures=figures, verdicts=verdicts, samples=samples, cores=cores, arguments=options)
+        print(f"written: {arguments.json}")
+    return 1 if any(verdict.passed is False for verdict in verdicts) else 0
+
+
+def profile_all(arguments: argparse.Namespace, progress: Progress) -> int:
+    """Profile the gateway and print its dearest functions; the files stay for ``python -m pstats``."""
+    systems, measures = choose(arguments.only, profile=True)
+    cores = plan_cores(pin=arguments.pin)
+    with open_bench(systems, cores, progress, is_profiled=True) as bench:
+        profiles = profile_plan(
+            bench, systems=systems, measures=measures, quick=arguments.quick, folder=PROFILE_DIR, show=progress.show
+        )
+    progress.finish()
+    for sample, path in profiles:
+        print("\n" + render_hotspots(sample, path))
+        for problem in sample.load.find_problems():
+            print(f"  ! {problem}")
+    print(f"\nprofiles: {PROFILE_DIR} (python -m pstats FILE)")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit code is 2 when the benchmark itself could not run."""
+    arguments = build_parser().parse_args(argv)
+    progress = Progress()
+    try:
+        return profile_all(arguments, progress) if arguments.profile else measure_all(arguments, progress)
+    except BenchmarkError as error:
+        progress.finish()
+        print(f"muster bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        progress.finish()
+        print("muster bench: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

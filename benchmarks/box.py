@@ -1,0 +1,371 @@
+"""A scripted GPU box: dials in as a worker and answers every request with stamped chunks that it makes itself.
+
+    python -m benchmarks.box --gateway ws://127.0.0.1:8080 --model NAME [--protocol muster|bridge]
+
+The credential comes from ``MUSTER_BOX_SECRET``. It prints ``registered`` once the server accepted it, then reads lines
+``{"chunks":…,"delay_us":…,"first_us":…}`` from stdin, each answered by ``ok``. The chunks are those of
+``native/mock_upstream.c``, stamps included, so that the load client verifies relayed streams in the same way; making
+them here instead of asking the mock keeps a second HTTP hop and its CPU out of the measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.upstream import Pace
+from benchmarks.websocket import BINARY, TEXT, WebSocketClient
+from wire import bridge, frames
+
+MAX_CONCURRENT = 1024
+_DEFAULT_HEARTBEAT_S = 5.0
+_CHUNK = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1763700000,"model":"mock",'
+    b'"choices":[{"index":0,"delta":{%s"content":"T%016x%08x%06x%06x"},"finish_reason":%s}]}\n\n'
+)
+_DONE = b"data: [DONE]\n\n"
+_WHOLE = (
+    b'{"id":"chatcmpl-1","object":"chat.completion","created":1763700000,"model":"mock","choices":[{"index":0,"message":'
+    b'{"role":"assistant","content":"T%016x%08x%06x%06x","refusal":"%s"},"logprobs":null,"finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":20,"completion_tokens":200,"total_tokens":220}}'
+)
+_FILLER = b"lorem ipsum dolor " * 39
+_STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8"}
+_WHOLE_HEADERS = {"content-type": "application/json"}
+
+
+def make_chunk(stream: int, index: int, total: int) -> bytes:
+    """Return the SSE event of one chunk, stamped with the present time."""
+    role = b'"role":"assistant",' if index == 0 else b""
+    finish = b'"stop"' if index == total - 1 else b"null"
+    return _CHUNK % (role, time.monotonic_ns(), stream & 0xFFFFFFFF, index, total, finish)
+
+
+def make_completion(stream: int) -> bytes:
+    """Return the body of an answer that is not streamed."""
+    return _WHOLE % (time.monotonic_ns(), stream & 0xFFFFFFFF, 0, 1, _FILLER)
+
+
+@dataclass(slots=True)
+class Stream:
+    """A stream under way. ``write`` takes response bytes, ``end`` ends it; ``window`` is what may still be sent."""
+
+    serial: int
+    pace: Pace
+    write: Callable[[bytes], None]
+    end: Callable[[], None]
+    window: float
+    due: float = 0.0
+    sent: int = 0
+    timer: asyncio.TimerHandle | None = None
+    is_waiting: bool = False
+    is_over: bool = False
+
+
+class Player:
+    """Plays streams at their pace: one timer per stream, one write per chunk."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.pace = Pace(chunks=100, delay_us=0)
+        self._serial = 0
+        self.live = 0
+
+    def next_serial(self) -> int:
+        """Return the number of a new stream."""
+        self._serial += 1
+        return self._serial
+
+    def start(self, *, write: Callable[[bytes], None], end: Callable[[], None], window: float = float("inf")) -> Stream:
+        """Begin a stream at the present pace. The first chunk leaves at once unless the pace says otherwise."""
+        stream = Stream(self.next_serial(), self.pace, write, end, window, due=self._loop.time())
+        self.live += 1
+        if stream.pace.first_us:
+            stream.due += stream.pace.first_us / 1e6
+            stream.timer = self._loop.call_at(stream.due, self._step, stream)
+        else:
+            self._step(stream)
+        return stream
+
+    def stop(self, stream: Stream) -> None:
+        """Send nothing more."""
+        if not stream.is_over:
+            stream.is_over = True
+            self.live -= 1
+            if stream.timer is not None:
+                stream.timer.cancel()
+
+    def credit(self, stream: Stream, amount: int) -> None:
+        """Allow ``amount`` more bytes, and go on if the stream waited for them."""
+        stream.window += amount
+        if stream.is_waiting and stream.window > 0:
+            stream.is_waiting = False
+            self._step(stream)
+
+    def _step(self, stream: Stream) -> None:
+        if stream.is_over:
+            return
+        pace = stream.pace
+        chunk = make_chunk(stream.serial, stream.sent, pace.chunks)
+        if len(chunk) + len(_DONE) > stream.window:
+            stream.is_waiting = True
+            return
+        stream.window -= len(chunk)
+        stream.write(chunk)
+        stream.sent += 1
+        if stream.sent == pace.chunks:
+            self.stop(stream)
+            stream.write(_DONE)
+            stream.end()
+            return
+        stream.due += pace.delay_us / 1e6
+        stream.timer = self._loop.call_at(stream.due, self._step, stream)
+
+
+class MusterDialect:
+    """Speaks muster v1: OPEN, CANCEL and CREDIT in, HEAD, DATA and END out, with flow control."""
+
+    version = bridge.MUSTER_V1
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self._streams: dict[int, Stream] = {}
+        self.send_binary: Callable[[bytes], None]
+
+    def take_binary(self, data: bytes) -> None:
+        """Serve one frame of the server."""
+        frame = frames.decode_frame(data)
+        if frame.kind == frames.OPEN:
+            self._open(frame)
+        elif frame.kind == frames.CREDIT and frame.stream in self._streams:
+            self._player.credit(self._streams[frame.stream], frames.decode_credit(frame.payload))
+        elif frame.kind == frames.CANCEL and (stream := self._streams.pop(frame.stream, None)) is not None:
+            self._player.stop(stream)
+            self._send(frames.END, frame.stream, frame.attempt, frames.encode_json(frames.End(error="cancelled")))
+
+    def _open(self, frame: frames.Frame) -> None:
+        meta, _body = frames.decode_open(frame.payload)
+        number, attempt = frame.stream, frame.attempt
+        if not meta.is_streaming:
+            self._send_head(number, attempt, _WHOLE_HEADERS)
+            self._send(frames.DATA, number, attempt, make_completion(self._player.next_serial()))
+            self._send_end(number, attempt, 200)
+            return
+        data_head = frames.HEADER.pack(frames.DATA, 0, number, attempt)
+        chunks = self._player.pace.chunks
+
+        def end() -> None:
+            self._streams.pop(number, None)
+            self._send_end(number, attempt, chunks)
+
+        self._send_head(number, attempt, _STREAM_HEADERS)
+        stream = self._player.start(
+            write=lambda data: self.send_binary(data_head + data), end=end, window=meta.window_bytes
+        )
+        if not stream.is_over:
+            self._streams[number] = stream
+
+    def _send(self, kind: int, number: int, attempt: int, payload: bytes) -> None:
+        self.send_binary(frames.encode_frame(kind, number, attempt, payload))
+
+    def _send_head(self, number: int, attempt: int, headers: dict[str, str]) -> None:
+        self._send(frames.HEAD, number, attempt, frames.encode_json(frames.Head(status=200, headers=headers)))
+
+    def _send_end(self, number: int, attempt: int, completion_tokens: int) -> None:
+        usage = bridge.TokenCounts(
+            prompt_tokens=20, completion_tokens=completion_tokens, total_tokens=completion_tokens + 20
+        )
+        self._send(frames.END, number, attempt, frames.encode_json(frames.End(usage=usage)))
+
+
+class BridgeDialect:
+    """Speaks bridge v1: JSON text both ways, no flow control, nothing said after a cancel."""
+
+    version = bridge.BRIDGE_V1
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self._streams: dict[str, Stream] = {}
+        self.send_message: Callable[[bridge.Message], None]
+
+    def take_request(self, request: bridge.Request) -> None:
+        """Answer one request."""
+        ident = request.request_id
+        if not request.is_streaming:
+            body = make_completion(self._player.next_serial()).decode()
+            self.send_message(
+                bridge.ResponseComplete(request_id=ident, status_code=200, headers=_WHOLE_HEADERS, body=body)
+            )
+            return
+
+        def end() -> None:
+            self._streams.pop(ident, None)
+            self.send_message(
+                bridge.ResponseComplete(request_id=ident, status_code=200, headers=_STREAM_HEADERS, body="")
+            )
+
+        stream = self._player.start(
+            write=lambda data: self.send_message(bridge.ResponseChunk(request_id=ident, chunk=data.decode())), end=end
+        )
+        if not stream.is_over:
+            self._streams[ident] = stream
+
+    def take_cancel(self, cancel: bridge.Cancel) -> None:
+        """Stop a request."""
+        stream = self._streams.pop(cancel.request_id, None)
+        if stream is not None:
+            self._player.stop(stream)
+
+
+class Box:
+    """The session of one box: registration, telemetry, pongs, and its dialect for everything else."""
+
+    def __init__(self, *, model: str, dialect: MusterDialect | BridgeDialect, player: Player) -> None:
+        self._model = model
+        self._dialect = dialect
+        self._player = player
+        self._socket: WebSocketClient | None = None
+        self.registered: asyncio.Future[bridge.RegisterAck] = asyncio.get_running_loop().create_future()
+
+    def attach(self, socket: WebSocketClient) -> None:
+        """Take an open socket and register on it."""
+        self._socket = socket
+        if isinstance(self._dialect, MusterDialect):
+            self._dialect.send_binary = lambda data: socket.send(BINARY, data)
+        else:
+            self._dialect.send_message = self._send
+        is_muster = self._dialect.version == bridge.MUSTER_V1
+        self._send(
+            bridge.Register(
+                worker_name=f"bench-{self._model}",
+                models=[self._model],
+                max_concurrent=MAX_CONCURRENT,
+                protocol_version=self._dialect.version,
+                instance_id=uuid.uuid4().hex if is_muster else None,
+                endpoints=["/v1/chat/completions"] if is_muster else [],
+                replicas=self._list_replicas() if is_muster else [],
+            )
+        )
+
+    def take_message(self, is_text: bool, payload: bytes) -> None:
+        """Serve one message of the server."""
+        if not is_text:
+            if isinstance(self._dialect, MusterDialect):
+                self._dialect.take_binary(payload)
+            return
+        message = bridge.decode_server_message(payload)
+        if isinstance(message, bridge.RegisterAck):
+            self.registered.set_result(message)
+        elif isinstance(message, bridge.Ping):
+            self._send(bridge.Pong(current_load=self._player.live, timestamp_unix_ms=message.timestamp_unix_ms))
+        elif isinstance(message, bridge.ModelsRefresh):
+            self._send(bridge.ModelsUpdate(models=[self._model], current_load=self._player.live))
+        elif isinstance(self._dialect, BridgeDialect) and isinstance(message, bridge.Request):
+            self._dialect.take_request(message)
+        elif isinstance(self._dialect, BridgeDialect) and isinstance(message, bridge.Cancel):
+            self._dialect.take_cancel(message)
+
+    async def send_telemetry(self, interval_s: float) -> None:
+        """Report every ``interval_s`` seconds, for ever; a bridge v1 box has nothing to report."""
+        while self._dialect.version == bridge.MUSTER_V1:
+            self._send(bridge.Telemetry(current_load=self._player.live, replicas=self._list_replicas()))
+            await asyncio.sleep(interval_s)
+
+    def _list_replicas(self) -> list[bridge.ReplicaInfo]:
+        return [
+            bridge.ReplicaInfo(
+                model=self._model, state="loaded", engine="bench", slots=MAX_CONCURRENT, active=self._player.live
+            )
+        ]
+
+    def _send(self, message: bridge.Message) -> None:
+        if self._socket is not None:
+            self._socket.send(TEXT, bridge.encode_message(message).encode())
+
+
+async def follow_stdin(player: Player) -> None:
+    """Apply every pace that comes on stdin, until stdin ends."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        player.pace = msgspec.json.decode(line, type=Pace)
+        print("ok", flush=True)
+
+
+async def run_box(*, gateway: str, model: str, protocol: str, secret: str) -> str:
+    """Serve until the socket closes or stdin ends; return why."""
+    address = urllib.parse.urlsplit(gateway)
+    player = Player()
+    dialect = BridgeDialect(player) if protocol == "bridge" else MusterDialect(player)
+    box = Box(model=model, dialect=dialect, player=player)
+    loop = asyncio.get_running_loop()
+    _transport, socket = await loop.create_connection(
+        lambda: WebSocketClient(
+            host=address.netloc,
+            path="/v1/worker/connect?provider=local",
+            headers={"x-worker-secret": secret},
+            on_message=box.take_message,
+        ),
+        address.hostname or "127.0.0.1",
+        address.port or 80,
+    )
+    async with asyncio.timeout(10):
+        await socket.opened
+        box.attach(socket)
+        await _wait_first(box.registered, socket.closed)
+    if not box.registered.done():
+        raise BenchmarkError(f"the box was not accepted: {socket.closed.result()}")
+    ack = box.registered.result()
+    print("registered", flush=True)
+    interval_s = ack.heartbeat_interval_s or _DEFAULT_HEARTBEAT_S
+    tasks = [asyncio.create_task(box.send_telemetry(interval_s)), asyncio.create_task(follow_stdin(player))]
+    if protocol == "bridge":
+        tasks[0].cancel()
+    await _wait_first(socket.closed, tasks[1])
+    for task in tasks:
+        task.cancel()
+    return socket.closed.result() if socket.closed.done() else "stdin ended"
+
+
+async def _wait_first(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one box until it is told to stop; the exit code is 0 only then."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.box", description="A scripted GPU box for benchmarks.")
+    parser.add_argument("--gateway", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--protocol", choices=("muster", "bridge"), default="muster")
+    arguments = parser.parse_args(argv)
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if sys.platform != "win32":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        reason = runner.run(
+            run_box(
+                gateway=arguments.gateway,
+                model=arguments.model,
+                protocol=arguments.protocol,
+                secret=os.environ.get("MUSTER_BOX_SECRET", ""),
+            )
+        )
+    print(f"box: {reason}", file=sys.stderr)
+    return 0 if reason == "stdin ended" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""From samples of every round to the figures that are printed: medians, ratios, and the floors they meet or miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from benchmarks.loadclient import LoadResult
+from benchmarks.plan import FLOORS, MUSTER_SYSTEMS, Floor, FloorKind, Measure, System
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One load run on one system. ``cpu_s`` and ``rss_bytes`` are those of the measured system alone."""
+
+    system: System
+    measure: Measure
+    round_number: int
+    cpu_s: float
+    rss_bytes: int
+    load: LoadResult
+    database_cpu_s: float | None = None
+
+    @property
+    def cpu_us(self) -> float | None:
+        """CPU microseconds per request, or per chunk when the measure is about chunks; None when there was none."""
+        units = self.load.chunks if self.measure in {Measure.CHUNKS, Measure.OPEN_STREAMS} else self.load.answered
+        return self.cpu_s * 1e6 / units if units else None
+
+
+@dataclass(slots=True)
+class Figures:
+    """The medians of one system. A figure is None when it was not measured or when its runs had errors."""
+
+    system: System
+    request_us: float | None = None
+    chunk_us: float | None = None
+    added_first_byte_us: float | None = None
+    added_p99_ms: float | None = None
+    first_byte_us: float | None = None
+    p99_ms: float | None = None
+    request_ratio: float | None = None
+    chunk_ratio: float | None = None
+    first_byte_ratio: float | None = None
+    chunks_per_read: float | None = None
+    transit_p99_us: float | None = None
+    database_us: float | None = None
+    rss_mb: float | None = None
+    misplaced: int | None = None
+    problems: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One floor judged on one system. ``passed`` is None when there was nothing to judge."""
+
+    floor: Floor
+    system: System
+    value: float | None
+    passed: bool | None
+
+
+class SampleSet:
+    """Every sample of a run."""
+
+    def __init__(self, samples: Iterable[Sample]) -> None:
+        self._samples = list(samples)
+
+    def select(self, system: System, measure: Measure) -> list[Sample]:
+        """Return the samples of one system and measure, in order of their rounds."""
+        return [s for s in self._samples if s.system is system and s.measure is measure]
+
+    def of_system(self, system: System) -> list[Sample]:
+        """Return all samples of one system."""
+        return [s for s in self._samples if s.system is system]
+
+    def list_systems(self) -> list[System]:
+        """Return the systems that were measured, in the order of ``System``."""
+        return [system for system in System if self.of_system(system)]
+
+    def clean(self, system: System, measure: Measure) -> list[Sample]:
+        """Return the samples when every one of them is without errors, else none: one bad run spoils the figure."""
+        samples = self.select(system, measure)
+        return [] if any(s.load.find_problems() for s in samples) else samples
+
+
+def compute_figures(samples: SampleSet) -> dict[System, Figures]:
+    """Return the figures of every measured system, ratios to nginx included."""
+    figures = {system: _measure_system(samples, system) for system in samples.list_systems()}
+    peer = figures.get(System.NGINX)
+    for own in figures.values():
+        if peer is None or own.system is System.MOCK:
+            continue
+        own.request_ratio = _divide(own.request_us, peer.request_us)
+        own.chunk_ratio = _divide(own.chunk_us, peer.chunk_us)
+        own.first_byte_ratio = _divide(own.added_first_byte_us, peer.added_first_byte_us)
+    return figures
+
+
+def judge_floors(figures: dict[System, Figures]) -> list[Verdict]:
+    """Return one verdict for each floor and each system that it binds and that was measured."""
+    verdicts = []
+    for floor in FLOORS:
+        for system in floor.systems:
+            if system not in figures:
+                continue
+            value: float | None = getattr(figures[system], floor.figure)
+            verdicts.append(Verdict(floor, system, value, _judge(floor, figures[system], value)))
+    return verdicts
+
+
+def _judge(floor: Floor, own: Figures, value: float | None) -> bool | None:
+    if value is None:
+        # Nothing measured is no verdict; measured and spoilt by errors is a failure.
+        return False if own.problems else None
+    if floor.kind is FloorKind.COUNT and own.problems:
+        return False
+    return value <= floor.limit
+
+
+def _measure_system(samples: SampleSet, system: System) -> Figures:
+    own = Figures(system)
+    for sample in samples.of_system(system):
+        problems = sample.load.find_problems()
+        if problems:
+            own.problems.setdefault(sample.measure, []).extend(f"round {sample.round_number}: {p}" for p in problems)
+    if system is not System.MOCK:
+        own.request_us = _median(s.cpu_us for s in samples.clean(system, Measure.REQUESTS))
+        own.chunk_us = _median(s.cpu_us for s in samples.clean(system, Measure.CHUNKS))
+        own.rss_mb = _median(s.rss_bytes / 1e6 for s in samples.of_system(system))
+    if system in MUSTER_SYSTEMS:
+        own.database_us = _median(
+            s.database_cpu_s * 1e6 / s.load.answered
+            for s in samples.clean(system, Measure.REQUESTS)
+            if s.database_cpu_s is not None
+        )
+    busy = samples.clean(system, Measure.CHUNKS)
+    own.chunks_per_read = _median(s.load.chunks / s.load.reads for s in busy)
+    own.transit_p99_us = _median(s.load.transit_us.p99 for s in busy)
+    own.first_byte_us = _median(s.load.ttfb_us.p50 for s in samples.clean(system, Measure.FIRST_BYTE))
+    own.p99_ms = _median(s.load.ttfb_us.p99 / 1e3 for s in samples.clean(system, Measure.OPEN_STREAMS))
+    own.misplaced = sum(s.load.misplaced for s in samples.of_system(system))
+    if system is not System.MOCK:
+        own.added_first_byte_us = _added(samples, system, Measure.FIRST_BYTE, lambda load: load.ttfb_us.p50)
+        added_p99_us = _added(samples, system, Measure.OPEN_STREAMS, lambda load: load.ttfb_us.p99)
+        own.added_p99_ms = added_p99_us / 1e3 if added_p99_us is not None else None
+    return own
+
+
+def _added(samples: SampleSet, system: System, measure: Measure, read: Callable[[LoadResult], float]) -> float | None:
+    """Return the median over rounds of what a system adds to the baseline measured in the same round."""
+    base = {s.round_number: read(s.load) for s in samples.clean(System.MOCK, measure)}
+    own = samples.clean(system, measure)
+    return _median(read(s.load) - base[s.round_number] for s in own if s.round_number in base)
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _divide(value: float | None, by: float | None) -> float | None:
+    return value / by if value is not None and by is not None and by > 0 else None

@@ -1,0 +1,115 @@
+"""What is measured, on what, for how long, and the floors that the figures must meet. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from benchmarks.loadclient import LoadSpec
+from benchmarks.upstream import Pace
+
+
+class System(StrEnum):
+    """What stands between the load client and the source of chunks."""
+
+    MOCK = "mock"
+    NGINX = "nginx"
+    DIRECT = "direct"
+    RELAY = "relay"
+    BRIDGE = "bridge"
+
+
+TITLES = {
+    System.MOCK: "mock alone (baseline)",
+    System.NGINX: "nginx",
+    System.DIRECT: "Muster, box called over HTTP",
+    System.RELAY: "Muster, box dialled in (muster v1)",
+    System.BRIDGE: "Muster, box dialled in (bridge v1)",
+}
+MUSTER_SYSTEMS = (System.DIRECT, System.RELAY, System.BRIDGE)
+MODELS = {System.DIRECT: "bench-direct", System.RELAY: "bench-relay", System.BRIDGE: "bench-bridge"}
+
+
+class Measure(StrEnum):
+    """One kind of load."""
+
+    REQUESTS = "requests"
+    CHUNKS = "chunks"
+    FIRST_BYTE = "firstbyte"
+    OPEN_STREAMS = "streams"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The load of one measure and the pace of the streams in it."""
+
+    spec: LoadSpec
+    pace: Pace
+
+
+# Chunks of the busy case come 10 ms apart on each of 128 streams: 12,800 a second, spread out so that two of one stream
+# never wait together and each is handled alone.
+_FULL = {
+    Measure.REQUESTS: Work(LoadSpec(connections=32, seconds=4.0, is_streaming=False, warmup_ms=300), Pace(1, 0)),
+    Measure.CHUNKS: Work(
+        LoadSpec(connections=128, seconds=4.0, is_streaming=True, ramp_ms=1000), Pace(chunks=200, delay_us=10_000)
+    ),
+    Measure.FIRST_BYTE: Work(
+        LoadSpec(connections=1, seconds=3.0, is_streaming=True, warmup_ms=300), Pace(chunks=4, delay_us=0)
+    ),
+    Measure.OPEN_STREAMS: Work(
+        LoadSpec(connections=256, seconds=8.0, is_streaming=True, ramp_ms=2000, warmup_ms=2000),
+        Pace(chunks=100, delay_us=20_000),
+    ),
+}
+_QUICK_SECONDS = {
+    Measure.REQUESTS: 1.5,
+    Measure.CHUNKS: 1.5,
+    Measure.FIRST_BYTE: 1.0,
+    Measure.OPEN_STREAMS: 4.0,
+}
+FULL_ROUNDS = 3
+QUICK_ROUNDS = 1
+
+
+def plan_work(measure: Measure, *, quick: bool) -> Work:
+    """Return the load of ``measure``."""
+    work = _FULL[measure]
+    return replace(work, spec=replace(work.spec, seconds=_QUICK_SECONDS[measure])) if quick else work
+
+
+def estimate_s(measure: Measure, *, quick: bool) -> float:
+    """Return about how many seconds ``measure`` takes on one system, streams that run out included."""
+    work = plan_work(measure, quick=quick)
+    drain_s = work.pace.chunks * work.pace.delay_us / 1e6 if work.spec.is_streaming else 0.0
+    return work.spec.seconds + drain_s + 0.3
+
+
+class FloorKind(StrEnum):
+    """How a floor is judged."""
+
+    RATIO = "ratio"
+    MILLISECONDS = "ms"
+    COUNT = "count"
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The worst figure that still passes: at most ``limit``, for each Muster system of ``systems``."""
+
+    figure: str
+    title: str
+    kind: FloorKind
+    limit: float
+    systems: tuple[System, ...]
+
+
+OURS = (System.DIRECT, System.RELAY)
+FLOORS = (
+    Floor("request_ratio", "CPU per request, × nginx", FloorKind.RATIO, 10.0, OURS),
+    Floor("chunk_ratio", "CPU per chunk, × nginx", FloorKind.RATIO, 2.2, OURS),
+    Floor("first_byte_ratio", "added TTFB p50 at 1 stream, × nginx", FloorKind.RATIO, 4.0, OURS),
+    Floor("added_p99_ms", "added TTFB p99 at 256 streams, ms", FloorKind.MILLISECONDS, 15.0, OURS),
+    Floor("misplaced", "chunks lost, doubled, reordered or mixed up", FloorKind.COUNT, 0.0, MUSTER_SYSTEMS),
+)
+"""Floors of the design's performance table. Foreign (bridge v1) workers are shown, and judged on whole streams only."""

@@ -1,0 +1,165 @@
+"""Runs the plan: every system at every measure in turn, round after round, with progress and time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import nginx as nginx_peer
+from benchmarks.figures import Sample
+from benchmarks.loadclient import LoadSpec, Target, run_load
+from benchmarks.muster import Muster
+from benchmarks.plan import MODELS, TITLES, Measure, System, estimate_s, plan_work
+from benchmarks.processes import Child, CorePlan
+from benchmarks.storage import Storage
+from benchmarks.toolchain import Tools
+from benchmarks.upstream import MockUpstream, Pace
+
+_WARM_UP = LoadSpec(connections=8, seconds=0.5, is_streaming=False)
+
+
+@dataclass(slots=True)
+class Bench:
+    """Everything that is up during a run."""
+
+    tools: Tools
+    cores: CorePlan
+    mock: MockUpstream
+    nginx: nginx_peer.Nginx | None
+    muster: Muster | None
+    storage: Storage | None
+
+    def find_target(self, system: System) -> Target:
+        """Return whom the load client asks to reach ``system``."""
+        if system is System.MOCK:
+            return Target(self.mock.port)
+        if system is System.NGINX and self.nginx is not None:
+            return Target(self.nginx.port, key=nginx_peer.KEY)
+        assert self.muster is not None
+        return Target(self.muster.port, model=MODELS[system], key=self.muster.key)
+
+    def find_child(self, system: System) -> Child:
+        """Return the process whose CPU and memory count for ``system``."""
+        if system is System.MOCK:
+            return self.mock.child
+        if system is System.NGINX and self.nginx is not None:
+            return self.nginx.child
+        assert self.muster is not None
+        return self.muster.gateway
+
+    def set_pace(self, system: System, pace: Pace) -> None:
+        """Tell whatever makes the chunks of ``system`` how to pace them."""
+        self.mock.set_pace(pace)
+        if self.muster is not None:
+            self.muster.set_pace(system, pace)
+
+    def measure(self, system: System, measure: Measure, *, round_number: int, quick: bool) -> Sample:
+        """Run one measure on one system and account for it."""
+        work = plan_work(measure, quick=quick)
+        self.set_pace(system, work.pace)
+        child = self.find_child(system)
+        database_before = self.storage.database_cpu_s() if self.storage is not None else None
+        cpu_before = child.cpu_s()
+        load = run_load(self.tools.load, self.find_target(system), work.spec, cores=self.cores.around)
+        cpu_s = child.cpu_s() - cpu_before
+        database_after = self.storage.database_cpu_s() if self.storage is not None else None
+        if self.muster is not None:
+            self.muster.require_healthy()
+        return Sample(
+            system=system,
+            measure=measure,
+            round_number=round_number,
+            cpu_s=cpu_s,
+            rss_bytes=child.rss_bytes(),
+            load=load,
+            database_cpu_s=(
+                database_after - database_before if database_after is not None and database_before is not None else None
+            ),
+        )
+
+    def warm_up(self, system: System) -> None:
+        """Let connections, caches and code paths settle before anything counts."""
+        self.set_pace(system, Pace(1, 0))
+        run_load(self.tools.load, self.find_target(system), _WARM_UP, cores=self.cores.around)
+
+
+def run_plan(
+    bench: Bench,
+    *,
+    systems: Sequence[System],
+    measures: Sequence[Measure],
+    rounds: int,
+    quick: bool,
+    show: Callable[[str], None],
+) -> list[Sample]:
+    """Measure everything ``rounds`` times. Systems alternate within a measure, so a slow minute hits all alike."""
+    for system in systems:
+        bench.warm_up(system)
+    steps = [(r, m, s) for r in range(1, rounds + 1) for m in measures for s in systems]
+    left_s = sum(estimate_s(measure, quick=quick) for _, measure, _ in steps)
+    samples = []
+    for number, (round_number, measure, system) in enumerate(steps, start=1):
+        place = f"[{number}/{len(steps)}] round {round_number}, {measure}: {TITLES[system]}"
+        show(f"{place} · about {_render_s(left_s)} left")
+        sample = bench.measure(system, measure, round_number=round_number, quick=quick)
+        for problem in sample.load.find_problems():
+            show(f"    ! {problem}")
+        samples.append(sample)
+        left_s -= estimate_s(measure, quick=quick)
+    return samples
+
+
+def profile_plan(
+    bench: Bench,
+    *,
+    systems: Sequence[System],
+    measures: Sequence[Measure],
+    quick: bool,
+    folder: Path,
+    show: Callable[[str], None],
+) -> list[tuple[Sample, Path]]:
+    """Run each measure once on each Muster system under the profiler and return the samples with their profiles."""
+    assert bench.muster is not None
+    for system in systems:
+        bench.warm_up(system)
+    folder.mkdir(parents=True, exist_ok=True)
+    profiles = []
+    for measure in measures:
+        for system in systems:
+            show(f"profiling {measure}: {TITLES[system]}")
+            bench.muster.start_profile()
+            sample = bench.measure(system, measure, round_number=1, quick=quick)
+            kept = folder / f"{system}-{measure}.pstats"
+            kept.write_bytes(bench.muster.stop_profile().read_bytes())
+            profiles.append((sample, kept))
+    return profiles
+
+
+class Progress:
+    """Prints progress to stderr: rewrites one line on a terminal, one line per step elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._began = time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Show where the run is."""
+        elapsed = _render_s(time.monotonic() - self._began)
+        if self._is_terminal and not text.startswith("    !"):
+            sys.stderr.write(f"\r\033[K{elapsed:>7}  {text}")
+        else:
+            sys.stderr.write(f"{elapsed:>7}  {text}\n")
+        sys.stderr.flush()
+
+    def finish(self) -> None:
+        """End the line."""
+        if self._is_terminal:
+            sys.stderr.write("\n")
+
+
+def _render_s(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    return f"{whole // 60} min {whole % 60:02} s" if whole >= 60 else f"{whole} s"

@@ -1,0 +1,1 @@
+"""The Django project: settings, servers, admin site, launcher. The only place that knows every app."""

@@ -1,0 +1,150 @@
+"""Every error of the control plane's HTTP API in the contract's one body.
+
+``{"error": {"code", "message", "retryable", "type", "param"}}``: the contract's three fields and OpenAI's two.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from django.core.exceptions import PermissionDenied, RequestDataTooBig
+from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.views import defaults
+from rest_framework import exceptions
+from rest_framework.response import Response
+from rest_framework.views import set_rollback
+
+from controlplane.authentication import CHALLENGE
+from gateway.services import ServiceError
+from governance.errors import GovernanceError
+from nodes.errors import NodeError
+from wire.contract import ErrorCode
+
+PAGE_PREFIXES = ("/admin/", "/static/")
+"""Paths that people read in a browser; every other path answers JSON."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """One error, ready to be sent."""
+
+    status: int
+    code: ErrorCode
+    message: str
+    retryable: bool = False
+    param: str | None = None
+
+    def body(self) -> dict[str, dict[str, object]]:
+        """Return the contract's envelope."""
+        return {
+            "error": {
+                "code": self.code.value,
+                "message": self.message,
+                "retryable": self.retryable,
+                "type": error_type(self.status),
+                "param": self.param,
+            }
+        }
+
+
+def error_type(status: int) -> str:
+    """Return OpenAI's word for the class of error that an HTTP status stands for."""
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+
+
+def render_exception(
+    error: Exception, context: dict[str, Any]
+) -> Response | None:  # Any: Django REST framework's signature
+    """Render ``error`` for a REST view. None for a defect of ours: Django logs it and ``server_error`` answers."""
+    known = describe_error(error)
+    if known is None:
+        return None
+    set_rollback()
+    response = Response(known.body(), status=known.status)
+    if known.status == HTTPStatus.UNAUTHORIZED:
+        response["WWW-Authenticate"] = getattr(error, "auth_header", None) or CHALLENGE
+    allowed = getattr(context.get("view"), "allowed_methods", None)
+    if known.status == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
+        response["Allow"] = ", ".join(allowed)
+    wait = getattr(error, "wait", None) or getattr(error, "retry_after_s", None)
+    if wait:
+        response["Retry-After"] = str(max(1, round(wait)))
+    return response
+
+
+def describe_error(error: Exception) -> ApiError | None:
+    """Return what a caller is told about ``error``; None when it is not an error of the caller or of our own trees."""
+    if isinstance(error, GovernanceError | NodeError | ServiceError):
+        return ApiError(error.status, error.code, error.message, retryable=error.retryable, param=error.param)
+    if isinstance(error, exceptions.NotAuthenticated | exceptions.AuthenticationFailed):
+        return ApiError(
+            HTTPStatus.UNAUTHORIZED, ErrorCode.INVALID_ADMIN_TOKEN, "Send an admin token: Authorization: Bearer msa_…."
+        )
+    if isinstance(error, exceptions.ValidationError):
+        param, message = first_problem(error.detail)
+        return ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, message, param=param)
+    if isinstance(error, Http404 | exceptions.NotFound):
+        return ApiError(HTTPStatus.NOT_FOUND, ErrorCode.NOT_FOUND, "There is nothing at this address.")
+    if isinstance(error, PermissionDenied | exceptions.PermissionDenied):
+        return ApiError(HTTPStatus.FORBIDDEN, ErrorCode.INVALID_ADMIN_TOKEN, "This credential may not do that.")
+    if isinstance(error, RequestDataTooBig):
+        return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, ErrorCode.BODY_TOO_LARGE, "The body is too large.")
+    if isinstance(error, exceptions.Throttled):
+        return ApiError(error.status_code, ErrorCode.RATE_LIMITED, str(error.detail), retryable=True)
+    if isinstance(error, exceptions.APIException):
+        is_ours = error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR
+        code = ErrorCode.INTERNAL_ERROR if is_ours else ErrorCode.BAD_REQUEST
+        return ApiError(error.status_code, code, str(error.detail), retryable=is_ours)
+    return None
+
+
+def first_problem(detail: object, path: str = "") -> tuple[str | None, str]:
+    """Return the field and the text of the first problem in what a serializer reports."""
+    if isinstance(detail, dict) and detail:
+        key, inner = next(iter(detail.items()))
+        return first_problem(inner, f"{path}.{key}" if path else str(key))
+    if isinstance(detail, list) and detail:
+        return first_problem(next((item for item in detail if item), detail[0]), path)
+    is_field = bool(path) and path != "non_field_errors"
+    return (path, f"{path}: {detail}") if is_field else (None, str(detail))
+
+
+def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """Answer 404: a page under the admin, the envelope everywhere else."""
+    if request.path.startswith(PAGE_PREFIXES):
+        return defaults.page_not_found(request, exception)
+    return _json(ApiError(HTTPStatus.NOT_FOUND, ErrorCode.NOT_FOUND, f"There is nothing at {request.path}."))
+
+
+def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """Answer 400 (a forbidden Host header, a malformed request)."""
+    if request.path.startswith(PAGE_PREFIXES):
+        return defaults.bad_request(request, exception)
+    known = describe_error(exception)
+    return _json(known or ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, "The request cannot be understood."))
+
+
+def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """Answer 403."""
+    if request.path.startswith(PAGE_PREFIXES):
+        return defaults.permission_denied(request, exception)
+    return _json(ApiError(HTTPStatus.FORBIDDEN, ErrorCode.INVALID_ADMIN_TOKEN, "This credential may not do that."))
+
+
+def server_error(request: HttpRequest) -> HttpResponse:
+    """Answer 500 after Django has logged the defect. Says nothing of what broke."""
+    if request.path.startswith(PAGE_PREFIXES):
+        return defaults.server_error(request)
+    message = "The control plane failed on this request. It has been logged."
+    return _json(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorCode.INTERNAL_ERROR, message, retryable=True))
+
+
+def _json(error: ApiError) -> JsonResponse:
+    return JsonResponse(error.body(), status=error.status)

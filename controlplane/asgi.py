@@ -1,0 +1,53 @@
+"""The ASGI application of the control plane: Django over HTTP, operators' live pages over WebSocket.
+
+The data plane is not here: clients and GPU boxes talk to ``controlplane.serve_gateway``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+
+from asgiref.sync import ThreadSensitiveContext
+from django.core.asgi import get_asgi_application
+
+# Fills the app registry, so it stands before every import that touches a model.
+_http_application = get_asgi_application()
+
+from channels.auth import AuthMiddlewareStack
+from channels.routing import ProtocolTypeRouter, URLRouter
+from channels.security.websocket import AllowedHostsOriginValidator
+from django.urls import path
+
+from controlplane.live import OverviewConsumer
+
+Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open
+AsgiApplication = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
+
+
+def isolate_threads(application: AsgiApplication) -> AsgiApplication:
+    """Return ``application`` with a thread of its own for each connection that runs synchronous code.
+
+    Without it one slow query in one consumer stalls every other socket of the process (django/channels#2132).
+    """
+
+    async def isolated(scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        async with ThreadSensitiveContext():
+            await application(scope, receive, send)
+
+    return isolated
+
+
+application = ProtocolTypeRouter(
+    {
+        "http": _http_application,
+        "websocket": isolate_threads(
+            AllowedHostsOriginValidator(
+                AuthMiddlewareStack(URLRouter([path("ws/overview", OverviewConsumer.as_asgi())])),
+            )
+        ),
+    }
+)

@@ -1,0 +1,53 @@
+"""Who may call the admin REST API: the bearer of an admin token, and nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from rest_framework.authentication import BaseAuthentication, get_authorization_header
+from rest_framework.request import Request
+
+from governance.errors import InvalidAdminToken
+from governance.services import verify_admin_token
+
+SCHEME = "bearer"
+CHALLENGE = 'Bearer realm="muster"'
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHolder:
+    """The caller of an admin API. ``actor`` is what the audit trail shows."""
+
+    actor: str
+    is_authenticated: ClassVar[bool] = True
+
+
+class AdminTokenAuthentication(BaseAuthentication):
+    """``Authorization: Bearer msa_…``. A client key, a worker credential or a browser session is refused."""
+
+    def authenticate(self, request: Request) -> tuple[TokenHolder, None] | None:
+        """Return the holder of the token, None without the header. Raises InvalidAdminToken (401)."""
+        scheme, _, text = get_authorization_header(request).decode("latin-1").partition(" ")
+        if not scheme:
+            return None
+        token = verify_admin_token(text.strip()) if scheme.lower() == SCHEME else None
+        if token is None:
+            raise InvalidAdminToken("The admin token is not valid. Send Authorization: Bearer msa_….")
+        return TokenHolder(actor=f"token:{token.name}"), None
+
+    def authenticate_header(self, request: Request) -> str:
+        """Return the challenge, which makes a missing token 401 and not 403."""
+        return CHALLENGE
+
+
+class AdminTokenScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]  # drf-spectacular registers by subclassing
+    """How the OpenAPI document describes the credential."""
+
+    target_class = "controlplane.authentication.AdminTokenAuthentication"
+    name = "adminToken"
+
+    def get_security_definition(self, auto_schema: object) -> dict[str, str]:
+        """Return the OpenAPI security scheme."""
+        return {"type": "http", "scheme": "bearer", "description": "Token of an administrator, msa_…"}

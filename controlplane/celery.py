@@ -1,0 +1,21 @@
+"""The Celery application: the bell that wakes background work. Rows hold the work, messages carry opaque ids."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import Celery
+from celery.signals import worker_ready
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+
+app = Celery("muster")
+app.config_from_object("django.conf:settings", namespace="CELERY")
+app.autodiscover_tasks()
+
+
+@worker_ready.connect  # type: ignore[untyped-decorator]  # Celery ships no types
+def prepare_partitions(**_kwargs: Any) -> None:  # Any: the signal's own arguments
+    """Make the day partitions when a worker starts: beat waits one whole interval before its first call."""
+    app.send_task("gateway.tasks.maintain_partitions", expires=600)

@@ -1,0 +1,128 @@
+"""The server: Daphne's, with gates at both ends of each connection and a graceful stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from functools import partial
+from typing import Any
+
+from daphne.server import Server, reactor, twisted_loop  # installs the asyncio reactor, so it stands first
+from twisted.internet import defer
+from twisted.internet.endpoints import serverFromString
+from twisted.logger import globalLogBeginner
+
+from controlplane.daphne_server.flow import PausingQueue
+from controlplane.daphne_server.protocols import GatedHTTPFactory, GatedRequest, GatedWebSocket, GatedWebSocketFactory
+
+GOING_AWAY = 1001
+POLL_S = 0.05
+
+logger = logging.getLogger(__name__)
+
+Connection = GatedRequest | GatedWebSocket
+
+
+class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no types
+    """Daphne with flow control in both directions. SIGTERM and SIGINT let running requests finish.
+
+    ``write_timeout_s``: a client that takes no byte for so long is cut off. ``stop_grace_s``: how long requests may go on
+    after a signal.
+    """
+
+    def __init__(self, *args: Any, write_timeout_s: float = 60.0, stop_grace_s: float = 10.0, **kwargs: Any) -> None:
+        super().__init__(*args, signal_handlers=False, **kwargs)
+        self.write_timeout_s = write_timeout_s
+        self.stop_grace_s = stop_grace_s
+        self.listen_failure: str | None = None
+        self._ports: list[Any] = []  # Any: Twisted's listening ports
+        self._stopping: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        """Serve until a signal. ``listen_failure`` says afterwards why it could not start, if it could not.
+
+        Stands in for Daphne's own, which makes factories that cannot be chosen.
+        """
+        self.connections: dict[Connection, dict[str, Any]] = {}  # Any: Daphne's own records
+        self.http_factory = GatedHTTPFactory(self)
+        self.ws_factory = GatedWebSocketFactory(self, server=self.server_name)
+        self.ws_factory.setProtocolOptions(
+            autoPingTimeout=self.ping_timeout,
+            openHandshakeTimeout=self.websocket_handshake_timeout,
+            maxMessagePayloadSize=self.websocket_max_message_size,
+            maxFramePayloadSize=self.websocket_max_frame_size,
+        )
+        globalLogBeginner.beginLoggingTo([lambda _event: None], redirectStandardIO=False, discardBuffer=True)
+        reactor.callLater(1, self.application_checker)
+        reactor.callLater(2, self.timeout_checker)
+        asyncio.set_event_loop(twisted_loop)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            twisted_loop.add_signal_handler(name, self.begin_stop)
+        for endpoint in self.endpoints:
+            listener = serverFromString(reactor, endpoint).listen(self.http_factory)
+            listener.addCallbacks(self.listen_success, self.listen_error)
+        reactor.addSystemEventTrigger("before", "shutdown", self.kill_all_applications)
+        if not self.abort_start:
+            reactor.run(installSignalHandlers=False)
+
+    def create_application(self, protocol: Connection, scope: dict[str, Any]) -> asyncio.Queue[dict[str, Any]] | None:
+        """Start the application of a connection and return its inbox."""
+        if protocol not in self.connections:
+            return None
+        is_socket = scope["type"] == "websocket"
+        inbox: asyncio.Queue[dict[str, Any]] = PausingQueue(protocol.transport) if is_socket else asyncio.Queue()
+        scope.setdefault("asgi", {"version": "3.0"})
+        application = self.application(scope=scope, receive=inbox.get, send=partial(self.handle_reply, protocol))
+        self.connections[protocol]["application_instance"] = asyncio.ensure_future(application)
+        return inbox
+
+    async def handle_reply(self, protocol: Connection, message: dict[str, Any]) -> None:
+        """Write a message of the application, and return to it only when the client can take the next one."""
+        await super().handle_reply(protocol, message)
+        try:
+            async with asyncio.timeout(self.write_timeout_s):
+                await protocol.gate.wait_open()
+        except TimeoutError:
+            logger.warning("client_stalled seconds=%g", self.write_timeout_s)
+            protocol.abort()
+
+    def listen_success(self, port: Any) -> None:
+        """Remember the listening port, to close it first when stopping."""
+        self._ports.append(port)
+        super().listen_success(port)
+
+    def listen_error(self, failure: Any) -> None:
+        """Say in one line why the address cannot be used, and end."""
+        self.listen_failure = failure.getErrorMessage()
+        self.stop()
+
+    def begin_stop(self) -> None:
+        """Close the ports, let requests finish within the grace, tell sockets to go away, then end. A second call ends at once."""
+        if self._stopping is not None:
+            self.stop()
+            return
+        self._stopping = asyncio.ensure_future(self._stop_gracefully(), loop=twisted_loop)
+
+    def kill_all_applications(self) -> defer.Deferred[Any]:
+        """Cancel what still runs when the reactor ends, and wait for it."""
+        running = self._running_applications()
+        for task in running:
+            task.cancel()
+        return defer.Deferred.fromFuture(asyncio.gather(*running, return_exceptions=True))
+
+    async def _stop_gracefully(self) -> None:
+        for port in self._ports:
+            port.stopListening()
+        for protocol in list(self.connections):
+            if isinstance(protocol, GatedWebSocket):
+                protocol.serverClose(code=GOING_AWAY)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.stop_grace_s
+        while self._running_applications() and loop.time() < deadline:
+            await asyncio.sleep(POLL_S)
+        self.stop()
+
+    def _running_applications(self) -> list[asyncio.Future[None]]:
+        tasks = (details.get("application_instance") for details in self.connections.values())
+        return [task for task in tasks if task is not None and not task.done()]

@@ -1,0 +1,93 @@
+"""Typed readers for environment variables. A secret may also be given as ``NAME_FILE``, a path to read it from.
+
+Standard library only: the launcher uses it before anything is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+
+class SettingError(ValueError):
+    """A variable holds something that cannot be used; the text says which and what would do."""
+
+
+def read_text(name: str, default: str = "") -> str:
+    """Return the variable, or the content of the file that ``NAME_FILE`` names, or ``default``."""
+    value = os.environ.get(name)
+    if value is not None:
+        return value
+    path = os.environ.get(f"{name}_FILE")
+    if path:
+        try:
+            return Path(path).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise SettingError(f"{name}_FILE: cannot read {path}: {error.strerror}") from error
+    return default
+
+
+def read_int(name: str, default: int, *, minimum: int = 0) -> int:
+    """Return the variable as a whole number of at least ``minimum``."""
+    raw = read_text(name)
+    if not raw:
+        return default
+    try:
+        value = int(raw)
+    except ValueError:
+        raise SettingError(f"{name} must be a whole number, not {raw!r}") from None
+    if value < minimum:
+        raise SettingError(f"{name} must be at least {minimum}, not {value}")
+    return value
+
+
+def read_float(name: str, default: float, *, minimum: float = 0.0) -> float:
+    """Return the variable as a number of at least ``minimum``."""
+    raw = read_text(name)
+    if not raw:
+        return default
+    try:
+        value = float(raw)
+    except ValueError:
+        raise SettingError(f"{name} must be a number, not {raw!r}") from None
+    if not value >= minimum:
+        raise SettingError(f"{name} must be at least {minimum}, not {value}")
+    return value
+
+
+def read_bool(name: str, *, default: bool) -> bool:
+    """Return the variable as a switch: 1, true, yes, on or 0, false, no, off."""
+    raw = read_text(name).strip().lower()
+    if not raw:
+        return default
+    if raw in {"1", "true", "yes", "on"}:
+        return True
+    if raw in {"0", "false", "no", "off"}:
+        return False
+    raise SettingError(f"{name} must be one of 1/true/yes/on or 0/false/no/off, not {raw!r}")
+
+
+def read_list(name: str, default: list[str] | None = None) -> list[str]:
+    """Return the variable split at commas, blanks dropped."""
+    raw = read_text(name)
+    return [part.strip() for part in raw.split(",") if part.strip()] if raw else list(default or [])
+
+
+def read_database(url: str) -> dict[str, object]:
+    """Return Django's settings for ``postgresql://user:pass@host:port/name?host=/socket/dir``."""
+    parts = urlsplit(url)
+    if parts.scheme not in {"postgres", "postgresql"}:
+        raise SettingError("DATABASE_URL must start with postgresql://; other databases are not supported")
+    query = dict(parse_qsl(parts.query))
+    host = query.pop("host", "") or parts.hostname or ""
+    port = query.pop("port", "") or (str(parts.port) if parts.port else "")
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": unquote(parts.path.lstrip("/")) or "muster",
+        "USER": unquote(parts.username or ""),
+        "PASSWORD": unquote(parts.password or ""),
+        "HOST": host,
+        "PORT": port,
+        "OPTIONS": dict(query),
+    }

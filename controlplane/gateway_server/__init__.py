@@ -1,0 +1,1 @@
+"""The gateway's server: uvicorn with the deadlines, limits and connection handles that the relay needs."""

@@ -1,0 +1,136 @@
+"""uvicorn's HTTP protocol with what it leaves out: a deadline for request headers, and a handle on the connection.
+
+The handle lets the relay hear of a lost client by a call instead of a waiting task, close a connection after an error
+event, and reset one whose client does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import ClassVar
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gateway.client import SCOPE_HANDLE
+from wire.contract import ErrorCode
+
+
+class Handle:
+    """One request's hold on its connection (``gateway.client.ConnectionHandle``)."""
+
+    __slots__ = ("_protocol", "callback", "cycle")
+
+    def __init__(self, protocol: GatewayHttpProtocol) -> None:
+        self._protocol = protocol
+        self.cycle: RequestResponseCycle | None = None
+        self.callback: Callable[[], None] | None = None
+
+    def set_lost_callback(self, callback: Callable[[], None] | None) -> None:
+        """Have ``callback`` called when the peer is gone; at once if it is gone already."""
+        self.callback = callback
+        if callback is None:
+            self._protocol.watching.discard(self)
+        elif self._protocol.is_lost:
+            self.callback = None
+            callback()
+        else:
+            self._protocol.watching.add(self)
+
+    def close_after_response(self) -> None:
+        """Do not keep the connection for another request."""
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def abort(self) -> None:
+        """Reset the connection at once."""
+        self._protocol.transport.abort()
+
+
+class GatewayHttpProtocol(HttpToolsProtocol):
+    """One client connection."""
+
+    header_timeout_s: ClassVar[float] = 10.0
+
+    watching: set[Handle]
+    is_lost: bool
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Set up the connection; the clock for the first request runs from here."""
+        super().connection_made(transport)
+        self.watching = set()
+        self.is_lost = False
+        self._handle: Handle | None = None
+        self._header_timer: asyncio.TimerHandle | None = None
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # Nagle would hold the first token of a kept connection back until the client acknowledges.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell whoever serves this connection."""
+        self.is_lost = True
+        self._stop_header_timer()
+        super().connection_lost(exc)
+        watching, self.watching = self.watching, set()
+        for handle in watching:
+            if handle.callback is not None:
+                handle.callback()
+
+    def on_message_begin(self) -> None:
+        """A request begins: its headers have to arrive in time."""
+        super().on_message_begin()
+        self._handle = Handle(self)
+        self.scope["extensions"] = {SCOPE_HANDLE: self._handle}  # type: ignore[dict-item]
+        if self._header_timer is None:
+            self._start_header_timer()
+
+    def on_headers_complete(self) -> None:
+        """The headers arrived; bind the handle to this request's cycle."""
+        self._stop_header_timer()
+        super().on_headers_complete()
+        if self._handle is not None:
+            self._handle.cycle = self.cycle
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection ends; one whose client never took its answer is reset, or it would linger."""
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        """Malformed HTTP gets the contract's envelope, not plain text."""
+        self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self._take_header_timeout)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _take_header_timeout(self) -> None:
+        self._header_timer = None
+        if not self.transport.is_closing():
+            self._send_error(408, "Request Timeout", "The request headers did not arrive in time.", ErrorCode.BAD_REQUEST)
+
+    def _send_error(self, status: int, phrase: str, message: str, code: ErrorCode) -> None:
+        error = {
+            "code": code.value,
+            "message": message,
+            "retryable": status == 408,
+            "type": "invalid_request_error",
+            "param": None,
+        }
+        body = msgspec.json.encode({"error": error})
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -1,0 +1,97 @@
+"""Starting and stopping the gateway on uvicorn: load first, then listen; on a signal finish what runs, then leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+
+import uvicorn
+
+from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
+from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
+from gateway.client import Receive, Scope, Send
+from gateway.runtime import GatewayRuntime
+from gateway.urls import make_application
+
+logger = logging.getLogger("muster.gateway")
+
+_WS_MAX_BYTES = 64 * 1024 * 1024
+_BACKLOG = 2048
+
+
+class GatewayApp:
+    """The ASGI application plus the lifespan protocol around one runtime."""
+
+    def __init__(self, runtime: GatewayRuntime) -> None:
+        self.runtime = runtime
+        self._routes = make_application(runtime)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a scope."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await self._routes(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self.runtime.start()
+        except Exception as error:  # process edge: the server reports it and does not start
+            logger.exception("gateway.start_failed")
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.runtime.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn that lets running requests finish before it closes the sockets of the boxes that answer them."""
+
+    def __init__(self, config: uvicorn.Config, runtime: GatewayRuntime) -> None:
+        super().__init__(config)
+        self._runtime = runtime
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new work, wait for what runs (bounded by the grace period), then close everything."""
+        runtime = self._runtime
+        runtime.begin_stop()
+        for server in self.servers:
+            server.close()
+        until = time.monotonic() + runtime.timeouts.shutdown_grace_s
+        while runtime.running_requests and time.monotonic() < until and not self.force_exit:
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
+
+def serve(*, host: str, port: int) -> None:
+    """Run a gateway until it is told to stop."""
+    runtime = GatewayRuntime()
+    GatewayHttpProtocol.header_timeout_s = runtime.timeouts.header_s
+    config = uvicorn.Config(
+        GatewayApp(runtime),  # type: ignore[arg-type]  # our scope type is wider than uvicorn's private one
+        host=host,
+        port=port,
+        loop="uvloop",
+        http=GatewayHttpProtocol,
+        ws=GatewayWebSocketProtocol,
+        lifespan="on",
+        interface="asgi3",
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        proxy_headers=False,
+        log_config=None,
+        backlog=_BACKLOG,
+        timeout_keep_alive=int(runtime.timeouts.keep_alive_s),
+        timeout_graceful_shutdown=5,
+        ws_max_size=_WS_MAX_BYTES,
+        ws_per_message_deflate=False,
+        ws_ping_interval=20.0,
+        ws_ping_timeout=40.0,
+    )
+    GatewayServer(config, runtime).run()

@@ -1,0 +1,51 @@
+"""Whether this control plane can do its work: ``GET /healthz``, for supervisors and load balancers."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import redis
+from django.conf import settings
+from django.db import DatabaseError, connection
+from django.http import HttpRequest, JsonResponse
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+REDIS_TIMEOUT_S = 1.0
+
+
+@never_cache
+@require_safe
+def show_health(request: HttpRequest) -> JsonResponse:
+    """Answer 200, or 503 when the database is away. Without Redis we are degraded, not down: it only carries hints."""
+    database_ok, redis_ok = is_database_reachable(), is_redis_reachable()
+    body = {
+        "ok": database_ok,
+        "service": "control",
+        "database": "ok" if database_ok else "unreachable",
+        "redis": "ok" if redis_ok else "unreachable",
+    }
+    return JsonResponse(body, status=HTTPStatus.OK if database_ok else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def is_database_reachable() -> bool:
+    """Return whether the database answers a query."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+    except DatabaseError:
+        return False
+    return True
+
+
+def is_redis_reachable() -> bool:
+    """Return whether Redis answers within REDIS_TIMEOUT_S."""
+    try:
+        with redis.Redis.from_url(
+            settings.REDIS_URL or "redis://127.0.0.1:6379/0",
+            socket_timeout=REDIS_TIMEOUT_S,
+            socket_connect_timeout=REDIS_TIMEOUT_S,
+        ) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False

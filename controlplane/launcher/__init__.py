@@ -1,0 +1,1 @@
+"""The launcher behind ``./muster``. Standard library only: it runs before anything is installed."""

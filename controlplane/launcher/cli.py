@@ -1,0 +1,186 @@
+"""The command line of ``./muster``: parse, bring the environment up to what the command needs, hand over."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from controlplane.launcher import environment
+from controlplane.launcher.console import complain
+from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.places import default_data
+
+_DESCRIPTION = """\
+Muster puts the GPUs you own behind one OpenAI-compatible endpoint.
+
+First time? Run ./muster up, wait for "ready", and paste the curl line it prints.
+Everything it installs goes into .venv, everything it writes into .muster, both beside this script.
+"""
+_EPILOG = """\
+./muster COMMAND --help explains each command. docs/operate.md lists the settings.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command. Returns the exit status; trouble is one line on standard error and status 1."""
+    arguments = list(argv)
+    try:
+        options, rest = _parse(arguments)
+        return int(options.run(options, rest, arguments))
+    except LauncherError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = build_parser()
+    # Commands that hand everything on must also hand on --help and options that look like ours.
+    if argv and argv[0] in _PASSING_ON and not (argv[0] in _OWN_HELP and argv[1:2] in (["-h"], ["--help"])):
+        command = argv[0]
+        options, rest = parser.parse_args([command]), argv[1:]
+        if command == "manage":
+            options.data, rest = _take_data(rest)
+        elif command == "test":
+            options.fast, rest = "--fast" in rest, [word for word in rest if word != "--fast"]
+        return options, rest
+    return parser.parse_args(argv), []
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with every command."""
+    parser = argparse.ArgumentParser(
+        prog="./muster", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_up(commands)
+    down = _add(commands, "down", "stop a running installation and wait until it has stopped", _run_down)
+    _add_data(down)
+    manage = _add(commands, "manage", "run a Django management command on a running installation", _run_manage)
+    manage.usage = "./muster manage [--data DIR] COMMAND [argument ...]     e.g. ./muster manage allow_model NAME"
+    _add_data(manage)
+    node = _add(commands, "node", "connect this machine's GPU, or an engine on it, to a gateway", _run_node)
+    node.usage = "./muster node --gateway URL --token TOKEN [option ...]"
+    test = _add(commands, "test", "run the tests (installs what they need, a Chromium included)", _run_test)
+    test.usage = "./muster test [--fast] [pytest argument ...]"
+    test.add_argument("--fast", action="store_true", help="only unit and architecture tests, under a minute")
+    _add(commands, "check", "format, lint, types, layers, migrations, then the tests", _run_check).usage = "./muster check [pytest argument ...]"
+    _add(commands, "bench", "measure what the gateway costs", _run_bench).usage = "./muster bench [argument ...]"
+    _add(commands, "lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_lock)
+    return parser
+
+
+_PASSING_ON = {"manage", "node", "test", "check", "bench"}
+# The others have a --help of their own behind the hand-over.
+_OWN_HELP = {"manage", "test", "check"}
+_Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
+
+
+def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, run: _Runner) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_data(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--data", type=Path, default=default_data(), metavar="DIR", help="directory of the installation (default: .muster beside this script)"
+    )
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    up = _add(commands, "up", "start Muster on this machine and keep it running until Ctrl-C", _run_up)
+    up.epilog = (
+        "DATABASE_URL (postgresql://…) and REDIS_URL (redis://…) replace the PostgreSQL and Valkey that it otherwise runs itself. "
+        "As root only PostgreSQL runs as another user, nobody; it needs a DIR that nobody may enter, and picks one if yours is closed."
+    )
+    _add_data(up)
+    up.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    up.add_argument("--port", type=_port, default=8000, help="port of the control plane (default: %(default)s; 0 = any free one)")
+    up.add_argument("--gateway-port", type=_port, default=8080, metavar="PORT", help="port of the gateway (default: %(default)s; 0 = any)")
+    up.add_argument("--ready-file", type=Path, metavar="FILE", help="write URLs, credentials and process ids here as JSON once ready")
+    up.add_argument("--no-node", dest="with_node", action="store_false", help="do not run the local node with the small built-in model")
+    up.add_argument("--gateways", type=int, default=1, choices=range(1, 9), metavar="N", help=argparse.SUPPRESS)
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{number} is no port; use 1 to 65535")
+    return number
+
+
+def _take_data(words: list[str]) -> tuple[Path, list[str]]:
+    """Split a leading ``--data DIR`` or ``--data=DIR`` from the words of a management command."""
+    if words[:1] == ["--data"] and len(words) > 1:
+        return Path(words[1]), words[2:]
+    if words and words[0].startswith("--data="):
+        return Path(words[0].removeprefix("--data=")), words[1:]
+    return default_data(), words
+
+
+def _run_up(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
+    environment.enter("server", argv)
+    from controlplane.launcher.up import UpOptions, run_up
+
+    return run_up(
+        UpOptions(
+            data=options.data,
+            host=options.host,
+            port=options.port,
+            gateway_port=options.gateway_port,
+            gateways=options.gateways,
+            ready_file=options.ready_file,
+            with_node=options.with_node,
+        )
+    )
+
+
+def _run_down(options: argparse.Namespace, _rest: list[str], _argv: list[str]) -> int:
+    from controlplane.launcher.attach import run_down
+
+    return run_down(options.data)
+
+
+def _run_manage(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("server", argv)
+    from controlplane.launcher.attach import run_manage
+
+    return run_manage(options.data, rest)
+
+
+def _run_node(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("runner", argv)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH", "")]))
+    os.execv(sys.executable, [sys.executable, "-m", "runner", *rest])
+
+
+def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("dev", argv)
+    from controlplane.launcher.develop import run_tests
+
+    return run_tests(rest, fast=options.fast)
+
+
+def _run_check(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("dev", argv)
+    from controlplane.launcher.develop import run_check
+
+    return run_check(rest)
+
+
+def _run_bench(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("dev", argv)
+    os.chdir(environment.ROOT)
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *rest])
+
+
+def _run_lock(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
+    environment.enter("dev", argv)
+    from controlplane.launcher.develop import run_lock
+
+    return run_lock()

@@ -1,0 +1,44 @@
+"""What ``bootstrap`` generated: who may sign in, and the bearer credentials of the quick start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.files import read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The generated credentials of an installation, in clear text. ``password`` is empty once the operator has changed it."""
+
+    username: str
+    password: str
+    admin_token: str
+    api_key: str
+    model: str
+    worker_secret: str
+    node_token: str
+    local_node_token: str
+
+
+def read_credentials(path: Path) -> Credentials | None:
+    """Return what ``path`` holds, or None when it is missing or incomplete."""
+    values = read_json(path)
+    admin = values.get("admin")
+    if not isinstance(admin, dict):
+        return None
+    flat = {**values, **admin}
+    names = Credentials.__slots__
+    if not all(isinstance(flat.get(name), str) and (flat[name] or name == "password") for name in names):
+        return None
+    return Credentials(**{name: str(flat[name]) for name in names})
+
+
+def require_credentials(path: Path) -> Credentials:
+    """Return what ``path`` holds. Raises LauncherError when bootstrap left it incomplete."""
+    credentials = read_credentials(path)
+    if credentials is None:
+        raise LauncherError(f"{path} is incomplete: delete it and start again, new credentials are made then")
+    return credentials

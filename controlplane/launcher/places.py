@@ -1,0 +1,169 @@
+"""Where an installation keeps its things: one directory, and for PostgreSQL under root a place that ``nobody`` can reach."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from controlplane.launcher.environment import ROOT
+from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.files import read_json, write_json
+from controlplane.launcher.processes import find_by_directory
+
+# sockaddr_un holds 108 bytes on Linux and 104 on macOS; PostgreSQL adds "/.s.PGSQL.5432" to the directory.
+_LONGEST_SOCKET_DIRECTORY = 80
+_SYSTEM_HOME = Path("/var/lib/muster")
+_TEMPORARY = Path("/tmp")
+_TEMPORARY_PREFIX = "muster-home-"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The paths of one installation. Everything lies under ``data`` but what ``nobody`` must reach and could not there."""
+
+    data: Path
+    postgres: Path
+    sockets: Path
+
+    @property
+    def logs(self) -> Path:
+        """One log file per part."""
+        return self.data / "logs"
+
+    @property
+    def run(self) -> Path:
+        """Files that matter only while the installation runs."""
+        return self.data / "run"
+
+    @property
+    def credentials(self) -> Path:
+        """The generated credentials, mode 0600."""
+        return self.data / "credentials.json"
+
+    @property
+    def installation(self) -> Path:
+        """What ``manage`` needs to know about the running installation, mode 0600."""
+        return installation_path(self.data)
+
+    @property
+    def children(self) -> Path:
+        """Which processes belong to this run."""
+        return self.run / "children.json"
+
+    def make_socket_directory(self) -> None:
+        """Make ``sockets``; refuse one that somebody else made for us under /tmp. Raises LauncherError."""
+        try:
+            self.sockets.mkdir(exist_ok=True)
+            found = self.sockets.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                raise LauncherError(f"{self.sockets} belongs to somebody else: remove it or choose a shorter --data DIR")
+            self.sockets.chmod(0o711 if os.geteuid() == 0 else 0o700)
+        except OSError as error:
+            raise LauncherError(f"cannot make {self.sockets}: {error.strerror}. Choose another --data DIR") from None
+
+
+def default_data() -> Path:
+    """Return the directory used when ``--data`` is not given: ``.muster`` beside the script."""
+    return ROOT / ".muster"
+
+
+def lock_path(data: Path) -> Path:
+    """Return the lock file of the installation in ``data``."""
+    return data / "up.lock"
+
+
+def installation_path(data: Path) -> Path:
+    """Return the file that describes the running installation in ``data``."""
+    return data / "run" / "installation.json"
+
+
+def prepare_data(data: Path) -> Path:
+    """Make the directory of an installation with its folders and return its real path. Raises LauncherError in one line."""
+    # A directory that we make as root lets others pass, not look: PostgreSQL runs as nobody beneath it. Its files are 0600.
+    mode = 0o711 if os.geteuid() == 0 else 0o700
+    try:
+        made = not data.exists()
+        data.mkdir(parents=True, exist_ok=True)
+        data = data.resolve()
+        if made:
+            data.chmod(mode)
+        for name in ("logs", "run"):
+            (data / name).mkdir(exist_ok=True)
+            (data / name).chmod(0o700)
+        with tempfile.TemporaryFile(dir=data):
+            pass
+    except OSError as error:
+        raise LauncherError(f"cannot write to {data}: {error.strerror}. Choose another directory with --data DIR") from None
+    return data
+
+
+def choose_place(data: Path) -> tuple[Place, str]:
+    """Return the paths for the installation in ``data`` (as ``prepare_data`` returned it) and a line to show, mostly empty.
+
+    The line explains where PostgreSQL's files are when ``data`` is closed to ``nobody``. Raises LauncherError.
+    """
+    note = ""
+    home = data
+    if os.geteuid() == 0 and not is_open_to_others(data):
+        home = _system_home(data)
+        note = f"PostgreSQL runs as user nobody, who may not enter {data}: its files are in {home}"
+    return Place(data=data, postgres=home / "postgres", sockets=_socket_directory(home)), note
+
+
+def is_open_to_others(directory: Path) -> bool:
+    """Return whether an unprivileged user may pass through ``directory`` and everything above it."""
+    return all(path.stat().st_mode & stat.S_IXOTH for path in (directory, *directory.parents))
+
+
+def _system_home(data: Path) -> Path:
+    """Return the directory that belongs to ``data`` and lets ``nobody`` pass; a file in ``data`` remembers its random name.
+
+    It lies under /var/lib, or under /tmp for an installation that is itself temporary.
+    """
+    pointer = data / "postgres-home.json"
+    kept = read_json(pointer).get("home")
+    try:
+        if isinstance(kept, str):
+            home = Path(kept)
+            home.mkdir(exist_ok=True)
+        elif _TEMPORARY in data.parents:
+            _remove_abandoned_homes()
+            home = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=_TEMPORARY))
+        else:
+            _SYSTEM_HOME.mkdir(mode=0o711, exist_ok=True)
+            home = _SYSTEM_HOME / secrets.token_hex(8)
+            home.mkdir()
+        home.chmod(0o711)
+        write_json(pointer, {"home": str(home)})
+        write_json(home / "belongs-to.json", {"data": str(data)})
+    except OSError as error:
+        raise LauncherError(
+            f"user nobody may not enter {data} and {error.filename} cannot be made ({error.strerror}): "
+            "choose a directory such as /srv/muster with --data DIR, or set DATABASE_URL"
+        ) from None
+    if not is_open_to_others(home):
+        raise LauncherError(f"user nobody may enter neither {data} nor {home}: choose another --data DIR or set DATABASE_URL")
+    return home
+
+
+def _remove_abandoned_homes() -> None:
+    """Delete what earlier temporary installations left under /tmp: their own directory is gone, so nobody can start them again."""
+    for home in _TEMPORARY.glob(f"{_TEMPORARY_PREFIX}*"):
+        owner = read_json(home / "belongs-to.json").get("data")
+        if isinstance(owner, str) and not Path(owner).exists() and not find_by_directory(home / "postgres" / "data"):
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _socket_directory(home: Path) -> Path:
+    """Return where the sockets go: beside the data, or a short directory of the same owner when that path is too long."""
+    beside = home / "sockets"
+    if len(os.fsencode(beside)) <= _LONGEST_SOCKET_DIRECTORY:
+        return beside
+    name = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
+    return _TEMPORARY / f"muster-{os.geteuid()}-{name}"

@@ -1,0 +1,75 @@
+"""Cheap questions to a part that tell whether it serves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
+
+from controlplane.launcher.logs import read_tail
+
+_TIMEOUT_S = 1.0
+_LARGEST_ANSWER_BYTES = 1024 * 1024
+
+
+def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes] | None:
+    """Return status and body of a GET, or None when nobody answers within a second."""
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", path, headers=headers or {})
+        response = connection.getresponse()
+        return response.status, response.read(_LARGEST_ANSWER_BYTES)
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+
+
+def answers_ok(host: str, port: int, path: str) -> bool:
+    """Return whether a GET of ``path`` is answered with 200."""
+    answer = fetch(host, port, path)
+    return answer is not None and answer[0] == 200
+
+
+def lists_model(host: str, port: int, *, api_key: str, model: str) -> bool:
+    """Return whether the gateway lists ``model`` to the holder of ``api_key``."""
+    answer = fetch(host, port, "/v1/models", {"Authorization": f"Bearer {api_key}"})
+    if answer is None or answer[0] != 200:
+        return False
+    try:
+        entries = json.loads(answer[1])["data"]
+        return any(entry.get("id") == model for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def log_says(path: Path, words: str, *, since: int) -> bool:
+    """Return whether ``words`` stand in what was logged after byte ``since``."""
+    return words in read_tail(path, since=since)
+
+
+def describe_unreachable(url: str, *, default_port: int) -> str:
+    """Return why nothing answers at the server that ``url`` names, or an empty text when something does.
+
+    Understands ``scheme://host:port``, ``unix:///path`` and ``postgresql://…?host=/directory``.
+    """
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    host = query.get("host") or parts.hostname or ""
+    try:
+        port = int(query.get("port") or parts.port or default_port)
+    except ValueError:
+        return "its port is not a number"
+    try:
+        if parts.scheme == "unix" or host.startswith("/"):
+            path = parts.path if parts.scheme == "unix" else f"{host}/.s.PGSQL.{port}"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(_TIMEOUT_S)
+                probe.connect(path)
+        else:
+            socket.create_connection((host or "127.0.0.1", port), timeout=5.0).close()
+    except OSError as error:
+        return f"nothing answers at {host or parts.path or '127.0.0.1'} port {port} ({error.strerror or error})"
+    return ""

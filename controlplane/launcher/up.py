@@ -1,0 +1,282 @@
+"""``./muster up``: from nothing to a served request, and then keep it so until told to stop."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from controlplane.env import SettingError, read_text
+from controlplane.launcher import parts
+from controlplane.launcher.console import complain, elapsed_s, progress, say
+from controlplane.launcher.credentials import Credentials, require_credentials
+from controlplane.launcher.errors import LauncherError, StopRequested
+from controlplane.launcher.files import read_or_create_secret, write_json
+from controlplane.launcher.leftovers import end_leftovers, record_children
+from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+from controlplane.launcher.logs import open_log, read_tail
+from controlplane.launcher.places import Place, choose_place, lock_path, prepare_data
+from controlplane.launcher.ports import claim_port
+from controlplane.launcher.processes import send_group, spawn
+from controlplane.launcher.readiness import describe_unreachable
+from controlplane.launcher.supervise import Supervisor
+
+_BOOTSTRAP_DEADLINE_S = 300.0
+_TICK_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """The command line of ``up``."""
+
+    data: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    gateway_port: int = 8080
+    gateways: int = 1
+    ready_file: Path | None = None
+    with_node: bool = True
+
+
+def run_up(options: UpOptions) -> int:
+    """Start everything, supervise it until Ctrl-C or SIGTERM, stop it in order. Returns the exit status.
+
+    Raises LauncherError; nothing is left running then either.
+    """
+    data = prepare_data(options.data)
+    lock = FileLock(lock_path(data))
+    try:
+        acquire_patiently(lock, deadline_s=0.3, on_wait=lambda _holder: None)
+    except LockHeld as held:
+        raise LauncherError(
+            f"{data} is in use by another muster up (process {held.holder or '?'}). Stop it with ./muster down --data {data}"
+        ) from None
+    except OSError as error:
+        raise LauncherError(f"cannot write to {data}: {error.strerror}. Choose another directory with --data DIR") from None
+    try:
+        return _run_locked(options, data)
+    finally:
+        lock.release()
+
+
+def _run_locked(options: UpOptions, data: Path) -> int:
+    place, note = choose_place(data)
+    end_leftovers(place.children)
+    addresses = _claim_addresses(options)
+    _check_ready_file(options.ready_file)
+    if note:
+        say(note)
+    session = _Session(options, place, addresses)
+    try:
+        session.start()
+        session.supervisor.run()
+    except StopRequested:
+        say("Stopping")
+    finally:
+        session.stop()
+    say("Stopped")
+    return 0
+
+
+def _claim_addresses(options: UpOptions) -> parts.Addresses:
+    """Return where we shall listen. Raises LauncherError when a port is busy, before anything is started."""
+    control_port = claim_port(options.host, options.port, option="--port")
+    wanted = [options.gateway_port + index if options.gateway_port else 0 for index in range(options.gateways)]
+    gateway_ports = [claim_port(options.host, port, option="--gateway-port") for port in wanted]
+    if len({control_port, *gateway_ports}) != 1 + len(gateway_ports):
+        raise LauncherError(f"--port and --gateway-port are both {control_port}: choose two different ones")
+    return parts.Addresses(host=options.host, control_port=control_port, gateway_ports=tuple(gateway_ports))
+
+
+def _check_ready_file(path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise LauncherError(f"cannot replace {path}: {error.strerror}. Choose another --ready-file") from None
+    if not os.access(path.parent, os.W_OK):
+        raise LauncherError(f"cannot write {path}: its directory is missing or closed. Choose another --ready-file")
+
+
+@dataclass(slots=True)
+class _Session:
+    """One run: what was started, and what is published about it."""
+
+    options: UpOptions
+    place: Place
+    addresses: parts.Addresses
+    run_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    credentials: Credentials | None = None
+    is_ready: bool = False
+    supervisor: Supervisor = field(init=False)
+    installation: parts.Installation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(self.place.logs, self.publish)
+
+    def start(self) -> None:
+        """Start every part and wait until all are ready. Raises LauncherError and StopRequested."""
+        self.supervisor.listen_for_signals()
+        database_url, redis_url = self._start_servers()
+        self.installation = parts.Installation(
+            place=self.place,
+            addresses=self.addresses,
+            database_url=database_url,
+            redis_url=redis_url,
+            secret_key=_read_secret("MUSTER_SECRET_KEY", self.place.data / "secret_key"),
+            cluster_secret=_read_secret("MUSTER_CLUSTER_SECRET", self.place.data / "cluster_secret"),
+            run_id=self.run_id,
+        )
+        self._bootstrap()
+        self.credentials = require_credentials(self.place.credentials)
+        self._start_parts(self.credentials)
+        self.is_ready = True
+        self.publish()
+        self._announce(self.credentials)
+
+    def publish(self) -> None:
+        """Write down what runs: for the next ``up``, for ``manage`` and ``down``, and for whoever reads the ready file."""
+        record_children(self.place.children, self.run_id, self.supervisor.parts)
+        if not self.is_ready or self.credentials is None:
+            return
+        description = describe_installation(self.installation, self.credentials, self.supervisor.pids)
+        write_json(self.place.installation, {**description, "environment": self.installation.own_variables()})
+        if self.options.ready_file is not None:
+            try:
+                write_json(self.options.ready_file, description)
+            except OSError as error:
+                complain(f"cannot write {self.options.ready_file}: {error.strerror}")
+
+    def stop(self) -> None:
+        """Stop everything that runs, in order, and take back what was published."""
+        self.is_ready = False
+        self.supervisor.stop([tuple(name for name in self.supervisor.parts if _kind(name) in group) for group in parts.STOP_ORDER])
+        for path in (self.place.installation, self.place.children, self.options.ready_file):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def _start_servers(self) -> tuple[str, str]:
+        """Start the embedded servers that no variable replaces; return DATABASE_URL and REDIS_URL."""
+        try:
+            urls = {"postgres": read_text("DATABASE_URL"), "valkey": read_text("REDIS_URL")}
+        except SettingError as error:
+            raise LauncherError(str(error)) from None
+        self.place.make_socket_directory()
+        embedded = dict(zip(("postgres", "valkey"), parts.embedded_servers(self.place), strict=True))
+        own = []
+        for name, server in embedded.items():
+            if urls[name]:
+                variable, port = ("DATABASE_URL", 5432) if name == "postgres" else ("REDIS_URL", 6379)
+                if trouble := describe_unreachable(urls[name], default_port=port):
+                    raise LauncherError(f"{variable} is set, but {trouble}. Start that server or unset {variable} to use an embedded one")
+                progress(f"Using {variable} from the environment")
+                continue
+            progress(f"Starting {name}")
+            server.prepare()
+            urls[name] = server.url
+            own.append(parts.embedded_spec(name, server))
+        self.supervisor.start(own)
+        self.supervisor.wait_ready([spec.name for spec in own], lambda name: progress(f"{name} is ready"))
+        return urls["postgres"], urls["valkey"]
+
+    def _bootstrap(self) -> None:
+        """Migrate and make credentials, in one Django process. Raises LauncherError with its last lines."""
+        progress("Preparing the database")
+        log_path = self.place.logs / "bootstrap.log"
+        with open_log(log_path) as log:
+            before = log.tell() or log_path.stat().st_size
+            process = spawn(parts.bootstrap_command(self.installation), log)
+        try:
+            status = self._await_bootstrap(process, log_path, before)
+        finally:
+            if process.poll() is None:
+                send_group(process.pid, signal.SIGKILL)
+                process.wait()
+        if status:
+            lines = [line.strip() for line in read_tail(log_path, since=before).splitlines() if line.strip()]
+            raise LauncherError(f"preparing the database failed: {lines[-1] if lines else f'status {status}'} (all of it: {log_path})")
+
+    def _await_bootstrap(self, process: subprocess.Popen[bytes], log_path: Path, before: int) -> int:
+        began = shown_at = time.monotonic()
+        while (status := process.poll()) is None:
+            self.supervisor.check()
+            self.supervisor.sleep(0.05)
+            now = time.monotonic()
+            if now - began > _BOOTSTRAP_DEADLINE_S:
+                raise LauncherError(f"preparing the database takes more than {_BOOTSTRAP_DEADLINE_S:.0f} s; see {log_path}")
+            if now - shown_at > _TICK_S:
+                shown_at = now
+                lines = read_tail(log_path, since=before).split("\n")
+                progress(f"  {lines[-1].strip() or (lines[-2].strip() if len(lines) > 1 else 'waiting for the database')}"[:100])
+        return status
+
+    def _start_parts(self, credentials: Credentials) -> None:
+        specs = [parts.control_spec(self.installation), *parts.gateway_specs(self.installation), parts.worker_spec(self.installation)]
+        required = [spec.name for spec in specs]
+        if self.options.with_node:
+            specs.append(parts.node_spec(self.installation, credentials))
+        progress(f"Starting {', '.join(spec.name for spec in specs)}")
+        self.supervisor.start(specs)
+        self.supervisor.wait_ready(required, lambda name: progress(f"{name} is ready"))
+        if self.options.with_node:
+            try:
+                self.supervisor.wait_ready(["node"], lambda name: progress(f"{name} serves {credentials.model}"))
+            except LauncherError as error:
+                # A fleet does not depend on this one box, nor on its model being on the allow-list.
+                complain(f"the local node does not serve {credentials.model}: {error}. Going on without it")
+
+    def _announce(self, credentials: Credentials) -> None:
+        where = self.addresses
+        password = credentials.password or "(the one you set)"
+        body = f'{{"model":"{credentials.model}","stream":true,"messages":[{{"role":"user","content":"Tell me a story"}}]}}'
+        for line in (
+            "",
+            f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
+            "",
+            f"  Control plane  {where.control_url}/admin/   login {credentials.username} / {password}",
+            f"  Gateway        {where.gateway_url}/v1",
+            f"  Demo API key   {credentials.api_key}",
+            f"  Logs           {self.place.logs}",
+            "",
+            "Try it:",
+            f"  curl -N {where.gateway_url}/v1/chat/completions -H 'Authorization: Bearer {credentials.api_key}' "
+            f"-H 'Content-Type: application/json' -d '{body}'",
+            "",
+        ):
+            say(line)
+
+
+def describe_installation(installation: parts.Installation, credentials: Credentials, pids: dict[str, int]) -> dict[str, object]:
+    """Return the content of the ready file."""
+    return {
+        "control_url": installation.addresses.control_url,
+        "gateway_url": installation.addresses.gateway_url,
+        "admin": {"username": credentials.username, "password": credentials.password},
+        "admin_token": credentials.admin_token,
+        "api_key": credentials.api_key,
+        "model": credentials.model,
+        "worker_secret": credentials.worker_secret,
+        "node_token": credentials.node_token,
+        "database_url": installation.database_url,
+        "redis_url": installation.redis_url,
+        "pids": pids,
+    }
+
+
+def _read_secret(variable: str, path: Path) -> str:
+    try:
+        return read_text(variable) or read_or_create_secret(path)
+    except SettingError as error:
+        raise LauncherError(str(error)) from None
+    except OSError as error:
+        raise LauncherError(f"cannot keep a secret in {path}: {error.strerror}") from None
+
+
+def _kind(name: str) -> str:
+    """Return the part's name without the number of a second gateway."""
+    return name.partition("-")[0]

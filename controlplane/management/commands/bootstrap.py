@@ -1,0 +1,125 @@
+"""``manage.py bootstrap``: bring the database up to date and make what a first request needs.
+
+Safe to run at every start: what exists and is still valid is kept, what an operator changed or switched off stays so.
+"""
+
+from __future__ import annotations
+
+import secrets
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+from django.apps import apps
+from django.contrib.auth import get_user_model
+from django.core.management import BaseCommand, CommandError, call_command
+from django.db import connection, transaction
+from django.db.migrations.executor import MigrationExecutor
+
+from controlplane.launcher.files import read_json, write_json
+from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
+from governance.audit import record_event
+from governance.services import create_admin_token, verify_admin_token
+from nodes.errors import Conflict
+from nodes.services import create_credential, create_provider, find_credential
+from wire.credentials import CredentialKind, parse_keyid, verify_credential
+
+ACTOR = "system:bootstrap"
+TENANT = "default"
+PROVIDER = "local"
+MODEL = "muster-tiny"
+USERNAME = "admin"
+ENROLMENT_NODES = 64
+
+
+class Command(BaseCommand):
+    """Migrate, then make the first operator, tenant, keys, credentials and the allow-list entry of the shipped model."""
+
+    help = "Migrate the database and make the quick start's operator, keys and credentials, kept in a file of mode 0600."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare ``--credentials FILE``."""
+        parser.add_argument("--credentials", type=Path, required=True, metavar="FILE", help="where the credentials are kept")
+
+    def handle(self, *args: object, **options: object) -> None:
+        """Do it all; raises CommandError when the file cannot be written."""
+        path = options["credentials"]
+        assert isinstance(path, Path)
+        self._migrate()
+        kept = read_json(path)
+        made = make_credentials(kept)
+        if made != kept:
+            try:
+                write_json(path, made)
+            except OSError as error:
+                raise CommandError(f"cannot write {path}: {error.strerror}") from error
+        self.stdout.write("bootstrap: done")
+
+    def _migrate(self) -> None:
+        executor = MigrationExecutor(connection)
+        pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
+        if pending:
+            self.stdout.write(f"bootstrap: {len(pending)} migrations to apply")
+            call_command("migrate", interactive=False, verbosity=1, stdout=self.stdout, stderr=self.stderr)
+
+
+def make_credentials(kept: dict[str, object]) -> dict[str, object]:
+    """Return ``kept`` with everything in it that was missing or is no longer valid made anew."""
+    try:
+        create_provider(name=PROVIDER, actor=ACTOR)
+    except Conflict:
+        pass
+    try:
+        create_tenant(name=TENANT, actor=ACTOR)
+    except NameTaken:
+        pass
+    if not apps.get_model("gateway", "Model").objects.filter(name=MODEL).exists():
+        allow_model(name=MODEL, actor=ACTOR)
+    return {
+        "admin": ensure_operator(kept.get("admin")),
+        "admin_token": _keep(kept, "admin_token", verify_admin_token, lambda: create_admin_token(name="quick start", actor=ACTOR)),
+        "api_key": _keep(kept, "api_key", _is_key_valid, lambda: create_api_key(name="demo", tenant_name=TENANT, actor=ACTOR)),
+        "model": MODEL,
+        "worker_secret": _keep(kept, "worker_secret", find_credential, lambda: _create_enrolment("workers", ENROLMENT_NODES)),
+        "node_token": _keep(kept, "node_token", find_credential, lambda: _create_enrolment("nodes", ENROLMENT_NODES)),
+        "local_node_token": _keep(kept, "local_node_token", find_credential, lambda: _create_enrolment("local node", 1)),
+    }
+
+
+@transaction.atomic
+def ensure_operator(kept: object) -> dict[str, str]:
+    """Return user name and password of the first operator, made when there is no active superuser or nothing was kept.
+
+    The password is empty when an operator has changed it since: then it is theirs, and we neither know nor reset it.
+    """
+    users = get_user_model()._default_manager
+    password = kept.get("password", "") if isinstance(kept, dict) else ""
+    user = users.filter(username=USERNAME).first()
+    if isinstance(kept, dict) and users.filter(is_superuser=True, is_active=True).exists():
+        is_valid = user is not None and bool(password) and user.check_password(password)
+        return {"username": USERNAME, "password": password if is_valid else ""}
+    fresh = secrets.token_urlsafe(15)
+    if user is None:
+        user = users.model(username=USERNAME)
+    user.is_superuser = user.is_staff = user.is_active = True
+    user.set_password(fresh)
+    user.save()
+    record_event(actor=ACTOR, action="operator.create", target=USERNAME)
+    return {"username": USERNAME, "password": fresh}
+
+
+def _keep(kept: dict[str, object], name: str, find: Callable[[str], object], make: Callable[[], tuple[object, str]]) -> str:
+    text = kept.get(name)
+    if isinstance(text, str) and text and find(text):
+        return text
+    return make()[1]
+
+
+def _is_key_valid(text: str) -> bool:
+    keyid = parse_keyid(text, CredentialKind.CLIENT)
+    row = apps.get_model("gateway", "ApiKey").objects.filter(keyid=keyid, revoked_at__isnull=True).first() if keyid else None
+    return row is not None and verify_credential(text, bytes(row.digest))
+
+
+def _create_enrolment(name: str, max_nodes: int) -> tuple[object, str]:
+    return create_credential(name=name, provider_name=PROVIDER, max_nodes=max_nodes, actor=ACTOR)

@@ -1,0 +1,25 @@
+"""``python -m controlplane.serve_gateway``: one gateway process on uvicorn."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+def main() -> None:
+    """Parse the command line, set Django up, serve."""
+    parser = argparse.ArgumentParser(prog="serve_gateway", description="Serve Muster's client API and its worker socket.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
+    parser.add_argument("--port", type=int, default=8080)
+    arguments = parser.parse_args()
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+    import django
+
+    django.setup()
+    from controlplane.gateway_server.server import serve
+
+    serve(host=arguments.host, port=arguments.port)
+
+
+if __name__ == "__main__":
+    main()

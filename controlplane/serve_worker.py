@@ -1,0 +1,79 @@
+"""``python -m controlplane.serve_worker --schedule FILE``: the Celery worker with beat in a thread of it.
+
+For one machine: one process instead of the three that ``celery worker --beat`` runs. Where several workers run, start them with
+``celery worker`` and exactly one ``celery beat``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+
+from celery import bootsteps
+from celery.apps.worker import Worker
+from celery.beat import Service
+
+from controlplane.celery import app
+
+logger = logging.getLogger(__name__)
+
+
+class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships no types
+    """Runs beat beside the worker. A beat that ends on its own takes the worker along: nothing would sweep any more."""
+
+    requires = {"celery.worker.components:Pool"}
+
+    def __init__(self, worker: Worker, **options: object) -> None:
+        super().__init__(worker, **options)
+        self._is_stopping = False
+        self._service = Service(worker.app, schedule_filename=worker.schedule_filename)
+        self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
+
+    def start(self, worker: Worker) -> None:
+        """Start the thread."""
+        del worker
+        self._thread.start()
+
+    def stop(self, worker: Worker) -> None:
+        """Stop the thread and let it write its schedule."""
+        del worker
+        self._is_stopping = True
+        self._service.stop(wait=True)
+
+    def _run(self) -> None:
+        try:
+            self._service.start()
+        finally:
+            if not self._is_stopping:
+                logger.error("beat_ended_unasked")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(argv: list[str]) -> int:
+    """Run until SIGTERM. Tasks are short and few, so two threads do: no second copy of Django in memory."""
+    parser = argparse.ArgumentParser(
+        prog="python -m controlplane.serve_worker", description="Run Muster's background work."
+    )
+    parser.add_argument("--schedule", required=True, metavar="FILE", help="where beat remembers when it last ran what")
+    options = parser.parse_args(argv)
+    app.steps["worker"].add(BeatThread)
+    worker = app.Worker(
+        hostname=f"worker@{os.uname().nodename}",
+        pool="threads",
+        concurrency=2,
+        loglevel=os.environ.get("MUSTER_LOG_LEVEL", "INFO").upper(),
+        schedule_filename=options.schedule,
+        without_gossip=True,
+        without_mingle=True,
+        without_heartbeat=True,
+    )
+    worker.start()
+    return int(worker.exitcode or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,229 @@
+"""Every setting of Muster, read from the environment once. ``docs/operate.md`` lists the variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_text
+from gateway.values import Limits, Timeouts
+from nodes.states import HealthPolicy, SocketPolicy
+from wire.contract import NodeMode, NodeStatus, RequestState
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+
+DEBUG = read_bool("MUSTER_DEBUG", default=False)
+SECRET_KEY = read_text("MUSTER_SECRET_KEY")
+ALLOWED_HOSTS = read_list("MUSTER_ALLOWED_HOSTS", ["localhost", "127.0.0.1", "[::1]"])
+CSRF_TRUSTED_ORIGINS = read_list("MUSTER_CSRF_TRUSTED_ORIGINS")
+DATABASE_URL = read_text("DATABASE_URL")
+REDIS_URL = read_text("REDIS_URL")
+
+INSTALLED_APPS = [
+    "unfold.apps.BasicAppConfig",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "django.contrib.postgres",
+    "channels",
+    "rest_framework",
+    "drf_spectacular",
+    "drf_spectacular_sidecar",
+    "governance.apps.GovernanceConfig",
+    "nodes.apps.NodesConfig",
+    "gateway.apps.GatewayConfig",
+    "controlplane.apps.ControlplaneConfig",
+    "controlplane.admin_site.MusterAdminConfig",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+
+ROOT_URLCONF = "controlplane.urls"
+ASGI_APPLICATION = "controlplane.asgi.application"
+APPEND_SLASH = False
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+# Connections are closed after each use: persistent ones leak under ASGI. The frame path has its own (gateway.records).
+DATABASES = {"default": {**read_database(DATABASE_URL or "postgresql:///muster"), "CONN_MAX_AGE": 0}}
+
+AUTH_USER_MODEL = "controlplane.User"
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},
+    {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator", "OPTIONS": {"min_length": 12}},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+]
+PASSWORD_HASHERS = [
+    "django.contrib.auth.hashers.Argon2PasswordHasher",
+    "django.contrib.auth.hashers.PBKDF2PasswordHasher",
+]
+LOGIN_URL = "admin:login"
+
+SESSION_COOKIE_HTTPONLY = True
+SESSION_COOKIE_SAMESITE = "Lax"
+CSRF_COOKIE_SAMESITE = "Lax"
+SESSION_COOKIE_AGE = 12 * 3600
+# On when a TLS proxy stands in front; plain HTTP on loopback could not keep a session otherwise.
+BEHIND_TLS = read_bool("MUSTER_BEHIND_TLS", default=False)
+SESSION_COOKIE_SECURE = BEHIND_TLS
+CSRF_COOKIE_SECURE = BEHIND_TLS
+SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https") if BEHIND_TLS else None
+SECURE_HSTS_SECONDS = 31_536_000 if BEHIND_TLS else 0
+X_FRAME_OPTIONS = "DENY"
+SECURE_REFERRER_POLICY = "same-origin"
+
+LANGUAGE_CODE = "en-gb"
+TIME_ZONE = "UTC"
+USE_I18N = False
+USE_TZ = True
+
+STATIC_URL = "/static/"
+# Served straight from the packages: nothing to collect on a fresh clone. A production image collects into
+# MUSTER_STATIC_ROOT and switches the finders off.
+STATIC_ROOT = read_text("MUSTER_STATIC_ROOT") or None
+WHITENOISE_USE_FINDERS = read_bool("MUSTER_STATIC_FINDERS", default=True)
+WHITENOISE_AUTOREFRESH = False
+
+CHANNEL_LAYERS = {
+    "default": {
+        "BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer",
+        "CONFIG": {"hosts": [REDIS_URL or "redis://127.0.0.1:6379/0"], "prefix": "muster"},
+    }
+}
+
+# Celery speaks JSON in both directions and carries opaque ids only: rows hold the work, a message is a bell.
+# Of a unix socket Celery wants another scheme, and calls the database number "virtual_host".
+CELERY_BROKER_URL = (
+    REDIS_URL.replace("unix://", "redis+socket://").replace("?db=", "?virtual_host=")
+    if REDIS_URL.startswith("unix://")
+    else REDIS_URL or "redis://127.0.0.1:6379/0"
+)
+CELERY_RESULT_BACKEND = None
+CELERY_TASK_IGNORE_RESULT = True
+CELERY_ACCEPT_CONTENT = ["json"]
+CELERY_TASK_SERIALIZER = "json"
+CELERY_TIMEZONE = "UTC"
+CELERY_TASK_ACKS_LATE = True
+CELERY_TASK_TIME_LIMIT = 60
+CELERY_TASK_SOFT_TIME_LIMIT = 45
+CELERY_WORKER_HIJACK_ROOT_LOGGER = False
+CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 120, "socket_keepalive": True, "health_check_interval": 10}
+CELERY_BEAT_SCHEDULE = {
+    "reconcile-requests": {"task": "gateway.tasks.reconcile_requests", "schedule": 5.0, "options": {"expires": 10}},
+    "sweep-nodes": {"task": "nodes.tasks.sweep_nodes", "schedule": 5.0, "options": {"expires": 10}},
+    "maintain-partitions": {
+        "task": "gateway.tasks.maintain_partitions",
+        "schedule": 3600.0,
+        "options": {"expires": 600},
+    },
+}
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": ["controlplane.authentication.AdminTokenAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["rest_framework.permissions.IsAuthenticated"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "EXCEPTION_HANDLER": "controlplane.api_errors.render_exception",
+    "UNAUTHENTICATED_USER": None,
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Muster control plane",
+    "DESCRIPTION": "Registration and health of GPU boxes, and what operators list.",
+    "VERSION": "1",
+    "SERVE_INCLUDE_SCHEMA": False,
+    "SERVE_PUBLIC": True,
+    "SERVE_AUTHENTICATION": [],
+    "SERVE_PERMISSIONS": [],
+    "ENUM_NAME_OVERRIDES": {
+        "NodeStatusEnum": [status.value for status in NodeStatus],
+        "NodeModeEnum": [mode.value for mode in NodeMode],
+        "RequestStateEnum": [state.value for state in RequestState],
+    },
+    "SWAGGER_UI_DIST": "SIDECAR",
+    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
+}
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "root": {"handlers": ["stderr"], "level": read_text("MUSTER_LOG_LEVEL", "INFO").upper()},
+    "loggers": {"daphne.http_protocol": {"level": "WARNING"}, "celery.app.trace": {"level": "WARNING"}},
+}
+
+GATEWAY_TIMEOUTS = Timeouts(
+    queue_s=read_float("MUSTER_QUEUE_TIMEOUT_S", 30.0),
+    request_s=read_float("MUSTER_REQUEST_TIMEOUT_S", 300.0),
+    no_node_wait_s=read_float("MUSTER_NO_NODE_WAIT_S", 10.0),
+    accept_s=read_float("MUSTER_ACCEPT_TIMEOUT_S", 5.0),
+    client_write_s=read_float("MUSTER_CLIENT_WRITE_TIMEOUT_S", 30.0),
+    header_s=read_float("MUSTER_HEADER_TIMEOUT_S", 10.0),
+    body_s=read_float("MUSTER_BODY_TIMEOUT_S", 60.0),
+    shutdown_grace_s=read_float("MUSTER_SHUTDOWN_GRACE_S", 30.0),
+)
+GATEWAY_LIMITS = Limits(
+    max_queue=read_int("MUSTER_MAX_QUEUE_LEN", 100),
+    max_body_bytes=read_int("MUSTER_MAX_BODY_BYTES", 32 * 1024 * 1024, minimum=1024),
+    max_prompt_chars=read_int("MUSTER_MAX_PROMPT_CHARS", 1_000_000, minimum=1),
+    max_tokens_cap=read_int("MUSTER_MAX_TOKENS_CAP", 32_768, minimum=1),
+    requests_per_minute=read_int("MUSTER_RATE_LIMIT_RPM", 6_000, minimum=1),
+    max_requeues=read_int("MUSTER_MAX_REQUEUES", 3),
+    max_stream_bytes=read_int("MUSTER_MAX_STREAM_BYTES", 256 * 1024 * 1024, minimum=1024),
+    max_buffer_bytes=read_int("MUSTER_MAX_BUFFER_BYTES", 4 * 1024 * 1024, minimum=64 * 1024),
+)
+# Where other gateways reach this one, and the secret they show. Both empty = a single gateway.
+GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")
+# What the acknowledgement tells our own boxes to dial as well; empty = only the gateway they found.
+GATEWAY_ADVERTISED_URLS = read_list("MUSTER_GATEWAY_URLS")
+CLUSTER_SECRET = read_text("MUSTER_CLUSTER_SECRET")
+PUBLIC_MODEL_LIST = read_bool("MUSTER_PUBLIC_MODEL_LIST", default=True)
+METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
+REQUEST_RETENTION_DAYS = read_int("MUSTER_REQUEST_RETENTION_DAYS", 30, minimum=1)
+
+NODE_HEALTH = HealthPolicy(
+    heartbeat_interval_s=read_float("MUSTER_HEARTBEAT_INTERVAL_S", 5.0, minimum=0.1),
+    stale_after_s=read_float("MUSTER_STALE_AFTER_S", 10.0, minimum=0.1),
+    offline_after_s=read_float("MUSTER_OFFLINE_AFTER_S", 15.0, minimum=0.1),
+    bridge_ping_interval_s=read_float("MUSTER_BRIDGE_PING_INTERVAL_S", 15.0, minimum=0.1),
+    bridge_pong_window_s=read_float("MUSTER_BRIDGE_PONG_WINDOW_S", 45.0, minimum=0.1),
+    reclaim_grace_s=read_float("MUSTER_RECLAIM_GRACE_S", 15.0),
+    drain_timeout_s=read_float("MUSTER_DRAIN_TIMEOUT_S", 120.0),
+)
+NODE_SOCKETS = SocketPolicy(
+    auth_failures=read_int("MUSTER_WORKER_AUTH_FAILURES", 3, minimum=1),
+    auth_block_s=read_float("MUSTER_WORKER_AUTH_BLOCK_S", 0.25),
+    allow_query_secret=read_bool("MUSTER_ALLOW_QUERY_SECRET", default=True),
+)
+# Boxes that register a URL are called only on these hosts or networks; loopback and metadata addresses need the second switch.
+NODE_DIRECT_HOSTS = read_list("MUSTER_DIRECT_HOSTS")
+NODE_DIRECT_ALLOW_LOOPBACK = read_bool("MUSTER_DIRECT_ALLOW_LOOPBACK", default=False)
+# Who knows which models are allow-listed. The registry stands below the gateway and may not import it.
+NODE_MODEL_CHECK = "gateway.services.is_model_allowed"
+
+UNFOLD = {"SITE_TITLE": "Muster", "SITE_HEADER": "Muster", "SHOW_HISTORY": True, "SHOW_VIEW_ON_SITE": False}

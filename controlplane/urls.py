@@ -1,0 +1,26 @@
+"""Every address of the control plane. The client-facing API is on the gateway, not here."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+from django.urls import URLPattern, URLResolver, include, path
+from django.views.generic import RedirectView
+from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerView
+
+from controlplane.health import show_health
+
+urlpatterns: list[URLPattern | URLResolver] = [
+    path("", RedirectView.as_view(pattern_name="admin:index")),
+    path("admin", RedirectView.as_view(pattern_name="admin:index")),
+    path("admin/", admin.site.urls),
+    path("healthz", show_health, name="healthz"),
+    path("api/schema", SpectacularAPIView.as_view(), name="schema"),
+    path("api/docs", SpectacularSwaggerView.as_view(url_name="schema"), name="docs"),
+    path("", include("nodes.urls")),
+    path("", include("gateway.api_urls")),
+]
+
+handler400 = "controlplane.api_errors.bad_request"
+handler403 = "controlplane.api_errors.permission_denied"
+handler404 = "controlplane.api_errors.page_not_found"
+handler500 = "controlplane.api_errors.server_error"

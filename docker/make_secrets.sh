@@ -1,0 +1,26 @@
+#!/bin/sh
+# Write fresh random secrets for compose.yaml into docker/secrets/. Never overwrites one.
+# The folder is yours alone; the files inside are readable, because containers read them as other users.
+set -eu
+umask 022
+here="$(cd "$(dirname "$0")" && pwd)"
+mkdir -p "$here/secrets"
+chmod 700 "$here/secrets"
+cd "$here/secrets"
+random() { od -An -N 32 -tx1 /dev/urandom | tr -d ' \n'; }
+# printf is a builtin: no secret shows up in a process list.
+write() { [ -e "$1" ] || { printf '%s\n' "$2" > "$1"; echo "wrote docker/secrets/$1"; }; }
+
+write postgres_password "$(random)"
+write secret_key "$(random)"
+write database_url "postgresql://muster:$(cat postgres_password)@postgres:5432/muster"
+write redis_password "$(random)"
+write redis_url "redis://:$(cat redis_password)@valkey:6379/0"
+write valkey.conf "bind * -::*
+save \"\"
+appendonly no
+maxmemory 256mb
+maxmemory-policy noeviction
+requirepass $(cat redis_password)"
+# Filled in once the installation can issue a worker credential: see docs/operate.md, "Containers".
+[ -e node_token ] || { : > node_token; echo "wrote docker/secrets/node_token (empty)"; }

@@ -1,0 +1,1 @@
+"""The client-facing API: keys, tenants, admission, queue, dispatch, relay, records."""

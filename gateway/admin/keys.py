@@ -1,0 +1,171 @@
+"""The page of client API keys."""
+
+from __future__ import annotations
+
+from datetime import UTC, date, datetime, time, timedelta
+from typing import ClassVar
+
+from django import forms
+from django.contrib import admin
+from django.utils import timezone
+from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
+
+from gateway.admin.forms import DateInput, NameListField, limit_field
+from gateway.models import ApiKey, Tenant
+from gateway.services import ServiceError, change_key_limits, create_api_key, revoke_api_key
+from gateway.services.values import MAX_NAME_CHARS
+from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+
+RATE_HELP = "Empty: the tenant's limit, else the installation's default."
+MODELS_HELP = "One name to a line. Empty: every allow-listed model."
+
+
+class ApiKeyForm(forms.Form):
+    """What is asked for a new key."""
+
+    name = forms.CharField(
+        max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
+    )
+    tenant = forms.ModelChoiceField(
+        queryset=Tenant.objects.filter(is_active=True), widget=UnfoldAdminSelectWidget, empty_label="Choose a tenant"
+    )
+    requests_per_minute = limit_field("Requests per minute", RATE_HELP)
+    allowed_models = NameListField(required=False, help_text=MODELS_HELP)
+    last_day = forms.DateField(
+        required=False,
+        widget=DateInput,
+        label="Last day",
+        help_text="It expires when this day ends (UTC). Empty: never.",
+    )
+
+
+class KeyLimitsForm(forms.Form):
+    """The limits of a key."""
+
+    requests_per_minute = limit_field("Requests per minute", RATE_HELP)
+    allowed_models = NameListField(required=False, help_text=MODELS_HELP)
+
+
+def _end_of(day: date | None) -> datetime | None:
+    return datetime.combine(day + timedelta(days=1), time.min, tzinfo=UTC) if day is not None else None
+
+
+def _revoke(key: ApiKey, actor: str, values: Values) -> str:
+    revoke_api_key(key_id=key.pk, actor=actor)
+    return f"Revoked the key {key.name}."
+
+
+def _limit(key: ApiKey, actor: str, values: Values) -> str:
+    change_key_limits(
+        key_id=key.pk,
+        requests_per_minute=values["requests_per_minute"],
+        allowed_models=values["allowed_models"],
+        actor=actor,
+    )
+    return f"Changed the limits of {key.name}."
+
+
+def _is_usable(key: ApiKey) -> bool:
+    return key.revoked_at is None
+
+
+@admin.register(ApiKey)
+class ApiKeyAdmin(CreatingAdmin):
+    """Client keys. Shown once, revoked, never deleted."""
+
+    list_display = (
+        "name",
+        "show_prefix",
+        "tenant",
+        "show_state",
+        "show_rate",
+        "show_models",
+        "last_used_at",
+        "created_at",
+        "show_changes",
+    )
+    list_select_related = ("tenant",)
+    list_filter = ("tenant", ("revoked_at", admin.EmptyFieldListFilter))
+    search_fields = ("name", "keyid", "tenant__name")
+    fields = (
+        "name",
+        "show_prefix",
+        "tenant",
+        "show_state",
+        "requests_per_minute",
+        "show_models",
+        "last_used_at",
+        "created_at",
+        "expires_at",
+        "revoked_at",
+    )
+    readonly_fields = fields
+    show_full_result_count = False
+    refusals = (ServiceError,)
+    create_form = ApiKeyForm
+    create_title = "New API key"
+    create_explanation = "Clients send it as a bearer token. The next page shows it once; only its hash is stored."
+    row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="limits",
+            label="Change limits",
+            explanation="Takes effect within seconds, for requests that arrive from then on.",
+            run=_limit,
+            is_offered=_is_usable,
+            form=KeyLimitsForm,
+            read_initial=lambda key: {
+                "requests_per_minute": key.requests_per_minute,
+                "allowed_models": key.allowed_models,
+            },
+        ),
+        RowChange(
+            name="revoke",
+            label="Revoke",
+            explanation="The key stops working everywhere within five seconds, for good. Requests under way end normally.",
+            run=_revoke,
+            is_offered=_is_usable,
+            is_danger=True,
+        ),
+    )
+
+    def create(self, actor: str, values: Values) -> Created:
+        """Create a key."""
+        key, text = create_api_key(
+            name=values["name"],
+            tenant_name=values["tenant"].name,
+            requests_per_minute=values["requests_per_minute"],
+            allowed_models=values["allowed_models"],
+            expires_at=_end_of(values["last_day"]),
+            actor=actor,
+        )
+        return Created(row=key, secret=text, usage="Clients send it as: Authorization: Bearer <key>")
+
+    @column("Key")
+    def show_prefix(self, key: ApiKey) -> str:
+        """Return the public head of the key."""
+        return f"{key.prefix}…"
+
+    @column(
+        "State",
+        ordering="revoked_at",
+        label={"active": "success", "expired": "warning", "revoked": "danger", "tenant off": "warning"},
+    )
+    def show_state(self, key: ApiKey) -> str:
+        """Return whether it may be used, and if not why."""
+        if key.revoked_at is not None:
+            return "revoked"
+        if key.expires_at is not None and key.expires_at <= timezone.now():
+            return "expired"
+        return "active" if key.tenant.is_active else "tenant off"
+
+    @column("Requests/min")
+    def show_rate(self, key: ApiKey) -> str:
+        """Return the rate that applies, and where it comes from."""
+        if key.requests_per_minute is not None:
+            return str(key.requests_per_minute)
+        return "default" if key.tenant.requests_per_minute is None else f"{key.tenant.requests_per_minute} (tenant)"
+
+    @column("Models")
+    def show_models(self, key: ApiKey) -> str:
+        """Return which models it may use."""
+        return ", ".join(key.allowed_models) or "all allowed"

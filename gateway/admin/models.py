@@ -1,0 +1,127 @@
+"""The page of the model allow-list."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from django import forms
+from django.contrib import admin
+from unfold.widgets import UnfoldAdminTextInputWidget
+
+from gateway.admin.forms import limit_field
+from gateway.models import Model
+from gateway.services import ServiceError, allow_model, change_model_caps, disallow_model
+from gateway.services.values import MAX_MODEL_NAME_CHARS
+from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+
+CAPS = ("max_tokens", "max_prompt_chars", "max_queue")
+
+
+class ModelCapsForm(forms.Form):
+    """The caps of a model."""
+
+    max_tokens = limit_field("Most tokens to generate", "Empty: the installation's default.")
+    max_prompt_chars = limit_field("Longest prompt in characters", "Empty: the installation's default.")
+    max_queue = limit_field("Longest queue", "How many requests may wait for a box. Empty: the installation's default.")
+
+
+class ModelForm(ModelCapsForm):
+    """What is asked for a model to allow."""
+
+    name = forms.CharField(
+        max_length=MAX_MODEL_NAME_CHARS,
+        widget=UnfoldAdminTextInputWidget,
+        help_text="Exactly as boxes declare it and clients ask for it",
+    )
+    field_order = ("name", *CAPS)
+
+
+def _allow(model: Model, actor: str, values: Values) -> str:
+    allow_model(name=model.name, actor=actor)
+    return f"Clients may use {model.name} from now on."
+
+
+def _disallow(model: Model, actor: str, values: Values) -> str:
+    disallow_model(name=model.name, actor=actor)
+    return f"Clients may not use {model.name} any more."
+
+
+def _cap(model: Model, actor: str, values: Values) -> str:
+    change_model_caps(name=model.name, actor=actor, **{name: values[name] for name in CAPS})
+    return f"Changed the caps of {model.name}."
+
+
+@admin.register(Model)
+class AllowListAdmin(CreatingAdmin):
+    """Which models clients may use. Rows that are not allowed are names that boxes have declared."""
+
+    list_display = (
+        "name",
+        "show_state",
+        "show_max_tokens",
+        "show_max_prompt",
+        "show_queue",
+        "updated_at",
+        "show_changes",
+    )
+    list_filter = ("allowed",)
+    search_fields = ("name",)
+    fields = ("name", "allowed", "owned_by", *CAPS, "created_at", "updated_at")
+    readonly_fields = fields
+    refusals = (ServiceError,)
+    create_form = ModelForm
+    create_title = "Allow a model"
+    create_explanation = "Clients may ask for it within seconds, whether a box serves it yet or not."
+    row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="allow",
+            label="Allow",
+            explanation="Clients may use this model within seconds.",
+            run=_allow,
+            is_offered=lambda model: not model.allowed,
+        ),
+        RowChange(
+            name="caps",
+            label="Change caps",
+            explanation="Takes effect within seconds, for requests that arrive from then on.",
+            run=_cap,
+            form=ModelCapsForm,
+            read_initial=lambda model: {name: getattr(model, name) for name in CAPS},
+        ),
+        RowChange(
+            name="disallow",
+            label="Disallow",
+            explanation="New requests for it get MODEL_NOT_ALLOWED within seconds. Requests under way end normally.",
+            run=_disallow,
+            is_offered=lambda model: model.allowed,
+            is_danger=True,
+        ),
+    )
+
+    def create(self, actor: str, values: Values) -> Created:
+        """Put a name on the allow-list."""
+        return Created(row=allow_model(name=values["name"], actor=actor, **{name: values[name] for name in CAPS}))
+
+    @column("State", ordering="allowed", label={"allowed": "success", "declared": "info"})
+    def show_state(self, model: Model) -> str:
+        """Return whether clients may use it."""
+        return "allowed" if model.allowed else "declared"
+
+    @column("Max tokens", ordering="max_tokens")
+    def show_max_tokens(self, model: Model) -> str:
+        """Return the cap on generated tokens."""
+        return _print_cap(model.max_tokens)
+
+    @column("Max prompt", ordering="max_prompt_chars")
+    def show_max_prompt(self, model: Model) -> str:
+        """Return the cap on the prompt."""
+        return "default" if model.max_prompt_chars is None else f"{model.max_prompt_chars:,} chars"
+
+    @column("Max queue", ordering="max_queue")
+    def show_queue(self, model: Model) -> str:
+        """Return the cap on the queue."""
+        return _print_cap(model.max_queue)
+
+
+def _print_cap(value: int | None) -> str:
+    return "default" if value is None else f"{value:,}"

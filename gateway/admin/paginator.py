@@ -1,0 +1,45 @@
+"""A paginator that never counts a large table: it estimates, and says so by its type only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.core.paginator import Paginator
+from django.db import connection
+from django.utils.functional import cached_property
+
+from gateway.partitions import TABLE
+
+EXACT_ROWS = 10_000
+"""Up to here rows are counted; a list that is longer shows an estimate."""
+
+
+if TYPE_CHECKING:
+    _Paginator = Paginator[Any]  # Any: whichever rows the list shows
+else:
+    _Paginator = Paginator
+
+
+class EstimatedPaginator(_Paginator):
+    """Counts up to EXACT_ROWS rows. Beyond that a filtered list shows EXACT_ROWS and all records the planner's estimate."""
+
+    @cached_property
+    def count(self) -> int:
+        """Return how many rows there are, at least for the page links."""
+        queryset = self.object_list
+        counted = int(queryset.order_by()[: EXACT_ROWS + 1].count())
+        if counted <= EXACT_ROWS:
+            return counted
+        return max(EXACT_ROWS, EXACT_ROWS if queryset.query.where else _estimate_rows(TABLE))
+
+
+def _estimate_rows(table: str) -> int:
+    """Return what ANALYZE last saw in a table and its partitions; 0 when it never ran."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint FROM pg_class "
+            "WHERE relkind = 'r' AND oid IN (SELECT relid FROM pg_partition_tree(%s::regclass))",
+            [table],
+        )
+        row = cursor.fetchone()
+    return int(row[0]) if row else 0

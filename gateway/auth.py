@@ -1,0 +1,73 @@
+"""Who is calling: a client key to a Caller, from memory, in constant time."""
+
+from __future__ import annotations
+
+import hmac
+import time
+import uuid
+from collections.abc import Mapping
+
+from django.db import DatabaseError
+
+from gateway.catalogue import Catalogue, KeyEntry
+from gateway.errors import InvalidApiKey, RecordsUnavailable
+from gateway.values import Caller
+from nodes.offload import run_in_database
+from wire.credentials import CredentialKind, digest_credential, parse_keyid
+
+_UNKNOWN_FOR_S = 2.0
+_UNKNOWN_LIMIT = 10_000
+_NO_DIGEST = bytes(32)
+
+
+class KeyRing:
+    """Checks client keys. A key id that memory does not have is looked up once; misses are remembered briefly."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._unknown: dict[str, float] = {}
+        self.used: dict[uuid.UUID, float] = {}
+
+    async def identify(self, headers: Mapping[str, str], *, allow_x_api_key: bool) -> Caller:
+        """Return the caller. Raises InvalidApiKey, or RecordsUnavailable when a lookup is needed and impossible."""
+        text = _read_key(headers, allow_x_api_key=allow_x_api_key)
+        keyid = parse_keyid(text, CredentialKind.CLIENT) if text else None
+        if keyid is None:
+            raise InvalidApiKey("API key is missing." if not text else "")
+        entry = self._catalogue.keys.get(keyid)
+        if entry is None:
+            entry = await self._look_up(keyid)
+        digest = digest_credential(text)
+        now = time.time()
+        matches = hmac.compare_digest(digest, entry.digest if entry is not None else _NO_DIGEST)
+        if entry is None or not matches or not entry.is_usable(now):
+            raise InvalidApiKey
+        self.used[entry.caller.key_id] = now
+        return entry.caller
+
+    def forget_unknown(self) -> None:
+        """Look unknown key ids up again; called when keys changed."""
+        self._unknown.clear()
+
+    async def _look_up(self, keyid: str) -> KeyEntry | None:
+        now = time.monotonic()
+        if self._unknown.get(keyid, 0.0) > now:
+            return None
+        try:
+            entry = await run_in_database(self._catalogue.load_key, keyid)
+        except DatabaseError:
+            raise RecordsUnavailable("The key cannot be checked now; please retry", retry_after_s=2) from None
+        if entry is None:
+            if len(self._unknown) >= _UNKNOWN_LIMIT:
+                self._unknown.clear()
+            self._unknown[keyid] = now + _UNKNOWN_FOR_S
+        else:
+            self._catalogue.keys[keyid] = entry
+        return entry
+
+
+def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> str:
+    authorization = headers.get("authorization", "")
+    if authorization[:7].lower() == "bearer ":
+        return authorization[7:].strip()
+    return headers.get("x-api-key", "").strip() if allow_x_api_key else ""

@@ -1,0 +1,97 @@
+"""Reading just what policy needs from a JSON body, in one pass, leaving the bytes as they are."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from gateway.errors import BadRequest
+
+_EXACT_COUNT_FROM_BYTES = 64 * 1024
+_PATH_RE = re.compile(r"at `\$\.?([^`]*)`")
+_MISSING_RE = re.compile(r"missing required field `([^`]*)`")
+_IMAGE_URL_PREFIX = "data:"
+
+
+class StreamOptions(msgspec.Struct):
+    """``stream_options`` of the OpenAI surfaces."""
+
+    include_usage: bool | None = None
+
+
+class RequestBody(msgspec.Struct):
+    """The fields policy looks at, over all surfaces. Everything else stays in the bytes."""
+
+    model: str
+    stream: bool | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def token_limit(self) -> int | None:
+        """The largest number of output tokens the caller asks for."""
+        asked = [n for n in (self.max_tokens, self.max_completion_tokens, self.max_output_tokens) if n is not None]
+        return max(asked) if asked else None
+
+
+_decoder = msgspec.json.Decoder(RequestBody)
+
+
+def read_body(body: bytes) -> RequestBody:
+    """Parse a request body. Raises BadRequest naming the field at fault."""
+    if not body.strip():
+        raise BadRequest("The request body is empty; send a JSON object.")
+    try:
+        return _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        missing = _MISSING_RE.search(text)
+        path = _PATH_RE.search(text)
+        param = missing.group(1) if missing else (path.group(1) if path else None)
+        raise BadRequest(f"Invalid request body: {text}.", param=param or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"The request body is not valid JSON: {error}.") from None
+
+
+def require_list(raw: msgspec.Raw, name: str) -> None:
+    """Raise BadRequest unless ``raw`` is a non-empty JSON array."""
+    text = bytes(raw).lstrip()
+    if not text:
+        raise BadRequest(f"The field '{name}' is required.", param=name)
+    if not text.startswith(b"["):
+        raise BadRequest(f"The field '{name}' must be a list.", param=name)
+    if text[1:].lstrip().startswith(b"]"):
+        raise BadRequest(f"The field '{name}' must not be empty.", param=name)
+
+
+def count_prompt_chars(*parts: msgspec.Raw) -> int:
+    """Return how many characters of text the prompt has. Small prompts are counted with their JSON around them.
+
+    Images and files given as data URLs are not text and do not count.
+    """
+    total = 0
+    for raw in parts:
+        data = bytes(raw)
+        if len(data) < _EXACT_COUNT_FROM_BYTES:
+            total += len(data)
+        else:
+            total += _count_text(msgspec.json.decode(data))
+    return total
+
+
+def _count_text(value: object) -> int:
+    if isinstance(value, str):
+        return 0 if value.startswith(_IMAGE_URL_PREFIX) else len(value)
+    if isinstance(value, list):
+        return sum(_count_text(item) for item in value)
+    if isinstance(value, dict):
+        return sum(_count_text(item) for key, item in value.items() if key not in {"data", "file_data"})
+    return 0

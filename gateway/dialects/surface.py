@@ -1,0 +1,120 @@
+"""One value per API surface, and the table of them by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway.dialects.body import RequestBody, count_prompt_chars, read_body, require_list
+from gateway.errors import BadRequest, GatewayError
+from gateway.values import InferenceRequest
+
+_json = msgspec.json.Encoder()
+
+_OPENAI_HEADERS = frozenset({"content-type", "openai-organization"})
+_ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta"})
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """How one path is read and how it says errors. ``forwarded`` headers travel to the box; credentials never do."""
+
+    path: str
+    forwarded: frozenset[str]
+    check: Callable[[RequestBody], None]
+    is_anthropic: bool = False
+
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> InferenceRequest:
+        """Read a body. Raises BadRequest."""
+        fields = read_body(body)
+        self.check(fields)
+        if not fields.model or len(fields.model) > 200:
+            raise BadRequest("The field 'model' must be a name of 1 to 200 characters.", param="model")
+        limit = fields.token_limit
+        if limit is not None and limit < 0:
+            raise BadRequest("The token limit must not be negative.", param="max_tokens")
+        options = fields.stream_options
+        return InferenceRequest(
+            endpoint=self.path,
+            model=fields.model,
+            is_streaming=bool(fields.stream),
+            wants_usage=bool(options is not None and options.include_usage),
+            max_tokens=limit,
+            prompt_chars=count_prompt_chars(
+                fields.messages, fields.input, fields.prompt, fields.system, fields.documents
+            ),
+            body=body,
+            headers={name: value for name, value in headers.items() if name in self.forwarded},
+        )
+
+    def render_error(self, error: GatewayError, request_id: str) -> bytes:
+        """Return the JSON body of an error."""
+        if self.is_anthropic:
+            return _json.encode(
+                {
+                    "type": "error",
+                    "error": {"type": error.anthropic_type, "message": error.message, **_contract(error)},
+                    "request_id": request_id,
+                }
+            )
+        return _json.encode({"error": _openai(error)})
+
+    def render_stream_error(self, error: GatewayError, request_id: str) -> bytes:
+        """Return the one event that ends a stream that had begun."""
+        if self.is_anthropic:
+            return b"event: error\ndata: " + self.render_error(error, request_id) + b"\n\n"
+        if self.path == "/v1/responses":
+            event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+            return b"event: error\ndata: " + _json.encode({**event, "error": _openai(error)}) + b"\n\n"
+        return b"data: " + _json.encode({"error": _openai(error)}) + b"\n\n"
+
+
+def _openai(error: GatewayError) -> dict[str, object]:
+    return {
+        "code": error.code,
+        "message": error.message,
+        "retryable": error.retryable,
+        "type": error.type,
+        "param": error.param,
+    }
+
+
+def _contract(error: GatewayError) -> dict[str, object]:
+    return {"code": error.code, "retryable": error.retryable, "param": error.param}
+
+
+def _check_chat(body: RequestBody) -> None:
+    require_list(body.messages, "messages")
+
+
+def _check_messages(body: RequestBody) -> None:
+    if body.max_tokens is None:
+        raise BadRequest("The field 'max_tokens' is required.", param="max_tokens")
+    require_list(body.messages, "messages")
+
+
+def _check_input(body: RequestBody) -> None:
+    if not bytes(body.input).strip():
+        raise BadRequest("The field 'input' is required.", param="input")
+
+
+def _check_nothing(body: RequestBody) -> None:
+    del body
+
+
+SURFACES: dict[str, Surface] = {
+    surface.path: surface
+    for surface in (
+        Surface("/v1/chat/completions", _OPENAI_HEADERS, _check_chat),
+        Surface("/v1/completions", _OPENAI_HEADERS, _check_nothing),
+        Surface("/v1/embeddings", _OPENAI_HEADERS, _check_input),
+        Surface("/v1/responses", _OPENAI_HEADERS, _check_nothing),
+        Surface("/v1/messages", _ANTHROPIC_HEADERS, _check_messages, is_anthropic=True),
+    )
+}
+"""Every inference surface by path. Bodies and answers pass through; translation between surfaces is not done here."""
+
+DEFAULT_SURFACE = SURFACES["/v1/chat/completions"]
+"""How errors are said where no surface is involved."""

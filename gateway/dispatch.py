@@ -1,0 +1,268 @@
+"""Slots and the wait queue: who gets which box, and who waits.
+
+Event-driven: a free slot, a join, a model update, a finish, a cancel and a loss each place work at once. Waiting
+requests go first, oldest first over all models a box declares; a newcomer takes a slot only when nobody who could use
+it waits. One synchronous function sees all state; the I/O it decides on happens after it, on the same loop turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from bisect import insort
+from dataclasses import dataclass, field
+
+from gateway.errors import (
+    GatewayError,
+    NoAvailableNode,
+    NodeDraining,
+    NodeStale,
+    NodeUnhealthy,
+    ProviderDeleted,
+    ProviderDisabled,
+    QueueFull,
+    QueueTimeout,
+)
+from gateway.metrics import QUEUE_DEPTH
+from gateway.placement import choose_link
+from gateway.values import InferenceRequest, Timeouts
+from nodes.links import Link, LinkCondition, LinkRegistry
+from nodes.links.keeper import LinkKeeper
+
+_BUSY_PAUSE_S = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """An accepted request on its way to a box. ``deadline`` and ``accepted`` are time.monotonic() seconds."""
+
+    request_id: str
+    request: InferenceRequest
+    tenant: str
+    max_queue: int
+    sequence: int
+    accepted: float
+    deadline: float
+    attempts: int = 0
+    losses: int = 0
+    avoid: set[Link] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A slot on a box, held by the one who iterates the answer. ``release`` is idempotent."""
+
+    dispatcher: Dispatcher
+    link: Link
+    released: bool = False
+
+    def release(self) -> None:
+        """Give the slot back and place what waits for it."""
+        if not self.released:
+            self.released = True
+            self.link.active -= 1
+            self.dispatcher.place_on(self.link)
+
+
+@dataclass(slots=True, eq=False, order=False)
+class _Waiter:
+    job: Job
+    future: asyncio.Future[Lease]
+    timer: asyncio.TimerHandle | None = None
+
+
+def _sequence_of(waiter: _Waiter) -> int:
+    return waiter.job.sequence
+
+
+class Dispatcher:
+    """The queue of every model of this process, over the links of this process."""
+
+    def __init__(self, registry: LinkRegistry, keeper: LinkKeeper, timeouts: Timeouts) -> None:
+        self._registry = registry
+        self._keeper = keeper
+        self._timeouts = timeouts
+        self._queues: dict[str, list[_Waiter]] = {}
+        self._sequence = itertools.count(1)
+        self._served = itertools.count(1)
+        registry.subscribe(self._take_change)
+
+    def new_job(self, *, request_id: str, request: InferenceRequest, tenant: str, max_queue: int) -> Job:
+        """Return a job whose place in the queue and whose deadline count from now."""
+        now = time.monotonic()
+        return Job(
+            request_id=request_id,
+            request=request,
+            tenant=tenant,
+            max_queue=max_queue,
+            sequence=next(self._sequence),
+            accepted=now,
+            deadline=now + self._timeouts.request_s,
+        )
+
+    @property
+    def depth(self) -> int:
+        """Requests waiting."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    def depths(self) -> dict[str, int]:
+        """Requests waiting, by model."""
+        return {model: len(queue) for model, queue in self._queues.items() if queue}
+
+    def check_room(self, model: str, max_queue: int) -> None:
+        """Raise QueueFull if a new request for the model would find no place, before anything is written for it."""
+        queue = self._queues.get(model)
+        if queue and len(queue) >= max_queue:
+            raise QueueFull(retry_after_s=1)
+        if max_queue == 0 and self._choose(model, set()) is None:
+            raise QueueFull(retry_after_s=1)
+
+    def acquire(self, job: Job) -> Lease | asyncio.Future[Lease]:
+        """Return a slot, or the future of one. Raises QueueFull.
+
+        The future fails with a GatewayError when the wait is over; cancelling it, or setting an exception on it, takes
+        the request out of the queue.
+        """
+        model = job.request.model
+        queue = self._queues.get(model)
+        if not queue:
+            link = self._choose(model, job.avoid)
+            if link is not None:
+                return self._grant(link)
+        elif len(queue) >= job.max_queue and not job.attempts:
+            raise QueueFull(retry_after_s=1)
+        return self._enqueue(job)
+
+    def place_on(self, link: Link) -> None:
+        """Give free slots of ``link`` to those who wait, oldest first."""
+        if not self._queues:
+            return
+        now = time.monotonic()
+        while link.can_take(now):
+            waiter = self._oldest_for(link)
+            if waiter is None:
+                return
+            self._remove(waiter)
+            waiter.future.set_result(self._grant(link))
+
+    def fail_waiting(self, error: GatewayError) -> None:
+        """End every wait, e.g. when the gateway stops."""
+        for queue in list(self._queues.values()):
+            for waiter in list(queue):
+                self._remove(waiter)
+                waiter.future.set_exception(error)
+
+    def note_busy(self, link: Link) -> None:
+        """The box itself refused a request: leave it alone for a moment, then try again."""
+        link.busy_until = time.monotonic() + _BUSY_PAUSE_S
+        asyncio.get_running_loop().call_later(_BUSY_PAUSE_S + 0.001, self.place_on, link)
+
+    # inside
+
+    def _choose(self, model: str, avoid: set[Link]) -> Link | None:
+        return choose_link(self._registry.links_for(model), now=time.monotonic(), avoid=avoid)
+
+    def _grant(self, link: Link) -> Lease:
+        link.active += 1
+        link.last_served = next(self._served)
+        return Lease(self, link)
+
+    def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(job, loop.create_future())
+        waiter.future.add_done_callback(lambda _future: self._forget(waiter))
+        insort(self._queues.setdefault(job.request.model, []), waiter, key=_sequence_of)
+        QUEUE_DEPTH.inc()
+        self._arm(waiter)
+        return waiter.future
+
+    def _arm(self, waiter: _Waiter) -> None:
+        now = time.monotonic()
+        limit = min(waiter.job.accepted + self._timeouts.queue_s, waiter.job.deadline)
+        patience = waiter.job.accepted + self._timeouts.no_node_wait_s
+        due = patience if now < patience < limit else limit
+        delay = max(0.0, due - now)
+        waiter.timer = asyncio.get_running_loop().call_later(delay, self._take_timer, waiter, due >= limit)
+
+    def _take_timer(self, waiter: _Waiter, is_last: bool) -> None:
+        if waiter.future.done():
+            return
+        reason = self.explain(waiter.job.request.model)
+        if reason is not None:
+            self._end(waiter, reason)
+        elif is_last:
+            self._end(waiter, QueueTimeout())
+        else:
+            self._arm(waiter)
+
+    def _end(self, waiter: _Waiter, error: GatewayError) -> None:
+        self._remove(waiter)
+        waiter.future.set_exception(error)
+
+    def explain(self, model: str) -> GatewayError | None:
+        """Return why nobody can serve the model at all, or None when it is only a matter of waiting."""
+        now = time.monotonic()
+        conditions = {link.condition(now) for link in self._registry.links_for(model)}
+        if LinkCondition.READY in conditions:
+            return None
+        if LinkCondition.STALE in conditions:
+            return NodeStale(retry_after_s=5)
+        if LinkCondition.DRAINING in conditions:
+            return NodeDraining(retry_after_s=10)
+        if LinkCondition.UNHEALTHY in conditions:
+            return NodeUnhealthy(retry_after_s=10)
+        return self._explain_rows(model) or NoAvailableNode(retry_after_s=5)
+
+    def _explain_rows(self, model: str) -> GatewayError | None:
+        rows = [row for row in self._keeper.rows.values() if model in row.model_names]
+        states = {row.provider_state for row in rows}
+        if not states or "enabled" in states:
+            return None
+        return ProviderDisabled(retry_after_s=30) if "disabled" in states else ProviderDeleted(retry_after_s=30)
+
+    def refuse_disabled(self, model: str) -> None:
+        """Raise ProviderDisabled at once when only switched-off providers have the model."""
+        rows = [row for row in self._keeper.rows.values() if model in row.model_names]
+        if rows and all(row.provider_state == "disabled" for row in rows):
+            raise ProviderDisabled(retry_after_s=30)
+
+    def _oldest_for(self, link: Link) -> _Waiter | None:
+        best: _Waiter | None = None
+        for model in self._queues.keys() & link.models:
+            head = self._queues[model][0]
+            if best is None or head.job.sequence < best.job.sequence:
+                best = head
+        return best
+
+    def _take_change(self, link: Link | None) -> None:
+        if not self._queues:
+            return
+        for candidate in [link] if link is not None else list(self._registry):
+            self.place_on(candidate)
+        if link is None:
+            self._fail_deleted()
+
+    def _fail_deleted(self) -> None:
+        """Requests that wait for boxes of a deleted provider end now, not at their time-out."""
+        for model, queue in list(self._queues.items()):
+            rows = [row for row in self._keeper.rows.values() if model in row.model_names]
+            if rows and all(row.provider_state == "deleted" for row in rows):
+                for waiter in list(queue):
+                    self._end(waiter, ProviderDeleted(retry_after_s=30))
+
+    def _forget(self, waiter: _Waiter) -> None:
+        """The future is done: by us, or because the client left."""
+        self._remove(waiter)
+
+    def _remove(self, waiter: _Waiter) -> None:
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+            waiter.timer = None
+        queue = self._queues.get(waiter.job.request.model)
+        if queue is None or waiter not in queue:
+            return
+        queue.remove(waiter)
+        QUEUE_DEPTH.dec()
+        if not queue:
+            del self._queues[waiter.job.request.model]

@@ -1,0 +1,251 @@
+"""Errors of the gateway. A class carries its wire form: contract code, HTTP status, OpenAI and Anthropic type.
+
+The sentences are fixed where the relay contract fixes them; they never carry prompts, credentials or internal reasons.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from wire.contract import ErrorCode, RequestState
+
+
+class GatewayError(Exception):
+    """Base of the tree. ``state`` is how the request's record ends when this ends it."""
+
+    code: ClassVar[ErrorCode] = ErrorCode.INTERNAL_ERROR
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = True
+    type: ClassVar[str] = "server_error"
+    anthropic_type: ClassVar[str] = "api_error"
+    state: ClassVar[RequestState] = RequestState.FAILED
+    default_message: ClassVar[str] = "Internal server error processing request"
+
+    def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        self.message = message or self.default_message
+        super().__init__(self.message)
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(GatewayError):
+    """The body cannot be used as it is."""
+
+    code = ErrorCode.BAD_REQUEST
+    status = 400
+    retryable = False
+    type = "invalid_request_error"
+    anthropic_type = "invalid_request_error"
+    state = RequestState.REJECTED
+    default_message = "The request could not be understood."
+
+
+class BodyTooLarge(BadRequest):
+    """More bytes than the gateway takes."""
+
+    code = ErrorCode.BODY_TOO_LARGE
+    status = 413
+    anthropic_type = "request_too_large"
+
+
+class RouteNotFound(BadRequest):
+    """No such path."""
+
+    code = ErrorCode.NOT_FOUND
+    status = 404
+    anthropic_type = "not_found_error"
+    default_message = "There is no such endpoint here. GET /v1/models lists what can be used."
+
+
+class MethodNotAllowed(BadRequest):
+    """The path exists, the method does not."""
+
+    status = 405
+
+
+class InvalidApiKey(GatewayError):
+    """No usable client key."""
+
+    code = ErrorCode.INVALID_API_KEY
+    status = 401
+    retryable = False
+    type = "invalid_request_error"
+    anthropic_type = "authentication_error"
+    state = RequestState.REJECTED
+    default_message = "API key is invalid. Send it as 'Authorization: Bearer mst_…'."
+
+
+class InvalidAdminToken(GatewayError):
+    """No usable admin token; the relay contract answers 403."""
+
+    code = ErrorCode.INVALID_ADMIN_TOKEN
+    status = 403
+    retryable = False
+    type = "invalid_request_error"
+    anthropic_type = "permission_error"
+    state = RequestState.REJECTED
+    default_message = "Admin token is missing or invalid. Send it as 'Authorization: Bearer msa_…'."
+
+
+class ModelUnknown(GatewayError):
+    """Nobody has ever heard of the model."""
+
+    code = ErrorCode.MODEL_NOT_ALLOWED
+    status = 404
+    retryable = False
+    type = "invalid_request_error"
+    anthropic_type = "not_found_error"
+    state = RequestState.REJECTED
+
+
+class ModelNotAllowed(ModelUnknown):
+    """The model is known, but not allow-listed or not for this key."""
+
+    status = 400
+    anthropic_type = "invalid_request_error"
+
+
+class PromptTooLarge(BadRequest):
+    """The prompt is over the cap."""
+
+    code = ErrorCode.PROMPT_TOO_LARGE
+
+
+class MaxTokensTooLarge(BadRequest):
+    """``max_tokens`` is over the cap."""
+
+    code = ErrorCode.MAX_TOKENS_TOO_LARGE
+
+
+class RateLimited(GatewayError):
+    """The key used up its requests for now."""
+
+    code = ErrorCode.RATE_LIMITED
+    status = 429
+    type = "rate_limit_error"
+    anthropic_type = "rate_limit_error"
+    state = RequestState.REJECTED
+    default_message = "Rate limit exceeded."
+
+
+class NoAvailableNode(GatewayError):
+    """No box can serve this now."""
+
+    code = ErrorCode.NO_AVAILABLE_NODE
+    status = 503
+    anthropic_type = "overloaded_error"
+    default_message = "No workers available to handle request"
+
+
+class QueueFull(NoAvailableNode):
+    """The model's queue is at its bound."""
+
+    state = RequestState.REJECTED
+    default_message = "Service temporarily at capacity, please retry"
+
+
+class ProviderDisabled(NoAvailableNode):
+    """Every box of the model belongs to a provider that is switched off."""
+
+    default_message = "Provider is currently disabled"
+
+
+class ProviderDeleted(NoAvailableNode):
+    """The provider went away while the request waited."""
+
+    default_message = "Internal server error processing request"
+
+
+class NodeStale(NoAvailableNode):
+    """The boxes of the model stopped reporting."""
+
+    code = ErrorCode.NODE_STALE
+    default_message = "The nodes that serve this model have stopped reporting; please retry"
+
+
+class NodeDraining(NoAvailableNode):
+    """The boxes of the model take no new work."""
+
+    code = ErrorCode.NODE_DRAINING
+    default_message = "The nodes that serve this model are draining; please retry"
+
+
+class NodeUnhealthy(NoAvailableNode):
+    """The boxes of the model report errors."""
+
+    code = ErrorCode.NODE_UNHEALTHY
+    default_message = "The nodes that serve this model report an error; please retry"
+
+
+class RecordsUnavailable(NoAvailableNode):
+    """The request cannot be written down, so it is not accepted."""
+
+    state = RequestState.REJECTED
+    default_message = "The request could not be recorded and was not accepted; please retry"
+
+
+class QueueTimeout(GatewayError):
+    """Waited as long as it may."""
+
+    code = ErrorCode.REQUEST_TIMEOUT
+    status = 504
+    anthropic_type = "timeout_error"
+    default_message = "Request timed out waiting for worker"
+
+
+class RequestTimeout(QueueTimeout):
+    """Ran as long as it may."""
+
+    default_message = "The request exceeded its time limit"
+
+
+class ForwardedRequestFailed(GatewayError):
+    """The box or its engine failed."""
+
+    code = ErrorCode.FORWARDED_REQUEST_FAILED
+    status = 502
+    default_message = "The selected node failed while processing the request."
+
+
+class StreamTooLarge(ForwardedRequestFailed):
+    """The answer grew over the ceiling."""
+
+    default_message = "stream exceeded size limit"
+
+
+class RequestInterrupted(GatewayError):
+    """The box was lost or taken back."""
+
+    code = ErrorCode.REQUEST_INTERRUPTED
+    status = 503
+    anthropic_type = "overloaded_error"
+    state = RequestState.INTERRUPTED
+    default_message = "The request was interrupted because the node was reclaimed or lost."
+
+
+class RequeueExhausted(RequestInterrupted):
+    """Several boxes were lost with it."""
+
+    default_message = "Request could not be processed after multiple attempts"
+
+
+class ShuttingDown(RequestInterrupted):
+    """The gateway stops."""
+
+    default_message = "Service temporarily unavailable while workers shut down"
+
+
+class ClientLeft(GatewayError):
+    """The client closed its connection; nobody reads what we would say."""
+
+    code = ErrorCode.CLIENT_CLOSED_REQUEST
+    status = 499
+    retryable = False
+    state = RequestState.CANCELLED
+    default_message = "The client closed the connection"
+
+
+class ClientTooSlow(ClientLeft):
+    """The client did not read its answer."""
+
+    default_message = "The client did not read its answer in time"

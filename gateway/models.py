@@ -1,0 +1,142 @@
+"""Tables of the gateway. Keys, tenants and models are written by ``gateway.services``, records by ``gateway.records``."""
+
+from __future__ import annotations
+
+from django.contrib.postgres.fields import ArrayField
+from django.db import models
+
+from wire.contract import RequestState
+from wire.ids import format_id, new_uuid7
+
+
+class Tenant(models.Model):
+    """Who the work is for. Keys belong to one tenant."""
+
+    name = models.CharField(max_length=80, unique=True)
+    is_active = models.BooleanField(default=True)
+    requests_per_minute = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Default limit of its keys; empty = the setting"
+    )
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+
+    class Meta:
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class ApiKey(models.Model):
+    """A client key (``mst_…``). Shown once, stored as SHA-256, revoked but never deleted."""
+
+    id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
+    name = models.CharField(max_length=80)
+    tenant = models.ForeignKey(Tenant, on_delete=models.PROTECT, related_name="keys")
+    keyid = models.CharField(max_length=12, unique=True)
+    digest = models.BinaryField(max_length=32, editable=False)
+    requests_per_minute = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Empty = the tenant's, else the setting"
+    )
+    allowed_models = ArrayField(
+        models.CharField(max_length=200), default=list, blank=True, help_text="Empty = every allow-listed model"
+    )
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    expires_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def prefix(self) -> str:
+        """The public head of the key, for recognising it in a list."""
+        return f"mst_{self.keyid}"
+
+
+class Model(models.Model):
+    """A model name and whether clients may use it. A row that is not allowed is "known": boxes have declared it."""
+
+    name = models.CharField(max_length=200, unique=True)
+    allowed = models.BooleanField(default=False)
+    owned_by = models.CharField(max_length=80, default="muster")
+    max_tokens = models.PositiveIntegerField(null=True, blank=True, help_text="Cap on max_tokens; empty = the setting")
+    max_prompt_chars = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Cap on prompt characters; empty = the setting"
+    )
+    max_queue = models.PositiveIntegerField(null=True, blank=True, help_text="Queue length; empty = the setting")
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+
+    class Meta:
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class GatewayProcess(models.Model):
+    """A gateway process and its heartbeat. Requests of a dead one are closed by the reconciler."""
+
+    id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
+    host = models.CharField(max_length=120)
+    pid = models.PositiveIntegerField()
+    internal_url = models.CharField(max_length=300, blank=True, help_text="Where other gateways reach this one")
+    started_at = models.DateTimeField(auto_now_add=True)
+    heartbeat_at = models.DateTimeField(db_index=True)
+    stopped_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-started_at"]
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"
+
+
+class RequestRecord(models.Model):
+    """One client request, from acceptance to exactly one final state. Never holds a body.
+
+    Stored in a table partitioned by day on ``created_at``; ``id`` alone is unique because it is a UUIDv7.
+    """
+
+    id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
+    created_at = models.DateTimeField()
+    gateway_id = models.UUIDField()
+    tenant = models.CharField(max_length=80)
+    key_id = models.UUIDField()
+    key_name = models.CharField(max_length=80)
+    endpoint = models.CharField(max_length=60)
+    model = models.CharField(max_length=200)
+    is_streaming = models.BooleanField(default=False)
+    state = models.CharField(max_length=12, choices=[(s.value, s.value) for s in RequestState])
+    error_code = models.CharField(max_length=40, null=True, blank=True)
+    status_code = models.PositiveSmallIntegerField(null=True, blank=True)
+    node_id = models.UUIDField(null=True, blank=True)
+    node_name = models.CharField(max_length=120, blank=True, default="")
+    attempts = models.PositiveSmallIntegerField(default=0)
+    max_tokens = models.PositiveIntegerField(null=True, blank=True)
+    prompt_tokens_est = models.PositiveIntegerField(default=0)
+    prompt_tokens = models.PositiveIntegerField(null=True, blank=True)
+    completion_tokens = models.PositiveIntegerField(null=True, blank=True)
+    tokens_estimated = models.BooleanField(default=False)
+    bytes_out = models.BigIntegerField(default=0)
+    queue_ms = models.PositiveIntegerField(null=True, blank=True)
+    ttfb_ms = models.PositiveIntegerField(null=True, blank=True)
+    latency_ms = models.PositiveIntegerField(null=True, blank=True)
+    finished_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return self.printed_id
+
+    @property
+    def printed_id(self) -> str:
+        """The ``req_…`` form shown by every API and sent as ``x-request-id``."""
+        return format_id("req", self.id)

@@ -1,0 +1,131 @@
+"""The day partitions of the request table: made ahead, dropped when their retention is over.
+
+Rows whose day has no partition lie in the DEFAULT partition; they are moved when the partition is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+
+from django.conf import settings
+from django.db import OperationalError, connection, transaction
+from django.db.backends.utils import CursorWrapper
+from psycopg.errors import LockNotAvailable
+
+TABLE = "gateway_requestrecord"
+DEFAULT_PARTITION = f"{TABLE}_default"
+DAYS_AHEAD = 7
+ADVISORY_LOCK = 0x6D73_7470
+"""Key of the advisory lock of partition maintenance."""
+LOCK_TIMEOUT = "2s"
+"""Requests wait behind us for at most this long; whoever could not get the table tries again with the next call."""
+_NAME = re.compile(rf"{TABLE}_p(\d{{8}})\Z")
+
+logger = logging.getLogger(__name__)
+
+
+class PartitionsBusy(Exception):
+    """Somebody else maintains the partitions, or a long query held the table for LOCK_TIMEOUT."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceReport:
+    """What one call did. ``moved_rows`` left the DEFAULT partition for that of their day."""
+
+    created: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    moved_rows: int = 0
+
+
+def maintain_partitions(*, today: date | None = None) -> MaintenanceReport:
+    """Make the partitions of today and the next DAYS_AHEAD days, drop those past ``settings.REQUEST_RETENTION_DAYS``.
+
+    Idempotent; days are UTC days and each is a transaction of its own. Raises PartitionsBusy.
+    """
+    first = today or datetime.now(UTC).date()
+    oldest_kept = first - timedelta(days=settings.REQUEST_RETENTION_DAYS)
+    existing = list_partition_days()
+    missing = [day for step in range(DAYS_AHEAD + 1) if (day := first + timedelta(days=step)) not in existing]
+    moved = sum(_create_day(day) for day in missing)
+    expired = sorted(day for day in existing if day < oldest_kept)
+    for day in expired:
+        _drop_day(day)
+    _delete_strays(oldest_kept)
+    report = MaintenanceReport(
+        created=tuple(map(partition_name, missing)), dropped=tuple(map(partition_name, expired)), moved_rows=moved
+    )
+    if missing or expired:
+        logger.info("partitions_maintained created=%d dropped=%d moved_rows=%d", len(missing), len(expired), moved)
+    return report
+
+
+def partition_name(day: date) -> str:
+    """Return the table name of a day's partition."""
+    return f"{TABLE}_p{day:%Y%m%d}"
+
+
+def list_partition_days() -> set[date]:
+    """Return the days that have a partition."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid = inhrelid WHERE inhparent = %s::regclass",
+            [TABLE],
+        )
+        matches = [_NAME.match(name) for (name,) in cursor.fetchall()]
+    return {datetime.strptime(match.group(1), "%Y%m%d").replace(tzinfo=UTC).date() for match in matches if match}
+
+
+@contextmanager
+def _locked() -> Iterator[CursorWrapper]:
+    """Hold the advisory lock for one transaction, in which no table lock is waited for longer than LOCK_TIMEOUT."""
+    try:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [ADVISORY_LOCK])
+            if cursor.fetchone() != (True,):
+                raise PartitionsBusy("another process maintains the partitions at the moment")
+            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [LOCK_TIMEOUT])
+            yield cursor
+    except OperationalError as error:
+        if isinstance(error.__cause__, LockNotAvailable):
+            raise PartitionsBusy(f"{TABLE} was in use for {LOCK_TIMEOUT}") from error
+        raise
+
+
+def _create_day(day: date) -> int:
+    """Make one partition and return how many rows moved into it from the DEFAULT partition.
+
+    The whole table is locked first: an UPDATE planned for the DEFAULT partition alone would miss its moved row.
+    Table names come from dates and constants, never from outside.
+    """
+    name = partition_name(day)
+    start, end = f"{day} 00:00:00+00", f"{day + timedelta(days=1)} 00:00:00+00"
+    with _locked() as cursor:
+        cursor.execute("SELECT to_regclass(%s)", [name])
+        if cursor.fetchone() != (None,):
+            return 0
+        cursor.execute(f"LOCK TABLE {TABLE} IN ACCESS EXCLUSIVE MODE")
+        cursor.execute(f"CREATE TABLE {name} (LIKE {TABLE} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
+        cursor.execute(
+            f"WITH moved AS (DELETE FROM {DEFAULT_PARTITION} WHERE created_at >= %s AND created_at < %s RETURNING *) "  # noqa: S608  # constants
+            f"INSERT INTO {name} SELECT * FROM moved",
+            [start, end],
+        )
+        moved = cursor.rowcount
+        cursor.execute(f"ALTER TABLE {TABLE} ATTACH PARTITION {name} FOR VALUES FROM ('{start}') TO ('{end}')")
+    return moved
+
+
+def _drop_day(day: date) -> None:
+    with _locked() as cursor:
+        cursor.execute(f"DROP TABLE IF EXISTS {partition_name(day)}")
+
+
+def _delete_strays(oldest_kept: date) -> None:
+    """Delete expired rows that never left the DEFAULT partition."""
+    with _locked() as cursor:
+        cursor.execute(f"DELETE FROM {DEFAULT_PARTITION} WHERE created_at < %s", [f"{oldest_kept} 00:00:00+00"])  # noqa: S608  # constants

@@ -1,0 +1,76 @@
+"""Serving a stream to another gateway: the box's socket is here, the client is there."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+
+from gateway.client import ClientConnection, Header
+from gateway.dialects import Surface
+from gateway.dispatch import Dispatcher, Job, Lease
+from gateway.errors import GatewayError
+from gateway.relay import Broken, Exchange, Retry, RetryReason, Served
+from gateway.values import InferenceRequest, Limits
+from nodes.links import Link
+from nodes.links.http import END_HEADER
+
+_sequence = count(1)
+_NO_HEADERS: list[Header] = []
+
+
+async def serve_peer(
+    *, dispatcher: Dispatcher, limits: Limits, client: ClientConnection, link: Link, surface: Surface
+) -> None:
+    """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut."""
+    body = await client.read_body()
+    headers = client.headers
+    job = Job(
+        request_id=headers.get("x-request-id", "")[:80],
+        request=InferenceRequest(
+            endpoint=surface.path,
+            model=headers.get("x-muster-model", "")[:200],
+            is_streaming=headers.get("x-muster-streaming") == "1",
+            wants_usage=False,
+            max_tokens=None,
+            prompt_chars=0,
+            body=body,
+            headers={name: value for name, value in headers.items() if name in surface.forwarded},
+        ),
+        tenant=headers.get("x-muster-tenant", "")[:80],
+        max_queue=0,
+        sequence=next(_sequence),
+        accepted=time.monotonic(),
+        deadline=time.monotonic() + _read_number(headers.get("x-muster-deadline-ms")) / 1000,
+        attempts=_read_number(headers.get("x-muster-attempt")) or 1,
+    )
+    if not link.can_take(time.monotonic()):
+        refuse_peer(client, b"busy")
+        return
+    link.active += 1
+    lease = Lease(dispatcher, link)
+    client.watch()
+    exchange = Exchange(job=job, lease=lease, client=client, surface=None, limits=limits, extra=_NO_HEADERS)
+    try:
+        outcome = await exchange.run()
+    except GatewayError:
+        return  # the peer hung up; the exchange let go of the box
+    finally:
+        client.unwatch()
+    match outcome:
+        case Retry(reason=RetryReason.BUSY):
+            refuse_peer(client, b"busy")
+        case Retry():
+            refuse_peer(client, b"gone")
+        case Broken(told=False):
+            client.abort()
+        case Served() | Broken():
+            pass
+
+
+def refuse_peer(client: ClientConnection, word: bytes) -> None:
+    """Tell a peer that nothing was started: ``busy`` (try later) or ``gone`` (try elsewhere)."""
+    client.respond(503, [(END_HEADER.encode(), word)], b"")
+
+
+def _read_number(text: str | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0

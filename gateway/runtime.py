@@ -1,0 +1,267 @@
+"""Everything one gateway process holds, put together, and the loop that keeps it in step with the database.
+
+Hints make changes arrive at once; the sweep makes them arrive anyway. No part of this is on the path of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from datetime import datetime
+from urllib.parse import urlsplit
+
+import redis.exceptions
+from channels.layers import get_channel_layer
+from django.conf import settings
+from django.db import DatabaseError
+from django.utils import timezone
+
+from gateway import metrics
+from gateway.admission import Admission, RateLimiter
+from gateway.auth import KeyRing
+from gateway.catalogue import Catalogue, KeyEntry, ModelEntry, read_database_time, store_key_use
+from gateway.dispatch import Dispatcher
+from gateway.errors import ShuttingDown
+from gateway.models import GatewayProcess
+from gateway.pipeline import Pipeline
+from gateway.reconciler import close_orphaned_requests
+from gateway.records import RecordWriter
+from nodes.addresses import resolve_direct_target
+from nodes.consumers import WorkerEndpoint, presence_reports
+from nodes.errors import NodeError
+from nodes.links import LinkRegistry
+from nodes.links.http import HttpTarget
+from nodes.links.keeper import LinkKeeper
+from nodes.offload import run_in_database
+from nodes.services.sessions import load_node_rows, write_presences
+from nodes.states import NodeRow
+from wire.ids import new_uuid7
+
+logger = logging.getLogger("muster.gateway")
+
+HINT_GROUP = "muster.hints"
+_SWEEP_S = 2.0
+_TICK_S = 0.5
+_PRESENCE_S = 2.0
+_RECONCILE_S = 5.0
+_FULL_RELOAD_S = 300.0
+_PEER_FRESH_S = 10.0
+
+
+class GatewayRuntime:
+    """One gateway process: links, queue, pipeline, and its background tasks."""
+
+    def __init__(self) -> None:
+        self.gateway_id = new_uuid7()
+        self.started_at = time.time()
+        self.limits = settings.GATEWAY_LIMITS
+        self.timeouts = settings.GATEWAY_TIMEOUTS
+        self.registry = LinkRegistry()
+        self.keeper = LinkKeeper(
+            self.registry,
+            health=settings.NODE_HEALTH,
+            gateway_id=self.gateway_id,
+            cluster_secret=settings.CLUSTER_SECRET,
+            connect_s=self.timeouts.upstream_connect_s,
+        )
+        self.catalogue = Catalogue(self.limits)
+        self.keys = KeyRing(self.catalogue)
+        self.limiter = RateLimiter()
+        self.dispatcher = Dispatcher(self.registry, self.keeper, self.timeouts)
+        self.records = RecordWriter(accept_s=self.timeouts.accept_s, max_pending=self.limits.max_pending_records)
+        self.pipeline = Pipeline(
+            gateway_id=self.gateway_id,
+            keys=self.keys,
+            limiter=self.limiter,
+            admission=Admission(self.catalogue, self.is_known_model),
+            dispatcher=self.dispatcher,
+            records=self.records,
+            limits=self.limits,
+            timeouts=self.timeouts,
+        )
+        self.workers = WorkerEndpoint(
+            registry=self.registry,
+            keeper=self.keeper,
+            sockets=settings.NODE_SOCKETS,
+            health=settings.NODE_HEALTH,
+            gateway_id=self.gateway_id,
+            advertised_gateways=settings.GATEWAY_ADVERTISED_URLS,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._targets: dict[str, HttpTarget] = {}
+        self._keys_read_at: datetime | None = None
+        self._keys_full_at = 0.0
+        self._refresh = asyncio.Event()
+        self._last = {"presence": 0.0, "reconcile": 0.0}
+
+    def is_known_model(self, name: str) -> bool:
+        """Whether any box ever declared the model or an operator named it."""
+        return name in self.catalogue.models or name in self.keeper.known_models or bool(self.registry.links_for(name))
+
+    async def start(self) -> None:
+        """Load everything once, then keep it fresh. Raises DatabaseError when the database cannot be reached."""
+        self.records.start()
+        await run_in_database(self._register_process)
+        await self._sweep()
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(job) for job in (self._run_sweeps(), self._run_ticks(), self._run_hints())]
+        logger.info("gateway.started id=%s pid=%d", self.gateway_id, os.getpid())
+
+    def begin_stop(self) -> None:
+        """Refuse new work; whoever waits for a box is told to come back."""
+        self.pipeline.is_stopping = True
+        self.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
+
+    @property
+    def running_requests(self) -> int:
+        """Requests on a box at the moment."""
+        return sum(link.active for link in self.registry)
+
+    async def stop(self) -> None:
+        """Let go of the boxes, write every record, say good-bye."""
+        self.begin_stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self.registry:
+            link.close("server shutdown")
+            self.registry.remove(link, "the gateway is stopping")
+        await self.records.stop()
+        try:
+            await run_in_database(self._unregister_process)
+        except DatabaseError:
+            logger.warning("gateway.farewell_not_stored; the reconciler will notice")
+
+    # background
+
+    async def _run_sweeps(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_SWEEP_S):
+                    await self._refresh.wait()
+            except TimeoutError:
+                pass
+            self._refresh.clear()
+            try:
+                await self._sweep()
+            except (DatabaseError, OSError) as error:
+                logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
+
+    async def _run_ticks(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.keeper.tick()
+            self.limiter.forget_idle()
+            metrics.WORKERS.set(len(self.registry))
+
+    async def _run_hints(self) -> None:
+        """Listen for "something changed". Lost hints cost two seconds, so every failure just means trying again."""
+        while True:
+            try:
+                layer = get_channel_layer()
+                channel = await layer.new_channel()
+                await layer.group_add(HINT_GROUP, channel)
+                self._refresh.set()
+                while True:
+                    message = await layer.receive(channel)
+                    if message.get("topic") in {"keys", "tenants"}:
+                        self.keys.forget_unknown()
+                    self._refresh.set()
+            except (redis.exceptions.RedisError, OSError) as error:
+                logger.warning("gateway.hints_lost error=%s; sweeping until it is back", type(error).__name__)
+                await asyncio.sleep(1.0)
+
+    async def _sweep(self) -> None:
+        now = time.monotonic()
+        full = now - self._keys_full_at > _FULL_RELOAD_S
+        read_at, keys, models, rows, peers = await run_in_database(self._load, None if full else self._keys_read_at)
+        self.catalogue.apply_keys(keys, replace=full)
+        self.catalogue.apply_models(models)
+        self._keys_read_at = read_at
+        if full:
+            self._keys_full_at = now
+        targets = await run_in_database(self._resolve, rows)
+        self.keeper.apply(rows, targets=targets, peers=peers)
+        if now - self._last["presence"] >= _PRESENCE_S:
+            self._last["presence"] = now
+            used, self.keys.used = self.keys.used, {}
+            await run_in_database(self._write_back, used)
+        if now - self._last["reconcile"] >= _RECONCILE_S:
+            self._last["reconcile"] = now
+            await run_in_database(close_orphaned_requests)
+
+    # in a database thread
+
+    def _load(
+        self, keys_since: datetime | None
+    ) -> tuple[datetime, list[tuple[str, KeyEntry]], list[ModelEntry], list[NodeRow], dict[uuid.UUID, HttpTarget]]:
+        read_at = read_database_time()
+        return (
+            read_at,
+            self.catalogue.load_keys(keys_since),
+            self.catalogue.load_models(),
+            load_node_rows(),
+            self._load_peers(),
+        )
+
+    def _load_peers(self) -> dict[uuid.UUID, HttpTarget]:
+        if not settings.CLUSTER_SECRET:
+            return {}
+        since = timezone.now() - timezone.timedelta(seconds=_PEER_FRESH_S)
+        processes = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since).exclude(internal_url="")
+        peers: dict[uuid.UUID, HttpTarget] = {}
+        for process in processes.exclude(pk=self.gateway_id):
+            parts = urlsplit(process.internal_url)
+            host = parts.hostname or "127.0.0.1"
+            peers[process.pk] = HttpTarget(
+                scheme=parts.scheme,
+                host=host,
+                address=host,
+                port=parts.port or (443 if parts.scheme == "https" else 80),
+                base_path="/internal/v1/nodes",
+                headers={"x-muster-cluster": settings.CLUSTER_SECRET},
+            )
+        return peers
+
+    def _resolve(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
+        """Resolve the URL of each direct node once; the address is checked against the allow-list and kept."""
+        wanted = {row.public_base_url for row in rows if row.is_direct}
+        for url in wanted - self._targets.keys():
+            try:
+                target = resolve_direct_target(url)
+            except NodeError as error:
+                logger.warning("node.address_refused reason=%s", error.message)
+                continue
+            self._targets[url] = HttpTarget(
+                scheme=target.scheme,
+                host=target.host,
+                address=str(target.address),
+                port=target.port,
+                base_path=target.base_path,
+            )
+        for url in self._targets.keys() - wanted:
+            del self._targets[url]
+        return {row.node_id: self._targets[row.public_base_url] for row in rows if row.public_base_url in self._targets}
+
+    def _write_back(self, used: dict[uuid.UUID, float]) -> None:
+        now = timezone.now()
+        GatewayProcess.objects.filter(pk=self.gateway_id).update(heartbeat_at=now)
+        write_presences(presence_reports(self.registry), gateway_id=self.gateway_id)
+        store_key_use(used)
+
+    def _register_process(self) -> None:
+        GatewayProcess.objects.create(
+            pk=self.gateway_id,
+            host=socket.gethostname()[:120],
+            pid=os.getpid(),
+            internal_url=settings.GATEWAY_INTERNAL_URL,
+            heartbeat_at=timezone.now(),
+        )
+
+    def _unregister_process(self) -> None:
+        now = timezone.now()
+        GatewayProcess.objects.filter(pk=self.gateway_id).update(stopped_at=now, heartbeat_at=now)

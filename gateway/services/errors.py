@@ -1,0 +1,51 @@
+"""Why a change to tenants, keys or models was refused. A class carries its wire form."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import ClassVar
+
+from gateway.errors import BadRequest
+from wire.contract import ErrorCode
+
+
+class ServiceError(BadRequest):
+    """Base of the tree. ``message`` is shown to the caller and says what to do; ``param`` names the field at fault."""
+
+    code: ClassVar[ErrorCode] = ErrorCode.BAD_REQUEST
+    status: ClassVar[int] = HTTPStatus.BAD_REQUEST.value
+
+
+class InvalidValue(ServiceError):
+    """A name or a number cannot be used."""
+
+
+class NameTaken(ServiceError):
+    """Something else has this name already."""
+
+    status = HTTPStatus.CONFLICT.value
+
+
+class KeyRevoked(ServiceError):
+    """The key is revoked, which is for good."""
+
+    status = HTTPStatus.CONFLICT.value
+
+
+class NotFound(ServiceError):
+    """Base of what does not exist."""
+
+    code = ErrorCode.NOT_FOUND
+    status = HTTPStatus.NOT_FOUND.value
+
+
+class TenantNotFound(NotFound):
+    """No tenant has that name."""
+
+
+class KeyNotFound(NotFound):
+    """No client key has that id."""
+
+
+class ModelNotFound(NotFound):
+    """No model has that name."""

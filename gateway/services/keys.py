@@ -1,0 +1,105 @@
+"""Changes to client keys (``mst_…``). A key is revoked, never deleted: its records keep pointing at it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from datetime import datetime
+
+from django.db import transaction
+from django.utils import timezone
+
+from gateway.models import ApiKey
+from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
+from gateway.services.tenants import get_tenant
+from gateway.services.values import clean_limit, clean_model_name, clean_name
+from governance.audit import record_event
+from governance.hints import publish_hint
+from wire.credentials import CredentialKind, mint_credential
+
+MAX_ALLOWED_MODELS = 200
+
+
+@transaction.atomic
+def create_api_key(
+    *,
+    name: str,
+    tenant_name: str,
+    actor: str,
+    requests_per_minute: int | None = None,
+    allowed_models: Iterable[str] = (),
+    expires_at: datetime | None = None,
+) -> tuple[ApiKey, str]:
+    """Create a key and return it with its text, which exists nowhere else and is shown once.
+
+    ``allowed_models`` empty = every allow-listed model. Raises InvalidValue, TenantNotFound.
+    """
+    cleaned = clean_name(name, what="key")
+    limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    models = _clean_models(allowed_models)
+    if expires_at is not None and expires_at <= timezone.now():
+        raise InvalidValue("The key must expire in the future, or never.", param="expires_at")
+    minted = mint_credential(CredentialKind.CLIENT)
+    key = ApiKey.objects.create(
+        name=cleaned,
+        tenant=get_tenant(tenant_name),
+        keyid=minted.keyid,
+        digest=minted.digest,
+        requests_per_minute=limit,
+        allowed_models=models,
+        expires_at=expires_at,
+    )
+    detail = {"keyid": minted.keyid, "tenant": tenant_name, "requests_per_minute": limit, "allowed_models": models}
+    record_event(actor=actor, action="api_key.create", target=cleaned, detail=detail)
+    publish_hint("keys", str(key.pk))
+    return key, minted.text
+
+
+@transaction.atomic
+def revoke_api_key(*, key_id: uuid.UUID, actor: str) -> ApiKey:
+    """Make a key useless everywhere within seconds, for good; doing so again changes nothing. Raises KeyNotFound."""
+    now = timezone.now()
+    changed = ApiKey.objects.filter(pk=key_id, revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
+    key = ApiKey.objects.filter(pk=key_id).select_related("tenant").first()
+    if key is None:
+        raise KeyNotFound(f"There is no key {key_id}.", param="key_id")
+    if changed:
+        record_event(actor=actor, action="api_key.revoke", target=key.name, detail={"keyid": key.keyid})
+        publish_hint("keys", str(key.pk))
+    return key
+
+
+@transaction.atomic
+def change_key_limits(
+    *, key_id: uuid.UUID, requests_per_minute: int | None, allowed_models: Iterable[str], actor: str
+) -> ApiKey:
+    """Set a key's rate (None = the tenant's) and its models (empty = all allowed).
+
+    Raises InvalidValue, KeyNotFound, KeyRevoked.
+    """
+    limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    models = _clean_models(allowed_models)
+    key = ApiKey.objects.select_for_update().filter(pk=key_id).first()
+    if key is None:
+        raise KeyNotFound(f"There is no key {key_id}.", param="key_id")
+    if key.revoked_at is not None:
+        raise KeyRevoked(f"The key {key.name} is revoked; create another one.", param="key_id")
+    before = {"requests_per_minute": key.requests_per_minute, "allowed_models": key.allowed_models}
+    key.requests_per_minute, key.allowed_models = limit, models
+    key.save(update_fields=["requests_per_minute", "allowed_models", "updated_at"])
+    after = {"requests_per_minute": limit, "allowed_models": models}
+    record_event(actor=actor, action="api_key.limits", target=key.name, detail={"from": before, "to": after})
+    publish_hint("keys", str(key.pk))
+    return key
+
+
+def list_api_keys() -> list[ApiKey]:
+    """Return every key, newest first; one query."""
+    return list(ApiKey.objects.select_related("tenant").order_by("-created_at"))
+
+
+def _clean_models(names: Iterable[str]) -> list[str]:
+    models = sorted({clean_model_name(name, param="allowed_models") for name in names})
+    if len(models) > MAX_ALLOWED_MODELS:
+        raise InvalidValue(f"A key may name at most {MAX_ALLOWED_MODELS} models.", param="allowed_models")
+    return models

@@ -1,0 +1,93 @@
+"""Changes to the model allow-list. A row that is not allowed is a name that some box has declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from django.db import transaction
+
+from gateway.models import Model
+from gateway.services.errors import ModelNotFound
+from gateway.services.values import clean_limit, clean_model_name
+from governance.audit import record_event
+from governance.hints import publish_hint
+
+
+@transaction.atomic
+def allow_model(
+    *,
+    name: str,
+    actor: str,
+    max_tokens: int | None = None,
+    max_prompt_chars: int | None = None,
+    max_queue: int | None = None,
+) -> Model:
+    """Let clients use a model, whether a box serves it yet or not. A cap left out stays. Raises InvalidValue."""
+    cleaned = clean_model_name(name)
+    caps = _clean_caps(max_tokens=max_tokens, max_prompt_chars=max_prompt_chars, max_queue=max_queue)
+    given = {field: value for field, value in caps.items() if value is not None}
+    model, created = Model.objects.select_for_update().get_or_create(name=cleaned, defaults={"allowed": True, **given})
+    if created or not model.allowed or any(getattr(model, field) != value for field, value in given.items()):
+        model.allowed = True
+        for field, value in given.items():
+            setattr(model, field, value)
+        model.save(update_fields=["allowed", *given, "updated_at"])
+        record_event(actor=actor, action="model.allow", target=cleaned, detail=given)
+        publish_hint("models", cleaned)
+    return model
+
+
+@transaction.atomic
+def disallow_model(*, name: str, actor: str) -> Model:
+    """Refuse the model to clients from now on; requests under way end normally. Raises ModelNotFound."""
+    model = _get_model(name)
+    if model.allowed:
+        model.allowed = False
+        model.save(update_fields=["allowed", "updated_at"])
+        record_event(actor=actor, action="model.disallow", target=name)
+        publish_hint("models", name)
+    return model
+
+
+@transaction.atomic
+def change_model_caps(
+    *, name: str, max_tokens: int | None, max_prompt_chars: int | None, max_queue: int | None, actor: str
+) -> Model:
+    """Set all caps of a model; None = the setting. Raises InvalidValue, ModelNotFound."""
+    caps = _clean_caps(max_tokens=max_tokens, max_prompt_chars=max_prompt_chars, max_queue=max_queue)
+    model = _get_model(name)
+    before = {field: getattr(model, field) for field in caps}
+    for field, value in caps.items():
+        setattr(model, field, value)
+    model.save(update_fields=[*caps, "updated_at"])
+    record_event(actor=actor, action="model.caps", target=name, detail={"from": before, "to": caps})
+    publish_hint("models", name)
+    return model
+
+
+def remember_models(*, names: Iterable[str]) -> int:
+    """Note names that a box declares: they can then be allowed with one click. Returns how many are new."""
+    cleaned = {clean_model_name(name) for name in names}
+    missing = cleaned - set(Model.objects.filter(name__in=cleaned).values_list("name", flat=True))
+    if not missing:
+        return 0
+    with transaction.atomic():
+        Model.objects.bulk_create([Model(name=name) for name in sorted(missing)], ignore_conflicts=True)
+        publish_hint("models")
+    return len(missing)
+
+
+def is_model_allowed(name: str) -> bool:
+    """Return whether clients may use the model."""
+    return Model.objects.filter(name=name, allowed=True).exists()
+
+
+def _get_model(name: str) -> Model:
+    model = Model.objects.select_for_update().filter(name=name).first()
+    if model is None:
+        raise ModelNotFound(f"There is no model {name}.", param="name")
+    return model
+
+
+def _clean_caps(**caps: int | None) -> dict[str, int | None]:
+    return {field: clean_limit(value, param=field) for field, value in caps.items()}

@@ -1,0 +1,71 @@
+"""Changes to tenants. A tenant is switched off, never deleted: its records keep its name."""
+
+from __future__ import annotations
+
+from django.db import IntegrityError, transaction
+from django.utils import timezone
+
+from gateway.models import Tenant
+from gateway.services.errors import NameTaken, TenantNotFound
+from gateway.services.values import clean_limit, clean_name
+from governance.audit import record_event
+from governance.hints import publish_hint
+
+
+@transaction.atomic
+def create_tenant(*, name: str, actor: str, requests_per_minute: int | None = None) -> Tenant:
+    """Create a tenant; its keys get ``requests_per_minute`` unless they say otherwise. Raises InvalidValue, NameTaken."""
+    cleaned = clean_name(name, what="tenant")
+    limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    try:
+        with transaction.atomic():
+            tenant = Tenant.objects.create(name=cleaned, requests_per_minute=limit)
+    except IntegrityError as error:
+        raise NameTaken(f"There is a tenant {cleaned} already.", param="name") from error
+    record_event(actor=actor, action="tenant.create", target=cleaned, detail={"requests_per_minute": limit})
+    publish_hint("tenants", cleaned)
+    return tenant
+
+
+def disable_tenant(*, name: str, actor: str) -> Tenant:
+    """Refuse every key of the tenant from now on; requests under way end normally. Raises TenantNotFound."""
+    return _set_active(name=name, is_active=False, actor=actor)
+
+
+def enable_tenant(*, name: str, actor: str) -> Tenant:
+    """Accept the tenant's keys again. Raises TenantNotFound."""
+    return _set_active(name=name, is_active=True, actor=actor)
+
+
+@transaction.atomic
+def change_tenant_limit(*, name: str, requests_per_minute: int | None, actor: str) -> Tenant:
+    """Set what the tenant's keys get by default; None = the setting. Raises InvalidValue, TenantNotFound."""
+    limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    tenant = get_tenant(name)
+    previous = tenant.requests_per_minute
+    tenant.requests_per_minute = limit
+    tenant.save(update_fields=["requests_per_minute", "updated_at"])
+    record_event(actor=actor, action="tenant.limit", target=name, detail={"from": previous, "to": limit})
+    publish_hint("tenants", name)
+    return tenant
+
+
+def get_tenant(name: str) -> Tenant:
+    """Return the tenant, locked until the caller's transaction ends. Raises TenantNotFound."""
+    tenant = Tenant.objects.select_for_update().filter(name=name).first()
+    if tenant is None:
+        raise TenantNotFound(f"There is no tenant {name}. Create it first.", param="tenant")
+    return tenant
+
+
+@transaction.atomic
+def _set_active(*, name: str, is_active: bool, actor: str) -> Tenant:
+    tenant = get_tenant(name)
+    changed = Tenant.objects.filter(pk=tenant.pk, is_active=not is_active).update(
+        is_active=is_active, updated_at=timezone.now()
+    )
+    if changed:
+        record_event(actor=actor, action="tenant.enable" if is_active else "tenant.disable", target=name)
+        publish_hint("tenants", name)
+    tenant.refresh_from_db()
+    return tenant

@@ -1,0 +1,99 @@
+"""What every endpoint shares: turning a scope into a client, picking a handler by method, rendering errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from django.db import DatabaseError
+
+from gateway.client import ClientConnection, Header, Receive, Scope, Send
+from gateway.dialects import SURFACES, Surface
+from gateway.dialects.surface import DEFAULT_SURFACE
+from gateway.errors import GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
+from gateway.pipeline import send_error
+from gateway.runtime import GatewayRuntime
+from governance.services import verify_admin_token
+from nodes.links import Link
+from nodes.offload import run_in_database
+from wire.ids import format_id, new_uuid7
+
+logger = logging.getLogger("muster.gateway")
+
+Handler = Callable[[ClientConnection], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+_json = msgspec.json.Encoder()
+_JSON_TYPE: Header = (b"content-type", b"application/json")
+
+
+def make_client(runtime: GatewayRuntime, scope: Scope, receive: Receive, send: Send) -> ClientConnection:
+    """Return the client of a scope, under this process's limits."""
+    return ClientConnection(scope, receive, send, limits=runtime.limits, timeouts=runtime.timeouts)
+
+
+def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler]) -> Application:
+    """Return an application that picks a handler by method and renders errors."""
+    allowed = ", ".join(sorted(methods)).encode()
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        client = make_client(runtime, scope, receive, send)
+        surface = _surface_of(client)
+        try:
+            handler = methods.get(scope["method"])
+            if handler is None:
+                send_failure(client, MethodNotAllowed(f"Use {allowed.decode()}."), surface, [(b"allow", allowed)])
+                return
+            await handler(client)
+        except GatewayError as error:
+            send_failure(client, error, surface)
+        except DatabaseError:
+            logger.exception("request.database_unavailable")
+            message = "The database cannot be reached now; please retry"
+            send_failure(client, RecordsUnavailable(message, retry_after_s=2), surface)
+        except Exception:  # process edge: a bug of ours must not lose the answer
+            logger.exception("request.bug")
+            if not client.started:
+                send_failure(client, GatewayError(), surface)
+
+    return application
+
+
+def send_answer(client: ClientConnection, status: int, content: object) -> None:
+    """Send a JSON answer."""
+    client.respond(status, [_JSON_TYPE], _json.encode(content))
+
+
+def send_failure(
+    client: ClientConnection, error: GatewayError, surface: Surface, extra: list[Header] | None = None
+) -> None:
+    """Send an error under a fresh request id."""
+    request_id = format_id("req", new_uuid7())
+    send_error(client, surface, error, request_id, [(b"x-request-id", request_id.encode()), *(extra or [])])
+
+
+async def find_admin(client: ClientConnection) -> str | None:
+    """Return the actor behind an admin token ("Bearer" may be left out), or None."""
+    text = client.headers.get("authorization", "").strip()
+    if text[:7].lower() == "bearer ":
+        text = text[7:].strip()
+    token = await run_in_database(verify_admin_token, text) if text else None
+    return f"token:{token.name}" if token is not None else None
+
+
+async def require_admin(client: ClientConnection) -> str:
+    """Return the actor behind an admin token. Raises InvalidAdminToken."""
+    actor = await find_admin(client)
+    if actor is None:
+        raise InvalidAdminToken
+    return actor
+
+
+def is_draining(link: Link) -> bool:
+    """Return whether a box takes no new work by somebody's decision."""
+    policy = link.policy
+    return policy.draining or policy.cordoned or policy.reclaimed or link.box_draining
+
+
+def _surface_of(client: ClientConnection) -> Surface:
+    return SURFACES["/v1/messages"] if "anthropic-version" in client.headers else DEFAULT_SURFACE

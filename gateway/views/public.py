@@ -1,0 +1,110 @@
+"""What anybody may ask: is it alive, which models are there, and (from loopback) the metrics."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from django.conf import settings
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from gateway.client import ClientConnection
+from gateway.errors import InvalidAdminToken, ModelUnknown, RouteNotFound
+from gateway.runtime import GatewayRuntime
+from gateway.values import Caller
+from gateway.views.base import find_admin, is_draining, send_answer
+from nodes.links import Link
+from wire.ids import format_id
+
+VERSION = "0.1.0"
+
+
+class PublicViews:
+    """Endpoints that need no admin token."""
+
+    def __init__(self, runtime: GatewayRuntime) -> None:
+        self.runtime = runtime
+
+    async def health(self, client: ClientConnection) -> None:
+        """``GET /health``: the contract's fields and the relay's; boxes are named to admins only."""
+        runtime = self.runtime
+        answer: dict[str, Any] = {  # values of the JSON answer
+            "ok": True,
+            "service": "gateway",
+            "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "status": "ok" if runtime.records.is_healthy else "degraded",
+            "version": VERSION,
+            "workers_connected": len(runtime.registry),
+            "queue_depth": runtime.dispatcher.depth,
+            "uptime_secs": round(time.time() - runtime.started_at, 1),
+            "models_provider": "local",
+        }
+        if client.headers.get("authorization") and await find_admin(client) is not None:
+            answer["workers"] = [_health_worker(link) for link in runtime.registry]
+        send_answer(client, 200, answer)
+
+    async def list_models(self, client: ClientConnection) -> None:
+        """``GET /v1/models`` and ``GET /models``: what can be routed now and this caller may use."""
+        caller = await self._optional_caller(client)
+        rows = [self._model_row(name) for name in self._visible_models(caller)]
+        if "anthropic-version" in client.headers:
+            data = [_anthropic_model(row) for row in rows]
+            first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+            send_answer(client, 200, {"data": data, "has_more": False, "first_id": first, "last_id": last})
+        else:
+            send_answer(client, 200, {"object": "list", "data": rows})
+
+    async def show_model(self, client: ClientConnection) -> None:
+        """``GET /v1/models/{id}``, also for ids with a slash."""
+        caller = await self._optional_caller(client)
+        name = str(client.scope["url_route"]["kwargs"]["name"])
+        if name not in self._visible_models(caller):
+            raise ModelUnknown(f"The model '{name}' is not available. GET /v1/models lists what can be used.", param="model")
+        row = self._model_row(name)
+        send_answer(client, 200, _anthropic_model(row) if "anthropic-version" in client.headers else row)
+
+    async def metrics(self, client: ClientConnection) -> None:
+        """``GET /metrics``: Prometheus text, for loopback callers or with an admin token."""
+        address = str((client.scope.get("client") or ("", 0))[0])
+        is_local = address in {"127.0.0.1", "::1"} or not address
+        if (settings.METRICS_REQUIRE_TOKEN or not is_local) and await find_admin(client) is None:
+            raise InvalidAdminToken
+        client.respond(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], generate_latest())
+
+    async def not_found(self, client: ClientConnection) -> None:
+        """Anything else."""
+        raise RouteNotFound
+
+    async def _optional_caller(self, client: ClientConnection) -> Caller | None:
+        """Return the caller if a key was sent. A wrong key is refused; none is fine while the list is public."""
+        if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
+            return None
+        return await self.runtime.keys.identify(client.headers, allow_x_api_key=True)
+
+    def _visible_models(self, caller: Caller | None) -> list[str]:
+        served = set(self.runtime.registry.served_models())
+        allowed = [entry.name for entry in self.runtime.catalogue.models.values() if entry.allowed and entry.name in served]
+        if caller is not None and caller.allowed_models:
+            allowed = [name for name in allowed if name in caller.allowed_models]
+        return sorted(allowed)
+
+    def _model_row(self, name: str) -> dict[str, object]:
+        entry = self.runtime.catalogue.models[name]
+        return {"id": name, "object": "model", "created": entry.created, "owned_by": entry.owned_by}
+
+
+def _anthropic_model(row: dict[str, object]) -> dict[str, object]:
+    created = datetime.fromtimestamp(int(str(row["created"])), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": row["id"], "display_name": row["id"], "created_at": created}
+
+
+def _health_worker(link: Link) -> dict[str, object]:
+    return {
+        "id": format_id("node", link.node_id),
+        "provider": link.policy.provider,
+        "models": sorted(link.models),
+        "in_flight": link.active,
+        "max_concurrent": link.max_concurrent,
+        "is_draining": is_draining(link),
+    }

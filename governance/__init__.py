@@ -1,0 +1,1 @@
+"""Rules, proof and record: admin credentials and the audit trail. Knows nothing of GPUs."""

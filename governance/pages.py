@@ -1,0 +1,256 @@
+"""Admin pages that show rows and change them only through a service, on a confirmed POST.
+
+Unfold's own row actions run on GET, which is a hole for forged requests; these pages take their place. Which rows,
+which changes and which service is up to the admin classes of each app.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from django import forms
+from django.contrib import messages
+from django.contrib.admin.utils import unquote
+from django.core.exceptions import PermissionDenied
+from django.db import models
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from django.views.decorators.cache import never_cache
+from unfold.admin import ModelAdmin
+from unfold.decorators import display
+
+from governance.errors import GovernanceError
+
+Row = Any
+"""An instance of the model an admin class is for. Django's admin does not say which, so neither can we."""
+Method = TypeVar("Method", bound=Callable[..., object])
+Values = Mapping[str, Any]
+"""Cleaned data of a form."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowChange:
+    """A change of one row that an operator may confirm.
+
+    ``run(row, actor, values)`` calls the service and returns the sentence that says it is done. ``is_offered`` hides a
+    change that makes no sense in the row's state. ``form`` asks for more; its cleaned data become ``values``, and
+    ``read_initial`` says what it holds at first.
+    """
+
+    name: str
+    label: str
+    explanation: str
+    run: Callable[[Row, str, Values], str]
+    is_offered: Callable[[Row], bool] = lambda row: True
+    form: type[forms.Form] | None = None
+    is_danger: bool = False
+    read_initial: Callable[[Row], Values] = lambda row: {}
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """What a service made. ``secret`` is shown on the answering page only; ``usage`` says what to do with it."""
+
+    row: models.Model
+    secret: str = ""
+    usage: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLink:
+    """A change as a page offers it."""
+
+    label: str
+    url: str
+    is_danger: bool
+
+
+def column(
+    description: str, *, ordering: str | None = None, label: Mapping[str, str] | None = None
+) -> Callable[[Method], Method]:
+    """Mark a method of an admin class as a column. ``label`` maps its text to the colour of a badge."""
+
+    def mark(method: Method) -> Method:
+        marked: Method = display(description=description, ordering=ordering, label=dict(label) if label else None)(
+            method
+        )
+        return marked
+
+    return mark
+
+
+def name_actor(request: HttpRequest) -> str:
+    """Return the operator as the audit trail writes one."""
+    return f"user:{request.user.get_username()}"
+
+
+class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
+    """Shows rows. Nothing can be edited or deleted; ``row_changes`` are links to confirm pages."""
+
+    row_changes: ClassVar[Sequence[RowChange]] = ()
+    refusals: ClassVar[tuple[type[Exception], ...]] = (GovernanceError,)
+    """Errors of the services behind ``row_changes``: their text is shown to the operator."""
+    actions = None
+    list_filter_submit = True
+    change_form_outer_before_template = "admin/muster/row_changes.html"
+
+    def may_change(self, request: HttpRequest) -> bool:
+        """Return whether the operator holds the change permission. What it allows are ``row_changes``, not editing."""
+        return bool(super().has_change_permission(request))
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Refuse: rows are made by services."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
+        """Refuse: fields are for reading."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
+        """Refuse: records point at rows."""
+        return False
+
+    def get_list_display(self, request: HttpRequest) -> list[str]:
+        """Return the columns; the one with changes is for those who may make them."""
+        columns = super().get_list_display(request)
+        return [name for name in columns if name != "show_changes" or self.may_change(request)]
+
+    def get_urls(self) -> list[URLPattern]:
+        view = never_cache(self.admin_site.admin_view(self.confirm_view))
+        own = path("<path:object_id>/change/<slug:change_name>/", view, name=self._url_name("confirm"))
+        return [own, *super().get_urls()]
+
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
+    ) -> HttpResponse:
+        """Show one row with links to what may be done to it."""
+        row = self.get_object(request, unquote(object_id)) if object_id else None
+        links = self.list_links(request, row) if row is not None else []
+        return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), "row_changes": links})  # type: ignore[no-any-return]  # Unfold ships no types
+
+    def list_links(self, request: HttpRequest, row: Row) -> list[ChangeLink]:
+        """Return the changes this operator may make to the row as it is now."""
+        if not self.may_change(request):
+            return []
+        return [
+            ChangeLink(change.label, self._confirm_url(row, change), change.is_danger)
+            for change in self.row_changes
+            if change.is_offered(row)
+        ]
+
+    @column("")
+    def show_changes(self, row: Row) -> SafeString:
+        """Return the row's changes as small links. Opening one shows a confirm page."""
+        pairs = [(self._confirm_url(row, c), c.label) for c in self.row_changes if c.is_offered(row)]
+        links = format_html_join(" · ", '<a class="text-primary-600 dark:text-primary-500" href="{}">{}</a>', pairs)
+        return format_html('<span class="whitespace-nowrap">{}</span>', links)
+
+    def confirm_view(self, request: HttpRequest, object_id: str, change_name: str) -> HttpResponse:
+        """Ask on GET, act on POST. 403 without the change permission, 404 for an unknown row or change."""
+        if not self.may_change(request):
+            raise PermissionDenied
+        row = self.get_object(request, unquote(object_id))
+        change = next((c for c in self.row_changes if c.name == change_name), None)
+        if row is None or change is None:
+            raise Http404
+        back_url = reverse(f"admin:{self._url_name('change')}", args=[row.pk])
+        if not change.is_offered(row):
+            messages.warning(request, f"{change.label}: nothing to do, {row} has changed in the meantime.")
+            return HttpResponseRedirect(back_url)
+        sent = request.POST if request.method == "POST" else None
+        form = (change.form or forms.Form)(sent, initial=dict(change.read_initial(row)))
+        if request.method == "POST" and form.is_valid() and self._run_change(request, change, row, form):
+            return HttpResponseRedirect(back_url)
+        context = {
+            "title": f"{change.label}: {row}?",
+            "explanation": change.explanation,
+            "button": change.label,
+            "is_danger": change.is_danger,
+            "form": form,
+            "back_url": back_url,
+        }
+        return self.render_page(request, "admin/muster/confirm.html", context)
+
+    def render_page(
+        self, request: HttpRequest, template: str, context: Mapping[str, Any]
+    ) -> TemplateResponse:  # Any: Django's
+        """Return one of our pages inside the admin's frame."""
+        whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
+        return TemplateResponse(request, template, whole)
+
+    def _run_change(self, request: HttpRequest, change: RowChange, row: Row, form: forms.Form) -> bool:
+        try:
+            done = change.run(row, name_actor(request), form.cleaned_data)
+        except self.refusals as refusal:
+            form.add_error(None, str(refusal))
+            return False
+        messages.success(request, done)
+        return True
+
+    def _confirm_url(self, row: Row, change: RowChange) -> str:
+        return reverse(f"admin:{self._url_name('confirm')}", args=[row.pk, change.name])
+
+    def _url_name(self, page: str) -> str:
+        return f"{self.opts.app_label}_{self.opts.model_name}_{page}"
+
+
+class CreatingAdmin(ShowingAdmin):
+    """Shows rows, and makes new ones through a service (``create``) from the fields of ``create_form``."""
+
+    create_form: ClassVar[type[forms.Form]]
+    create_title: ClassVar[str]
+    create_explanation: ClassVar[str] = ""
+
+    def create(self, actor: str, values: Values) -> Created:
+        """Call the service with the cleaned values of ``create_form``. May raise one of ``refusals``."""
+        raise NotImplementedError
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Follow the operator's permissions."""
+        return bool(ModelAdmin.has_add_permission(self, request))
+
+    def add_view(
+        self,
+        request: HttpRequest,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
+    ) -> HttpResponse:
+        """Ask on GET, create on POST. A secret is shown on the answer itself: it passes no session and no cache."""
+        if not self.has_add_permission(request):
+            raise PermissionDenied
+        form = self.create_form(request.POST if request.method == "POST" else None)
+        created = self._try_create(request, form) if request.method == "POST" and form.is_valid() else None
+        list_url = reverse(f"admin:{self._url_name('changelist')}")
+        if created is None:
+            context = {
+                "title": self.create_title,
+                "explanation": self.create_explanation,
+                "button": "Create",
+                "form": form,
+                "back_url": list_url,
+            }
+            return self.render_page(request, "admin/muster/confirm.html", context)
+        if not created.secret:
+            messages.success(request, f"Created {created.row}.")
+            return HttpResponseRedirect(list_url)
+        page = {"title": f"{created.row}", "secret": created.secret, "usage": created.usage, "back_url": list_url}
+        response = self.render_page(request, "admin/muster/secret.html", page)
+        response["Cache-Control"] = "no-store"
+        return response
+
+    def _try_create(self, request: HttpRequest, form: forms.Form) -> Created | None:
+        try:
+            return self.create(name_actor(request), form.cleaned_data)
+        except self.refusals as refusal:
+            param = getattr(refusal, "param", None)
+            form.add_error(param if param in form.fields else None, str(refusal))
+            return None

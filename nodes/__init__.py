@@ -1,0 +1,1 @@
+"""The registry of GPU boxes: enrolment, sessions and links, health, owner reclaim."""

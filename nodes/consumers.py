@@ -1,0 +1,405 @@
+"""The WebSocket endpoint that boxes dial: ``/v1/worker/connect``, raw ASGI.
+
+A frame goes from ``receive`` to the stream it belongs to without a task switch, a thread or a Channels layer.
+Authentication failures are answered by close 1008 after the upgrade, as the worker protocol has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, assert_never
+from urllib.parse import parse_qs
+
+import msgspec
+from django.db import DatabaseError
+
+from nodes import services
+from nodes.errors import EnrolmentRefused
+from nodes.links import LinkRegistry
+from nodes.links.keeper import LinkKeeper
+from nodes.links.relay import RelayLink
+from nodes.metrics import AUTH_FAILURES, FRAMES_DROPPED, SESSIONS
+from nodes.models import NodeCredential
+from nodes.offload import run_in_database
+from nodes.services import sessions
+from nodes.session import (
+    BoxLeaving,
+    DataArrived,
+    FrameDropped,
+    HeadArrived,
+    LoadReported,
+    ModelsChanged,
+    ModeRequested,
+    Registered,
+    ServerSession,
+    StreamEnded,
+    TelemetryArrived,
+)
+from nodes.states import HealthPolicy, SocketPolicy
+from wire import bridge
+from wire.bridge import ProtocolError
+from wire.contract import NodeMode
+from wire.frames import DEFAULT_WINDOW_BYTES
+from wire.ids import format_id
+
+logger = logging.getLogger("muster.nodes")
+
+Scope = dict[str, Any]
+"""An ASGI scope; the specification leaves its values open."""
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_AUTH_TABLE_LIMIT = 10_000
+
+
+class AuthThrottle:
+    """Counts failed authentications by client address and blocks an address for a moment after too many."""
+
+    def __init__(self, policy: SocketPolicy) -> None:
+        self._policy = policy
+        self._failures: dict[str, tuple[int, float]] = {}
+
+    def is_blocked(self, address: str) -> bool:
+        """Return whether the address has to wait."""
+        count, at = self._failures.get(address, (0, 0.0))
+        return count >= self._policy.auth_failures and time.monotonic() - at < self._policy.auth_block_s
+
+    def record_failure(self, address: str) -> None:
+        """Count one failure; old entries are forgotten."""
+        now = time.monotonic()
+        count, at = self._failures.get(address, (0, 0.0))
+        served_block = count >= self._policy.auth_failures and now - at >= self._policy.auth_block_s
+        if served_block or now - at >= self._policy.auth_forget_s:
+            count = 0
+        if len(self._failures) >= _AUTH_TABLE_LIMIT:
+            self._failures.clear()
+        self._failures[address] = (count + 1, now)
+
+    def record_success(self, address: str) -> None:
+        """Forget the failures of an address."""
+        self._failures.pop(address, None)
+
+
+class WorkerEndpoint:
+    """The ASGI application of the worker socket, with what all its sessions share."""
+
+    def __init__(
+        self,
+        *,
+        registry: LinkRegistry,
+        keeper: LinkKeeper,
+        sockets: SocketPolicy,
+        health: HealthPolicy,
+        gateway_id: uuid.UUID,
+        advertised_gateways: list[str],
+    ) -> None:
+        self.registry = registry
+        self.keeper = keeper
+        self.sockets = sockets
+        self.health = health
+        self.gateway_id = gateway_id
+        self.advertised_gateways = advertised_gateways
+        self.throttle = AuthThrottle(sockets)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one socket until it closes."""
+        await receive()  # websocket.connect
+        await send({"type": "websocket.accept"})
+        address = str((scope.get("client") or ("unknown", 0))[0])
+        try:
+            credential = await self._authenticate(scope, address)
+        except _Refused as refusal:
+            await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
+            return
+        session = _Session(self, send, address, credential)
+        await session.run(receive)
+
+    async def _authenticate(self, scope: Scope, address: str) -> NodeCredential:
+        if self.throttle.is_blocked(address):
+            AUTH_FAILURES.labels("throttled").inc()
+            raise _Refused(1008, "worker authentication temporarily rate limited")
+        secret = self._read_secret(scope)
+        try:
+            credential = await run_in_database(services.find_credential, secret) if secret else None
+            if credential is None:
+                self.throttle.record_failure(address)
+                AUTH_FAILURES.labels("rejected").inc()
+                raise _Refused(1008, "worker authentication failed")
+            provider = _query(scope, "provider") or "local"
+            provider_open = await run_in_database(sessions.is_provider_open, provider)
+        except DatabaseError:
+            logger.exception("worker.auth_unavailable")
+            raise _Refused(1013, "the control plane cannot check credentials now; try again") from None
+        if not provider_open or provider != credential.provider.name:
+            raise _Refused(1008, "worker provider is unknown, disabled or not the credential's")
+        self.throttle.record_success(address)
+        return credential
+
+    def _read_secret(self, scope: Scope) -> str:
+        headers = {name: value for name, value in scope["headers"]}
+        secret = headers.get(b"x-worker-secret")
+        if secret is not None:
+            return str(secret.decode("latin-1")).strip()
+        bearer = str(headers.get(b"authorization", b"").decode("latin-1"))
+        if bearer.lower().startswith("bearer "):
+            return bearer[7:].strip()
+        return _query(scope, "worker_secret") if self.sockets.allow_query_secret else ""
+
+
+class _Refused(Exception):
+    """The socket is closed before it becomes a session."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class _Session:
+    """One authenticated socket."""
+
+    def __init__(self, endpoint: WorkerEndpoint, send: Send, address: str, credential: NodeCredential) -> None:
+        self.endpoint = endpoint
+        self.send = send
+        self.address = address
+        self.credential = credential
+        self.protocol = ServerSession(endpoint.sockets)
+        self.link: RelayLink | None = None
+        self.epoch = 0
+        self.close_reason = "the socket closed"
+        self._closing = False
+
+    async def run(self, receive: Receive) -> None:
+        """Register, then serve frames until the socket closes."""
+        try:
+            async with asyncio.timeout(self.endpoint.sockets.handshake_timeout_s):
+                first = await receive()
+            if first["type"] != "websocket.receive":
+                return
+            await self._register(first)
+            while (event := await receive())["type"] == "websocket.receive":
+                self._take(event)
+        except TimeoutError:
+            await self._close(1008, "no register frame in time")
+        except ProtocolError as error:
+            logger.warning("worker.protocol_error address=%s error=%s", self.address, error)
+            registered = self.link is not None
+            await self._close(1002, "worker protocol error" if registered else "worker registration protocol error")
+        except _Refused as refusal:
+            await self._close(refusal.code, refusal.reason)
+        finally:
+            await self._leave()
+
+    async def _register(self, event: dict[str, Any]) -> None:
+        text = event.get("text")
+        if text is None:
+            raise ProtocolError("the first frame must be a text frame")
+        (effect,) = self.protocol.receive_text(text)
+        if not isinstance(effect, Registered):
+            raise ProtocolError("the first frame must be register")
+        opened = await self._open_session(effect)
+        link = RelayLink(
+            node_id=opened.node_id,
+            node_name=opened.node_name,
+            models=frozenset(effect.models),
+            max_concurrent=effect.max_concurrent,
+            session=self.protocol,
+            send=self.send,
+            kick=self._kick,
+        )
+        link.epoch = self.epoch = opened.epoch
+        link.instance_id = (effect.message.instance_id or "")[:64]
+        link.agent_version = effect.message.agent_version or ""
+        link.peer_address = self.address
+        link.provider = link.policy.provider = self.credential.provider.name
+        link.external_load = max(0, effect.message.current_load)
+        health = self.endpoint.health
+        if self.protocol.speaks_muster:
+            link.stale_after_s, link.offline_after_s = health.stale_after_s, health.offline_after_s
+            link.telemetry = bridge.Telemetry(gpus=effect.message.gpus, replicas=effect.message.replicas)
+        else:
+            link.stale_after_s = link.offline_after_s = health.bridge_pong_window_s
+        link.policy.cordoned = opened.cordoned
+        link.policy.draining = opened.draining
+        link.policy.reclaimed = opened.mode == NodeMode.SPARE_OFF.value
+        self.link = link
+        link.send_message(self._acknowledge(effect, opened))
+        SESSIONS.labels(effect.protocol).inc()
+        logger.info("worker.connected node=%s protocol=%s models=%d", opened.node_name, effect.protocol, len(effect.models))
+        self.endpoint.registry.add(link)
+
+    async def _open_session(self, effect: Registered) -> sessions.OpenedSession:
+        request = sessions.SessionRequest(
+            credential_id=self.credential.pk,
+            worker_name=effect.name,
+            models=effect.models,
+            max_concurrent=effect.max_concurrent,
+            protocol=effect.protocol,
+            gateway_id=self.endpoint.gateway_id,
+            live_nodes=frozenset(link.node_id for link in self.endpoint.registry if isinstance(link, RelayLink)),
+            peer_address=self.address,
+            message=effect.message,
+        )
+        try:
+            return await run_in_database(sessions.open_session, request)
+        except EnrolmentRefused as error:
+            raise _Refused(1008, error.message[:120]) from None
+        except DatabaseError:
+            logger.exception("worker.register_unavailable")
+            raise _Refused(1013, "the control plane cannot register workers now; try again") from None
+
+    def _acknowledge(self, effect: Registered, opened: sessions.OpenedSession) -> bridge.RegisterAck:
+        ack = bridge.RegisterAck(
+            worker_id=format_id("node", opened.node_id),
+            models=list(effect.models),
+            warnings=list(effect.warnings),
+            protocol_version=effect.protocol,
+        )
+        if self.protocol.speaks_muster:
+            ack.node_id = ack.worker_id
+            ack.heartbeat_interval_s = self.endpoint.health.heartbeat_interval_s
+            ack.window_bytes = DEFAULT_WINDOW_BYTES
+            ack.gateways = self.endpoint.advertised_gateways
+            ack.accepting = not (opened.cordoned or opened.draining or opened.mode == NodeMode.SPARE_OFF.value)
+        return ack
+
+    def _take(self, event: dict[str, Any]) -> None:
+        link = self.link
+        assert link is not None
+        link.last_seen = time.monotonic()
+        data = event.get("bytes")
+        effects = self.protocol.receive_bytes(data) if data is not None else self.protocol.receive_text(event["text"])
+        for effect in effects:
+            match effect:
+                case DataArrived():
+                    link.take_data(effect)
+                case HeadArrived():
+                    link.take_head(effect)
+                case StreamEnded():
+                    link.take_end(effect)
+                case FrameDropped():
+                    FRAMES_DROPPED.inc()
+                case LoadReported():
+                    link.report_load(effect.load)
+                case ModelsChanged():
+                    link.report_load(effect.load)
+                    self.endpoint.registry.update_models(link, frozenset(effect.models))
+                case TelemetryArrived():
+                    self._take_telemetry(link, effect.telemetry)
+                case ModeRequested():
+                    self._change_mode(link, effect)
+                case BoxLeaving():
+                    link.box_draining = True
+                case Registered():
+                    raise ProtocolError("register is sent once")
+                case _:
+                    assert_never(effect)
+
+    def _take_telemetry(self, link: RelayLink, telemetry: bridge.Telemetry) -> None:
+        link.telemetry = telemetry
+        link.report_load(telemetry.current_load)
+
+    def _change_mode(self, link: RelayLink, effect: ModeRequested) -> None:
+        """The owner at the box decides: stop giving it work now, write it down beside."""
+        link.policy.reclaimed = effect.mode == NodeMode.SPARE_OFF.value
+        if link.policy.reclaimed:
+            link.policy.drain_deadline_at = time.monotonic() + self.endpoint.health.reclaim_grace_s
+        self.endpoint.registry.announce(link)
+        task = asyncio.get_running_loop().create_task(self._store_mode(link, effect))
+        _background.add(task)
+        task.add_done_callback(_background.discard)
+
+    async def _store_mode(self, link: RelayLink, effect: ModeRequested) -> None:
+        try:
+            await run_in_database(
+                services.set_mode,
+                node_id=link.node_id,
+                mode=NodeMode(effect.mode),
+                reason=effect.reason or "owner at the box",
+                actor=f"node:{link.node_name}",
+            )
+        except DatabaseError:
+            logger.exception("node.mode_not_stored node=%s", link.node_name)
+
+    def _kick(self, code: int, reason: str) -> None:
+        """Close the socket from outside of ``run``, e.g. when the node is replaced or stopped answering."""
+        if self._closing:
+            return
+        self.close_reason = reason
+        task = asyncio.get_running_loop().create_task(self._close(code, reason))
+        _background.add(task)
+        task.add_done_callback(_background.discard)
+
+    async def _close(self, code: int, reason: str) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self.close_reason = reason
+        if self.link is not None:
+            self.endpoint.registry.remove(self.link, reason)
+        try:
+            async with asyncio.timeout(2.0):
+                await self.send({"type": "websocket.close", "code": code, "reason": reason[:120]})
+        except (OSError, RuntimeError, TimeoutError):
+            logger.debug("worker.close_unsent address=%s", self.address)
+
+    async def _leave(self) -> None:
+        link = self.link
+        if link is None:
+            return
+        link.outbox.stop()
+        self.endpoint.registry.remove(link, "the connection to the node was lost")
+        logger.info("worker.disconnected node=%s reason=%s", link.node_name, self.close_reason)
+        try:
+            await run_in_database(
+                sessions.close_session, node_id=link.node_id, epoch=self.epoch, reason=self.close_reason
+            )
+        except DatabaseError:
+            logger.warning("worker.disconnect_not_stored node=%s; its presence will time out", link.node_name)
+
+
+_background: set[asyncio.Task[None]] = set()
+"""Tasks that outlive the call that made them; each is bounded by its own time-out."""
+
+
+def presence_reports(registry: LinkRegistry) -> list[sessions.PresenceReport]:
+    """Return what this process knows of the boxes on its sockets, for writing to the database."""
+    now = time.monotonic()
+    reports = []
+    for link in registry:
+        if not isinstance(link, RelayLink):
+            continue
+        telemetry = link.telemetry
+        reports.append(
+            sessions.PresenceReport(
+                node_id=link.node_id,
+                epoch=link.epoch,
+                age_s=now - link.last_seen,
+                active=link.load,
+                max_concurrent=link.max_concurrent,
+                models=tuple(sorted(link.models)),
+                status=_status_of(link),
+                last_error=(telemetry.last_error or "") if telemetry is not None else "",
+                gpus=msgspec.to_builtins(telemetry.gpus) if telemetry is not None else None,
+                replicas=msgspec.to_builtins(telemetry.replicas) if telemetry is not None else None,
+            )
+        )
+    return reports
+
+
+def _status_of(link: RelayLink) -> str:
+    if link.box_draining:
+        return "draining"
+    return "available" if link.has_slot() else "busy"
+
+
+def _query(scope: Scope, name: str) -> str:
+    values = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(name)
+    return values[0] if values else ""
+
+
+__all__ = ["AuthThrottle", "WorkerEndpoint", "presence_reports"]

@@ -1,0 +1,85 @@
+"""Errors of the node registry. A class carries its wire form; what renders it knows no status codes of its own."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import ClassVar
+
+from wire.contract import ErrorCode
+
+
+class NodeError(Exception):
+    """Base of the tree. ``message`` is shown to the caller and says what to do; ``param`` names the field at fault."""
+
+    code: ClassVar[ErrorCode] = ErrorCode.BAD_REQUEST
+    status: ClassVar[int] = HTTPStatus.BAD_REQUEST.value
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class BadRequest(NodeError):
+    """A field holds something that cannot be used."""
+
+
+class InvalidNodeToken(NodeError):
+    """The bearer is not a credential of the box it speaks for."""
+
+    code = ErrorCode.INVALID_NODE_TOKEN
+    status = HTTPStatus.UNAUTHORIZED.value
+
+
+class NodeNotFound(NodeError):
+    """No box has that id. The contract answers 404 with the code BAD_REQUEST."""
+
+    status = HTTPStatus.NOT_FOUND.value
+
+
+class ModelNotAllowed(NodeError):
+    """The model is not on the allow-list."""
+
+    code = ErrorCode.MODEL_NOT_ALLOWED
+
+
+class ProviderUnavailable(NodeError):
+    """The provider of the credential is switched off; the box may try again later."""
+
+    status = HTTPStatus.FORBIDDEN.value
+    retryable = True
+
+
+class EnrolmentRefused(NodeError):
+    """The credential may not enrol one more box, or not under that name."""
+
+
+class ProviderNotFound(NodeError):
+    """No provider has that name, or it was deleted."""
+
+    code = ErrorCode.NOT_FOUND
+    status = HTTPStatus.NOT_FOUND.value
+
+
+class CredentialNotFound(NodeError):
+    """No node credential has that id."""
+
+    code = ErrorCode.NOT_FOUND
+    status = HTTPStatus.NOT_FOUND.value
+
+
+class Conflict(NodeError):
+    """The thing is no longer in the state the change starts from."""
+
+    status = HTTPStatus.CONFLICT.value
+
+
+class AddressRefused(BadRequest):
+    """The URL of a box is one that the gateway must not call."""
+
+
+class AddressUnresolvable(BadRequest):
+    """The host name of a box's URL has no address at the moment."""
+
+    retryable = True

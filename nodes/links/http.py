@@ -1,0 +1,215 @@
+"""Boxes and peers that are called over HTTP: a box with a public URL, and a box on another gateway's socket."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nodes.links.http1 import Connection, ConnectionPool
+from nodes.links.port import EndKind, Link, LinkEnd, Sink
+from nodes.session import OpenRequest
+
+_DROPPED_RESPONSE_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"})
+END_HEADER = "x-muster-end"
+"""A peer gateway's word for why it could not start a stream: ``busy`` or ``gone``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpTarget:
+    """Where an HTTP link sends requests. ``address`` was resolved and checked once; nothing resolves it again."""
+
+    scheme: str
+    host: str
+    address: str
+    port: int
+    base_path: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class HttpStream:
+    """One request on an HTTP link; also the handler of its response."""
+
+    __slots__ = ("_connection", "_link", "_paused", "_request", "_retried", "_task", "_window", "finished", "sink")
+
+    def __init__(self, link: HttpLink, request: bytes, sink: Sink) -> None:
+        self._link = link
+        self._request = request
+        self._connection: Connection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._window = link.window_bytes
+        self._paused = False
+        self._retried = False
+        self.finished = False
+        self.sink = sink
+
+    def start(self) -> None:
+        """Send on an idle connection at once, else on a new one."""
+        connection = self._link.pool.take_idle()
+        if connection is not None:
+            self._connection = connection
+            connection.send_request(self._request, self)
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._dial())
+
+    def cancel(self, reason: str) -> None:
+        """Close the connection: that is how an HTTP engine learns that nobody listens."""
+        if self.finished:
+            return
+        self._finish()
+        if self._task is not None:
+            self._task.cancel()
+        if self._connection is not None:
+            self._connection.abandon()
+
+    def grant(self, amount: int) -> None:
+        """Read on once the client has taken enough."""
+        self._window += amount
+        if self._paused and self._window > 0 and self._connection is not None:
+            self._paused = False
+            self._connection.resume()
+
+    def fail(self, kind: EndKind, message: str) -> None:
+        """End the stream for a reason of ours."""
+        if self.finished:
+            return
+        connection, task = self._connection, self._task
+        self._finish()
+        if task is not None:
+            task.cancel()
+        if connection is not None:
+            connection.abandon()
+        self.sink.on_end(LinkEnd(kind=kind, message=message, retryable=True))
+
+    # ResponseHandler
+
+    def on_response_head(self, status: int, headers: dict[str, str]) -> None:
+        """Pass on the head without what belongs to the connection."""
+        refusal = headers.get(END_HEADER) if self._link.is_peer else None
+        if refusal is not None:
+            connection = self._connection
+            self._finish()
+            if connection is not None:
+                connection.abandon()
+            kind = EndKind.BUSY if refusal == "busy" else EndKind.LINK_LOST
+            self.sink.on_end(LinkEnd(kind=kind, message="the other gateway could not start it", retryable=True))
+            return
+        self.sink.on_head(status, {k: v for k, v in headers.items() if k not in _DROPPED_RESPONSE_HEADERS})
+
+    def on_response_data(self, data: bytes) -> None:
+        """Pass on bytes; stop reading when the client is too far behind."""
+        if self.finished:
+            return
+        self._window -= len(data)
+        if self._window <= 0 and not self._paused and self._connection is not None:
+            self._paused = True
+            self._connection.pause()
+        self.sink.on_data(data)
+
+    def on_response_end(self, error: str | None) -> None:
+        """Pass on the end; a kept connection that turned out dead gets one fresh try."""
+        if self.finished:
+            return
+        connection = self._connection
+        head_seen = connection is not None and connection.head_seen
+        if error is not None and connection is not None and connection.used and not head_seen and not self._retried:
+            self._retried = True
+            self._connection = None
+            self._task = asyncio.get_running_loop().create_task(self._dial())
+            return
+        self._finish()
+        if error is None:
+            self.sink.on_end(LinkEnd(kind=EndKind.COMPLETE))
+        elif self._link.is_peer:
+            self.sink.on_end(LinkEnd(kind=EndKind.LINK_LOST, message=error, retryable=True))
+        else:
+            self.sink.on_end(LinkEnd(kind=EndKind.ENGINE_FAILED, message=error, retryable=not head_seen))
+
+    async def _dial(self) -> None:
+        try:
+            connection = await self._link.pool.connect()
+        except (OSError, TimeoutError) as error:
+            self._task = None
+            if not self.finished:
+                self._finish()
+                message = f"cannot connect: {error or type(error).__name__}"
+                self.sink.on_end(LinkEnd(kind=EndKind.ENGINE_FAILED, message=message, retryable=True))
+            return
+        self._task = None
+        if self.finished:
+            connection.close()
+            return
+        self._connection = connection
+        connection.send_request(self._request, self)
+
+    def _finish(self) -> None:
+        self.finished = True
+        self._link.forget_stream(self)
+
+
+class HttpLink(Link):
+    """A box called over HTTP. ``on_close`` lets the owner drop it from its own tables."""
+
+    def __init__(
+        self,
+        *,
+        node_id: uuid.UUID,
+        node_name: str,
+        models: frozenset[str],
+        max_concurrent: int,
+        target: HttpTarget,
+        connect_s: float,
+        is_peer: bool = False,
+        tls: ssl.SSLContext | None = None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(node_id=node_id, node_name=node_name, models=models, max_concurrent=max_concurrent)
+        self.target = target
+        self.is_peer = is_peer
+        self.window_bytes = 512 * 1024
+        if target.scheme == "https" and tls is None:
+            tls = ssl.create_default_context()
+        self.pool = ConnectionPool(
+            address=target.address, port=target.port, server_name=target.host, tls=tls, connect_s=connect_s
+        )
+        self._streams: set[HttpStream] = set()
+        self._on_close = on_close
+        self._host_line = f"host: {target.host}:{target.port}\r\n"
+        self._extra = "".join(f"{name}: {value}\r\n" for name, value in target.headers.items())
+
+    def open_stream(self, request: OpenRequest, sink: Sink) -> HttpStream:
+        """Send the request to the box."""
+        stream = HttpStream(self, self._render(request), sink)
+        self._streams.add(stream)
+        stream.start()
+        return stream
+
+    def forget_stream(self, stream: HttpStream) -> None:
+        """Called by a stream that is over."""
+        self._streams.discard(stream)
+
+    def end_streams(self, kind: EndKind, message: str) -> None:
+        """End every stream; each sink hears it once."""
+        for stream in list(self._streams):
+            stream.fail(kind, message)
+
+    def close(self, reason: str) -> None:
+        """Close the connections."""
+        self.closed = True
+        self.pool.close()
+        if self._on_close is not None:
+            self._on_close()
+
+    def _render(self, request: OpenRequest) -> bytes:
+        path = self.target.base_path + (f"/{self.node_id.hex}" if self.is_peer else "") + request.path
+        lines = [f"POST {path} HTTP/1.1\r\n", self._host_line, self._extra]
+        lines += [f"{name}: {value}\r\n" for name, value in request.headers.items()]
+        lines.append(f"x-request-id: {request.request_id}\r\n")
+        if self.is_peer:
+            lines.append(f"x-muster-model: {request.model}\r\nx-muster-attempt: {request.attempt}\r\n")
+            lines.append(f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-tenant: {request.tenant}\r\n")
+            lines.append(f"x-muster-streaming: {int(request.is_streaming)}\r\n")
+        lines.append(f"content-length: {len(request.body)}\r\n\r\n")
+        return "".join(lines).encode("latin-1", "replace") + request.body

@@ -1,0 +1,186 @@
+"""Keeps the links of this process in step with what the database says of the nodes.
+
+Runs on the event loop; the rows and the resolved addresses are fetched elsewhere and handed in. Everything that has a
+deadline (drain, staleness, silence) is looked at by ``tick``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+
+from nodes.links.http import HttpLink, HttpTarget
+from nodes.links.port import EndKind, Link
+from nodes.links.registry import LinkRegistry
+from nodes.links.relay import RelayLink
+from nodes.states import HealthPolicy, NodeRow
+from wire import bridge
+from wire.contract import NodeMode, NodeStatus
+
+logger = logging.getLogger("muster.nodes")
+
+
+class LinkKeeper:
+    """Applies node rows to links: policy, drains, fencing, and the links that are called over HTTP."""
+
+    def __init__(
+        self, registry: LinkRegistry, *, health: HealthPolicy, gateway_id: uuid.UUID, cluster_secret: str, connect_s: float
+    ) -> None:
+        self.registry = registry
+        self.health = health
+        self.gateway_id = gateway_id
+        self.rows: dict[uuid.UUID, NodeRow] = {}
+        self.known_models: frozenset[str] = frozenset()
+        self._cluster_secret = cluster_secret
+        self._connect_s = connect_s
+        self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
+        self._shutdown_sent: set[uuid.UUID] = set()
+
+    def apply(
+        self,
+        rows: Iterable[NodeRow],
+        *,
+        targets: Mapping[uuid.UUID, HttpTarget],
+        peers: Mapping[uuid.UUID, HttpTarget],
+    ) -> None:
+        """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the other live gateways."""
+        self.rows = {row.node_id: row for row in rows}
+        self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
+        for row in self.rows.values():
+            self._apply_row(row, targets.get(row.node_id), peers)
+        self.registry.announce(None)
+        self.tick()
+
+    def adopt(self, link: Link, row_policy: NodeRow | None = None) -> None:
+        """Give a new link the policy of its row, before it can receive work."""
+        row = row_policy or self.rows.get(link.node_id)
+        if row is not None:
+            self._set_policy(link, row)
+
+    def tick(self) -> None:
+        """Look at everything that has a deadline. Called about once a second and after every ``apply``."""
+        now = time.monotonic()
+        for link in self.registry:
+            self._enforce_drain(link, now)
+            if isinstance(link, RelayLink):
+                self._check_socket(link, now)
+            elif now - link.last_seen >= link.offline_after_s:
+                self.registry.remove(link, "the node sent no heartbeat")
+                link.close("offline")
+
+    # inside
+
+    def _apply_row(self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]) -> None:
+        link = self.registry.get(row.node_id)
+        if isinstance(link, RelayLink):
+            if row.epoch > link.epoch and row.instance_id != link.instance_id:
+                logger.warning("node.fenced node=%s epoch=%d newer=%d", row.name, link.epoch, row.epoch)
+                self.registry.remove(link, "a newer session of the same node took over")
+                link.close("replaced by a newer session of the same node")
+                return
+            self._set_policy(link, row)
+            self._tell(link, row)
+            return
+        wanted = self._wanted_target(row, target, peers)
+        if wanted is None:
+            if isinstance(link, HttpLink):
+                self.registry.remove(link, "the node is offline")
+                link.close("offline")
+            return
+        if isinstance(link, HttpLink) and link.target != wanted:
+            self.registry.remove(link, "the node moved")
+            link.close("moved")
+            link = None
+        if link is None:
+            link = HttpLink(
+                node_id=row.node_id,
+                node_name=row.name,
+                models=frozenset(row.model_names),
+                max_concurrent=max(1, row.max_concurrent),
+                target=wanted,
+                connect_s=self._connect_s,
+                is_peer=not row.is_direct,
+            )
+            self._refresh_http(link, row)
+            self.registry.add(link)
+            return
+        self._refresh_http(link, row)
+        if link.models != frozenset(row.model_names):
+            self.registry.update_models(link, frozenset(row.model_names))
+
+    def _wanted_target(
+        self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]
+    ) -> HttpTarget | None:
+        if row.heartbeat_age_s is None or row.heartbeat_age_s >= self.health.offline_after_s:
+            return None
+        if row.is_direct:
+            return target
+        if row.connected and row.gateway_id is not None and row.gateway_id != self.gateway_id:
+            return peers.get(row.gateway_id)
+        return None
+
+    def _refresh_http(self, link: Link, row: NodeRow) -> None:
+        self._set_policy(link, row)
+        link.max_concurrent = max(1, row.max_concurrent)
+        link.last_seen = time.monotonic() - (row.heartbeat_age_s or 0.0)
+        link.stale_after_s, link.offline_after_s = self.health.stale_after_s, self.health.offline_after_s
+        if row.is_direct:
+            status = row.reported_status
+            link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else ""
+            refusing = not row.is_accepting_jobs or status in {NodeStatus.DRAINING.value, NodeStatus.OFFLINE.value}
+            link.box_draining = refusing or (status == NodeStatus.BUSY.value and link.active == 0)
+
+    def _set_policy(self, link: Link, row: NodeRow) -> None:
+        policy = link.policy
+        policy.provider = row.provider
+        policy.provider_enabled = row.provider_state == "enabled"
+        policy.cordoned = row.cordoned
+        policy.draining = row.draining
+        policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
+        remaining = row.drain_remaining_s
+        stopping = policy.draining or policy.reclaimed
+        policy.drain_deadline_at = time.monotonic() + remaining if stopping and remaining is not None else None
+        if row.provider_state == "deleted" and isinstance(link, RelayLink):
+            self.registry.remove(link, "the provider was deleted")
+            link.close("provider was deleted")
+
+    def _tell(self, link: RelayLink, row: NodeRow) -> None:
+        """Tell the box what was decided about it, when that changed."""
+        status = "draining" if row.draining or row.cordoned or row.mode == NodeMode.SPARE_OFF.value else "available"
+        word = (status, row.mode, row.cordoned)
+        if link.session.speaks_muster:
+            if self._told.get(link.node_id) != word:
+                self._told[link.node_id] = word
+                link.send_message(bridge.NodeNotice(status=status, mode=row.mode, cordoned=row.cordoned))
+            return
+        if not row.draining:
+            self._shutdown_sent.discard(link.node_id)
+        elif link.node_id not in self._shutdown_sent:
+            self._shutdown_sent.add(link.node_id)
+            seconds = max(0, round(row.drain_remaining_s)) if row.drain_remaining_s is not None else None
+            link.send_message(bridge.GracefulShutdown(reason=row.drain_reason or None, drain_timeout_secs=seconds))
+            link.drain_then_close = True
+
+    def _enforce_drain(self, link: Link, now: float) -> None:
+        deadline = link.policy.drain_deadline_at
+        overdue = deadline is not None and now >= deadline
+        if overdue and link.active:
+            logger.info("node.drain_deadline node=%s interrupted=%d", link.node_name, link.active)
+            link.end_streams(EndKind.RECLAIMED, "the node was reclaimed while the request was running")
+        if isinstance(link, RelayLink) and link.drain_then_close and (overdue or link.active == 0):
+            link.drain_then_close = False
+            link.close("graceful shutdown timed out" if overdue else "graceful shutdown complete")
+
+    def _check_socket(self, link: RelayLink, now: float) -> None:
+        silent = now - link.last_seen
+        if silent >= link.offline_after_s:
+            self.registry.remove(link, "the node stopped answering")
+            link.close("worker heartbeat timed out")
+            return
+        muster = link.session.speaks_muster
+        interval = self.health.heartbeat_interval_s if muster else self.health.bridge_ping_interval_s
+        if now - link.last_ping_at >= interval:
+            link.last_ping_at = now
+            link.send_message(bridge.Ping(timestamp_unix_ms=time.time_ns() // 1_000_000))

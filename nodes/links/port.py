@@ -1,0 +1,160 @@
+"""The port every link implements, and the base that counts slots the same way for all of them.
+
+Everything here runs on the event loop thread and calls back synchronously: a chunk goes from the socket that brought
+it to the client's socket without a task switch.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from nodes.session import OpenRequest
+from wire.frames import End
+
+
+class EndKind(StrEnum):
+    """How a stream ended, as the relay has to treat it."""
+
+    COMPLETE = "complete"
+    ENGINE_FAILED = "engine_failed"
+    LINK_LOST = "link_lost"
+    BUSY = "busy"
+    RECLAIMED = "reclaimed"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnd:
+    """The end of a stream. ``retryable``: no part of an answer left the box, another box may try."""
+
+    kind: EndKind
+    message: str = ""
+    retryable: bool = False
+    detail: End | None = None
+
+
+class Sink(Protocol):
+    """Receives what a stream brings. Calls come in order and never after ``on_end`` or ``Stream.cancel``."""
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        """Status and headers (names in lower case) of the response."""
+
+    def on_data(self, data: bytes) -> None:
+        """The next bytes of the response body."""
+
+    def on_end(self, end: LinkEnd) -> None:
+        """The stream is over; called exactly once unless it was cancelled."""
+
+
+class Stream(Protocol):
+    """One open request on a link."""
+
+    def cancel(self, reason: str) -> None:
+        """Stop it. Idempotent, at once, and no sink call follows."""
+
+    def grant(self, amount: int) -> None:
+        """The client took ``amount`` more bytes; the box may send as many."""
+
+
+class LinkCondition(StrEnum):
+    """Whether a box may get new work now, and if not, why not."""
+
+    READY = "ready"
+    STALE = "stale"
+    DRAINING = "draining"
+    UNHEALTHY = "unhealthy"
+    DISABLED = "disabled"
+
+
+@dataclass(slots=True)
+class NodePolicy:
+    """What operators and the owner decided about a box, as last read from its row."""
+
+    provider: str = ""
+    provider_enabled: bool = True
+    cordoned: bool = False
+    draining: bool = False
+    reclaimed: bool = False
+    drain_deadline_at: float | None = None
+    """Wall-clock seconds at which in-flight work ends as interrupted."""
+
+
+class Link:
+    """One way to one box. Subclasses open streams; slots, load and condition are counted here.
+
+    ``active`` is what this gateway runs on it. ``external_load`` is what the box says it runs beyond that: it orders
+    the choice but never blocks a slot, because a report may be older than the last cancel.
+    """
+
+    def __init__(self, *, node_id: uuid.UUID, node_name: str, models: frozenset[str], max_concurrent: int) -> None:
+        self.node_id = node_id
+        self.node_name = node_name
+        self.models = models
+        self.max_concurrent = max_concurrent
+        self.active = 0
+        self.external_load = 0
+        self.last_served = 0
+        self.policy = NodePolicy()
+        self.box_draining = False
+        self.unhealthy_reason = ""
+        self.busy_until = 0.0
+        self.last_seen = time.monotonic()
+        self.stale_after_s = 10.0
+        self.offline_after_s = 15.0
+        self.reports_usage = False
+        self.closed = False
+
+    @property
+    def load(self) -> int:
+        """Requests known to run on the box."""
+        return self.active + self.external_load
+
+    def has_slot(self) -> bool:
+        """Whether one more request fits by our own count."""
+        return self.active < self.max_concurrent
+
+    def condition(self, now: float) -> LinkCondition:
+        """Return whether the box may get new work. ``now`` is time.monotonic()."""
+        policy = self.policy
+        if not policy.provider_enabled:
+            return LinkCondition.DISABLED
+        if self.unhealthy_reason:
+            return LinkCondition.UNHEALTHY
+        if policy.cordoned or policy.draining or policy.reclaimed or self.box_draining or self.closed:
+            return LinkCondition.DRAINING
+        if now - self.last_seen >= self.stale_after_s:
+            return LinkCondition.STALE
+        return LinkCondition.READY
+
+    def can_take(self, now: float) -> bool:
+        """Whether a request can be placed here right now."""
+        return (
+            self.active < self.max_concurrent
+            and now >= self.busy_until
+            and self.condition(now) is LinkCondition.READY
+        )
+
+    def report_load(self, load: int) -> None:
+        """Take the box's own count of running requests."""
+        self.external_load = max(0, load - self.active)
+
+    def open_stream(self, request: OpenRequest, sink: Sink) -> Stream:
+        """Start a request on the box. The caller holds a slot."""
+        raise NotImplementedError
+
+    def end_streams(self, kind: EndKind, message: str) -> None:
+        """End every open stream of this link; each sink hears ``on_end`` once."""
+        raise NotImplementedError
+
+    def close(self, reason: str) -> None:
+        """Let go of the box."""
+        raise NotImplementedError
+
+
+Listener = Callable[["Link | None"], None]
+"""Called when a link can take more (or, with None, when links changed in any other way)."""

@@ -1,0 +1,85 @@
+"""Who can be reached from this process. Dies with the process; the rows in PostgreSQL are the truth about nodes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+
+from nodes.links.port import EndKind, Link, Listener
+
+
+class LinkRegistry:
+    """All links of this gateway, by node and by model. One link a node: a newer session replaces the older."""
+
+    def __init__(self) -> None:
+        self._links: dict[uuid.UUID, Link] = {}
+        self._by_model: dict[str, list[Link]] = {}
+        self._listeners: list[Listener] = []
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._links.values()))
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def subscribe(self, listener: Listener) -> None:
+        """Have ``listener`` called after every change that may let work be placed."""
+        self._listeners.append(listener)
+
+    def get(self, node_id: uuid.UUID) -> Link | None:
+        """Return the link of a node."""
+        return self._links.get(node_id)
+
+    def links_for(self, model: str) -> Sequence[Link]:
+        """Return the links whose boxes declare ``model``."""
+        return self._by_model.get(model, ())
+
+    def served_models(self) -> list[str]:
+        """Return every model some linked box declares."""
+        return sorted(self._by_model)
+
+    def add(self, link: Link) -> None:
+        """Add a link; the one it replaces is closed and its streams end as lost."""
+        old = self._links.get(link.node_id)
+        if old is not None and old is not link:
+            self.remove(old)
+            old.close("replaced by a newer session of the same node")
+        self._links[link.node_id] = link
+        self._index(link)
+        self.announce(link)
+
+    def remove(self, link: Link, message: str = "the connection to the node was lost") -> None:
+        """Forget a link; its open streams end as lost. Harmless when it was replaced already."""
+        link.closed = True
+        if self._links.get(link.node_id) is link:
+            del self._links[link.node_id]
+            self._unindex(link)
+        link.end_streams(EndKind.LINK_LOST, message)
+        self.announce(None)
+
+    def update_models(self, link: Link, models: frozenset[str]) -> None:
+        """Replace what a box declares; work waiting for it may start at once."""
+        if self._links.get(link.node_id) is not link:
+            link.models = models
+            return
+        self._unindex(link)
+        link.models = models
+        self._index(link)
+        self.announce(link)
+
+    def announce(self, link: Link | None) -> None:
+        """Tell the listeners that ``link`` (or, with None, anything) may have changed."""
+        for listener in self._listeners:
+            listener(link)
+
+    def _index(self, link: Link) -> None:
+        for model in link.models:
+            self._by_model.setdefault(model, []).append(link)
+
+    def _unindex(self, link: Link) -> None:
+        for model in link.models:
+            peers = self._by_model.get(model)
+            if peers is not None and link in peers:
+                peers.remove(link)
+                if not peers:
+                    del self._by_model[model]

@@ -1,0 +1,146 @@
+"""A box that dialled in: its socket, its session, and the streams that run over it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from nodes.links.outbox import AsgiMessage, AsgiSend, Outbox
+from nodes.links.port import EndKind, Link, LinkEnd, Sink
+from nodes.session import DataArrived, HeadArrived, OpenRequest, ServerSession, StreamEnded
+from wire import bridge
+from wire.frames import DEFAULT_WINDOW_BYTES, End
+
+_END_KINDS = {
+    "": EndKind.COMPLETE,
+    "cancelled": EndKind.LINK_LOST,
+    "engine_failed": EndKind.ENGINE_FAILED,
+    "busy": EndKind.BUSY,
+    "timeout": EndKind.TIMEOUT,
+}
+_SOCKET_BUFFER_BYTES = 128 * 1024 * 1024
+_SOCKET_WRITE_TIMEOUT_S = 15.0
+
+
+class RelayStream:
+    """One request on a relay link."""
+
+    __slots__ = ("_granted", "_link", "number", "sink")
+
+    def __init__(self, link: RelayLink, number: int, sink: Sink) -> None:
+        self._link = link
+        self._granted = 0
+        self.number = number
+        self.sink = sink
+
+    def cancel(self, reason: str) -> None:
+        """Tell the box to stop and forget the stream; its late frames are dropped by the session."""
+        self._link.cancel_stream(self.number, reason)
+
+    def grant(self, amount: int) -> None:
+        """Return credit to the box, in steps of half a window so that frames stay few."""
+        self._granted += amount
+        if self._granted >= DEFAULT_WINDOW_BYTES // 2:
+            self._link.send_frames(self._link.session.grant_credit(self.number, self._granted))
+            self._granted = 0
+
+
+class RelayLink(Link):
+    """The link of a box on a WebSocket. ``kick`` closes the socket with a code and a reason."""
+
+    def __init__(
+        self,
+        *,
+        node_id: uuid.UUID,
+        node_name: str,
+        models: frozenset[str],
+        max_concurrent: int,
+        session: ServerSession,
+        send: AsgiSend,
+        kick: Callable[[int, str], None],
+    ) -> None:
+        super().__init__(node_id=node_id, node_name=node_name, models=models, max_concurrent=max_concurrent)
+        self.session = session
+        self.reports_usage = session.speaks_muster
+        self.epoch = 0
+        self.instance_id = ""
+        self.telemetry: bridge.Telemetry | None = None
+        self.agent_version = ""
+        self.peer_address = ""
+        self.provider = ""
+        self.last_ping_at = time.monotonic()
+        self.drain_then_close = False
+        self._kick = kick
+        self._streams: dict[int, RelayStream] = {}
+        self.outbox = Outbox(
+            send,
+            limit_bytes=_SOCKET_BUFFER_BYTES,
+            timeout_s=_SOCKET_WRITE_TIMEOUT_S,
+            on_stuck=lambda reason: kick(1011, reason),
+        )
+
+    def open_stream(self, request: OpenRequest, sink: Sink) -> RelayStream:
+        """Send the request to the box. Raises UnicodeDecodeError for a body bridge v1 cannot carry."""
+        number, frames = self.session.open_stream(request)
+        stream = RelayStream(self, number, sink)
+        self._streams[number] = stream
+        self.send_frames(frames)
+        return stream
+
+    def cancel_stream(self, number: int, reason: str) -> None:
+        """Stop a stream without telling its sink. Harmless when it is over."""
+        if self._streams.pop(number, None) is not None:
+            self.send_frames(self.session.cancel_stream(number, reason))
+
+    def end_streams(self, kind: EndKind, message: str) -> None:
+        """End every stream: the box is told (unless the socket is gone), each sink hears it once."""
+        streams, self._streams = self._streams, {}
+        reason = bridge.CANCEL_GRACEFUL_SHUTDOWN if kind is EndKind.RECLAIMED else bridge.CANCEL_WORKER_DISCONNECT
+        for stream in streams.values():
+            if not self.closed:
+                self.send_frames(self.session.cancel_stream(stream.number, reason))
+            stream.sink.on_end(LinkEnd(kind=kind, message=message, retryable=True))
+
+    def close(self, reason: str) -> None:
+        """Close the socket in good order."""
+        self._kick(1000, reason)
+
+    def send_message(self, message: bridge.Message) -> None:
+        """Send one JSON control message."""
+        self.send_frames([bridge.encode_message(message)])
+
+    def send_frames(self, frames: list[str | bytes]) -> None:
+        """Send frames in order, behind whatever was sent before."""
+        for frame in frames:
+            event: AsgiMessage
+            if isinstance(frame, str):
+                event = {"type": "websocket.send", "text": frame}
+            else:
+                event = {"type": "websocket.send", "bytes": frame}
+            self.outbox.put(event, len(frame))
+
+    # what the box sent
+
+    def take_head(self, effect: HeadArrived) -> None:
+        """Pass a response's status and headers to its stream."""
+        stream = self._streams.get(effect.stream)
+        if stream is not None:
+            stream.sink.on_head(effect.status, effect.headers)
+
+    def take_data(self, effect: DataArrived) -> None:
+        """Pass response bytes to their stream."""
+        stream = self._streams.get(effect.stream)
+        if stream is not None:
+            stream.sink.on_data(effect.data)
+
+    def take_end(self, effect: StreamEnded) -> None:
+        """Pass the end to its stream and forget it."""
+        stream = self._streams.pop(effect.stream, None)
+        if stream is not None:
+            stream.sink.on_end(_translate_end(effect.end))
+
+
+def _translate_end(end: End) -> LinkEnd:
+    kind = _END_KINDS.get(end.error, EndKind.ENGINE_FAILED)
+    return LinkEnd(kind=kind, message=end.message, retryable=end.retryable or kind is EndKind.BUSY, detail=end)

@@ -1,0 +1,9 @@
+"""Prometheus series of the node registry. Label values come from closed sets; names and ids never become labels."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter
+
+SESSIONS = Counter("muster_worker_sessions_total", "Worker sessions opened", ["protocol"])
+AUTH_FAILURES = Counter("muster_worker_auth_failures_total", "Worker sockets refused at authentication", ["reason"])
+FRAMES_DROPPED = Counter("muster_worker_frames_dropped_total", "Late frames of streams that were over")

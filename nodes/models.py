@@ -1,0 +1,136 @@
+"""Tables of the node registry. Rows are written by ``nodes.services`` alone."""
+
+from __future__ import annotations
+
+from django.contrib.postgres.fields import ArrayField
+from django.db import models
+from django.utils import timezone
+
+from wire.contract import NodeMode, NodeStatus
+from wire.ids import format_id, new_uuid7
+
+
+class ProviderState(models.TextChoices):
+    """Whether boxes of a provider may connect and receive work."""
+
+    ENABLED = "enabled"
+    DISABLED = "disabled"
+    DELETED = "deleted"
+
+
+class Provider(models.Model):
+    """A group of boxes that can be switched off together; a worker names it when it connects (``?provider=``)."""
+
+    name = models.SlugField(max_length=60, unique=True)
+    state = models.CharField(max_length=10, choices=ProviderState.choices, default=ProviderState.ENABLED)
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+
+    class Meta:
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class NodeCredential(models.Model):
+    """Bearer credential of GPU boxes (``msw_…``): bound to one node, or for the enrolment of up to ``max_nodes``."""
+
+    name = models.CharField(max_length=80)
+    keyid = models.CharField(max_length=12, unique=True)
+    digest = models.BinaryField(max_length=32, editable=False)
+    provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="credentials")
+    node = models.ForeignKey(
+        "nodes.Node", on_delete=models.PROTECT, null=True, blank=True, related_name="bound_credentials"
+    )
+    max_nodes = models.PositiveIntegerField(
+        default=1, help_text="How many boxes may enrol with it when it is not bound to one"
+    )
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Reach(models.TextChoices):
+    """How the gateway reaches a box."""
+
+    RELAY = "relay", "dials in"
+    DIRECT = "direct", "called over HTTP"
+
+
+class Node(models.Model):
+    """A GPU box. What it is and what operators decided about it; how it does at the moment is ``NodePresence``."""
+
+    id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
+    name = models.CharField(max_length=120)
+    owner_name = models.CharField(max_length=120, blank=True)
+    provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="nodes")
+    credential = models.ForeignKey(
+        NodeCredential, on_delete=models.PROTECT, null=True, blank=True, related_name="nodes"
+    )
+    reach = models.CharField(max_length=10, choices=Reach.choices, default=Reach.RELAY)
+    public_base_url = models.URLField(max_length=300, blank=True)
+    gpu_name = models.CharField(max_length=200, blank=True)
+    vram_total_mb = models.PositiveIntegerField(null=True, blank=True)
+    agent_version = models.CharField(max_length=60, blank=True)
+    max_concurrent = models.PositiveIntegerField(default=1)
+    model_names = ArrayField(models.CharField(max_length=200), default=list, blank=True)
+    # What operators and the owner decided. These survive reconnects.
+    mode = models.CharField(
+        max_length=10, choices=[(m.value, m.value) for m in NodeMode], default=NodeMode.SPARE_ON.value
+    )
+    cordoned = models.BooleanField(default=False)
+    draining = models.BooleanField(default=False)
+    drain_deadline_at = models.DateTimeField(
+        null=True, blank=True, help_text="When in-flight work is ended as interrupted"
+    )
+    drain_reason = models.CharField(max_length=200, blank=True)
+    epoch = models.BigIntegerField(default=0, help_text="Rises with each session; older sessions are fenced")
+    instance_id = models.CharField(max_length=64, blank=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+
+    class Meta:
+        ordering = ["name"]
+        constraints = [models.UniqueConstraint(fields=["credential", "name"], name="node_name_unique_per_credential")]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def printed_id(self) -> str:
+        """The ``node_…`` form shown by every API."""
+        return format_id("node", self.id)
+
+
+class NodePresence(models.Model):
+    """How a box does now, written in place by its heartbeats (REST) or by the gateway that holds its socket."""
+
+    node = models.OneToOneField(Node, on_delete=models.CASCADE, primary_key=True, related_name="presence")
+    connected = models.BooleanField(default=False, help_text="A gateway holds its socket")
+    gateway_id = models.UUIDField(null=True, blank=True)
+    last_heartbeat_at = models.DateTimeField(null=True, blank=True, db_index=True)
+    reported_status = models.CharField(max_length=10, default=NodeStatus.OFFLINE.value)
+    is_accepting_jobs = models.BooleanField(default=True)
+    active_requests = models.PositiveIntegerField(default=0)
+    gpu_util_percent = models.FloatField(null=True, blank=True)
+    vram_used_mb = models.PositiveIntegerField(null=True, blank=True)
+    vram_free_mb = models.PositiveIntegerField(null=True, blank=True)
+    spare_score = models.FloatField(null=True, blank=True)
+    gpus = models.JSONField(default=list, blank=True)
+    replicas = models.JSONField(default=list, blank=True)
+    last_error = models.CharField(max_length=500, blank=True)
+    protocol = models.CharField(max_length=40, blank=True)
+    peer_address = models.CharField(max_length=64, blank=True)
+    observed_at = models.DateTimeField(null=True, blank=True)
+    updated_at = models.DateTimeField(default=timezone.now)
+
+    def __str__(self) -> str:
+        return str(self.node_id)

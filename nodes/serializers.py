@@ -1,0 +1,215 @@
+"""Shapes of the nodes REST API, field for field as in the node and gateway contract v1. Our own extras come last."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+from django.utils import timezone
+from rest_framework import serializers
+
+from nodes.models import Node, NodePresence
+from nodes.services import Heartbeat, Registration, judge_status
+from wire.contract import NodeMode, NodeStatus
+
+MAX_INT = 2_147_483_647
+"""Largest value of a PostgreSQL integer column."""
+MAX_CONCURRENT = 1024
+STATUSES = [status.value for status in NodeStatus]
+MODES = [mode.value for mode in NodeMode]
+
+
+def print_time(moment: datetime | None) -> str | None:
+    """Return an ISO 8601 UTC text ending in ``Z``, as the contract writes times."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z") if moment is not None else None
+
+
+class RegisterSerializer(serializers.Serializer[Registration]):
+    """Request of ``POST /nodes/register``."""
+
+    node_name = serializers.CharField(max_length=120)
+    owner_name = serializers.CharField(max_length=120, required=False, allow_blank=True, default="")
+    public_base_url = serializers.CharField(
+        max_length=300,
+        required=False,
+        allow_blank=True,
+        allow_null=True,
+        default="",
+        help_text="Where the gateway reaches the box over HTTP; absent for a box that dials in",
+    )
+    gpu_name = serializers.CharField(max_length=200, required=False, allow_blank=True, default="")
+    vram_total_mb = serializers.IntegerField(
+        min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None
+    )
+    current_model = serializers.CharField(max_length=200)
+    agent_version = serializers.CharField(max_length=60, required=False, allow_blank=True, default="")
+    max_concurrent = serializers.IntegerField(
+        min_value=1,
+        max_value=MAX_CONCURRENT,
+        required=False,
+        allow_null=True,
+        default=None,
+        help_text="Requests the box takes at once; 8 when it never said",
+    )
+
+    def to_registration(self) -> Registration:
+        """Return the validated request as the value the service takes."""
+        data = {**self.validated_data, "public_base_url": self.validated_data["public_base_url"] or ""}
+        return Registration(**data)
+
+
+class RegisterAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
+    """Response of ``POST /nodes/register``."""
+
+    node_id = serializers.CharField()
+    status = serializers.ChoiceField(choices=STATUSES)
+    accepted_model = serializers.CharField()
+    heartbeat_interval_sec = serializers.FloatField()
+
+
+class HeartbeatSerializer(serializers.Serializer[Heartbeat]):
+    """Request of ``POST /nodes/heartbeat``. ``observed_at`` may be off by any amount: the server's clock rules."""
+
+    node_id = serializers.CharField(max_length=60)
+    status = serializers.ChoiceField(choices=STATUSES)
+    mode = serializers.ChoiceField(choices=MODES, required=False, allow_null=True, default=None)
+    gpu_util_percent = serializers.FloatField(min_value=0, max_value=100, required=False, allow_null=True, default=None)
+    vram_used_mb = serializers.IntegerField(
+        min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None
+    )
+    vram_free_mb = serializers.IntegerField(
+        min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None
+    )
+    spare_score = serializers.FloatField(min_value=-1e9, max_value=1e9, required=False, allow_null=True, default=None)
+    is_accepting_jobs = serializers.BooleanField(required=False, allow_null=True, default=None)
+    active_request_count = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, default=0)
+    last_local_error = serializers.CharField(
+        required=False, allow_null=True, allow_blank=True, default="", max_length=20_000, trim_whitespace=False
+    )
+    observed_at = serializers.DateTimeField(required=False, allow_null=True, default=None)
+
+    def to_heartbeat(self, node_id: uuid.UUID) -> Heartbeat:
+        """Return the validated request as the service takes it. Silence means accepting work, unless draining."""
+        data = self.validated_data
+        status = NodeStatus(data["status"])
+        accepting = data["is_accepting_jobs"]
+        return Heartbeat(
+            node_id=node_id,
+            status=status,
+            mode=NodeMode(data["mode"]) if data["mode"] else None,
+            is_accepting_jobs=status is not NodeStatus.DRAINING if accepting is None else accepting,
+            active_request_count=data["active_request_count"],
+            gpu_util_percent=data["gpu_util_percent"],
+            vram_used_mb=data["vram_used_mb"],
+            vram_free_mb=data["vram_free_mb"],
+            spare_score=data["spare_score"],
+            last_local_error=data["last_local_error"] or "",
+            observed_at=data["observed_at"],
+        )
+
+
+class HeartbeatAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
+    """Response of ``POST /nodes/heartbeat``."""
+
+    ok = serializers.BooleanField()
+    server_time = serializers.DateTimeField()
+    effective_status = serializers.ChoiceField(choices=STATUSES)
+    should_drain = serializers.BooleanField()
+
+
+class ModeSerializer(serializers.Serializer[Any]):  # Any: a request, no model
+    """Request of ``POST /nodes/{node_id}/mode``."""
+
+    mode = serializers.ChoiceField(choices=MODES)
+    reason = serializers.CharField(max_length=200, required=False, allow_blank=True, allow_null=True, default="")
+
+
+class ModeAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
+    """Response of ``POST /nodes/{node_id}/mode``."""
+
+    node_id = serializers.CharField()
+    mode = serializers.ChoiceField(choices=MODES)
+    status = serializers.ChoiceField(choices=STATUSES)
+
+
+class NodeSerializer(serializers.Serializer[Node]):
+    """One box in ``GET /nodes``. ``status`` is judged when it is read; node, provider and presence must be loaded."""
+
+    node_id = serializers.CharField(source="printed_id")
+    node_name = serializers.CharField(source="name")
+    owner_name = serializers.CharField()
+    status = serializers.ChoiceField(choices=STATUSES)
+    mode = serializers.ChoiceField(choices=MODES)
+    current_model = serializers.CharField(allow_null=True)
+    gpu_util_percent = serializers.FloatField(allow_null=True)
+    vram_free_mb = serializers.IntegerField(allow_null=True)
+    spare_score = serializers.FloatField(allow_null=True)
+    active_request_count = serializers.IntegerField()
+    last_heartbeat_at = serializers.DateTimeField(allow_null=True)
+    # Ours, beyond the contract.
+    models = serializers.ListField(child=serializers.CharField())
+    max_concurrent = serializers.IntegerField()
+    cordoned = serializers.BooleanField()
+    draining = serializers.BooleanField()
+    drain_deadline_at = serializers.DateTimeField(allow_null=True)
+    reach = serializers.ChoiceField(choices=["relay", "direct"])
+    connected = serializers.BooleanField()
+    provider = serializers.CharField()
+    gpu_name = serializers.CharField()
+    vram_total_mb = serializers.IntegerField(allow_null=True)
+    vram_used_mb = serializers.IntegerField(allow_null=True)
+    agent_version = serializers.CharField()
+    last_error = serializers.CharField()
+
+    def to_representation(self, instance: Node) -> dict[str, Any]:  # Any: JSON
+        presence: NodePresence | None = getattr(instance, "presence", None)
+        live = presence or NodePresence(node=instance)
+        return {
+            "node_id": instance.printed_id,
+            "node_name": instance.name,
+            "owner_name": instance.owner_name,
+            "status": judge_status(instance, presence, now=timezone.now()).value,
+            "mode": instance.mode,
+            "current_model": instance.model_names[0] if instance.model_names else None,
+            "gpu_util_percent": live.gpu_util_percent,
+            "vram_free_mb": live.vram_free_mb,
+            "spare_score": live.spare_score,
+            "active_request_count": live.active_requests,
+            "last_heartbeat_at": print_time(live.last_heartbeat_at),
+            "models": instance.model_names,
+            "max_concurrent": instance.max_concurrent,
+            "cordoned": instance.cordoned,
+            "draining": instance.draining,
+            "drain_deadline_at": print_time(instance.drain_deadline_at),
+            "reach": instance.reach,
+            "connected": live.connected,
+            "provider": instance.provider.name,
+            "gpu_name": instance.gpu_name,
+            "vram_total_mb": instance.vram_total_mb,
+            "vram_used_mb": live.vram_used_mb,
+            "agent_version": instance.agent_version,
+            "last_error": live.last_error,
+        }
+
+
+class NodeListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Response of ``GET /nodes``."""
+
+    nodes = NodeSerializer(many=True)
+
+
+class ErrorDetailSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The fields of an error."""
+
+    code = serializers.CharField()
+    message = serializers.CharField()
+    retryable = serializers.BooleanField()
+    type = serializers.CharField()
+    param = serializers.CharField(allow_null=True)
+
+
+class ErrorSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The contract's error envelope."""
+
+    error = ErrorDetailSerializer()

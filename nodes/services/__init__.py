@@ -1,0 +1,47 @@
+"""Every change to the registry of boxes: one function each, called by REST, admin pages, tasks and sockets alike."""
+
+from __future__ import annotations
+
+from nodes.services.credentials import create_credential, find_credential, revoke_credential
+from nodes.services.health import describe_gpus, heartbeat_age_s, judge_status, should_drain, status_expression
+from nodes.services.lifecycle import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
+from nodes.services.providers import create_provider, delete_provider, disable_provider, enable_provider
+from nodes.services.registry import (
+    Heartbeat,
+    HeartbeatResult,
+    Registration,
+    claim_node,
+    record_heartbeat,
+    register_direct_node,
+    require_own_node,
+)
+from nodes.services.sweep import SweepReport, sweep_presence
+
+__all__ = [
+    "Heartbeat",
+    "HeartbeatResult",
+    "Registration",
+    "SweepReport",
+    "claim_node",
+    "cordon_node",
+    "create_credential",
+    "create_provider",
+    "delete_provider",
+    "describe_gpus",
+    "disable_provider",
+    "drain_node",
+    "enable_provider",
+    "find_credential",
+    "heartbeat_age_s",
+    "judge_status",
+    "record_heartbeat",
+    "register_direct_node",
+    "require_own_node",
+    "revoke_credential",
+    "set_mode",
+    "should_drain",
+    "status_expression",
+    "sweep_presence",
+    "uncordon_node",
+    "undrain_node",
+]

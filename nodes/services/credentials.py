@@ -1,0 +1,110 @@
+"""Credentials of GPU boxes: made by an operator, shown once, revoked but never deleted."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+
+from django.db import transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from governance.audit import record_event
+from governance.hints import publish_hint
+from nodes.errors import BadRequest, CredentialNotFound, NodeNotFound, ProviderNotFound
+from nodes.models import Node, NodeCredential, Provider, ProviderState
+from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential
+
+MAX_NAME_CHARS = 80
+MAX_NODES_PER_CREDENTIAL = 10_000
+TOUCH_EVERY = timedelta(minutes=1)
+_NO_DIGEST = bytes(32)
+
+
+@transaction.atomic
+def create_credential(
+    *, name: str, provider_name: str, max_nodes: int = 1, node_id: uuid.UUID | None = None, actor: str
+) -> tuple[NodeCredential, str]:
+    """Create a credential and return it with its text, which exists nowhere else and is shown once.
+
+    With ``node_id`` it speaks for that box alone; without, up to ``max_nodes`` boxes may enrol with it.
+    Raises BadRequest, ProviderNotFound, NodeNotFound.
+    """
+    cleaned = name.strip()
+    if not cleaned or len(cleaned) > MAX_NAME_CHARS:
+        raise BadRequest(f"Give the credential a name of 1 to {MAX_NAME_CHARS} characters.", param="name")
+    if not 1 <= max_nodes <= MAX_NODES_PER_CREDENTIAL:
+        raise BadRequest(f"max_nodes must be between 1 and {MAX_NODES_PER_CREDENTIAL}.", param="max_nodes")
+    provider = Provider.objects.filter(name=provider_name).exclude(state=ProviderState.DELETED).first()
+    if provider is None:
+        raise ProviderNotFound(f"There is no provider {provider_name!r}; create it first.", param="provider_name")
+    node = _find_bound_node(node_id, provider)
+    minted = mint_credential(CredentialKind.WORKER)
+    credential = NodeCredential.objects.create(
+        name=cleaned, keyid=minted.keyid, digest=minted.digest, provider=provider, node=node, max_nodes=max_nodes
+    )
+    detail = {"keyid": minted.keyid, "provider": provider.name, "max_nodes": max_nodes}
+    record_event(actor=actor, action="node_credential.create", target=cleaned, detail=detail)
+    return credential, minted.text
+
+
+@transaction.atomic
+def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
+    """Make a credential useless; boxes connected with it are cut off. Doing so again changes nothing.
+
+    Raises CredentialNotFound.
+    """
+    now = timezone.now()
+    open_ones = NodeCredential.objects.filter(pk=credential_id, revoked_at__isnull=True)
+    changed = open_ones.update(revoked_at=now, updated_at=now)
+    credential = NodeCredential.objects.select_related("provider").filter(pk=credential_id).first()
+    if credential is None:
+        raise CredentialNotFound(f"There is no node credential {credential_id}.", param="credential_id")
+    if changed:
+        record_event(
+            actor=actor, action="node_credential.revoke", target=credential.name, detail={"keyid": credential.keyid}
+        )
+        publish_hint("nodes", credential.keyid)
+    return credential
+
+
+def find_credential(text: str) -> NodeCredential | None:
+    """Return the credential that ``text`` is (provider and bound node loaded), or None when it is none or revoked.
+
+    A client key or an admin token is none. Takes the same time whether the key id exists or not.
+    The provider may be disabled: what that means is for the caller to decide.
+    """
+    keyid = parse_keyid(text, CredentialKind.WORKER)
+    if keyid is None:
+        return None
+    found = (
+        NodeCredential.objects.select_related("provider", "node").filter(keyid=keyid, revoked_at__isnull=True).first()
+    )
+    matches = verify_credential(text, bytes(found.digest) if found is not None else _NO_DIGEST)
+    if found is None or not matches:
+        return None
+    _touch(found)
+    return found
+
+
+def _find_bound_node(node_id: uuid.UUID | None, provider: Provider) -> Node | None:
+    if node_id is None:
+        return None
+    node = Node.objects.filter(pk=node_id).first()
+    if node is None:
+        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+    if node.provider_id != provider.pk:
+        raise BadRequest(
+            f"Node {node.name!r} belongs to another provider than {provider.name!r}.", param="provider_name"
+        )
+    return node
+
+
+def _touch(credential: NodeCredential) -> None:
+    now = timezone.now()
+    if credential.last_used_at is not None and now - credential.last_used_at < TOUCH_EVERY:
+        return
+    due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - TOUCH_EVERY)
+    # updated_at stays: use is not a change that anyone must reload.
+    NodeCredential.objects.filter(due, pk=credential.pk).update(last_used_at=now)
+    credential.last_used_at = now

@@ -1,0 +1,100 @@
+"""The status of a box at this moment, from its rows. Reads nothing itself: the caller loads node and presence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+from django.conf import settings
+from django.db.models import Case, CharField, F, Q, Value, When
+
+from nodes.models import Node, NodePresence, ProviderState
+from nodes.states import effective_status, freshness_windows, judge_freshness
+from wire.bridge import BRIDGE_V1
+from wire.contract import NodeMode, NodeStatus
+
+
+def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) -> NodeStatus:
+    """Return the contract status every list shows; how fresh the box is counts at ``now``, not when it last spoke."""
+    if presence is None:
+        return NodeStatus.OFFLINE
+    stale_after_s, offline_after_s = freshness_windows(settings.NODE_HEALTH, protocol=presence.protocol)
+    freshness = judge_freshness(
+        heartbeat_age_s(presence, now=now), stale_after_s=stale_after_s, offline_after_s=offline_after_s
+    )
+    return effective_status(
+        freshness=freshness,
+        reported=NodeStatus(presence.reported_status),
+        mode=NodeMode(node.mode),
+        draining=node.draining,
+        cordoned=node.cordoned,
+        is_accepting_jobs=presence.is_accepting_jobs,
+    )
+
+
+def status_expression(*, now: datetime) -> Case:
+    """Return ``judge_status`` as SQL over Node, for filters. A test holds the two together."""
+    _, rest_s = freshness_windows(settings.NODE_HEALTH, protocol="")
+    _, bridge_s = freshness_windows(settings.NODE_HEALTH, protocol=BRIDGE_V1)
+    is_bridge = Q(presence__protocol=BRIDGE_V1)
+    offline = (
+        Q(presence__isnull=True)
+        | Q(presence__last_heartbeat_at__isnull=True)
+        | (is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=bridge_s)))
+        | (~is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=rest_s)))
+        | Q(presence__reported_status=NodeStatus.OFFLINE.value)
+    )
+    held_back = (
+        Q(draining=True)
+        | Q(cordoned=True)
+        | Q(mode=NodeMode.SPARE_OFF.value)
+        | Q(presence__reported_status=NodeStatus.DRAINING.value)
+        | Q(presence__is_accepting_jobs=False)
+    )
+    return Case(
+        When(offline, then=Value(NodeStatus.OFFLINE.value)),
+        When(presence__reported_status=NodeStatus.ERROR.value, then=Value(NodeStatus.ERROR.value)),
+        When(held_back, then=Value(NodeStatus.DRAINING.value)),
+        default=F("presence__reported_status"),
+        output_field=CharField(),
+    )
+
+
+def describe_gpus(node: Node, presence: NodePresence | None) -> str:
+    """Return one line: ``NVIDIA L4 63 % 18.0/22.5 GiB; …``, from telemetry if there is any, else from registration."""
+    gpus = presence.gpus if presence is not None else []
+    if not gpus:
+        gpus = [
+            {
+                "name": node.gpu_name,
+                "utilization_percent": presence.gpu_util_percent if presence is not None else None,
+                "memory_used_mb": presence.vram_used_mb if presence is not None else None,
+                "memory_total_mb": node.vram_total_mb,
+            }
+        ]
+    return "; ".join(filter(None, (_describe_gpu(gpu) for gpu in gpus)))
+
+
+def _describe_gpu(gpu: Mapping[str, object]) -> str:
+    busy, used, total = gpu.get("utilization_percent"), gpu.get("memory_used_mb"), gpu.get("memory_total_mb")
+    parts = [str(gpu.get("name") or "")]
+    if isinstance(busy, int | float):
+        parts.append(f"{busy:.0f} %")
+    if isinstance(total, int | float):
+        parts.append(
+            f"{used / 1024:.1f}/{total / 1024:.1f} GiB" if isinstance(used, int | float) else f"{total / 1024:.1f} GiB"
+        )
+    return " ".join(filter(None, parts))
+
+
+def heartbeat_age_s(presence: NodePresence, *, now: datetime) -> float | None:
+    """Return the seconds since the last sign of life by the server's clock, or None when there was none."""
+    if presence.last_heartbeat_at is None:
+        return None
+    return max(0.0, (now - presence.last_heartbeat_at).total_seconds())
+
+
+def should_drain(node: Node) -> bool:
+    """Return whether the server wants no new work on the box. ``node.provider`` must be loaded."""
+    is_held_back = node.cordoned or node.draining or node.mode == NodeMode.SPARE_OFF.value
+    return is_held_back or node.provider.state != ProviderState.ENABLED

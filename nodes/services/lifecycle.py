@@ -1,0 +1,126 @@
+"""What operators and the owner decide about a box: cordon, drain, lend and reclaim. Each survives reconnects.
+
+Asking for what is already so changes nothing, so a button pressed twice is harmless.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from django.conf import settings
+from django.db import transaction
+from django.utils import timezone
+
+from governance.audit import record_event
+from governance.hints import publish_hint
+from nodes.errors import BadRequest, NodeNotFound
+from nodes.models import Node
+from wire.contract import NodeMode
+
+MAX_REASON_CHARS = 200
+MAX_DRAIN_TIMEOUT_S = 86_400.0
+
+Changes = dict[str, object]
+
+
+def cordon_node(*, node_id: uuid.UUID, actor: str) -> Node:
+    """Give the box no new work until it is uncordoned; what runs goes on. Raises NodeNotFound."""
+    return _change(node_id, "node.cordon", actor, lambda node: {} if node.cordoned else {"cordoned": True})
+
+
+def uncordon_node(*, node_id: uuid.UUID, actor: str) -> Node:
+    """Lift a cordon. Raises NodeNotFound."""
+    return _change(node_id, "node.uncordon", actor, lambda node: {"cordoned": False} if node.cordoned else {})
+
+
+def drain_node(*, node_id: uuid.UUID, actor: str, reason: str, timeout_s: float | None = None) -> Node:
+    """Give the box no new work, and end as interrupted what still runs after ``timeout_s`` (None = the setting).
+
+    A second drain replaces deadline and reason. Raises NodeNotFound, BadRequest.
+    """
+    limit_s = settings.NODE_HEALTH.drain_timeout_s if timeout_s is None else timeout_s
+    if not 0 <= limit_s <= MAX_DRAIN_TIMEOUT_S:
+        raise BadRequest(f"timeout_s must be between 0 and {MAX_DRAIN_TIMEOUT_S:.0f} seconds.", param="timeout_s")
+    deadline = timezone.now() + timedelta(seconds=limit_s)
+
+    def decide(node: Node) -> Changes:
+        return {
+            "draining": True,
+            "drain_deadline_at": _earlier(deadline, _reclaim_deadline(node)),
+            "drain_reason": _checked_reason(reason),
+        }
+
+    return _change(node_id, "node.drain", actor, decide)
+
+
+def undrain_node(*, node_id: uuid.UUID, actor: str) -> Node:
+    """End a drain. A reclaimed box stays reclaimed, and keeps the deadline of that. Raises NodeNotFound."""
+
+    def decide(node: Node) -> Changes:
+        if not node.draining:
+            return {}
+        if node.mode == NodeMode.SPARE_OFF.value:
+            return {"draining": False}
+        return {"draining": False, "drain_deadline_at": None, "drain_reason": ""}
+
+    return _change(node_id, "node.undrain", actor, decide)
+
+
+def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str) -> Node:
+    """Lend the box (``spare_on``) or take it back (``spare_off``: no new work, the rest gets the reclaim grace).
+
+    Saying ``spare_off`` again does not extend the grace. Raises NodeNotFound, BadRequest.
+    """
+    deadline = timezone.now() + timedelta(seconds=settings.NODE_HEALTH.reclaim_grace_s)
+
+    def decide(node: Node) -> Changes:
+        if node.mode == mode.value:
+            return {}
+        changes: Changes = {"mode": mode.value}
+        if mode is NodeMode.SPARE_OFF:
+            changes["drain_deadline_at"] = _earlier(deadline, node.drain_deadline_at if node.draining else None)
+            changes["drain_reason"] = _checked_reason(reason)
+        elif not node.draining:
+            changes["drain_deadline_at"] = None
+            changes["drain_reason"] = ""
+        return changes
+
+    return _change(node_id, "node.set_mode", actor, decide)
+
+
+@transaction.atomic
+def _change(node_id: uuid.UUID, action: str, actor: str, decide: Callable[[Node], Changes]) -> Node:
+    """Apply what ``decide`` says of the locked row, with its audit event; an empty answer means nothing to do."""
+    node = Node.objects.select_for_update().filter(pk=node_id).first()
+    if node is None:
+        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+    changes = decide(node)
+    if not changes:
+        return node
+    for field, value in changes.items():
+        setattr(node, field, value)
+    node.save(update_fields=[*changes, "updated_at"])
+    detail = {"name": node.name, **{field: _plain(value) for field, value in changes.items()}}
+    record_event(actor=actor, action=action, target=node.printed_id, detail=detail)
+    publish_hint("nodes", str(node.pk))
+    return node
+
+
+def _checked_reason(reason: str) -> str:
+    if len(reason) > MAX_REASON_CHARS:
+        raise BadRequest(f"reason must have at most {MAX_REASON_CHARS} characters.", param="reason")
+    return reason
+
+
+def _reclaim_deadline(node: Node) -> datetime | None:
+    return node.drain_deadline_at if node.mode == NodeMode.SPARE_OFF.value else None
+
+
+def _earlier(deadline: datetime, other: datetime | None) -> datetime:
+    return deadline if other is None else min(deadline, other)
+
+
+def _plain(value: object) -> object:
+    return value.isoformat() if isinstance(value, datetime) else value

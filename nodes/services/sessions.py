@@ -1,0 +1,237 @@
+"""What a worker session does to the database: enrolment, fencing, presence; and the rows that routing reads."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.db import transaction
+from django.db.models import Q
+from django.db.models.functions import Now
+from django.utils import timezone
+
+from governance import audit, hints
+from nodes.errors import EnrolmentRefused
+from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
+from nodes.states import NodeRow
+from wire import bridge
+from wire.contract import NodeMode, NodeStatus
+
+_NAME_TRIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """What a box said when it registered; names are sanitized already. ``live_nodes`` are linked here at the moment."""
+
+    credential_id: int
+    worker_name: str
+    models: tuple[str, ...]
+    max_concurrent: int
+    protocol: str
+    gateway_id: uuid.UUID
+    live_nodes: frozenset[uuid.UUID]
+    peer_address: str
+    message: bridge.Register
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSession:
+    """The node behind a session. ``epoch`` rises with every session and fences older ones."""
+
+    node_id: uuid.UUID
+    node_name: str
+    epoch: int
+    mode: str
+    cordoned: bool
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceReport:
+    """What a gateway knows of a box on its socket. ``epoch`` guards against writing for a session that was replaced."""
+
+    node_id: uuid.UUID
+    epoch: int
+    age_s: float
+    active: int
+    max_concurrent: int
+    models: tuple[str, ...]
+    status: str
+    last_error: str
+    gpus: list[dict[str, object]] | None
+    replicas: list[dict[str, object]] | None
+
+
+def is_provider_open(name: str) -> bool:
+    """Return whether boxes of the provider may connect."""
+    return Provider.objects.filter(name=name, state=ProviderState.ENABLED).exists()
+
+
+@transaction.atomic
+def open_session(request: SessionRequest) -> OpenedSession:
+    """Find or enrol the node of a session and fence older sessions. Raises EnrolmentRefused.
+
+    An enrolment credential is shared by many boxes and bridge v1 workers often share a name too, so a name that is
+    live already gets a number; a muster v1 box that comes back under its name replaces its older session.
+    """
+    credential = NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node").get(
+        pk=request.credential_id
+    )
+    if credential.revoked_at is not None:
+        raise EnrolmentRefused("the credential was revoked")
+    node = credential.node if credential.node is not None else _find_node(credential, request)
+    message = request.message
+    gpu = message.gpus[0] if message.gpus else None
+    node.reach = Reach.RELAY
+    node.max_concurrent = request.max_concurrent
+    node.model_names = list(request.models)
+    node.epoch += 1
+    node.instance_id = (message.instance_id or "")[:64]
+    node.agent_version = (message.agent_version or "")[:60]
+    if message.owner_name:
+        node.owner_name = message.owner_name[:120]
+    if gpu is not None:
+        node.gpu_name = gpu.name[:200]
+        node.vram_total_mb = gpu.memory_total_mb
+    node.save()
+    NodePresence.objects.update_or_create(
+        node=node,
+        defaults={
+            "connected": True,
+            "gateway_id": request.gateway_id,
+            "last_heartbeat_at": timezone.now(),
+            "reported_status": NodeStatus.AVAILABLE.value,
+            "is_accepting_jobs": True,
+            "active_requests": max(0, message.current_load),
+            "protocol": request.protocol,
+            "peer_address": request.peer_address[:64],
+            "last_error": "",
+            "updated_at": timezone.now(),
+        },
+    )
+    audit.record_event(
+        actor=f"node:{node.name}",
+        action="node.connect",
+        target=node.printed_id,
+        detail={"protocol": request.protocol, "epoch": node.epoch, "credential": credential.name},
+    )
+    hints.publish_hint("nodes", str(node.id))
+    return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining)
+
+
+def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
+    taken_elsewhere = Q(presence__connected=True) & Q(presence__last_heartbeat_at__gte=Now() - timedelta(seconds=15))
+    shared_name = request.message.instance_id is None
+    for number in range(1, _NAME_TRIES + 1):
+        name = request.worker_name if number == 1 else f"{request.worker_name}-{number}"
+        node = Node.objects.select_for_update().filter(credential=credential, name=name).first()
+        if node is None:
+            if credential.nodes.count() >= credential.max_nodes:
+                raise EnrolmentRefused(f"the enrolment credential already has {credential.max_nodes} nodes")
+            return Node(name=name, credential=credential, provider=credential.provider)
+        if not shared_name:
+            return node
+        busy_here = node.pk in request.live_nodes
+        busy_there = Node.objects.filter(taken_elsewhere, pk=node.pk).exclude(presence__gateway_id=request.gateway_id).exists()
+        if not busy_here and not busy_there:
+            return node
+    raise EnrolmentRefused(f"more than {_NAME_TRIES} live workers are called {request.worker_name!r}")
+
+
+def close_session(*, node_id: uuid.UUID, epoch: int, reason: str) -> None:
+    """Mark a node as gone, unless a newer session took over."""
+    with transaction.atomic():
+        changed = NodePresence.objects.filter(node_id=node_id, node__epoch=epoch).update(
+            connected=False, reported_status=NodeStatus.OFFLINE.value, active_requests=0, updated_at=timezone.now()
+        )
+        if changed:
+            node = Node.objects.get(pk=node_id)
+            audit.record_event(
+                actor=f"node:{node.name}",
+                action="node.disconnect",
+                target=node.printed_id,
+                detail={"epoch": epoch, "reason": reason[:200]},
+            )
+            hints.publish_hint("nodes", str(node_id))
+
+
+def write_presences(reports: list[PresenceReport], *, gateway_id: uuid.UUID) -> None:
+    """Write what this gateway knows of the boxes on its sockets; a report for a replaced session changes nothing."""
+    now = timezone.now()
+    for report in reports:
+        values: dict[str, object] = {
+            "connected": True,
+            "gateway_id": gateway_id,
+            "last_heartbeat_at": now - timedelta(seconds=report.age_s),
+            "reported_status": report.status,
+            "active_requests": report.active,
+            "last_error": report.last_error[:500],
+            "updated_at": now,
+        }
+        if report.gpus is not None:
+            values |= {"gpus": report.gpus, **_sum_gpus(report.gpus)}
+        if report.replicas is not None:
+            values["replicas"] = report.replicas
+        NodePresence.objects.filter(node_id=report.node_id, node__epoch=report.epoch).update(**values)
+        Node.objects.filter(pk=report.node_id, epoch=report.epoch).exclude(model_names=list(report.models)).update(
+            model_names=list(report.models), updated_at=now
+        )
+
+
+def _sum_gpus(gpus: list[dict[str, object]]) -> dict[str, object]:
+    used = [int(str(g["memory_used_mb"])) for g in gpus if g.get("memory_used_mb") is not None]
+    total = [int(str(g["memory_total_mb"])) for g in gpus if g.get("memory_total_mb") is not None]
+    busy = [float(str(g["utilization_percent"])) for g in gpus if g.get("utilization_percent") is not None]
+    return {
+        "vram_used_mb": sum(used) if used else None,
+        "vram_free_mb": max(0, sum(total) - sum(used)) if used and total else None,
+        "gpu_util_percent": max(busy) if busy else None,
+    }
+
+
+def load_node_rows() -> list[NodeRow]:
+    """Return every node as routing needs it; one query."""
+    query = (
+        Node.objects.select_related("provider", "presence")
+        .annotate(database_now=Now())
+        .order_by("name", "pk")
+    )
+    rows: list[NodeRow] = []
+    for node in query:
+        now: datetime = node.database_now
+        presence = getattr(node, "presence", None)
+        seen = presence.last_heartbeat_at if presence is not None else None
+        deadline = node.drain_deadline_at
+        rows.append(
+            NodeRow(
+                node_id=node.pk,
+                name=node.name,
+                provider=node.provider.name,
+                provider_state=node.provider.state,
+                is_direct=node.reach == Reach.DIRECT.value and bool(node.public_base_url),
+                public_base_url=node.public_base_url,
+                model_names=tuple(node.model_names),
+                max_concurrent=node.max_concurrent,
+                mode=node.mode,
+                cordoned=node.cordoned,
+                draining=node.draining,
+                drain_reason=node.drain_reason,
+                drain_remaining_s=(deadline - now).total_seconds() if deadline is not None else None,
+                epoch=node.epoch,
+                instance_id=node.instance_id,
+                heartbeat_age_s=max(0.0, (now - seen).total_seconds()) if seen is not None else None,
+                reported_status=presence.reported_status if presence is not None else NodeStatus.OFFLINE.value,
+                is_accepting_jobs=presence.is_accepting_jobs if presence is not None else False,
+                active_requests=presence.active_requests if presence is not None else 0,
+                connected=presence.connected if presence is not None else False,
+                gateway_id=presence.gateway_id if presence is not None else None,
+            )
+        )
+    return rows
+
+
+def is_reclaimed(mode: str) -> bool:
+    """Return whether the owner has taken the box back."""
+    return mode == NodeMode.SPARE_OFF.value

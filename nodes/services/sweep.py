@@ -1,0 +1,110 @@
+"""What nobody reports: boxes that fell silent, drains that have nothing left to drain, deadlines long past."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.conf import settings
+from django.db import connection, transaction
+from django.db.models import Q
+from django.db.models.functions import Coalesce
+from django.utils import timezone
+
+from governance.audit import record_event
+from governance.hints import publish_hint
+from nodes.models import Node, NodePresence
+from nodes.states import freshness_windows
+from wire.bridge import BRIDGE_V1
+from wire.contract import NodeStatus
+
+ACTOR = "system:sweep"
+LOCK_KEY = 0x6D757374_6E6F6465
+"""Advisory lock of this sweep: ``mustnode`` in ASCII."""
+DEADLINE_KEPT_FOR = timedelta(seconds=30)
+"""A gateway ends the work of a box at the deadline; it must still find the deadline when it looks a little late."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """How many rows a sweep changed. ``skipped``: another process was sweeping."""
+
+    skipped: bool = False
+    went_offline: int = 0
+    drains_ended: int = 0
+    deadlines_cleared: int = 0
+
+
+@transaction.atomic
+def sweep_presence() -> SweepReport:
+    """Bring the rows in line with what their age says. Idempotent; two at once do the work of one."""
+    if not _take_lock():
+        return SweepReport(skipped=True)
+    now = timezone.now()
+    return SweepReport(
+        went_offline=_mark_offline(now),
+        drains_ended=_end_drains(now),
+        deadlines_cleared=_clear_deadlines(now),
+    )
+
+
+def _take_lock() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [LOCK_KEY])
+        row = cursor.fetchone()
+    return bool(row and row[0])
+
+
+def _is_overdue(now: datetime) -> Q:
+    """Rows whose last sign of life is older than their protocol allows. Needs the annotation ``seen_at``."""
+    _, rest_s = freshness_windows(settings.NODE_HEALTH, protocol="")
+    _, bridge_s = freshness_windows(settings.NODE_HEALTH, protocol=BRIDGE_V1)
+    bridge = Q(protocol=BRIDGE_V1, seen_at__lte=now - timedelta(seconds=bridge_s))
+    return bridge | (~Q(protocol=BRIDGE_V1) & Q(seen_at__lte=now - timedelta(seconds=rest_s)))
+
+
+def _mark_offline(now: datetime) -> int:
+    rows = NodePresence.objects.annotate(seen_at=Coalesce("last_heartbeat_at", "updated_at")).filter(_is_overdue(now))
+    claimed = rows.filter(Q(connected=True) | ~Q(reported_status=NodeStatus.OFFLINE.value)).select_related("node")
+    went = 0
+    for presence in claimed.order_by("pk"):
+        # Compare and set: a heartbeat that arrived since keeps the box.
+        same = NodePresence.objects.filter(pk=presence.pk, last_heartbeat_at=presence.last_heartbeat_at)
+        if presence.last_heartbeat_at is None:
+            same = NodePresence.objects.filter(pk=presence.pk, last_heartbeat_at__isnull=True)
+        changed = same.update(
+            connected=False,
+            gateway_id=None,
+            reported_status=NodeStatus.OFFLINE.value,
+            active_requests=0,
+            updated_at=now,
+        )
+        if changed:
+            went += 1
+            _record(presence.node, "node.offline")
+    return went
+
+
+def _end_drains(now: datetime) -> int:
+    offline = Q(presence__isnull=True) | Q(
+        presence__connected=False, presence__reported_status=NodeStatus.OFFLINE.value
+    )
+    ended = 0
+    for node in Node.objects.select_for_update(of=("self",)).filter(offline, draining=True).order_by("pk"):
+        node.draining = False
+        node.drain_deadline_at = None
+        node.drain_reason = ""
+        node.save(update_fields=["draining", "drain_deadline_at", "drain_reason", "updated_at"])
+        ended += 1
+        _record(node, "node.drain_end")
+    return ended
+
+
+def _clear_deadlines(now: datetime) -> int:
+    past = Node.objects.filter(drain_deadline_at__lt=now - DEADLINE_KEPT_FOR)
+    return past.update(drain_deadline_at=None, updated_at=now)
+
+
+def _record(node: Node, action: str) -> None:
+    record_event(actor=ACTOR, action=action, target=node.printed_id, detail={"name": node.name})
+    publish_hint("nodes", str(node.pk))

@@ -1,0 +1,107 @@
+"""Health of a node as a pure function of what is known about it, and the numbers that govern it.
+
+Source: node and gateway contract v1, "Heartbeat Staleness Rules"; one table for every kind of link.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from enum import StrEnum
+
+from wire.bridge import BRIDGE_V1
+from wire.contract import NodeMode, NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class HealthPolicy:
+    """Seconds. ``bridge_*`` is for bridge v1 workers, whose only sign of life is the answer to our ping."""
+
+    heartbeat_interval_s: float = 5.0
+    stale_after_s: float = 10.0
+    offline_after_s: float = 15.0
+    bridge_ping_interval_s: float = 15.0
+    bridge_pong_window_s: float = 45.0
+    reclaim_grace_s: float = 15.0
+    drain_timeout_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class SocketPolicy:
+    """Limits on worker sockets."""
+
+    handshake_timeout_s: float = 10.0
+    max_message_bytes: int = 64 * 1024 * 1024
+    max_models: int = 256
+    max_name_chars: int = 120
+    max_model_name_chars: int = 200
+    max_concurrent_cap: int = 1024
+    auth_failures: int = 3
+    auth_block_s: float = 0.25
+    auth_forget_s: float = 60.0
+    allow_query_secret: bool = True
+
+
+class Freshness(StrEnum):
+    """How old the last sign of life is."""
+
+    FRESH = "fresh"
+    STALE = "stale"
+    OFFLINE = "offline"
+
+
+def judge_freshness(age_s: float | None, *, stale_after_s: float, offline_after_s: float) -> Freshness:
+    """Return the freshness of a sign of life ``age_s`` seconds old (None = never seen)."""
+    if age_s is None or age_s >= offline_after_s:
+        return Freshness.OFFLINE
+    return Freshness.STALE if age_s >= stale_after_s else Freshness.FRESH
+
+
+def effective_status(
+    *, freshness: Freshness, reported: NodeStatus, mode: NodeMode, draining: bool, cordoned: bool, is_accepting_jobs: bool
+) -> NodeStatus:
+    """Return the status every list shows, which may override what the box says of itself."""
+    if freshness is Freshness.OFFLINE or reported is NodeStatus.OFFLINE:
+        return NodeStatus.OFFLINE
+    if reported is NodeStatus.ERROR:
+        return NodeStatus.ERROR
+    if draining or cordoned or mode is NodeMode.SPARE_OFF or reported is NodeStatus.DRAINING or not is_accepting_jobs:
+        return NodeStatus.DRAINING
+    return reported
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """A node as read from the database for routing. Ages and remaining times are by the database's clock, in seconds."""
+
+    node_id: uuid.UUID
+    name: str
+    provider: str
+    provider_state: str
+    is_direct: bool
+    public_base_url: str
+    model_names: tuple[str, ...]
+    max_concurrent: int
+    mode: str
+    cordoned: bool
+    draining: bool
+    drain_reason: str
+    drain_remaining_s: float | None
+    epoch: int
+    instance_id: str
+    heartbeat_age_s: float | None
+    reported_status: str
+    is_accepting_jobs: bool
+    active_requests: int
+    connected: bool
+    gateway_id: uuid.UUID | None
+
+
+def freshness_windows(policy: HealthPolicy, *, protocol: str) -> tuple[float, float]:
+    """Return (stale after, offline after) in seconds for a box that speaks ``protocol`` (empty = REST heartbeats).
+
+    A bridge v1 worker gives a sign of life only when pinged, so for it both are the pong window.
+    """
+    if protocol == BRIDGE_V1:
+        return policy.bridge_pong_window_s, policy.bridge_pong_window_s
+    return policy.stale_after_s, policy.offline_after_s

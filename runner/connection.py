@@ -1,0 +1,359 @@
+"""One gateway: dialling, the session on its socket, and dialling again. What streams do is the host's business."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol, assert_never
+from urllib.parse import quote
+
+import aiohttp
+
+from runner.config import Timeouts
+from runner.errors import AuthRefused, SessionLost
+from runner.session import (
+    Accepted,
+    Cancelled,
+    ClientSession,
+    Credited,
+    Effect,
+    LeaveAsked,
+    ModelsWanted,
+    Noticed,
+    Opened,
+    Pinged,
+    Reply,
+    Stream,
+)
+from wire.bridge import Message, ModelsUpdate, Pong, ProtocolError, Register, RegisterAck, Telemetry, encode_message
+from wire.frames import End
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_OUTBOX_FRAMES = 10_000
+MIN_REPORT_GAP_S = 0.5
+"""Changes of load within this time share one telemetry message."""
+
+
+class Host(Protocol):
+    """The box as a connection sees it. Nothing here may block."""
+
+    def describe(self) -> Register:
+        """Return the registration of a new session."""
+
+    def take_sample(self) -> Awaitable[Telemetry]:
+        """Return a fresh reading."""
+
+    def list_models(self) -> ModelsUpdate:
+        """Return the models to declare."""
+
+    def refresh_models(self) -> None:
+        """Have the engine's models looked at now."""
+
+    def greet(self, link: GatewayLink, ack: RegisterAck) -> None:
+        """Take note of an accepted registration."""
+
+    @property
+    def load(self) -> int:
+        """Requests being served for all gateways."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether new requests are refused."""
+
+    def open_stream(self, stream: Stream, body: bytes, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Serve a stream."""
+
+    def abort_stream(self, stream: Stream) -> None:
+        """Stop serving it."""
+
+    def credit_stream(self, stream: Stream) -> None:
+        """Its window grew."""
+
+
+class GatewayLink:
+    """The box's side of one gateway, for as long as the process lives. ``url`` is ``ws(s)://host[:port][/prefix]``."""
+
+    def __init__(
+        self, url: str, *, host: Host, client: aiohttp.ClientSession, token: str, provider: str, timeouts: Timeouts
+    ) -> None:
+        self.url = url
+        self._target = f"{url}/v1/worker/connect?provider={quote(provider, safe='')}"
+        self._host = host
+        self._client = client
+        self._token = token
+        self._timeouts = timeouts
+        self._session: _Session | None = None
+        self._last_said = ""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a gateway has accepted this box and has not left."""
+        return self._session is not None and self._session.is_accepted
+
+    def post(self, message: Message) -> None:
+        """Send a message soon, if there is a session."""
+        if self._session is not None and self._session.is_accepted:
+            self._session.post(encode_message(message))
+
+    async def flush(self, limit_s: float) -> None:
+        """Wait, at most ``limit_s``, until everything posted has been handed to the socket."""
+        if self._session is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._session.flushed(), limit_s)
+
+    def report_soon(self) -> None:
+        """Send telemetry soon because something changed."""
+        if self._session is not None:
+            self._session.wake.set()
+
+    async def run(self, *, give_up_s: float | None = None) -> None:
+        """Hold a session, and another one after each loss, until cancelled.
+
+        ``give_up_s``: return once no session could be had for so many seconds.
+        """
+        timeouts, clock = self._timeouts, asyncio.get_running_loop().time
+        backoff_s, last_seen_at = timeouts.reconnect_first_s, clock()
+        while give_up_s is None or clock() - last_seen_at < give_up_s:
+            session = _Session(self, self._host, timeouts)
+            self._session = session
+            is_refused = False
+            try:
+                await session.run(await self._dial())
+            except AuthRefused as refusal:
+                is_refused = True
+                self._say_once(
+                    f"gateway refuses this box's credential; check --token, it must be a worker credential "
+                    f"gateway={self.url} answer={refusal} retry_s={timeouts.auth_retry_s:.0f}"
+                )
+            except (SessionLost, ProtocolError) as loss:
+                if session.is_accepted:
+                    log.warning("session lost gateway=%s reason=%s", self.url, loss)
+                else:
+                    self._say_once(f"gateway not connected gateway={self.url} reason={loss}")
+            finally:
+                self._session = None
+            if session.accepted_at is not None:
+                self._last_said, last_seen_at = "", clock()
+                if clock() - session.accepted_at >= timeouts.healthy_after_s:
+                    backoff_s = timeouts.reconnect_first_s
+            # Full jitter: boxes that lost the same gateway must not come back in step.
+            await asyncio.sleep(timeouts.auth_retry_s if is_refused else random.uniform(0, backoff_s))  # noqa: S311
+            backoff_s = min(backoff_s * 2, timeouts.reconnect_max_s)
+
+    def accepted(self, ack: RegisterAck) -> None:
+        """Called by the session: the gateway took the registration."""
+        log.info("gateway connected gateway=%s node=%s", self.url, ack.node_id or ack.worker_id)
+        for warning in ack.warnings:
+            log.warning("gateway warns gateway=%s warning=%s", self.url, warning)
+        self._host.greet(self, ack)
+
+    async def _dial(self) -> aiohttp.ClientWebSocketResponse:
+        """Open the WebSocket. Raises AuthRefused and SessionLost."""
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                return await self._client.ws_connect(
+                    self._target,
+                    headers={"x-worker-secret": self._token},
+                    max_msg_size=MAX_MESSAGE_BYTES,
+                    compress=0,
+                    autoping=False,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
+                )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status in {401, 403}:
+                raise AuthRefused(f"HTTP {error.status}") from None
+            raise SessionLost(f"the gateway answers HTTP {error.status} instead of a WebSocket") from None
+        except TimeoutError:
+            raise SessionLost(f"no connection within {self._timeouts.connect_s:.0f} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise SessionLost(f"cannot connect: {getattr(error, 'strerror', None) or error}") from None
+
+    def _say_once(self, text: str) -> None:
+        """Log a reason not to be connected, once until it changes."""
+        if text != self._last_said:
+            self._last_said = text
+            log.error("%s", text)
+
+
+class _Session:
+    """One WebSocket from registration to loss."""
+
+    def __init__(self, link: GatewayLink, host: Host, timeouts: Timeouts) -> None:
+        self._link = link
+        self._host = host
+        self._timeouts = timeouts
+        self._protocol = ClientSession()
+        self._outbox: deque[str | bytes] = deque()
+        self._has_posts = asyncio.Event()
+        self._is_flushed = asyncio.Event()
+        self._is_flushed.set()
+        self._leave_asked = asyncio.Event()
+        self._leave_within_s = timeouts.drain_s
+        self._heartbeat_s = timeouts.heartbeat_s
+        self._clock = asyncio.get_running_loop().time
+        self._heard_at = self._clock()
+        self.wake = asyncio.Event()
+        self.accepted_at: float | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.accepted_at is not None
+
+    def post(self, frame: str | bytes) -> None:
+        """Queue a frame that belongs to no stream in progress; the reader must never wait for the writer."""
+        self._outbox.append(frame)
+        self._has_posts.set()
+        self._is_flushed.clear()
+
+    async def flushed(self) -> None:
+        """Return when no post waits."""
+        await self._is_flushed.wait()
+
+    async def run(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+        """Serve the socket until it is lost; always raises SessionLost, AuthRefused or ProtocolError."""
+        self._heard_at = self._clock()
+        is_violation = False
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await _send(ws, self._protocol.register(self._host.describe()))
+            work = (
+                self._read(ws),
+                self._write_posts(ws),
+                self._report(ws),
+                self._watch_silence(),
+                self._leave_politely(),
+            )
+            tasks = [asyncio.create_task(each) for each in work]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task in done:
+                    await task
+        except ProtocolError:
+            is_violation = True
+            raise
+        finally:
+            for stream in self._protocol.close():
+                self._host.abort_stream(stream)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await ws.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR if is_violation else aiohttp.WSCloseCode.OK)
+
+    async def _read(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+        send = partial(_send, ws)
+        while True:
+            message = await ws.receive()
+            self._heard_at = self._clock()
+            if message.type is aiohttp.WSMsgType.BINARY:
+                effects = self._protocol.receive_bytes(message.data)
+            elif message.type is aiohttp.WSMsgType.TEXT:
+                effects = self._protocol.receive_text(message.data)
+            elif message.type is aiohttp.WSMsgType.PING:
+                await ws.pong(message.data)
+                continue
+            elif message.type is aiohttp.WSMsgType.PONG:
+                continue
+            else:
+                raise _explain_close(message)
+            for effect in effects:
+                self._apply(effect, send)
+
+    def _apply(self, effect: Effect, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Do what the protocol asks for; nothing here waits."""
+        host = self._host
+        match effect:
+            case Credited(stream):
+                host.credit_stream(stream)
+            case Opened(stream, body) if self._leave_asked.is_set() or host.is_leaving:
+                del body
+                self.post(stream.end(End(error="busy", message="the box is draining", retryable=True)))
+            case Opened(stream, body):
+                host.open_stream(stream, body, send)
+            case Cancelled(stream):
+                host.abort_stream(stream)
+            case Reply(frame):
+                self.post(frame)
+            case Pinged(timestamp):
+                self.post(encode_message(Pong(current_load=host.load, timestamp_unix_ms=timestamp)))
+            case ModelsWanted():
+                host.refresh_models()
+                self.post(encode_message(host.list_models()))
+            case LeaveAsked(reason, drain_s):
+                log.info("gateway asks to leave gateway=%s reason=%s", self._link.url, reason)
+                self._leave_within_s = self._timeouts.drain_s if drain_s is None else drain_s
+                self._leave_asked.set()
+            case Noticed(notice):
+                log.info("node status=%s mode=%s cordoned=%s", notice.status, notice.mode, notice.cordoned)
+            case Accepted(ack):
+                self.accepted_at = self._clock()
+                if ack.heartbeat_interval_s:
+                    self._heartbeat_s = ack.heartbeat_interval_s
+                self._link.accepted(ack)
+            case _:
+                assert_never(effect)
+
+    async def _write_posts(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+        while True:
+            await self._has_posts.wait()
+            self._has_posts.clear()
+            if len(self._outbox) > MAX_OUTBOX_FRAMES:
+                raise SessionLost("the gateway does not read what is sent to it")
+            while self._outbox:
+                await _send(ws, self._outbox.popleft())
+            self._is_flushed.set()
+
+    async def _report(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+        """Send telemetry every heartbeat and after changes."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wake.wait(), self._heartbeat_s)
+            self.wake.clear()
+            if self.is_accepted:
+                await _send(ws, encode_message(await self._host.take_sample()))
+                await asyncio.sleep(min(MIN_REPORT_GAP_S, self._heartbeat_s))
+
+    async def _watch_silence(self) -> None:
+        """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long."""
+        await asyncio.sleep(self._timeouts.ack_s)
+        if not self.is_accepted:
+            raise SessionLost(f"the gateway did not answer the registration within {self._timeouts.ack_s:.0f} s")
+        # Each frame only moves a number: arming a timer for every chunk would cost more than this loop.
+        while (quiet_s := self._clock() - self._heard_at) < self._timeouts.silence_s:  # noqa: ASYNC110
+            await asyncio.sleep(self._timeouts.silence_s - quiet_s)
+        raise SessionLost(f"nothing heard for {self._timeouts.silence_s:.0f} s")
+
+    async def _leave_politely(self) -> None:
+        """After graceful_shutdown: wait for the streams of this session, then end it."""
+        await self._leave_asked.wait()
+        give_up_at = self._clock() + self._leave_within_s
+        while self._protocol.streams and self._clock() < give_up_at:  # noqa: ASYNC110  # the protocol wakes nobody
+            await asyncio.sleep(0.05)
+        raise SessionLost("the gateway went away as announced")
+
+
+async def _send(ws: aiohttp.ClientWebSocketResponse, frame: str | bytes) -> None:
+    """Send one frame, waiting while the socket is full. Raises SessionLost."""
+    try:
+        if isinstance(frame, bytes):
+            await ws.send_bytes(frame)
+        else:
+            await ws.send_str(frame)
+    except (aiohttp.ClientError, OSError) as error:
+        raise SessionLost(f"the connection broke: {error}") from None
+
+
+def _explain_close(message: aiohttp.WSMessage) -> SessionLost:
+    """Return why a socket that gave a non-data message is lost."""
+    if message.type is not aiohttp.WSMsgType.CLOSE:
+        return SessionLost("the connection broke" if message.data is None else f"the connection broke: {message.data}")
+    code, reason = message.data, str(message.extra or "")
+    if code == aiohttp.WSCloseCode.POLICY_VIOLATION and "rate limited" not in reason:
+        return AuthRefused(reason or "close code 1008")
+    return SessionLost(f"closed with code {code} {reason}".rstrip())

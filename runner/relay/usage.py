@@ -1,0 +1,197 @@
+"""Token usage: asking an engine for it in streams, taking it out of answers. Pure.
+
+OpenAI streams report usage only when ``stream_options.include_usage`` is set, in one extra chunk with empty
+``choices``. When the client did not ask, the box asks in its stead and keeps that chunk to itself.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from runner.relay.events import EventCutter
+from wire.bridge import TokenCounts
+
+MAX_PARSED_BYTES = 1024 * 1024
+"""A larger unstreamed answer is passed on without looking for its usage."""
+_ASKABLE = frozenset({"/v1/chat/completions", "/v1/completions"})
+_EMPTY_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+
+
+class _Asked(msgspec.Struct):
+    stream_options: dict[str, object] | None = None
+    stream: bool = False
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class _Carrier(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct):
+    """Where the three API families put usage: top level, ``message`` (Anthropic), ``response`` (Responses)."""
+
+    usage: _Usage | None = None
+    message: _Carrier | None = None
+    response: _Carrier | None = None
+    choices: list[msgspec.Raw] | None = None
+
+
+_asked_decoder = msgspec.json.Decoder(_Asked)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
+def ask_for_usage(path: str, body: bytes) -> tuple[bytes, bool]:
+    """Return the body to send and whether usage was added to it, in which case the usage chunk must be dropped.
+
+    The body stays byte for byte as it is when it is not a streamed completion, not JSON, or asks for usage itself.
+    """
+    if path.partition("?")[0] not in _ASKABLE:
+        return body, False
+    try:
+        asked = _asked_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body, False
+    if not asked.stream or (asked.stream_options or {}).get("include_usage") is True:
+        return body, False
+    if asked.stream_options is None and b'"stream_options"' not in body:
+        start = body.index(b"{") + 1
+        return b'%b"stream_options":{"include_usage":true},%b' % (body[:start], body[start:]), True
+    fields = _fields_decoder.decode(body)
+    options = {**(asked.stream_options or {}), "include_usage": True}
+    fields["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
+    return msgspec.json.encode(fields), True
+
+
+class StreamReader:
+    """Event stream of an engine: whole events out, the last usage remembered, the unasked-for usage chunk dropped."""
+
+    __slots__ = ("_cutter", "_drops_usage", "_first", "_last")
+
+    def __init__(self, *, drops_usage: bool) -> None:
+        self._cutter = EventCutter()
+        self._drops_usage = drops_usage
+        self._first = b""
+        self._last = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take bytes from the engine; return what may go out now."""
+        was_inside = self._cutter.is_inside_event
+        out = self._cutter.feed(chunk)
+        if b'"usage"' not in out:
+            return out
+        return self._note(out, is_whole=not was_inside)
+
+    def finish(self) -> bytes:
+        """Return what is left at the end of the stream."""
+        rest = self._cutter.finish()
+        return self._note(rest, is_whole=True) if b'"usage"' in rest else rest
+
+    def usage(self) -> TokenCounts | None:
+        """Return the usage seen, later fields over earlier ones; None when the engine reported none."""
+        found: dict[str, int] = {}
+        for source in dict.fromkeys((self._first, self._last)):
+            for event in _split_events(source):
+                found |= _usage_fields(_parse_event(event))
+        return _count_tokens(found)
+
+    def _note(self, out: bytes, *, is_whole: bool) -> bytes:
+        if b"_tokens" in out:
+            self._first = self._first or out
+            self._last = out
+        if not (self._drops_usage and is_whole and _EMPTY_CHOICES.search(out)):
+            return out
+        return b"".join(event for event in _split_events(out) if not _is_usage_chunk(event))
+
+
+class BodyReader:
+    """Unstreamed answer: bytes out as they come, usage read from a copy while that stays small."""
+
+    __slots__ = ("_copy", "_is_readable")
+
+    def __init__(self, *, is_readable: bool) -> None:
+        self._copy = bytearray()
+        self._is_readable = is_readable
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take bytes from the engine; return them."""
+        if self._is_readable:
+            self._copy += chunk
+            if len(self._copy) > MAX_PARSED_BYTES:
+                self._is_readable = False
+                self._copy.clear()
+        return chunk
+
+    def finish(self) -> bytes:
+        """Return nothing: a body is never held back."""
+        return b""
+
+    def usage(self) -> TokenCounts | None:
+        """Return the usage of the answer, or None."""
+        return _count_tokens(_usage_fields(_parse_answer(bytes(self._copy)))) if self._is_readable else None
+
+
+def _split_events(data: bytes) -> list[bytes]:
+    """Return whole events, each with its closing blank line; joined they are ``data`` again."""
+    if b"\r" not in data:
+        parts = data.split(b"\n\n")
+        events = [part + b"\n\n" for part in parts[:-1]]
+        return [*events, parts[-1]] if parts[-1] else events
+    events, start = [], 0
+    while match := _BLANK_LINE.search(data, start):
+        events.append(data[start : match.end()])
+        start = match.end()
+    return [*events, data[start:]] if start < len(data) else events
+
+
+def _parse_event(event: bytes) -> _Answer | None:
+    """Return the JSON of an event's data lines, or None when it has none of interest."""
+    if b'"usage"' not in event:
+        return None
+    lines = [line[5:].removeprefix(b" ") for line in _LINE_END.split(event) if line.startswith(b"data:")]
+    return _parse_answer(b"\n".join(lines))
+
+
+def _parse_answer(data: bytes) -> _Answer | None:
+    try:
+        return _answer_decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _is_usage_chunk(event: bytes) -> bool:
+    answer = _parse_event(event)
+    return answer is not None and answer.choices == [] and answer.usage is not None
+
+
+def _usage_fields(answer: _Answer | None) -> dict[str, int]:
+    if answer is None:
+        return {}
+    carriers = (answer.response, answer.message)
+    usage = answer.usage or next((carrier.usage for carrier in carriers if carrier and carrier.usage), None)
+    if usage is None:
+        return {}
+    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    named = {"prompt": prompt, "completion": completion, "total": usage.total_tokens}
+    return {name: value for name, value in named.items() if value is not None and value >= 0}
+
+
+def _count_tokens(found: dict[str, int]) -> TokenCounts | None:
+    if not found:
+        return None
+    prompt, completion = found.get("prompt", 0), found.get("completion", 0)
+    return TokenCounts(
+        prompt_tokens=prompt, completion_tokens=completion, total_tokens=found.get("total", prompt + completion)
+    )

@@ -1,0 +1,286 @@
+"""The box's half of the muster v1 protocol, without I/O: frames in, effects out, and methods that make frames.
+
+One ``ClientSession`` is one WebSocket. It owns the streams of that socket: their attempt number, whether they are
+still open, and how many DATA bytes the gateway has granted. Source: ``wire.bridge`` and ``wire.frames``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runner.errors import StreamClosed
+from wire.bridge import (
+    MUSTER_V1,
+    GracefulShutdown,
+    ModelsRefresh,
+    NodeNotice,
+    Ping,
+    ProtocolError,
+    Register,
+    RegisterAck,
+    decode_server_message,
+    encode_message,
+)
+from wire.frames import (
+    BODY,
+    CANCEL,
+    CREDIT,
+    DATA,
+    END,
+    FLAG_FIN,
+    HEAD,
+    OPEN,
+    End,
+    Frame,
+    Head,
+    OpenMeta,
+    decode_credit,
+    decode_frame,
+    decode_open,
+    encode_frame,
+    encode_json,
+)
+
+MAX_STREAMS = 4096
+"""Streams open at once on one socket, those still receiving their body included."""
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+class Stream:
+    """One request on one session: made by OPEN, gone after its END. ``window`` is in DATA payload bytes."""
+
+    __slots__ = ("_parts", "_received", "_table", "attempt", "ident", "is_open", "meta", "window")
+
+    def __init__(self, table: dict[int, Stream], frame: Frame, meta: OpenMeta) -> None:
+        self.ident = frame.stream
+        self.attempt = frame.attempt
+        self.meta = meta
+        self.window = meta.window_bytes
+        self.is_open = True
+        self._table = table
+        self._parts: list[bytes] | None = []
+        self._received = 0
+
+    def head(self, status: int, headers: dict[str, str]) -> bytes:
+        """Return the HEAD frame. Raises StreamClosed."""
+        self._require_open()
+        return encode_frame(HEAD, self.ident, self.attempt, encode_json(Head(status=status, headers=headers)))
+
+    def data(self, payload: bytes) -> bytes:
+        """Return a DATA frame and take its bytes off the window.
+
+        Raises StreamClosed, and ValueError when the payload is larger than the window: the caller must wait for credit.
+        """
+        if not self.is_open:
+            raise StreamClosed
+        size = len(payload)
+        if size > self.window:
+            raise ValueError(f"{size} bytes exceed the window of {self.window}")
+        self.window -= size
+        return encode_frame(DATA, self.ident, self.attempt, payload)
+
+    def end(self, end: End) -> bytes:
+        """Close the stream and return its END frame. Raises StreamClosed."""
+        self._require_open()
+        self.close()
+        return encode_frame(END, self.ident, self.attempt, encode_json(end))
+
+    def close(self) -> None:
+        """Forget the stream; later frames for it are dropped. Does nothing the second time."""
+        if self.is_open:
+            self.is_open = False
+            self._parts = None
+            if self._table.get(self.ident) is self:
+                del self._table[self.ident]
+
+    def collect(self, part: bytes, *, is_last: bool) -> bytes | None:
+        """Add a part of the request body; return the whole body after the last one. Raises ProtocolError."""
+        if self._parts is None:
+            raise ProtocolError(f"stream {self.ident}: body after its last part")
+        self._received += len(part)
+        self._parts.append(part)
+        if not is_last:
+            return None
+        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts = None
+        return body
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the request body so far."""
+        return self._received
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise StreamClosed(f"stream {self.ident} has ended")
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The gateway took the registration."""
+
+    ack: RegisterAck
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A request is here in full: serve it."""
+
+    stream: Stream
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Stop the engine's work on this stream at once; its END is a ``Reply`` of the session."""
+
+    stream: Stream
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """The stream may send more."""
+
+    stream: Stream
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send this frame."""
+
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pinged:
+    """Answer with ``pong``, echoing the time stamp."""
+
+    timestamp_unix_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsWanted:
+    """Look at the engine's models again and answer with ``models_update``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """The gateway goes away: finish what runs within ``drain_s`` (None = the box's own limit), take nothing new."""
+
+    reason: str
+    drain_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """What the control plane holds about this box."""
+
+    notice: NodeNotice
+
+
+Effect = Accepted | Opened | Cancelled | Credited | Reply | Pinged | ModelsWanted | LeaveAsked | Noticed
+
+
+class ClientSession:
+    """State of one session. Every ProtocolError it raises ends the session with close code 1002."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Stream] = {}
+        self.ack: RegisterAck | None = None
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The streams that have no END yet."""
+        return list(self._streams.values())
+
+    def register(self, message: Register) -> str:
+        """Return the first frame of the session, always announcing muster v1."""
+        message.protocol_version = MUSTER_V1
+        return encode_message(message)
+
+    def receive_text(self, frame: str | bytes) -> list[Effect]:
+        """Take a JSON frame; return what to do. Raises ProtocolError."""
+        message = decode_server_message(frame)
+        if isinstance(message, RegisterAck):
+            return [self._accept(message)]
+        if self.ack is None:
+            raise ProtocolError("the first frame of the gateway is not register_ack")
+        match message:
+            case Ping():
+                return [Pinged(message.timestamp_unix_ms)]
+            case ModelsRefresh():
+                return [ModelsWanted()]
+            case GracefulShutdown():
+                limit = message.drain_timeout_secs
+                return [LeaveAsked(message.reason or "", None if limit is None else float(limit))]
+            case NodeNotice():
+                return [Noticed(message)]
+            case _:
+                raise ProtocolError("a muster v1 gateway sends requests and cancels as binary frames")
+
+    def receive_bytes(self, data: bytes) -> list[Effect]:
+        """Take a binary frame; return what to do. Frames of streams or attempts that ended are dropped.
+
+        Raises ProtocolError.
+        """
+        frame = decode_frame(data)
+        if self.ack is None:
+            raise ProtocolError("binary frame before register_ack")
+        if frame.kind == OPEN:
+            return self._open(frame)
+        if frame.kind not in {BODY, CANCEL, CREDIT}:
+            raise ProtocolError(f"frame kind {frame.kind} does not travel to a box")
+        stream = self._streams.get(frame.stream)
+        if stream is None or stream.attempt != frame.attempt:
+            return []
+        if frame.kind == CREDIT:
+            stream.window += decode_credit(frame.payload)
+            return [Credited(stream)]
+        if frame.kind == CANCEL:
+            return self._cancel(stream, frame.payload.decode("utf-8", "replace"))
+        return self._collect(stream, frame.payload, is_last=bool(frame.flags & FLAG_FIN))
+
+    def close(self) -> list[Stream]:
+        """End the session: close every stream and return those that were open."""
+        lost = self.streams
+        for stream in lost:
+            stream.close()
+        return lost
+
+    def _accept(self, ack: RegisterAck) -> Accepted:
+        if self.ack is not None:
+            raise ProtocolError("second register_ack")
+        if ack.protocol_version != MUSTER_V1:
+            spoken = ack.protocol_version or "no named version"
+            raise ProtocolError(f"the gateway speaks {spoken}, this box {MUSTER_V1}")
+        self.ack = ack
+        return Accepted(ack)
+
+    def _open(self, frame: Frame) -> list[Effect]:
+        meta, first = decode_open(frame.payload)
+        effects: list[Effect] = []
+        older = self._streams.get(frame.stream)
+        if older is not None:
+            if frame.attempt <= older.attempt:
+                raise ProtocolError(f"stream {frame.stream} opened twice")
+            older.close()
+            effects.append(Cancelled(older, "superseded by a newer attempt"))
+        stream = Stream(self._streams, frame, meta)
+        if len(self._streams) >= MAX_STREAMS:
+            stream.close()
+            end = End(error="busy", message="too many open streams", retryable=True)
+            return [*effects, Reply(encode_frame(END, frame.stream, frame.attempt, encode_json(end)))]
+        self._streams[frame.stream] = stream
+        return effects + self._collect(stream, first, is_last=bool(frame.flags & FLAG_FIN))
+
+    def _collect(self, stream: Stream, part: bytes, *, is_last: bool) -> list[Effect]:
+        body = stream.collect(part, is_last=is_last)
+        if stream.received_bytes > MAX_BODY_BYTES:
+            message = f"the request body is larger than {MAX_BODY_BYTES} bytes"
+            return [Reply(stream.end(End(error="engine_failed", message=message)))]
+        return [] if body is None else [Opened(stream, body)]
+
+    def _cancel(self, stream: Stream, reason: str) -> list[Effect]:
+        farewell = stream.end(End(error="cancelled", message=reason[:200]))
+        return [Cancelled(stream, reason), Reply(farewell)]

@@ -1,0 +1,280 @@
+"""One test's view of the stack: fresh model names, workers and clients that are gone when the test is over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any  # bodies and rows are JSON
+
+import psycopg
+from psycopg.rows import dict_row
+
+from tests.contract.client import Exchange, Reply, call
+from tests.contract.scripted_box import ScriptedBox
+from tests.contract.scripted_worker import ScriptedWorker
+from tests.contract.stack import Gateway, Stack
+from tests.contract.waiting import DEADLINE_S, eventually
+
+CHAT = "/v1/chat/completions"
+OPEN_STATES = {"queued", "assigned", "running"}
+ACTOR = "contract-tests"
+_numbers = itertools.count(1)
+
+
+def bearer(token: str) -> dict[str, str]:
+    """Return the header that shows ``token``."""
+    return {"authorization": f"Bearer {token}"}
+
+
+def unique(prefix: str) -> str:
+    """Return a name that no other test, nor another run on the same database, uses."""
+    return f"{prefix}-{os.getpid()}-{next(_numbers)}"
+
+
+def chat_body(model: str, text: str = "hello", *, stream: bool = False, **more: Any) -> bytes:
+    """Return the JSON of a chat completion request."""
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": text}], **more}
+    if stream:
+        body["stream"] = True
+    return json.dumps(body).encode()
+
+
+@dataclass
+class Lab:
+    """What a test works with. ``secret`` is an enrolment credential for scripted workers."""
+
+    stack: Stack
+    secret: str
+    gateway: Gateway
+    workers: list[ScriptedWorker | ScriptedBox] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    # what operators do
+
+    def operate(self, function: str, **arguments: Any) -> Any:
+        """Call a service function as the operator."""
+        return self.stack.backstage.call(function, actor=ACTOR, **arguments)
+
+    async def model(self, *gateways: Gateway, prefix: str = "model", **caps: int) -> str:
+        """Return the name of a model that has just been allow-listed and that the gateways know of."""
+        name = unique(prefix)
+        await self.allow(name, *gateways, **caps)
+        return name
+
+    async def allow(self, name: str, *gateways: Gateway, **caps: int) -> None:
+        """Allow-list a model and wait until the gateways know."""
+        self.operate("gateway.services.allow_model", name=name, **caps)
+        for gateway in gateways or (self.gateway,):
+            await eventually(lambda gateway=gateway: self.knows(name, gateway), what=f"{gateway.name} knows {name}")
+
+    async def knows(self, model: str, gateway: Gateway) -> bool:
+        """Return whether the gateway would admit ``model``, found out without queueing anything."""
+        reply = await self.post(chat_body(model, max_tokens=2_000_000_000), gateway=gateway)
+        assert reply.status in {400, 404}, reply
+        return bool(reply.error["code"] == "MAX_TOKENS_TOO_LARGE")
+
+    async def node(self, name: str) -> dict[str, Any]:
+        """Return the row of a node in ``GET /nodes``, waiting until it is there."""
+        return await eventually(lambda: self._find_node(name), what=f"node {name} is listed")
+
+    async def _find_node(self, name: str) -> dict[str, Any] | None:
+        reply = await self.control("GET", "/nodes")
+        return next((row for row in reply.json["nodes"] if row["node_name"] == name), None)
+
+    async def control(self, method: str, path: str, *, token: str | None = None, body: Any = None) -> Reply:
+        """Call the control plane's REST API, with the admin token unless another is given."""
+        headers = bearer(token or self.stack.ready.admin_token)
+        payload = b""
+        if body is not None:
+            payload = json.dumps(body).encode()
+            headers["content-type"] = "application/json"
+        return await call(method, self.stack.ready.control_url + path, headers=headers, body=payload)
+
+    async def admin(self, method: str, path: str, *, body: Any = None, gateway: Gateway | None = None) -> Reply:
+        """Call the admin API of a gateway."""
+        headers = bearer(self.stack.ready.admin_token) | {"content-type": "application/json"}
+        payload = b"" if body is None else json.dumps(body).encode()
+        return await call(method, (gateway or self.gateway).url + path, headers=headers, body=payload)
+
+    # records
+
+    async def records(self, model: str) -> list[dict[str, Any]]:
+        """Return the request records of a model as the database holds them, oldest first; the state is ``status``."""
+        query = "SELECT *, state AS status FROM gateway_requestrecord WHERE model = %s ORDER BY created_at, id"
+        url = self.stack.ready.database_url
+        async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as database:
+            return await (await database.execute(query, (model,))).fetchall()
+
+    async def listed_requests(self, model: str) -> list[dict[str, Any]]:
+        """Return the rows of a model in ``GET /requests``, newest first."""
+        reply = await self.control("GET", "/requests?limit=1000")
+        return [row for row in reply.json["requests"] if row["model"] == model]
+
+    async def final(self, model: str, count: int = 1) -> list[dict[str, Any]]:
+        """Wait until a model has ``count`` records and none is open; return them, oldest first."""
+
+        async def closed() -> list[dict[str, Any]] | None:
+            rows = await self.records(model)
+            done = len(rows) >= count and not any(row["status"] in OPEN_STATES for row in rows)
+            return rows if done else None
+
+        rows = await eventually(closed, what=f"{count} final records of {model}", pause_s=0.03)
+        assert len(rows) == count, rows
+        return rows
+
+    # workers
+
+    async def worker(
+        self,
+        *models: str,
+        name: str | None = None,
+        max_concurrent: int = 1,
+        current_load: int = 0,
+        gateway: Gateway | None = None,
+        secret: str | None = None,
+        provider: str = "local",
+        answers_pings: bool = True,
+    ) -> ScriptedWorker:
+        """Connect and register a bridge v1 worker, ready for work when this returns."""
+        worker = await self.dial(secret=secret or self.secret, gateway=gateway, provider=provider)
+        worker.answers_pings = answers_pings
+        await worker.register(
+            models, name=name or unique("worker"), max_concurrent=max_concurrent, current_load=current_load
+        )
+        return worker
+
+    async def dial(
+        self,
+        *,
+        secret: str | None,
+        gateway: Gateway | None = None,
+        provider: str | None = "local",
+        query_secret: str | None = None,
+        local_host: str | None = None,
+    ) -> ScriptedWorker:
+        """Open a worker socket without registering."""
+        worker = await ScriptedWorker.dial(
+            (gateway or self.gateway).worker_url,
+            secret=secret,
+            provider=provider,
+            query_secret=query_secret,
+            local_host=local_host,
+        )
+        self.workers.append(worker)
+        return worker
+
+    async def box(
+        self,
+        *models: str,
+        name: str | None = None,
+        max_concurrent: int = 1,
+        gateway: Gateway | None = None,
+        instance_id: str | None = None,
+    ) -> ScriptedBox:
+        """Connect and register a muster v1 box."""
+        box = await ScriptedBox.dial(
+            (gateway or self.gateway).worker_url,
+            secret=self.secret,
+            name=name or unique("box"),
+            models=models,
+            max_concurrent=max_concurrent,
+            instance_id=instance_id,
+        )
+        self.workers.append(box)
+        return box
+
+    async def first_with_job(self, workers: Sequence[ScriptedWorker]) -> ScriptedWorker:
+        """Wait until one of ``workers``, all idle so far, has a job, and return it."""
+        return await eventually(lambda: next((one for one in workers if one.jobs), None), what="a worker has the job")
+
+    async def queue_depth(self, gateway: Gateway | None = None) -> int:
+        """Return how many requests wait in a gateway, from ``/admin/stats``."""
+        reply = await self.admin("GET", "/admin/stats", gateway=gateway)
+        return sum(int(depth) for depth in reply.json["queue_depth"].values())
+
+    async def queued(self, count: int, gateway: Gateway | None = None) -> None:
+        """Wait until exactly ``count`` requests wait in a gateway."""
+
+        async def reached() -> bool:
+            return await self.queue_depth(gateway) == count
+
+        await eventually(reached, what=f"{count} queued")
+
+    async def listed_worker(self, name: str, gateway: Gateway | None = None) -> dict[str, Any] | None:
+        """Return the row of a connected worker in ``/admin/workers``, or None."""
+        reply = await self.admin("GET", "/admin/workers", gateway=gateway)
+        return next((row for row in reply.json["workers"] if row["worker_name"] == name), None)
+
+    # clients
+
+    def headers(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the headers of a well-behaved client."""
+        return {**bearer(self.stack.ready.api_key), "content-type": "application/json", **(extra or {})}
+
+    async def post(
+        self,
+        body: bytes,
+        *,
+        path: str = CHAT,
+        gateway: Gateway | None = None,
+        headers: Mapping[str, str] | None = None,
+        within_s: float = 20.0,
+    ) -> Reply:
+        """Send a request and return the whole response."""
+        url = (gateway or self.gateway).url + path
+        return await call("POST", url, headers=headers or self.headers(), body=body, within_s=within_s)
+
+    def ask(
+        self, model: str, text: str = "hello", *, gateway: Gateway | None = None, **more: Any
+    ) -> asyncio.Task[Reply]:
+        """Start a chat completion and return the task of its whole response."""
+        return self.spawn(self.post(chat_body(model, text, **more), gateway=gateway))
+
+    async def open(
+        self,
+        model: str,
+        text: str = "hello",
+        *,
+        stream: bool = True,
+        gateway: Gateway | None = None,
+        receive_buffer: int | None = None,
+        **more: Any,
+    ) -> Exchange:
+        """Start a chat completion and return the open exchange, for reading slowly or leaving."""
+        exchange = await Exchange.open(
+            (gateway or self.gateway).url + CHAT,
+            headers=self.headers(),
+            body=chat_body(model, text, stream=stream, **more),
+            receive_buffer=receive_buffer,
+        )
+        self.exchanges.append(exchange)
+        return exchange
+
+    def spawn(self, work: Coroutine[Any, Any, Reply]) -> asyncio.Task[Reply]:
+        """Run something beside the test; it is cancelled when the test ends."""
+        task = asyncio.create_task(work)
+        self.tasks.append(task)
+        return task
+
+    async def close(self) -> None:
+        """Leave nothing behind: the next test finds idle gateways."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for exchange in self.exchanges:
+            exchange.leave()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(worker.close() for worker in self.workers), return_exceptions=True)
+
+
+async def answer_in_turn(worker: ScriptedWorker, texts: Sequence[str]) -> None:
+    """Take and answer jobs one after the other, checking that they come in this order."""
+    for text in texts:
+        job = await worker.job()
+        assert job.text == text
+        await worker.answer(job, f"answer to {text}")

@@ -1,0 +1,96 @@
+"""An OpenAI-compatible server on loopback, for boxes that the gateway calls over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any  # request bodies are JSON
+
+from aiohttp import web
+
+from tests.contract.stack import free_port
+
+
+@dataclass
+class Call:
+    """One request the backend got."""
+
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass
+class ScriptedBackend:
+    """The running server. ``hold`` keeps every answer back until it is set; ``gone`` counts callers that left."""
+
+    url: str
+    calls: list[Call] = field(default_factory=list)
+    status: int = 200
+    gone: int = 0
+    hold: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat completion, streamed when asked to be."""
+        body = await request.json()
+        self.calls.append(Call(request.path, {name.lower(): value for name, value in request.headers.items()}, body))
+        try:
+            if body.get("stream"):
+                return await self._stream(request, body)
+            await self.hold.wait()
+        except (asyncio.CancelledError, ConnectionError):
+            self.gone += 1
+            raise
+        content = {
+            "id": "chatcmpl-direct",
+            "object": "chat.completion",
+            "created": 1775000000,
+            "model": body["model"],
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": "direct"}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13},
+        }
+        if self.status != 200:
+            content = {"error": {"message": "the engine's own words", "type": "engine", "code": None, "param": None}}
+        return web.json_response(content, status=self.status)
+
+    async def _stream(self, request: web.Request, body: Any) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "begun"}}]}))
+        await self.hold.wait()
+        await response.write(event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
+            await response.write(event({"choices": [], "usage": usage}))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """Return one chunk as an SSE event."""
+    whole = {"id": "chatcmpl-direct", "object": "chat.completion.chunk", "created": 1775000000, "model": "m", **content}
+    return f"data: {json.dumps(whole)}\n\n".encode()
+
+
+@asynccontextmanager
+async def serve_backend(*, script: Callable[[ScriptedBackend], None] | None = None) -> AsyncIterator[ScriptedBackend]:
+    """Run a backend; answers are not held back unless ``script`` clears ``hold``."""
+    port = free_port()
+    backend = ScriptedBackend(f"http://127.0.0.1:{port}")
+    backend.hold.set()
+    if script is not None:
+        script(backend)
+    application = web.Application(client_max_size=64 * 1024 * 1024)
+    application.router.add_post("/v1/chat/completions", backend.answer)
+    runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield backend
+    finally:
+        backend.hold.set()
+        await runner.cleanup()

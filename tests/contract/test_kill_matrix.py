@@ -1,0 +1,228 @@
+"""kill -9 of every part, idle and in the middle of requests, on a stack of its own with the real local node.
+
+Each row: every accepted request ends in exactly one state, and the system serves again within ten seconds after the
+part is back. The rows found are printed as a table at the end and written to ``test-results/kill_matrix.json``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+import pytest_asyncio
+
+from tests.contract.client import Exchange, Reply
+from tests.contract.lab import OPEN_STATES, Lab
+from tests.contract.scripted_worker import ScriptedWorker, delta_text
+from tests.contract.stack import ROOT, Stack
+from tests.contract.waiting import eventually, wait_until
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(180)]
+
+FINAL_WITHIN_S = 30.0
+SERVES_WITHIN_S = 10.0
+BACK_WITHIN_S = 40.0
+
+PARTS = {
+    "node": ("-m runner",),
+    "gateway": ("controlplane.serve_gateway",),
+    "worker": ("controlplane.celery",),
+    "valkey": ("valkey-server", "redis-server"),
+    "postgres": ("bin/postgres", "postgres -D"),
+    "control": ("controlplane.serve_control",),
+}
+
+
+@dataclass
+class Row:
+    """One line of the matrix."""
+
+    part: str
+    when: str
+    replies: dict[str, int] = field(default_factory=dict)
+    states: dict[str, int] = field(default_factory=dict)
+    back_s: float = 0.0
+    serving_s: float = 0.0
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[Row]]:
+    """Where the rows are gathered; printed and written when the module is done."""
+    found: list[Row] = []
+    yield found
+    lines = [f"{'part':<10}{'when':<14}{'restarted after':>16}{'serving after':>15}  states; replies"]
+    for row in found:
+        times = f"{row.back_s:>14.1f} s{row.serving_s:>13.1f} s"
+        lines.append(f"{row.part:<10}{row.when:<14}{times}  {row.states}; {row.replies}")
+    print("\n" + "\n".join(lines))
+    target = Path(ROOT / "test-results")
+    target.mkdir(exist_ok=True)
+    (target / "kill_matrix.json").write_text(json.dumps([asdict(row) for row in found], indent=2) + "\n")
+
+
+@pytest.fixture(scope="module")
+def doomed_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that may be broken, with the real node and its tiny model."""
+    running = Stack.start(tmp_path_factory.mktemp("doomed"), settings={"MUSTER_QUEUE_TIMEOUT_S": "20"}, node=True)
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest_asyncio.fixture
+async def doomed(doomed_stack: Stack) -> AsyncIterator[Lab]:
+    """The lab on that stack; scripted workers share the demo credential."""
+    corner = Lab(doomed_stack, doomed_stack.ready.worker_secret, doomed_stack.main)
+    try:
+        yield corner
+    finally:
+        await corner.close()
+
+
+@dataclass
+class Load:
+    """Requests of every kind that were under way when the part died."""
+
+    model: str
+    worker: ScriptedWorker
+    tasks: list[asyncio.Task[Reply]]
+    stream: Exchange
+    real: asyncio.Task[Reply]
+
+
+async def start_load(lab: Lab, number: int) -> Load:
+    """Have one stream begun, one plain request running and two waiting on a scripted worker, one on the real node."""
+    model = await lab.model()
+    worker = await lab.worker(model, name=f"doomed-{number}", max_concurrent=2)
+    stream = await lab.open(model, "begun stream")
+    job = await worker.job()
+    await worker.chunk(job, delta_text(job, "begun"))
+    await stream.until(b"begun")
+    tasks = [lab.ask(model, "running")]
+    await worker.job()
+    tasks += [lab.ask(model, f"queued {index}") for index in range(2)]
+    await lab.queued(2)
+    real = lab.ask(lab.stack.ready.model, "Once upon a time", stream=True, max_tokens=400)
+    return Load(model, worker, tasks, stream, real)
+
+
+async def end_load(lab: Lab, load: Load) -> list[str]:
+    """Let everything that can still finish do so; return how each request ended for its client."""
+
+    async def answer_everything() -> None:
+        for job in load.worker.jobs:
+            if job.text == "begun stream":
+                await load.worker.stream(job, ["whole"])
+            else:
+                await load.worker.answer(job)
+        while True:
+            await load.worker.answer(await load.worker.job(within_s=60))
+
+    answering = asyncio.create_task(answer_everything())
+    load.tasks.append(lab.spawn(load.stream.finish(within_s=60)))
+    load.tasks.append(load.real)
+    outcomes = await asyncio.gather(*load.tasks, return_exceptions=True)
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    return [describe(outcome) for outcome in outcomes]
+
+
+def describe(outcome: Reply | BaseException) -> str:
+    """Return how a request ended for its client, in a word or two."""
+    if isinstance(outcome, BaseException):
+        return type(outcome).__name__
+    if outcome.status == 0 or not outcome.whole:
+        return "connection lost"
+    if outcome.status != 200:
+        return f"{outcome.status} {outcome.error['code']}"
+    if outcome.headers["content-type"].startswith("text/event-stream") and outcome.events[-1] != "[DONE]":
+        return "200, error event"
+    return "200"
+
+
+def open_records(stack: Stack) -> int | None:
+    """Return how many requests are in a state that is not final; None while the database is away."""
+    query = "SELECT count(*) FROM gateway_requestrecord WHERE state = ANY(%s)"
+    try:
+        with psycopg.connect(stack.ready.database_url, connect_timeout=2) as database:
+            row = database.execute(query, (list(OPEN_STATES),)).fetchone()
+    except psycopg.OperationalError:
+        return None
+    return int(row[0]) if row else None
+
+
+def count_states(stack: Stack, since: float) -> dict[str, int]:
+    """Return the states of the records made since a moment, each record counted once."""
+    query = "SELECT id, state FROM gateway_requestrecord WHERE created_at >= to_timestamp(%s)"
+    with psycopg.connect(stack.ready.database_url) as database:
+        found = database.execute(query, (since,)).fetchall()
+    assert len({record_id for record_id, _ in found}) == len(found), "a request has two rows"
+    return dict(Counter(state for _, state in found))
+
+
+def kill(stack: Stack, part: str) -> float:
+    """Kill a part and wait until another process is in its place; return how long that took, in seconds."""
+    victim = stack.part(*PARTS[part])
+    started = time.monotonic()
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def replaced() -> psutil.Process | None:
+        found = stack.find_part(*PARTS[part])
+        return found if found is not None and found.pid != victim.pid else None
+
+    wait_until(replaced, within_s=BACK_WITHIN_S, what=f"{part} was started again")
+    return time.monotonic() - started
+
+
+async def serves(lab: Lab) -> bool:
+    """Return whether a fresh request to the real node gets a whole answer."""
+    try:
+        reply = await lab.post(_tiny(lab), within_s=15)
+    except (OSError, TimeoutError):
+        return False
+    return reply.status == 200 and reply.whole
+
+
+def _tiny(lab: Lab) -> bytes:
+    body = {"model": lab.stack.ready.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("when", ["idle", "mid-request"])
+@pytest.mark.parametrize("part", ["node", "gateway", "worker", "valkey", "postgres", "control"])
+async def test_after_kill_9_every_request_has_one_final_state_and_the_system_serves_again(
+    doomed: Lab, rows: list[Row], part: str, when: str
+) -> None:
+    lab, row = doomed, Row(part, when)
+    await eventually(lambda: serves(lab), what="the stack serves before the kill", within_s=30, pause_s=0.2)
+    since = time.time()
+    load = await start_load(lab, len(rows)) if when == "mid-request" else None
+    row.back_s = await asyncio.to_thread(kill, lab.stack, part)
+    back_at = time.monotonic()
+    await eventually(lambda: serves(lab), within_s=SERVES_WITHIN_S, what=f"serving after {part} is back", pause_s=0.1)
+    row.serving_s = time.monotonic() - back_at
+    if load is not None:
+        row.replies = dict(Counter(await end_load(lab, load)))
+    await asyncio.to_thread(
+        wait_until,
+        lambda: open_records(lab.stack) == 0,
+        within_s=FINAL_WITHIN_S,
+        what=f"no open request after {part} was killed",
+    )
+    row.states = await asyncio.to_thread(count_states, lab.stack, since)
+    rows.append(row)
+    if load is not None:
+        records = await lab.records(load.model)
+        assert len(records) == 4, records
+        assert all(record["status"] not in OPEN_STATES for record in records)

@@ -1,0 +1,159 @@
+"""The measurable targets against ModelRelay, with bounds wide enough for a loaded machine and too tight for polling."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+
+import pytest
+
+from tests.contract.expect import assert_failure
+from tests.contract.lab import Lab, chat_body, unique
+from tests.contract.scripted_worker import delta_text
+from tests.contract.stack import Gateway
+from tests.contract.waiting import eventually
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_a_worker_that_joins_gets_the_waiting_request_at_once(lab: Lab) -> None:
+    model = await lab.model()
+    reply = lab.ask(model, "waiting")
+    await lab.queued(1)
+    worker = await lab.worker(model)
+    job = await worker.job(within_s=1)
+    await worker.answer(job)
+    assert (await reply).status == 200
+
+
+async def test_a_request_of_a_dead_worker_runs_elsewhere_at_once(lab: Lab) -> None:
+    model = await lab.model()
+    dying, standby = await lab.worker(model), await lab.worker(model)
+    reply = lab.ask(model)
+    worker = await lab.first_with_job([dying, standby])
+    other = standby if worker is dying else dying
+    worker.die()
+    job = await other.job(within_s=1)
+    await other.answer(job)
+    assert (await reply).status == 200
+
+
+async def test_dispatch_to_a_free_slot_is_event_driven(lab: Lab) -> None:
+    model = await lab.model()
+    worker = await lab.worker(model)
+    delays = []
+    for _ in range(25):
+        started = time.perf_counter()
+        reply = lab.spawn(lab.post(chat_body(model)))
+        job = await worker.job()
+        delays.append(time.perf_counter() - started)
+        await worker.answer(job)
+        await reply
+    # Connecting, the durable record and both sides of the loopback are included; a 25 ms poll alone would add 12.
+    assert statistics.median(delays) < 0.050, delays
+
+
+async def test_a_finish_dispatches_the_next_in_line_at_once(lab: Lab) -> None:
+    model = await lab.model()
+    worker = await lab.worker(model)
+    replies = [lab.ask(model, f"{number}") for number in range(10)]
+    delays = []
+    job = await worker.job()
+    await lab.queued(9)
+    for _ in range(9):
+        await worker.answer(job)
+        started = time.perf_counter()
+        job = await worker.job()
+        delays.append(time.perf_counter() - started)
+    await worker.answer(job)
+    assert {(await reply).status for reply in replies} == {200}
+    assert statistics.median(delays) < 0.050, delays
+
+
+async def test_newcomers_do_not_pass_the_queue(lab: Lab) -> None:
+    model = await lab.model()
+    worker = await lab.worker(model)
+    first = lab.ask(model, "first")
+    job = await worker.job()
+    second = lab.ask(model, "second")
+    await lab.queued(1)
+    third = asyncio.gather(lab.ask(model, "third"), lab.ask(model, "fourth"))
+    await lab.queued(3)
+    for _ in range(4):
+        await worker.answer(job)
+        if len(worker.jobs) < 4 or job is not worker.jobs[3]:
+            job = await worker.job()
+    assert [found.text for found in worker.jobs[:2]] == ["first", "second"]
+    await asyncio.gather(first, second, third)
+
+
+async def test_an_unknown_model_is_refused_without_queueing(lab: Lab) -> None:
+    reply = await lab.post(chat_body(unique("unheard-of")), within_s=2)
+    assert_failure(reply, 404, "MODEL_NOT_ALLOWED")
+    assert await lab.queue_depth() == 0
+
+
+@pytest.mark.parametrize("kind", ["api_key", "admin_token"])
+async def test_a_client_key_or_admin_token_can_never_connect_a_worker(lab: Lab, kind: str, second_address: str) -> None:
+    credential = getattr(lab.stack.ready, kind)
+    for header, query in ((credential, None), (None, credential)):
+        worker = await lab.dial(secret=header, query_secret=query, local_host=second_address)
+        code, reason = await worker.closed()
+        assert code == 1008
+        assert "authentication" in reason
+        assert not worker.frames
+    # A success ends the run of failures of that address.
+    await lab.dial(secret=lab.secret, local_host=second_address)
+
+
+async def test_a_client_at_one_gateway_uses_a_worker_at_another(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
+    here, there = pair
+    model = await lab.model(here, there)
+    worker = await lab.worker(model, gateway=there)
+    reply = lab.ask(model, "across", gateway=here)
+    job = await worker.job()
+    assert job.text == "across"
+    await worker.answer(job, "from the other side", tokens=(4, 5))
+    got = await reply
+    assert got.json["choices"][0]["message"]["content"] == "from the other side"
+    (record,) = await lab.final(model)
+    assert (record["status"], record["attempts"]) == ("completed", 1)
+    assert (record["prompt_tokens"], record["completion_tokens"]) == (4, 5)
+
+
+async def test_streams_and_cancels_cross_gateways(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
+    here, there = pair
+    model = await lab.model(here, there)
+    worker = await lab.worker(model, gateway=there)
+    exchange = await lab.open(model, gateway=here)
+    job = await worker.job()
+    for number in range(20):
+        text = f"piece {number};"
+        await worker.chunk(job, delta_text(job, text))
+        await exchange.until(text.encode())
+    exchange.leave()
+    await worker.cancelled(job, within_s=1)
+    following = lab.ask(model, "next", gateway=here, stream=True)
+    await worker.stream(await worker.job(within_s=2), ["whole"])
+    assert (await following).events[-1] == "[DONE]"
+    records = await lab.final(model, 2)
+    assert [record["status"] for record in records] == ["cancelled", "completed"]
+
+
+async def test_capacity_is_shared_between_gateways(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
+    here, there = pair
+    model = await lab.model(here, there)
+    worker = await lab.worker(model, gateway=there)
+    first = lab.ask(model, "first", gateway=there)
+    job = await worker.job()
+    second = lab.ask(model, "second", gateway=here)
+
+    async def waits() -> bool:
+        return await lab.queue_depth(here) + await lab.queue_depth(there) == 1
+
+    await eventually(waits, what="the second request waits")
+    assert len(worker.jobs) == 1
+    await worker.answer(job)
+    await worker.answer(await worker.job())
+    assert [(await first).status, (await second).status] == [200, 200]

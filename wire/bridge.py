@@ -1,0 +1,242 @@
+"""Worker protocol messages: bridge v1 (``2026-04-bridge-v1``) and the JSON half of muster v1.
+
+JSON text frames, one object per frame, discriminated by ``type``. Field order below is the order on the wire.
+A foreign worker ends its session on an unknown ``type``; extra fields it tolerates. So everything muster v1 adds is
+either an optional field, or a message sent only to a box that announced ``MUSTER_V1``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+BRIDGE_V1 = "2026-04-bridge-v1"
+MUSTER_V1 = "2026-11-muster-v1"
+
+CancelReason = str | dict[str, str]
+"""One of the reason words below, or ``{"other": text}``."""
+
+CANCEL_CLIENT_DISCONNECT = "client_disconnect"
+CANCEL_TIMEOUT = "timeout"
+CANCEL_GRACEFUL_SHUTDOWN = "graceful_shutdown"
+CANCEL_WORKER_DISCONNECT = "worker_disconnect"
+CANCEL_REQUEUE_EXHAUSTED = "requeue_exhausted"
+CANCEL_SERVER_SHUTDOWN = "server_shutdown"
+
+
+class Message(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True):
+    """Base of every JSON frame."""
+
+
+class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One GPU as the box sees it. Memory in MiB, temperature in Celsius, power in watts; a field is None when unknown."""
+
+    index: int
+    name: str
+    memory_total_mb: int | None = None
+    memory_used_mb: int | None = None
+    utilization_percent: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """One loaded (or loading) copy of a model on the box. ``state``: unloaded, loading, loaded, unloading or failed."""
+
+    model: str
+    state: str
+    engine: str = ""
+    slots: int = 0
+    active: int = 0
+    detail: str = ""
+
+
+class TokenCounts(msgspec.Struct, kw_only=True):
+    """Token usage as the engine reported it."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+# server -> worker
+
+
+class RegisterAck(Message, tag="register_ack"):
+    """Accepts a registration. The last five fields go to muster v1 boxes only."""
+
+    worker_id: str
+    models: list[str]
+    warnings: list[str] = []
+    protocol_version: str | None = None
+    node_id: str | None = None
+    heartbeat_interval_s: float | None = None
+    window_bytes: int | None = None
+    gateways: list[str] = []
+    accepting: bool | None = None
+
+
+class Request(Message, tag="request"):
+    """Dispatches one HTTP request to a bridge v1 worker. ``body`` is the raw JSON text of the client."""
+
+    request_id: str
+    model: str
+    endpoint_path: str
+    is_streaming: bool
+    body: str
+    headers: dict[str, str] = {}
+
+
+class Cancel(Message, tag="cancel"):
+    """Asks the worker to stop a request; bridge v1 workers answer nothing."""
+
+    request_id: str
+    reason: CancelReason
+
+
+class Ping(Message, tag="ping"):
+    """Asks for a ``pong``."""
+
+    timestamp_unix_ms: int | None = None
+
+
+class GracefulShutdown(Message, tag="graceful_shutdown"):
+    """Tells the worker to finish what runs and take nothing new."""
+
+    reason: str | None = None
+    drain_timeout_secs: int | None = None
+
+
+class ModelsRefresh(Message, tag="models_refresh"):
+    """Asks for a ``models_update``."""
+
+    reason: str | None = None
+
+
+class NodeNotice(Message, tag="node_notice"):
+    """muster v1: what the control plane holds about this box, so that its owner can see it locally."""
+
+    status: str
+    mode: str
+    cordoned: bool = False
+
+
+# worker -> server
+
+
+class Register(Message, tag="register"):
+    """First frame of a session. Everything after ``current_load`` is muster v1.
+
+    ``instance_id`` is random per process start: the same box may hold one session on each gateway with the same
+    instance, while a second program with the same credential fences the first. ``endpoints`` lists the paths its
+    engine speaks natively.
+    """
+
+    worker_name: str = "worker"
+    models: list[str] = []
+    max_concurrent: int = 1
+    protocol_version: str | None = None
+    current_load: int = 0
+    instance_id: str | None = None
+    agent_version: str | None = None
+    owner_name: str | None = None
+    endpoints: list[str] = []
+    gpus: list[GpuInfo] = []
+    replicas: list[ReplicaInfo] = []
+
+
+class ResponseChunk(Message, tag="response_chunk"):
+    """One piece of a streamed response body."""
+
+    request_id: str
+    chunk: str
+
+
+class ResponseComplete(Message, tag="response_complete"):
+    """Ends a response; carries the whole body when it was not streamed."""
+
+    request_id: str
+    status_code: int
+    headers: dict[str, str] = {}
+    body: str | None = None
+    token_counts: TokenCounts | None = None
+
+
+class Pong(Message, tag="pong"):
+    """Answers a ``ping`` with the number of live requests."""
+
+    current_load: int = 0
+    timestamp_unix_ms: int | None = None
+
+
+class ModelsUpdate(Message, tag="models_update"):
+    """Replaces the model list of the worker."""
+
+    models: list[str]
+    current_load: int = 0
+
+
+class WorkerError(Message, tag="error"):
+    """Reports a failure, of one request when ``request_id`` is set."""
+
+    request_id: str | None = None
+    code: str = ""
+    message: str = ""
+
+
+class Telemetry(Message, tag="telemetry"):
+    """muster v1: the box's own view, sent every few seconds and on change."""
+
+    current_load: int = 0
+    gpus: list[GpuInfo] = []
+    replicas: list[ReplicaInfo] = []
+    last_error: str | None = None
+
+
+class ModeChange(Message, tag="mode_change"):
+    """muster v1: the owner lends (``spare_on``) or takes back (``spare_off``) the box."""
+
+    mode: Literal["spare_on", "spare_off"]
+    reason: str = ""
+
+
+class Draining(Message, tag="draining"):
+    """muster v1: the box is about to leave; it finishes what runs and wants nothing new."""
+
+    reason: str = ""
+
+
+ServerMessage = RegisterAck | Request | Cancel | Ping | GracefulShutdown | ModelsRefresh | NodeNotice
+WorkerMessage = (
+    Register | ResponseChunk | ResponseComplete | Pong | ModelsUpdate | WorkerError | Telemetry | ModeChange | Draining
+)
+
+_encoder = msgspec.json.Encoder()
+_server_decoder = msgspec.json.Decoder(ServerMessage)
+_worker_decoder = msgspec.json.Decoder(WorkerMessage)
+
+
+class ProtocolError(ValueError):
+    """A frame that the protocol does not allow; the session ends with close code 1002."""
+
+
+def encode_message(message: Message) -> str:
+    """Return the compact JSON text of a message."""
+    return _encoder.encode(message).decode()
+
+
+def decode_worker_message(frame: str | bytes) -> WorkerMessage:
+    """Parse a frame that a worker sent. Raises ProtocolError."""
+    try:
+        return _worker_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"worker frame: {error}") from None
+
+
+def decode_server_message(frame: str | bytes) -> ServerMessage:
+    """Parse a frame that the server sent. Raises ProtocolError."""
+    try:
+        return _server_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"server frame: {error}") from None

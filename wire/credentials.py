@@ -1,0 +1,83 @@
+"""The printed form of every bearer credential: ``<kind>_<keyid>_<secret><crc>``.
+
+``kind`` says what the credential may do and is part of the text, so a client key can never be taken for a worker's.
+``keyid`` is public and is what the database looks up. ``secret`` carries 190 bits. ``crc`` is the CRC-32 of all that
+stands before it, so a scanner can tell a leaked credential from noise without asking us.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import zlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_KEYID_LENGTH = 12
+_SECRET_LENGTH = 32
+_CRC_LENGTH = 6
+
+CREDENTIAL_PATTERN = r"\b(mst|msw|msa)_[0-9A-Za-z]{12}_[0-9A-Za-z]{38}\b"
+"""The published pattern for secret scanners."""
+_CREDENTIAL_RE = re.compile(r"(mst|msw|msa)_([0-9A-Za-z]{12})_([0-9A-Za-z]{38})\Z")
+
+
+class CredentialKind(StrEnum):
+    """The three kinds of bearer; one can never stand in for another."""
+
+    CLIENT = "mst"
+    WORKER = "msw"
+    ADMIN = "msa"
+
+
+@dataclass(frozen=True, slots=True)
+class MintedCredential:
+    """A new credential. ``text`` is shown once and never stored; ``digest`` is the SHA-256 that is."""
+
+    kind: CredentialKind
+    keyid: str
+    text: str
+    digest: bytes
+
+
+def mint_credential(kind: CredentialKind) -> MintedCredential:
+    """Return a fresh random credential of ``kind``."""
+    keyid = _random_text(_KEYID_LENGTH)
+    head = f"{kind.value}_{keyid}_{_random_text(_SECRET_LENGTH)}"
+    text = head + _checksum(head)
+    return MintedCredential(kind=kind, keyid=keyid, text=text, digest=digest_credential(text))
+
+
+def parse_keyid(text: str, kind: CredentialKind) -> str | None:
+    """Return the public key id of a well-formed credential of ``kind``, else None. Says nothing about validity."""
+    match = _CREDENTIAL_RE.match(text)
+    if match is None or match.group(1) != kind.value:
+        return None
+    head, crc = text[:-_CRC_LENGTH], text[-_CRC_LENGTH:]
+    return match.group(2) if crc == _checksum(head) else None
+
+
+def digest_credential(text: str) -> bytes:
+    """Return the 32-byte SHA-256 under which a credential is stored."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def verify_credential(text: str, digest: bytes) -> bool:
+    """Return whether ``text`` is the credential stored as ``digest``, in constant time."""
+    return hmac.compare_digest(digest_credential(text), digest)
+
+
+def _random_text(length: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def _checksum(head: str) -> str:
+    number = zlib.crc32(head.encode())
+    digits = []
+    for _ in range(_CRC_LENGTH):
+        number, rest = divmod(number, 62)
+        digits.append(_ALPHABET[rest])
+    return "".join(reversed(digits))

@@ -1,0 +1,29 @@
+"""Time-ordered identifiers (UUIDv7, RFC 9562 section 5.7) and their printed forms."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+
+
+def new_uuid7() -> uuid.UUID:
+    """Return a UUIDv7: 48 bits of Unix milliseconds, then 74 random bits."""
+    millis = time.time_ns() // 1_000_000
+    rand = int.from_bytes(os.urandom(10), "big")
+    value = (millis & 0xFFFFFFFFFFFF) << 80 | 0x7 << 76 | (rand >> 68 & 0xFFF) << 64 | 0b10 << 62 | rand & ((1 << 62) - 1)
+    return uuid.UUID(int=value)
+
+
+def format_id(prefix: str, value: uuid.UUID) -> str:
+    """Return ``<prefix>_<32 hex digits>``, the form every API shows."""
+    return f"{prefix}_{value.hex}"
+
+
+def parse_id(prefix: str, text: str) -> uuid.UUID | None:
+    """Return the UUID of a printed id, accepting a bare UUID too; None when it is neither."""
+    body = text.removeprefix(prefix + "_")
+    try:
+        return uuid.UUID(body)
+    except ValueError:
+        return None
