@@ -29,7 +29,7 @@ from benchmarks.upstream import Pace
 
 _START_S = 60.0
 _ROUTE_S = 30.0
-_CALL_S = 10.0
+_CALL_S = 20.0  # longer than a gateway holds a request that no box can take
 _STEP_S = 180.0
 _BOX_S = 15.0
 _DIRECT_NODE = "bench-direct"
@@ -171,7 +171,7 @@ class Muster:
         around = self._cores.around
         self._run_step("migrate", [str(ROOT / "manage.py"), "migrate", "--no-input", "-v", "0"])
         models = [MODELS[system] for system in self._systems]
-        prepared: dict[str, str] = json.loads(self._run_provision("provision", *models))
+        prepared: dict[str, str] = json.loads(self._run_step("provision", ["-m", "benchmarks.provision", *models]))
         self.key = prepared["api_key"]
         serve = ["-m", "controlplane.serve_gateway", "--port", str(self.port)]
         if self._profile_to is not None:
@@ -194,9 +194,6 @@ class Muster:
         child = Child(name, argv, log_dir=self._work_dir, cores=cores, env=self._env, talks=talks)
         self._children.append(child)
         return child
-
-    def _run_provision(self, *arguments: str) -> str:
-        return self._run_step("provision", ["-m", "benchmarks.provision", *arguments])
 
     def _run_step(self, name: str, arguments: Sequence[str]) -> str:
         argv = [sys.executable, *arguments]
@@ -221,9 +218,9 @@ class Muster:
                 "vram_total_mb": 1024,
                 "current_model": MODELS[System.DIRECT],
                 "agent_version": "bench",
+                "max_concurrent": _DIRECT_CONCURRENCY,
             },
         )
-        self._run_provision("concurrency", _DIRECT_NODE, str(_DIRECT_CONCURRENCY))
         self._heartbeats = Heartbeats(control_url=control_url, secret=secret, node_id=answer["node_id"])
         self._heartbeats.start()
 

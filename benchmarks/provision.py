@@ -1,7 +1,7 @@
 """Prepares a fresh, migrated database for a run and prints what the run needs as one line of JSON.
 
-Started as its own process (``python -m benchmarks.provision``) with the environment of Muster's processes, so that the
-benchmark itself never loads Django.
+Started as its own process (``python -m benchmarks.provision MODEL…``) with the environment of Muster's processes, so
+that the benchmark itself never loads Django.
 """
 
 from __future__ import annotations
@@ -34,23 +34,10 @@ def provision(models: list[str]) -> dict[str, str]:
     return {"api_key": key_text, "direct_secret": direct_text, "relay_secret": relay_text}
 
 
-def raise_concurrency(node_name: str, max_concurrent: int) -> None:
-    """Let a registered box serve ``max_concurrent`` requests at once: the REST contract has no field for it."""
-    from django.utils import timezone
-
-    from nodes.models import Node
-
-    if not Node.objects.filter(name=node_name).update(max_concurrent=max_concurrent, updated_at=timezone.now()):
-        sys.exit(f"no node is called {node_name!r}")
-
-
-def main(argv: list[str]) -> int:
-    """Run ``provision MODEL…`` or ``concurrency NODE N``."""
+def main(models: list[str]) -> int:
+    """Provision for ``models`` and print what came of it."""
     django.setup()
-    if argv[0] == "provision":
-        print(json.dumps(provision(argv[1:])))
-    else:
-        raise_concurrency(argv[1], int(argv[2]))
+    print(json.dumps(provision(models)))
     return 0
 
 

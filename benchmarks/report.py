@@ -69,7 +69,8 @@ def render_verdicts(verdicts: Sequence[Verdict]) -> str:
     """Return one line per floor and system."""
     lines = []
     for verdict in verdicts:
-        word = {True: "PASS", False: "FAIL", None: "skip"}[verdict.passed]
+        missed = "FAIL" if verdict.floor.is_binding else "over"
+        word = {True: "PASS", False: missed, None: "skip"}[verdict.passed]
         value = "errors" if verdict.value is None and verdict.passed is False else _render_value(verdict)
         floor = f"{verdict.floor.title} ≤ {verdict.floor.limit:g}"
         lines.append(f"{word}  {value:>8}  {floor}  ({TITLES[verdict.system]})")
@@ -108,6 +109,7 @@ def write_json(
                 "figure": v.floor.figure,
                 "system": v.system.value,
                 "limit": v.floor.limit,
+                "is_binding": v.floor.is_binding,
                 "value": v.value,
                 "passed": v.passed,
             }

@@ -1,8 +1,12 @@
-"""The admin site of operators: Unfold's, with our dashboard as its first page."""
+"""The admin site of operators: Unfold's, with our overview as its first page."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.contrib.admin.apps import AdminConfig
+from django.http import HttpRequest
+from django.template.response import TemplateResponse
 from unfold.sites import UnfoldAdminSite
 
 
@@ -12,6 +16,16 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
     site_title = "Muster"
     site_header = "Muster"
     index_title = "Overview"
+
+    def index(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
+        """Show what runs, the last hour and what is wrong now."""
+        from controlplane.chart import draw_minutes  # these reach models, which are not there yet when apps are loaded
+        from controlplane.overview import read_overview
+
+        overview = read_overview()
+        own = {"overview": overview, "chart": draw_minutes(overview.traffic.minutes)}
+        response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
+        return response
 
 
 class MusterAdminConfig(AdminConfig):

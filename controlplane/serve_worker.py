@@ -1,4 +1,4 @@
-"""``python -m controlplane.serve_worker --schedule FILE``: the Celery worker with beat in a thread of it.
+"""``python -m controlplane.serve_worker``: the Celery worker with beat in a thread of it.
 
 For one machine: one process instead of the three that ``celery worker --beat`` runs. Where several workers run, start them with
 ``celery worker`` and exactly one ``celery beat``.
@@ -15,7 +15,7 @@ import threading
 
 from celery import bootsteps
 from celery.apps.worker import Worker
-from celery.beat import Service
+from celery.beat import Scheduler, Service
 
 from controlplane.celery import app
 
@@ -30,7 +30,8 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
     def __init__(self, worker: Worker, **options: object) -> None:
         super().__init__(worker, **options)
         self._is_stopping = False
-        self._service = Service(worker.app, schedule_filename=worker.schedule_filename)
+        # In memory: every interval is short, and what is due at a start may run then.
+        self._service = Service(worker.app, scheduler_cls=Scheduler)
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
 
     def start(self, worker: Worker) -> None:
@@ -39,10 +40,10 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
         self._thread.start()
 
     def stop(self, worker: Worker) -> None:
-        """Stop the thread and let it write its schedule."""
+        """Tell the thread to end. It may sleep until its next entry is due, which nobody needs to wait for."""
         del worker
         self._is_stopping = True
-        self._service.stop(wait=True)
+        self._service.stop(wait=False)
 
     def _run(self) -> None:
         try:
@@ -58,15 +59,13 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m controlplane.serve_worker", description="Run Muster's background work."
     )
-    parser.add_argument("--schedule", required=True, metavar="FILE", help="where beat remembers when it last ran what")
-    options = parser.parse_args(argv)
+    parser.parse_args(argv)
     app.steps["worker"].add(BeatThread)
     worker = app.Worker(
         hostname=f"worker@{os.uname().nodename}",
         pool="threads",
         concurrency=2,
         loglevel=os.environ.get("MUSTER_LOG_LEVEL", "INFO").upper(),
-        schedule_filename=options.schedule,
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=True,

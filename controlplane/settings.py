@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from django.templatetags.static import static
+
 from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_text
 from gateway.values import Limits, Timeouts
 from nodes.states import HealthPolicy, SocketPolicy
@@ -25,6 +27,7 @@ INSTALLED_APPS = [
     "django.contrib.sessions",
     "django.contrib.messages",
     "django.contrib.staticfiles",
+    "django.contrib.humanize",
     "django.contrib.postgres",
     "channels",
     "rest_framework",
@@ -38,6 +41,7 @@ INSTALLED_APPS = [
 ]
 
 MIDDLEWARE = [
+    "controlplane.middleware.ContentSecurityPolicyMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
@@ -174,7 +178,12 @@ LOGGING = {
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": read_text("MUSTER_LOG_LEVEL", "INFO").upper()},
-    "loggers": {"daphne.http_protocol": {"level": "WARNING"}, "celery.app.trace": {"level": "WARNING"}},
+    # uvicorn logs the query string of worker sockets, where a legacy worker puts its secret.
+    "loggers": {
+        "uvicorn.error": {"level": "WARNING"},
+        "daphne.http_protocol": {"level": "WARNING"},
+        "celery.app.trace": {"level": "WARNING"},
+    },
 }
 
 GATEWAY_TIMEOUTS = Timeouts(
@@ -226,4 +235,28 @@ NODE_DIRECT_ALLOW_LOOPBACK = read_bool("MUSTER_DIRECT_ALLOW_LOOPBACK", default=F
 # Who knows which models are allow-listed. The registry stands below the gateway and may not import it.
 NODE_MODEL_CHECK = "gateway.services.is_model_allowed"
 
-UNFOLD = {"SITE_TITLE": "Muster", "SITE_HEADER": "Muster", "SHOW_HISTORY": True, "SHOW_VIEW_ON_SITE": False}
+UNFOLD = {
+    "SITE_TITLE": "Muster",
+    "SITE_HEADER": "Muster",
+    "SITE_SUBHEADER": "Control plane",
+    "SITE_SYMBOL": "hub",
+    "SHOW_HISTORY": False,
+    "SHOW_VIEW_ON_SITE": False,
+    "STYLES": [lambda request: static("muster/admin.css")],
+    "SIDEBAR": {"navigation": "controlplane.navigation.build_sidebar"},
+    "COLORS": {
+        "primary": {
+            "50": "oklch(97.1% .014 187)",
+            "100": "oklch(94.3% .04 187)",
+            "200": "oklch(89% .075 187)",
+            "300": "oklch(82% .1 187)",
+            "400": "oklch(74% .115 187)",
+            "500": "oklch(65% .11 187)",
+            "600": "oklch(54% .095 188)",
+            "700": "oklch(46% .08 189)",
+            "800": "oklch(39% .065 190)",
+            "900": "oklch(34% .052 191)",
+            "950": "oklch(25% .04 192)",
+        }
+    },
+}

@@ -131,11 +131,11 @@ class Pipeline:
         return record, job
 
     async def _find_slot(self, client: ClientConnection, job: Job, record: Record) -> Lease:
+        asked_at = time.monotonic()
         found = self.dispatcher.acquire(job)
         lease = found if isinstance(found, Lease) else await client.wait(found)
         job.attempts += 1
-        if record.queue_ms is None:
-            record.queue_ms = int((time.monotonic() - job.accepted) * 1000)
+        record.queue_ms = (record.queue_ms or 0) + int((time.monotonic() - asked_at) * 1000)
         record.attempts = job.attempts
         record.node_id = lease.link.node_id
         record.node_name = lease.link.node_name

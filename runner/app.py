@@ -51,7 +51,9 @@ class Box:
         self._client = client
         self._instance_id = new_uuid7().hex
         self._engine = _make_engine(config, client)
-        self.supervisor = Supervisor(self._engine, on_change=self._engine_changed)
+        self.supervisor = Supervisor(
+            self._engine, silent_s=config.timeouts.engine_silent_s, on_change=self._engine_changed
+        )
         slots = config.max_concurrent
         self._admission = Admission(slots=slots, queue_limit=max(2, slots))
         self.relay = Relay(

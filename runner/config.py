@@ -22,6 +22,8 @@ EPILOG = """\
 Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,
 MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_MAX_CONCURRENT, MUSTER_NAME,
 MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS, MUSTER_OWNER, MUSTER_LOG_LEVEL.
+In seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left), MUSTER_RECONNECT_MAX_S
+(30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30), MUSTER_ENGINE_SILENT_S (10: then it is restarted).
 
 Signals: SIGTERM or Ctrl-C finishes what runs (up to 30 s), then leaves; a second one leaves at once.
 SIGUSR1 takes the box back for its owner (spare_off); SIGUSR2 lends it again (spare_on).
@@ -42,6 +44,7 @@ class Timeouts:
     healthy_after_s: float = 5.0
     learned_give_up_s: float = 600.0
     drain_s: float = 30.0
+    engine_silent_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> RunnerConfig:
             silence_s=options.seconds("MUSTER_OFFLINE_AFTER_S", 15.0),
             reconnect_max_s=options.seconds("MUSTER_RECONNECT_MAX_S", 30.0),
             drain_s=options.seconds("MUSTER_RUNNER_DRAIN_S", 30.0),
+            engine_silent_s=options.seconds("MUSTER_ENGINE_SILENT_S", 10.0),
         ),
     )
 

@@ -321,13 +321,15 @@ class _Session:
 
     async def _watch_silence(self) -> None:
         """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long."""
-        await asyncio.sleep(self._timeouts.ack_s)
-        if not self.is_accepted:
-            raise SessionLost(f"the gateway did not answer the registration within {self._timeouts.ack_s:.0f} s")
         # Each frame only moves a number: arming a timer for every chunk would cost more than this loop.
-        while (quiet_s := self._clock() - self._heard_at) < self._timeouts.silence_s:  # noqa: ASYNC110
-            await asyncio.sleep(self._timeouts.silence_s - quiet_s)
-        raise SessionLost(f"nothing heard for {self._timeouts.silence_s:.0f} s")
+        limit_s, ack_by = self._timeouts.silence_s, self._clock() + self._timeouts.ack_s
+        while (left_s := self._heard_at + limit_s - self._clock()) > 0:
+            if not self.is_accepted:
+                left_s = min(left_s, ack_by - self._clock())
+                if left_s <= 0:
+                    raise SessionLost(f"the registration was not answered within {self._timeouts.ack_s:g} s")
+            await asyncio.sleep(left_s)
+        raise SessionLost(f"nothing heard for {limit_s:g} s")
 
     async def _leave_politely(self) -> None:
         """After graceful_shutdown: wait for the streams of this session, then end it."""

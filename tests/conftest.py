@@ -7,6 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from django.db import connection
+from pytest_django import DjangoDbBlocker
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> None:
+    """Let tests that commit be cleaned up: that is a TRUNCATE, which the audit trail refuses as it should."""
+    with django_db_blocker.unblock(), connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE governance_auditevent DISABLE TRIGGER governance_auditevent_no_truncate")
 
 
 @pytest.fixture

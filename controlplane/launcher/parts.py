@@ -135,11 +135,8 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
 
 
 def worker_spec(installation: Installation) -> PartSpec:
-    """Return the Celery worker with beat inside it. Tasks are short and few, so threads do: no second copy of Django in memory."""
+    """Return the Celery worker with beat inside it."""
     log_path = installation.place.logs / "worker.log"
-    schedule = installation.place.run / "beat-schedule"
-    arguments = ["-m", "celery", "-A", "controlplane.celery", "worker", "--beat", "--schedule", str(schedule), "--pool", "threads"]
-    arguments += ["--concurrency", "2", "--loglevel", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat"]
     logged_before = 0
 
     def mark_log() -> None:
@@ -148,7 +145,7 @@ def worker_spec(installation: Installation) -> PartSpec:
 
     return PartSpec(
         name="worker",
-        command=lambda: _python(arguments, installation.environment()),
+        command=lambda: _python(["-m", "controlplane.serve_worker"], installation.environment()),
         is_ready=lambda _pid: readiness.log_says(log_path, "ready.", since=logged_before),
         before_start=mark_log,
         stop_deadline_s=15.0,

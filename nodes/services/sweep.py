@@ -41,11 +41,9 @@ def sweep_presence() -> SweepReport:
     if not _take_lock():
         return SweepReport(skipped=True)
     now = timezone.now()
-    return SweepReport(
-        went_offline=_mark_offline(now),
-        drains_ended=_end_drains(now),
-        deadlines_cleared=_clear_deadlines(now),
-    )
+    went_offline = _mark_offline(now)
+    deadlines_cleared = _clear_deadlines(now)
+    return SweepReport(went_offline=went_offline, deadlines_cleared=deadlines_cleared, drains_ended=_end_drains())
 
 
 def _take_lock() -> bool:
@@ -85,16 +83,18 @@ def _mark_offline(now: datetime) -> int:
     return went
 
 
-def _end_drains(now: datetime) -> int:
-    offline = Q(presence__isnull=True) | Q(
-        presence__connected=False, presence__reported_status=NodeStatus.OFFLINE.value
-    )
+def _end_drains() -> int:
+    """End drains with nothing left to drain: the deadline is long past and the box is gone.
+
+    Until then a drain survives reconnects, and a box that is still there stays drained until an operator undrains it.
+    """
+    gone = Q(presence__isnull=True) | Q(presence__connected=False, presence__reported_status=NodeStatus.OFFLINE.value)
+    over = Node.objects.select_for_update(of=("self",)).filter(gone, draining=True, drain_deadline_at__isnull=True)
     ended = 0
-    for node in Node.objects.select_for_update(of=("self",)).filter(offline, draining=True).order_by("pk"):
+    for node in over.order_by("pk"):
         node.draining = False
-        node.drain_deadline_at = None
         node.drain_reason = ""
-        node.save(update_fields=["draining", "drain_deadline_at", "drain_reason", "updated_at"])
+        node.save(update_fields=["draining", "drain_reason", "updated_at"])
         ended += 1
         _record(node, "node.drain_end")
     return ended

@@ -63,7 +63,7 @@ class LlamaCpp:
 
     async def start(self, progress: Progress) -> None:
         """Start the child and load the model. Raises EngineError with what llama.cpp said last."""
-        await self.stop()
+        await self.stop(gently=False)
         progress("starting the engine process")
         self._log_tail.clear()
         self._process = process = await asyncio.create_subprocess_exec(
@@ -88,12 +88,12 @@ class LlamaCpp:
         self.base_url = answer.url
         self.headers = {"Authorization": f"Bearer {key}"}
 
-    async def stop(self) -> None:
-        """Have the child unload and exit; kill it when it takes longer than ``STOP_TIMEOUT_S``."""
+    async def stop(self, *, gently: bool) -> None:
+        """Have the child unload and exit; kill it when it takes longer than ``STOP_TIMEOUT_S``, or at once."""
         process = self._process
         if process is None:
             return
-        if process.stdin is not None and process.returncode is None:
+        if gently and process.stdin is not None and process.returncode is None:
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)

@@ -61,7 +61,7 @@ class OpenAIServer:
         if not self.models:
             raise EngineError(f"{url}/v1/models names no model (HTTP {status}): name them with --models")
 
-    async def stop(self) -> None:
+    async def stop(self, *, gently: bool) -> None:  # nothing of ours to stop
         """Leave the server alone."""
 
     async def health(self) -> Health:

@@ -43,8 +43,8 @@ class Engine(Protocol):
     async def start(self, progress: Progress) -> None:
         """Return once it answers. Raises EngineError, with the engine's own last words where it left any."""
 
-    async def stop(self) -> None:
-        """Unload and leave nothing behind; fine to call when it does not run."""
+    async def stop(self, *, gently: bool) -> None:
+        """Leave nothing behind, unloading first if ``gently``; fine to call when it does not run."""
 
     async def health(self) -> Health:
         """Check it once, in a few seconds at most."""

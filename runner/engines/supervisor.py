@@ -14,7 +14,6 @@ from runner.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-SILENT_LIMIT_S = 10.0
 RESTART_FIRST_S = 0.5
 STEADY_AFTER_S = 30.0
 """An engine that served this long starts its back-off anew when it dies."""
@@ -31,10 +30,14 @@ class EngineState(StrEnum):
 
 
 class Supervisor:
-    """Owns an engine. ``on_change`` is called, synchronously, whenever state, models or last error changed."""
+    """Owns an engine. ``on_change`` is called, synchronously, whenever state, models or last error changed.
 
-    def __init__(self, engine: Engine, *, on_change: Callable[[], None]) -> None:
+    An engine that does not answer its health checks for ``silent_s`` counts as hung and is restarted.
+    """
+
+    def __init__(self, engine: Engine, *, silent_s: float, on_change: Callable[[], None]) -> None:
         self._engine = engine
+        self._silent_s = silent_s
         self._on_change = on_change
         self._suspicion = asyncio.Event()
         self._settled = asyncio.Event()
@@ -100,12 +103,12 @@ class Supervisor:
                     if clock() - since >= STEADY_AFTER_S:
                         pause_s = RESTART_FIRST_S
                     self._become(EngineState.FAILED, error=reason)
-                    await self._engine.stop()
+                    await self._engine.stop(gently=False)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, self._engine.restart_max_s)
         finally:
             self._become(EngineState.UNLOADING)
-            await self._engine.stop()
+            await self._engine.stop(gently=True)
             self._become(EngineState.UNLOADED)
 
     async def _start(self) -> None:
@@ -139,8 +142,8 @@ class Supervisor:
                         return "the engine refuses connections or has no model"
                     case Health.SILENT:
                         silent_since = silent_since if silent_since is not None else loop.time()
-                        if loop.time() - silent_since >= SILENT_LIMIT_S:
-                            return f"the engine has not answered for {SILENT_LIMIT_S:.0f} s"
+                        if loop.time() - silent_since >= self._silent_s:
+                            return f"the engine has not answered for {self._silent_s:g} s"
         finally:
             gone.cancel()
 

@@ -22,6 +22,8 @@ from tests.contract.waiting import DEADLINE_S, eventually
 CHAT = "/v1/chat/completions"
 OPEN_STATES = {"queued", "assigned", "running"}
 ACTOR = "contract-tests"
+PROBE_TOKENS = 2_000_000_000
+"""Over every cap: asks whether a model is admitted without queueing anything."""
 _numbers = itertools.count(1)
 
 
@@ -74,7 +76,7 @@ class Lab:
 
     async def knows(self, model: str, gateway: Gateway) -> bool:
         """Return whether the gateway would admit ``model``, found out without queueing anything."""
-        reply = await self.post(chat_body(model, max_tokens=2_000_000_000), gateway=gateway)
+        reply = await self.post(chat_body(model, max_tokens=PROBE_TOKENS), gateway=gateway)
         assert reply.status in {400, 404}, reply
         return bool(reply.error["code"] == "MAX_TOKENS_TOO_LARGE")
 
@@ -104,16 +106,22 @@ class Lab:
     # records
 
     async def records(self, model: str) -> list[dict[str, Any]]:
-        """Return the request records of a model as the database holds them, oldest first; the state is ``status``."""
-        query = "SELECT *, state AS status FROM gateway_requestrecord WHERE model = %s ORDER BY created_at, id"
+        """Return the request records of a model as the database holds them, oldest first; the state is ``status``.
+
+        Those that ``knows`` left are not among them.
+        """
+        query = (
+            "SELECT *, state AS status FROM gateway_requestrecord"
+            " WHERE model = %s AND max_tokens IS DISTINCT FROM %s ORDER BY created_at, id"
+        )
         url = self.stack.ready.database_url
         async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as database:
-            return await (await database.execute(query, (model,))).fetchall()
+            return await (await database.execute(query, (model, PROBE_TOKENS))).fetchall()
 
     async def listed_requests(self, model: str) -> list[dict[str, Any]]:
         """Return the rows of a model in ``GET /requests``, newest first."""
         reply = await self.control("GET", "/requests?limit=1000")
-        return [row for row in reply.json["requests"] if row["model"] == model]
+        return [row for row in reply.json["requests"] if row["model"] == model and row["max_tokens"] != PROBE_TOKENS]
 
     async def final(self, model: str, count: int = 1) -> list[dict[str, Any]]:
         """Wait until a model has ``count`` records and none is open; return them, oldest first."""

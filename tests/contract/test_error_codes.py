@@ -9,7 +9,7 @@ import pytest
 from tests.contract import expect
 from tests.contract.client import Reply, call, send_raw
 from tests.contract.expect import assert_failure
-from tests.contract.lab import CHAT, Lab, bearer, chat_body, unique
+from tests.contract.lab import CHAT, PROBE_TOKENS, Lab, bearer, chat_body, unique
 from tests.contract.waiting import eventually
 from wire import frames
 from wire.credentials import CredentialKind, mint_credential
@@ -57,7 +57,7 @@ async def test_a_model_that_was_taken_off_the_list_or_is_not_for_this_key_is_400
     headers = {**bearer(text), "content-type": "application/json"}
 
     async def usable() -> bool:
-        body = chat_body(other, max_tokens=2_000_000_000)
+        body = chat_body(other, max_tokens=PROBE_TOKENS)
         return (await lab.post(body, headers=headers)).status == 400
 
     await eventually(usable, what="the new key works")

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
 T = TypeVar("T")
 
@@ -15,14 +15,26 @@ DEADLINE_S = 10.0
 _PAUSE_S = 0.01
 
 
+@overload
 async def eventually(
-    condition: Callable[[], T | Awaitable[T]], *, within_s: float = DEADLINE_S, what: str, pause_s: float = _PAUSE_S
+    condition: Callable[[], Awaitable[T | None]], *, within_s: float = ..., what: str, pause_s: float = ...
+) -> T: ...
+@overload
+async def eventually(
+    condition: Callable[[], T | None], *, within_s: float = ..., what: str, pause_s: float = ...
+) -> T: ...
+async def eventually(
+    condition: Callable[[], Awaitable[T | None]] | Callable[[], T | None],
+    *,
+    within_s: float = DEADLINE_S,
+    what: str,
+    pause_s: float = _PAUSE_S,
 ) -> T:
     """Return the first truthy result of ``condition``. Raises AssertionError naming ``what`` at the deadline."""
     deadline = time.monotonic() + within_s
     while True:
         outcome = condition()
-        result = await cast("Awaitable[T]", outcome) if inspect.isawaitable(outcome) else outcome
+        result = await cast("Awaitable[T | None]", outcome) if inspect.isawaitable(outcome) else cast("T", outcome)
         if result:
             return result
         if time.monotonic() > deadline:
@@ -30,7 +42,7 @@ async def eventually(
         await asyncio.sleep(pause_s)
 
 
-def wait_until(condition: Callable[[], T], *, within_s: float, what: str, pause_s: float = 0.05) -> T:
+def wait_until(condition: Callable[[], T], *, within_s: float = DEADLINE_S, what: str, pause_s: float = 0.05) -> T:
     """Do the same as ``eventually`` outside an event loop."""
     deadline = time.monotonic() + within_s
     while True:

@@ -155,10 +155,12 @@ async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work
 
 
 async def test_a_silent_gateway_is_left_and_dialled_again(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env={"MUSTER_OFFLINE_AFTER_S": "0.7"}) as process:
+    async with (
+        run_gateway() as gateway,
+        run_box(tmp_path, gateway.url, env={"MUSTER_OFFLINE_AFTER_S": "0.7"}) as process,
+    ):
         gateway.pings = False
         await gateway.accept()
-        # The box only looks at the silence once the registration is old enough.
         await gateway.accept()
         assert "nothing heard" in process.log_text()
 
@@ -238,7 +240,8 @@ async def test_a_killed_engine_is_withdrawn_restarted_and_declared_again(tmp_pat
 
 
 async def test_a_hung_engine_is_killed_and_restarted(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
+    impatient = {"MUSTER_ENGINE_SILENT_S": "0.5"}
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env=impatient) as process:
         box = await gateway.accept()
         await box.expect(bridge.ModelsUpdate)
         hung = await engine_of(process)

@@ -1,0 +1,61 @@
+"""The sidebar of the admin. Each entry shows only to operators who may look at what it leads to."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from django.http import HttpRequest
+from django.urls import reverse
+
+
+class Item(TypedDict):
+    """One entry, as Unfold reads it."""
+
+    title: str
+    icon: str
+    link: str
+
+
+class Group(TypedDict):
+    """Entries under a heading, as Unfold reads them."""
+
+    title: str
+    separator: bool
+    items: list[Item]
+
+
+PAGES = {
+    "Fleet": (
+        ("Nodes", "dns", "nodes", "node"),
+        ("Node credentials", "badge", "nodes", "nodecredential"),
+        ("Providers", "hub", "nodes", "provider"),
+    ),
+    "Gateway": (
+        ("Models", "deployed_code", "gateway", "model"),
+        ("Requests", "receipt_long", "gateway", "requestrecord"),
+        ("API keys", "key", "gateway", "apikey"),
+        ("Tenants", "apartment", "gateway", "tenant"),
+        ("Gateway processes", "lan", "gateway", "gatewayprocess"),
+    ),
+    "Governance": (
+        ("Operators", "group", "controlplane", "user"),
+        ("Admin tokens", "vpn_key", "governance", "admintoken"),
+        ("Audit", "history", "governance", "auditevent"),
+    ),
+}
+"""Heading → (title, icon, app, model) of its entries."""
+
+
+def build_sidebar(request: HttpRequest) -> list[Group]:
+    """Return what the signed-in operator may see."""
+    overview = Item(title="Overview", icon="space_dashboard", link=reverse("admin:index"))
+    groups = [Group(title="", separator=False, items=[overview])]
+    for title, pages in PAGES.items():
+        items = [
+            Item(title=name, icon=icon, link=reverse(f"admin:{app}_{model}_changelist"))
+            for name, icon, app, model in pages
+            if request.user.has_perm(f"{app}.view_{model}") or request.user.has_perm(f"{app}.change_{model}")
+        ]
+        if items:
+            groups.append(Group(title=title, separator=True, items=items))
+    return groups

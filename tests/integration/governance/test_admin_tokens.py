@@ -1,0 +1,81 @@
+"""Admin tokens: made, verified, revoked, each with its line in the audit trail."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+
+from governance.errors import AdminTokenNotFound, InvalidName
+from governance.models import AdminToken, AuditEvent
+from governance.services import create_admin_token, revoke_admin_token, verify_admin_token
+from wire.credentials import CredentialKind, digest_credential, mint_credential
+
+pytestmark = pytest.mark.django_db
+
+
+def test_a_new_token_is_accepted_and_only_its_digest_is_stored() -> None:
+    token, text = create_admin_token(name=" deploy ", actor="user:ada")
+    assert text.startswith("msa_")
+    assert token.name == "deploy"
+    assert bytes(AdminToken.objects.get().digest) == digest_credential(text)
+    found = verify_admin_token(text)
+    assert found is not None
+    assert found.pk == token.pk
+    event = AuditEvent.objects.get()
+    assert (event.actor, event.action, event.target) == ("user:ada", "admin_token.create", "deploy")
+    assert text not in str(event.detail)
+
+
+@pytest.mark.parametrize("name", ["", "   ", "x" * 81])
+def test_a_token_needs_a_name_of_some_length(name: str) -> None:
+    with pytest.raises(InvalidName) as caught:
+        create_admin_token(name=name, actor="user:ada")
+    assert caught.value.param == "name"
+
+
+def test_what_is_not_exactly_a_token_is_refused() -> None:
+    _, text = create_admin_token(name="deploy", actor="user:ada")
+    forged = mint_credential(CredentialKind.ADMIN).text
+    same_id = f"msa_{text.split('_')[1]}_{forged.split('_')[2]}"
+    for wrong in (
+        "",
+        "msa_",
+        text[:-1],
+        text + "x",
+        text.replace("msa_", "mst_"),
+        forged,
+        same_id,
+        text.upper(),
+        " " + text,
+    ):
+        assert verify_admin_token(wrong) is None, wrong
+    for kind in (CredentialKind.CLIENT, CredentialKind.WORKER):
+        assert verify_admin_token(mint_credential(kind).text) is None
+
+
+def test_a_revoked_token_is_refused_and_revoking_twice_records_once() -> None:
+    token, text = create_admin_token(name="deploy", actor="user:ada")
+    first = revoke_admin_token(token_id=token.pk, actor="user:bob")
+    again = revoke_admin_token(token_id=token.pk, actor="user:bob")
+    assert first.revoked_at == again.revoked_at is not None
+    assert verify_admin_token(text) is None
+    assert AuditEvent.objects.filter(action="admin_token.revoke").count() == 1
+    with pytest.raises(AdminTokenNotFound):
+        revoke_admin_token(token_id=0, actor="user:bob")
+
+
+def test_use_is_noted_at_most_once_a_minute() -> None:
+    token, text = create_admin_token(name="deploy", actor="user:ada")
+    verify_admin_token(text)
+    noted = AdminToken.objects.get().last_used_at
+    assert noted is not None
+    verify_admin_token(text)
+    assert AdminToken.objects.get().last_used_at == noted
+    long_ago = timezone.now() - timedelta(minutes=2)
+    AdminToken.objects.filter(pk=token.pk).update(last_used_at=long_ago)
+    verify_admin_token(text)
+    renewed = AdminToken.objects.get().last_used_at
+    assert renewed is not None
+    assert renewed > long_ago
