@@ -242,7 +242,8 @@ class Muster:
             except BenchmarkError as error:
                 self.require_healthy()
                 if time.monotonic() > deadline:
-                    raise BenchmarkError(f"the gateway does not serve {model}: {error}") from error
+                    log = self.gateway.read_log_tail()
+                    raise BenchmarkError(f"the gateway does not serve {model}: {error}\n{log}") from error
             time.sleep(0.2)
 
 

@@ -163,14 +163,6 @@ class ClientConnection:
         if self._handle is not None:
             self._handle.abort()
 
-    async def drain(self) -> None:
-        """Wait until everything written was taken by the server (bounded by its write time-out)."""
-        while self.outbox.is_blocked and not self.outbox.dead:
-            drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.on_drained = lambda: None if drained.done() else drained.set_result(None)
-            await self.wait(drained)
-        self.on_drained = None
-
     # inside
 
     async def _receive_body(self) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from typing import Protocol, TypeVar
 class Candidate(Protocol):
     """What placement reads of a link."""
 
-    load: int
     last_served: int
+
+    @property
+    def load(self) -> int:
+        """Requests known to run on the box."""
 
     def can_take(self, now: float) -> bool:
         """Whether it is ready and has a free slot."""

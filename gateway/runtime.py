@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from datetime import datetime
+from datetime import datetime, timedelta
 from urllib.parse import urlsplit
 
 import redis.exceptions
@@ -211,7 +211,7 @@ class GatewayRuntime:
     def _load_peers(self) -> dict[uuid.UUID, HttpTarget]:
         if not settings.CLUSTER_SECRET:
             return {}
-        since = timezone.now() - timezone.timedelta(seconds=_PEER_FRESH_S)
+        since = timezone.now() - timedelta(seconds=_PEER_FRESH_S)
         processes = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since).exclude(internal_url="")
         peers: dict[uuid.UUID, HttpTarget] = {}
         for process in processes.exclude(pk=self.gateway_id):

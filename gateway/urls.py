@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import cast
+
 from channels.routing import ProtocolTypeRouter, URLRouter
-from django.urls import path, re_path
+from django.http.response import HttpResponseBase
+from django.urls import URLPattern, re_path
 
 from gateway.dialects import SURFACES
 from gateway.runtime import GatewayRuntime
 from gateway.views.admin import AdminViews
-from gateway.views.base import make_endpoint
+from gateway.views.base import Application, Handler, make_endpoint
 from gateway.views.inference import make_inference
 from gateway.views.peer import make_peer_door
 from gateway.views.public import PublicViews
@@ -20,22 +25,28 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
     """Return the ASGI application of one gateway process."""
     public, admin = PublicViews(runtime), AdminViews(runtime)
 
-    def get(handler: object) -> object:
-        return make_endpoint(runtime, {"GET": handler, "HEAD": handler})  # type: ignore[dict-item]
+    def get(handler: Handler) -> Application:
+        return make_endpoint(runtime, {"GET": handler, "HEAD": handler})
 
-    http = [path(surface.path.lstrip("/"), make_inference(runtime, surface)) for surface in SURFACES.values()]
+    everything = make_endpoint(runtime, dict.fromkeys(_METHODS, public.not_found))
+    http = [_route(re.escape(surface.path[1:]), make_inference(runtime, surface)) for surface in SURFACES.values()]
     http += [
-        path("v1/models", get(public.list_models)),
-        path("models", get(public.list_models)),
-        re_path(r"^v1/models/(?P<name>.+)$", get(public.show_model)),
-        path("health", get(public.health)),
-        path("metrics", get(public.metrics)),
-        path("admin/workers", get(admin.workers)),
-        path("admin/stats", get(admin.stats)),
-        path("admin/keys", make_endpoint(runtime, {"GET": admin.list_keys, "POST": admin.create_key})),
-        path("admin/keys/<str:key_id>", make_endpoint(runtime, {"DELETE": admin.revoke_key})),
-        re_path(r"^internal/v1/nodes/(?P<node>[0-9a-f]{32})/(?P<path>.+)$", make_peer_door(runtime)),
-        re_path(r"", make_endpoint(runtime, dict.fromkeys(_METHODS, public.not_found))),
+        _route("v1/models", get(public.list_models)),
+        _route("models", get(public.list_models)),
+        _route("v1/models/(?P<name>.+)", get(public.show_model)),
+        _route("health", get(public.health)),
+        _route("metrics", get(public.metrics)),
+        _route("admin/workers", get(admin.workers)),
+        _route("admin/stats", get(admin.stats)),
+        _route("admin/keys", make_endpoint(runtime, {"GET": admin.list_keys, "POST": admin.create_key})),
+        _route("admin/keys/(?P<key_id>[^/]+)", make_endpoint(runtime, {"DELETE": admin.revoke_key})),
+        _route("internal/v1/nodes/(?P<node>[0-9a-f]{32})/(?P<path>.+)", make_peer_door(runtime)),
+        _route(".*", everything),
     ]
-    sockets = [path("v1/worker/connect", runtime.workers)]
+    sockets = [_route("v1/worker/connect", runtime.workers)]
     return ProtocolTypeRouter({"http": URLRouter(http), "websocket": URLRouter(sockets)})
+
+
+def _route(pattern: str, application: Application) -> URLPattern:
+    """Return a route of Channels' router, which takes ASGI applications where Django's types expect views."""
+    return re_path(f"^{pattern}$", cast("Callable[..., HttpResponseBase]", application))

@@ -40,6 +40,7 @@ from nodes.session import (
     TelemetryArrived,
 )
 from nodes.states import HealthPolicy, SocketPolicy
+from nodes.throttle import AuthThrottle
 from wire import bridge
 from wire.bridge import ProtocolError
 from wire.contract import NodeMode
@@ -52,36 +53,6 @@ Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-_AUTH_TABLE_LIMIT = 10_000
-
-
-class AuthThrottle:
-    """Counts failed authentications by client address and blocks an address for a moment after too many."""
-
-    def __init__(self, policy: SocketPolicy) -> None:
-        self._policy = policy
-        self._failures: dict[str, tuple[int, float]] = {}
-
-    def is_blocked(self, address: str) -> bool:
-        """Return whether the address has to wait."""
-        count, at = self._failures.get(address, (0, 0.0))
-        return count >= self._policy.auth_failures and time.monotonic() - at < self._policy.auth_block_s
-
-    def record_failure(self, address: str) -> None:
-        """Count one failure; old entries are forgotten."""
-        now = time.monotonic()
-        count, at = self._failures.get(address, (0, 0.0))
-        served_block = count >= self._policy.auth_failures and now - at >= self._policy.auth_block_s
-        if served_block or now - at >= self._policy.auth_forget_s:
-            count = 0
-        if len(self._failures) >= _AUTH_TABLE_LIMIT:
-            self._failures.clear()
-        self._failures[address] = (count + 1, now)
-
-    def record_success(self, address: str) -> None:
-        """Forget the failures of an address."""
-        self._failures.pop(address, None)
 
 
 class WorkerEndpoint:
@@ -140,7 +111,7 @@ class WorkerEndpoint:
         return credential
 
     def _read_secret(self, scope: Scope) -> str:
-        headers = {name: value for name, value in scope["headers"]}
+        headers = dict(scope["headers"])
         secret = headers.get(b"x-worker-secret")
         if secret is not None:
             return str(secret.decode("latin-1")).strip()
@@ -402,4 +373,4 @@ def _query(scope: Scope, name: str) -> str:
     return values[0] if values else ""
 
 
-__all__ = ["AuthThrottle", "WorkerEndpoint", "presence_reports"]
+__all__ = ["WorkerEndpoint", "presence_reports"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -111,13 +113,7 @@ def test_documented_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -
         name = ast.literal_eval(call.args[0])
         given = call.args[1] if len(call.args) > 1 else next(k.value for k in call.keywords if k.arg == "default")
         value = eval(compile(ast.Expression(given), "settings", "eval"), {"__builtins__": {}})
-        shown = (
-            {True: "on", False: "off"}[value]
-            if isinstance(value, bool)
-            else f"{value:g}"
-            if value < 1e6
-            else f"{value}"
-        )
+        shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else f"{value:g}" if value < 1e6 else f"{value}"
         if rows.get(name) != shown:
             wrong[name] = (rows.get(name, "missing"), shown)
     assert not wrong, "docs/operate.md shows (left) what is not the default (right)"
@@ -144,9 +140,7 @@ def test_the_documented_status_of_every_gateway_error_is_its_status() -> None:
 
     rows = re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", read(DOCS / "api.md"), flags=re.MULTILINE)
     documented = {(code, int(status)) for code, text in rows for status in re.findall(r"\b[1-5]\d\d\b", text)}
-    classes = [
-        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.GatewayError)
-    ]
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.GatewayError)]
     assert len(classes) > 10
     assert not {(each.code.value, each.status) for each in classes} - documented
 
@@ -202,3 +196,30 @@ def test_every_file_named_in_a_command_is_in_the_repository() -> None:
     named = {(page, path) for page, line in shell_lines() for path in re.findall(r"(?<![\w/.])docker/\w+\.\w+", line)}
     assert named
     assert not [path for _, path in named if not (ROOT / path).exists()]
+
+
+def test_every_command_is_run_by_a_test_or_listed_as_tried_or_not_tried_by_hand() -> None:
+    listed = read(DOCS / "verified.md")
+    silent: list[str] = []
+    for page in PAGES:
+        for _, language, code in FENCE.findall(read(page)):
+            first = next((line for line in code.splitlines() if line and not line.startswith("#")), "")
+            if language == "sh" and first not in listed:
+                silent.append(f"{page.name}: {first}")
+    assert not silent, "mark the block ```sh run, or list its first line in docs/verified.md"
+
+
+def test_the_nginx_example_is_accepted_by_nginx(tmp_path: Path) -> None:
+    nginx, openssl = shutil.which("nginx"), shutil.which("openssl")
+    if nginx is None or openssl is None:
+        pytest.skip("nginx or openssl is not installed")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    example = next(code for _, language, code in FENCE.findall(read(DOCS / "operate.md")) if language == "nginx")
+    example = re.sub(r"/etc/ssl/\w+\.pem", str(certificate), re.sub(r"/etc/ssl/\w+\.key", str(key), example))
+    paths = "".join(f"{name}_temp_path {tmp_path / name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    config = tmp_path / "nginx.conf"
+    config.write_text(f"pid {tmp_path}/nginx.pid; error_log stderr; events {{}} http {{ {paths}\n{example} }}")
+    checked = subprocess.run([nginx, "-t", "-c", str(config)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr

@@ -213,8 +213,8 @@ WorkerMessage = (
 )
 
 _encoder = msgspec.json.Encoder()
-_server_decoder = msgspec.json.Decoder(ServerMessage)
-_worker_decoder = msgspec.json.Decoder(WorkerMessage)
+_server_decoder: msgspec.json.Decoder[ServerMessage] = msgspec.json.Decoder(ServerMessage)
+_worker_decoder: msgspec.json.Decoder[WorkerMessage] = msgspec.json.Decoder(WorkerMessage)
 
 
 class ProtocolError(ValueError):

@@ -73,7 +73,7 @@ def serve(*, host: str, port: int) -> None:
     runtime = GatewayRuntime()
     GatewayHttpProtocol.header_timeout_s = runtime.timeouts.header_s
     config = uvicorn.Config(
-        GatewayApp(runtime),  # type: ignore[arg-type]  # our scope type is wider than uvicorn's private one
+        GatewayApp(runtime),
         host=host,
         port=port,
         loop="uvloop",

@@ -134,7 +134,7 @@ class HttpStream:
             self._task = None
             if not self.finished:
                 self._finish()
-                message = f"cannot connect: {error or type(error).__name__}"
+                message = f"cannot connect: {str(error) or type(error).__name__}"
                 self.sink.on_end(LinkEnd(kind=EndKind.ENGINE_FAILED, message=message, retryable=True))
             return
         self._task = None

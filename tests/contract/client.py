@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -161,7 +162,7 @@ class Exchange:
                 while await self.chunk():
                     pass
         finally:
-            self.writer.close()
+            await self.close()
         return Reply(self.status, self.headers, bytes(self.body), self.whole)
 
     async def closed_by_peer(self, *, within_s: float) -> None:
@@ -173,8 +174,16 @@ class Exchange:
             except ConnectionError:
                 pass
 
+    async def close(self) -> None:
+        """Close the connection politely."""
+        self.writer.close()
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await self.writer.wait_closed()
+
     def leave(self) -> None:
-        """Go away in the middle, as a killed client does (TCP reset)."""
+        """Go away in the middle, as a killed client does (TCP reset). Nothing when it is closed already."""
+        if self.writer.is_closing():
+            return
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
@@ -189,8 +198,7 @@ async def call(
     within_s: float = REPLY_WITHIN_S,
 ) -> Reply:
     """Send one request and return its whole response."""
-    async with asyncio.timeout(within_s):
-        exchange = await Exchange.open(url, method=method, headers=headers, body=body)
+    exchange = await Exchange.open(url, method=method, headers=headers, body=body)
     return await exchange.finish(within_s=within_s)
 
 
@@ -208,6 +216,8 @@ async def send_raw(url: str, data: bytes, *, within_s: float = REPLY_WITHIN_S) -
         pass
     finally:
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
     return bytes(found)
 
 

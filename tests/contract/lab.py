@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any  # bodies and rows are JSON
 
 import psycopg
@@ -15,7 +16,7 @@ from psycopg.rows import dict_row
 
 from tests.contract.client import Exchange, Reply, call
 from tests.contract.scripted_box import ScriptedBox
-from tests.contract.scripted_worker import ScriptedWorker
+from tests.contract.scripted_worker import Job, ScriptedWorker
 from tests.contract.stack import Gateway, Stack
 from tests.contract.waiting import DEADLINE_S, eventually
 
@@ -72,7 +73,7 @@ class Lab:
         """Allow-list a model and wait until the gateways know."""
         self.operate("gateway.services.allow_model", name=name, **caps)
         for gateway in gateways or (self.gateway,):
-            await eventually(lambda gateway=gateway: self.knows(name, gateway), what=f"{gateway.name} knows {name}")
+            await eventually(partial(self.knows, name, gateway), what=f"{gateway.name} knows {name}")
 
     async def knows(self, model: str, gateway: Gateway) -> bool:
         """Return whether the gateway would admit ``model``, found out without queueing anything."""
@@ -116,7 +117,8 @@ class Lab:
         )
         url = self.stack.ready.database_url
         async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as database:
-            return await (await database.execute(query, (model, PROBE_TOKENS))).fetchall()
+            rows: list[dict[str, Any]] = await (await database.execute(query, (model, PROBE_TOKENS))).fetchall()
+            return rows
 
     async def listed_requests(self, model: str) -> list[dict[str, Any]]:
         """Return the rows of a model in ``GET /requests``, newest first."""
@@ -151,9 +153,7 @@ class Lab:
         """Connect and register a bridge v1 worker, ready for work when this returns."""
         worker = await self.dial(secret=secret or self.secret, gateway=gateway, provider=provider)
         worker.answers_pings = answers_pings
-        await worker.register(
-            models, name=name or unique("worker"), max_concurrent=max_concurrent, current_load=current_load
-        )
+        await worker.register(models, name=name or unique("worker"), max_concurrent=max_concurrent, current_load=current_load)
         return worker
 
     async def dial(
@@ -237,11 +237,25 @@ class Lab:
         url = (gateway or self.gateway).url + path
         return await call("POST", url, headers=headers or self.headers(), body=body, within_s=within_s)
 
-    def ask(
-        self, model: str, text: str = "hello", *, gateway: Gateway | None = None, **more: Any
-    ) -> asyncio.Task[Reply]:
+    def ask(self, model: str, text: str = "hello", *, gateway: Gateway | None = None, **more: Any) -> asyncio.Task[Reply]:
         """Start a chat completion and return the task of its whole response."""
         return self.spawn(self.post(chat_body(model, text, **more), gateway=gateway))
+
+    async def ask_through(self, worker: ScriptedWorker, model: str) -> Reply:
+        """Ask, have ``worker`` answer if it gets the job, and return what the client got."""
+        reply, job = self.ask(model), asyncio.create_task(worker.job())
+        await asyncio.wait({reply, job}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            job.cancel()
+        (outcome,) = await asyncio.gather(job, return_exceptions=True)
+        if isinstance(outcome, Job):
+            await worker.answer(outcome)
+        return await reply
+
+    async def refused_through(self, worker: ScriptedWorker, model: str) -> Reply | None:
+        """Do the same and return None for a 200: for waiting until a change has reached the gateway."""
+        reply = await self.ask_through(worker, model)
+        return None if reply.status == 200 else reply
 
     async def open(
         self,
@@ -276,6 +290,7 @@ class Lab:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         for exchange in self.exchanges:
             exchange.leave()
+            await exchange.close()
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.gather(*(worker.close() for worker in self.workers), return_exceptions=True)
 

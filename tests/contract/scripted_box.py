@@ -162,9 +162,7 @@ class ScriptedBox:
 
     async def send_frame(self, kind: int, stream: Stream, payload: bytes = b"", *, attempt: int | None = None) -> None:
         """Send one binary frame, with another attempt number when told so."""
-        await self.socket.send(
-            frames.encode_frame(kind, stream.id, stream.attempt if attempt is None else attempt, payload)
-        )
+        await self.socket.send(frames.encode_frame(kind, stream.id, stream.attempt if attempt is None else attempt, payload))
 
     async def head(self, stream: Stream, *, status: int = 200, content_type: str = "application/json") -> None:
         """Send status and headers."""

@@ -134,8 +134,10 @@ class Backstage:
 
     def stop(self) -> None:
         """End the process."""
-        self._pipes()[0].close()
+        stdin, stdout = self._pipes()
+        stdin.close()
         self._process.wait(STOPPED_WITHIN_S)
+        stdout.close()
         self._log.close()
 
 

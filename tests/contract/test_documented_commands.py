@@ -39,9 +39,7 @@ def served(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFa
         node = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             address = f"{stack.ready.gateway_url}/v1/models/{MODEL}"
-            wait_until(
-                lambda: node.poll() is not None or answers(address), within_s=60, what="the box serves the tiny model"
-            )
+            wait_until(lambda: node.poll() is not None or answers(address), within_s=60, what="the box serves the tiny model")
             assert node.poll() is None, Path(log.name).read_text(encoding="utf-8")
             yield stack
         finally:
@@ -53,9 +51,7 @@ def fill_in(code: str, stack: Stack) -> str:
     """Return a block with the reader's own addresses, key and data directory in it."""
     filled = code.replace("http://127.0.0.1:8080", stack.ready.gateway_url)
     filled = filled.replace("http://127.0.0.1:8000", stack.ready.control_url)
-    filled = filled.replace("mst_…", stack.ready.api_key).replace(
-        "curl ", "curl --silent --show-error --fail-with-body "
-    )
+    filled = filled.replace("mst_…", stack.ready.api_key).replace("curl ", "curl --silent --show-error --fail-with-body ")
     manage = f"{sys.executable} {ROOT / 'muster'} manage --data {stack.directory / 'data'}"
     return filled.replace("./muster manage", manage)
 

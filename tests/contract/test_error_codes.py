@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any  # bodies are JSON
 
 import pytest
 
@@ -21,9 +22,7 @@ KEYS = [None, "Bearer", "Basic abc", "Bearer nonsense", "unknown", "admin", "wor
 
 
 @pytest.mark.parametrize("authorization", KEYS)
-async def test_a_missing_malformed_unknown_or_foreign_key_is_401_invalid_api_key(
-    lab: Lab, authorization: str | None
-) -> None:
+async def test_a_missing_malformed_unknown_or_foreign_key_is_401_invalid_api_key(lab: Lab, authorization: str | None) -> None:
     ready = lab.stack.ready
     known = {
         "unknown": f"Bearer {mint_credential(CredentialKind.CLIENT).text}",
@@ -51,9 +50,7 @@ async def test_a_model_nobody_has_heard_of_is_404_and_one_not_allow_listed_is_40
 
 async def test_a_model_that_was_taken_off_the_list_or_is_not_for_this_key_is_400(lab: Lab) -> None:
     model, other = await lab.model(), await lab.model()
-    _, text = lab.operate(
-        "gateway.services.create_api_key", name=unique("key"), tenant_name="default", allowed_models=[other]
-    )
+    _, text = lab.operate("gateway.services.create_api_key", name=unique("key"), tenant_name="default", allowed_models=[other])
     headers = {**bearer(text), "content-type": "application/json"}
 
     async def usable() -> bool:
@@ -77,7 +74,8 @@ async def test_caps_on_prompt_and_max_tokens_are_400_with_their_codes(lab: Lab) 
     assert_failure(prompt, 400, "PROMPT_TOO_LARGE")
     assert prompt.error["param"] == "messages"
     for field in ("max_tokens", "max_completion_tokens"):
-        tokens = await lab.ask(model, "x", **{field: 11})
+        limits: dict[str, Any] = {field: 11}
+        tokens = await lab.post(chat_body(model, "x", **limits))
         assert_failure(tokens, 400, "MAX_TOKENS_TOO_LARGE")
         assert tokens.error["param"] == field
     worker = await lab.worker(model)
@@ -89,9 +87,7 @@ async def test_caps_on_prompt_and_max_tokens_are_400_with_their_codes(lab: Lab) 
 async def test_the_rate_limit_of_a_key_is_429_with_retry_after_and_rate_limit_headers(lab: Lab) -> None:
     model = await lab.model()
     worker = await lab.worker(model)
-    _, text = lab.operate(
-        "gateway.services.create_api_key", name=unique("key"), tenant_name="default", requests_per_minute=2
-    )
+    _, text = lab.operate("gateway.services.create_api_key", name=unique("key"), tenant_name="default", requests_per_minute=2)
     headers = {**bearer(text), "content-type": "application/json"}
 
     async def send() -> Reply:
@@ -204,7 +200,7 @@ async def test_only_draining_or_cordoned_nodes_is_503_node_draining(hasty_lab: L
 
     async def known_here() -> bool:
         row = await lab.listed_worker(name)
-        return row is not None and row["is_draining"]
+        return row is not None and row["is_draining"] is True
 
     await eventually(known_here, what="the gateway knows")
     assert_failure(await lab.ask(model), 503, "NODE_DRAINING")

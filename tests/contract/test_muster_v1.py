@@ -186,9 +186,7 @@ async def test_an_upstream_error_keeps_status_and_body_on_streams_too(lab: Lab) 
 async def test_telemetry_shows_in_the_node_list(lab: Lab) -> None:
     model, name = await lab.model(), unique("gpu-box")
     box = await lab.box(model, name=name)
-    gpu = bridge.GpuInfo(
-        index=0, name="Scripted GPU", memory_total_mb=1000, memory_used_mb=400, utilization_percent=73.0
-    )
+    gpu = bridge.GpuInfo(index=0, name="Scripted GPU", memory_total_mb=1000, memory_used_mb=400, utilization_percent=73.0)
     replica = bridge.ReplicaInfo(model=model, state="loaded", engine="scripted", slots=4, active=1)
     await box.send(bridge.Telemetry(current_load=1, gpus=[gpu], replicas=[replica]))
 

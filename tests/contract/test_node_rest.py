@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import pytest_asyncio
 
 from tests.contract.client import Reply, call
 from tests.contract.expect import assert_failure, assert_stream_failure
-from tests.contract.lab import Lab, unique
+from tests.contract.lab import Lab, chat_body, unique
 from tests.contract.scripted_backend import ScriptedBackend, serve_backend
 from tests.contract.scripted_worker import ScriptedWorker
 from tests.contract.stack import free_port
@@ -283,7 +282,7 @@ async def test_drain_and_cordon_survive_a_reconnect(hasty_lab: Lab) -> None:
         second = await connect_again(lab, model, name)
 
         async def draining(model: str = model) -> Reply | None:
-            reply = await lab.ask(model)
+            reply = await lab.post(chat_body(model))
             return reply if reply.error["code"] == "NODE_DRAINING" else None
 
         assert_failure(await eventually(draining, what=f"still kept back after {action}"), 503, "NODE_DRAINING")
@@ -291,8 +290,11 @@ async def test_drain_and_cordon_survive_a_reconnect(hasty_lab: Lab) -> None:
         lab.operate(f"nodes.services.{undo}", node_id=node_id)
         if second.close_code is not None:
             second = await connect_again(lab, model, name)
-        reply = await served_again(lab, model, second)
-        assert reply.status == 200
+
+        async def served(model: str = model, worker: ScriptedWorker = second) -> bool:
+            return (await lab.ask_through(worker, model)).status == 200
+
+        await eventually(served, what=f"serving after {undo}")
 
 
 async def connect_again(lab: Lab, model: str, name: str) -> ScriptedWorker:
@@ -303,16 +305,3 @@ async def connect_again(lab: Lab, model: str, name: str) -> ScriptedWorker:
 
     await eventually(gone, what="the older session is gone")
     return await lab.worker(model, name=name)
-
-
-async def served_again(lab: Lab, model: str, worker: ScriptedWorker) -> Reply:
-    """Ask until the gateway knows that the box takes work again."""
-    while True:
-        task = lab.ask(model)
-        job = asyncio.create_task(worker.job())
-        await asyncio.wait({task, job}, return_when=asyncio.FIRST_COMPLETED)
-        if job.done():
-            await worker.answer(await job)
-            return await task
-        job.cancel()
-        await asyncio.gather(job, return_exceptions=True)

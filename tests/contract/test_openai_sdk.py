@@ -91,14 +91,10 @@ async def test_an_unknown_model_is_a_not_found_error(sdk: openai.AsyncOpenAI) ->
     assert caught.value.type == "invalid_request_error"
 
 
-async def test_a_used_up_key_is_a_rate_limit_error_that_says_when_to_come_back(
-    lab: Lab, sdk: openai.AsyncOpenAI
-) -> None:
+async def test_a_used_up_key_is_a_rate_limit_error_that_says_when_to_come_back(lab: Lab, sdk: openai.AsyncOpenAI) -> None:
     model = await lab.model()
     worker = await lab.worker(model)
-    _, text = lab.operate(
-        "gateway.services.create_api_key", name=unique("key"), tenant_name="default", requests_per_minute=1
-    )
+    _, text = lab.operate("gateway.services.create_api_key", name=unique("key"), tenant_name="default", requests_per_minute=1)
     limited = sdk.with_options(api_key=text)
 
     async def first_passes() -> bool:

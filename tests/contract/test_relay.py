@@ -75,9 +75,7 @@ async def test_many_streams_on_one_worker_keep_their_order_and_never_mix(lab: La
 
 @pytest.mark.parametrize("status", [400, 429, 500])
 @pytest.mark.parametrize("through_chunks", [False, True], ids=["in the completion", "in chunks"])
-async def test_an_upstream_error_on_a_stream_keeps_its_status_and_body(
-    lab: Lab, status: int, through_chunks: bool
-) -> None:
+async def test_an_upstream_error_on_a_stream_keeps_its_status_and_body(lab: Lab, status: int, through_chunks: bool) -> None:
     model = await lab.model()
     worker = await lab.worker(model)
     reply = lab.ask(model, stream=True)

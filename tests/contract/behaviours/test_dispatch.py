@@ -75,17 +75,20 @@ async def test_models_update_immediately_changes_routing_without_worker_reconnec
 async def test_equally_loaded_exact_matches_rotate_in_round_robin_order(lab: Lab) -> None:
     model = await lab.model()
     workers = [await lab.worker(model, max_concurrent=2) for _ in range(3)]
-    served = []
+    served: list[int] = []
+
+    def taken() -> int | None:
+        """Return the number, from 1, of the worker that has a job no one has answered."""
+        return next((i for i, one in enumerate(workers, 1) if len(one.jobs) > served.count(i)), None)
+
     for number in range(6):
         reply = lab.ask(model, f"turn {number}")
-        index, worker = await eventually(
-            lambda: next(((i, w) for i, w in enumerate(workers) if len(w.jobs) > served.count(i)), None),
-            what=f"turn {number} reached a worker",
-        )
+        index = await eventually(taken, what=f"turn {number} reached a worker")
         served.append(index)
+        worker = workers[index - 1]
         await worker.answer(await worker.job())
         assert (await reply).status == 200
-    assert sorted(served[:3]) == [0, 1, 2]
+    assert sorted(served[:3]) == [1, 2, 3]
     assert served[3:] == served[:3]
 
 

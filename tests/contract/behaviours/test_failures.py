@@ -6,7 +6,8 @@ import pytest
 
 from tests.contract import expect
 from tests.contract.expect import assert_failure
-from tests.contract.lab import Lab, unique
+from tests.contract.lab import Lab, chat_body, unique
+from tests.contract.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -17,8 +18,8 @@ async def test_queue_timeout_http_boundary_returns_sanitized_service_unavailable
     worker = await lab.worker(model)
     lab.ask(model, "running")
     await worker.job()
-    for stream in (False, True):
-        assert_failure(await lab.ask(model, stream=stream), 504, "REQUEST_TIMEOUT", expect.TIMED_OUT_TEXT)
+    for reply in [lab.ask(model, stream=stream) for stream in (False, True)]:
+        assert_failure(await reply, 504, "REQUEST_TIMEOUT", expect.TIMED_OUT_TEXT)
 
 
 async def test_queue_full_http_boundary_returns_capacity_message_without_internal_reason(hasty_lab: Lab) -> None:
@@ -55,13 +56,11 @@ async def test_disabled_provider_http_boundary_returns_sanitized_disabled_messag
     provider, secret = await provider_with_secret(lab)
     model = await lab.model()
     worker = await lab.worker(model, secret=secret, provider=provider)
-    first = lab.ask(model)
-    await worker.answer(await worker.job())
-    assert (await first).status == 200
+    assert (await lab.ask_through(worker, model)).status == 200
     lab.operate("nodes.services.disable_provider", name=provider)
-    refused = await lab.ask(model)
+    refused = await eventually(lambda: lab.refused_through(worker, model), what="the gateway knows")
     assert_failure(refused, 503, "NO_AVAILABLE_NODE", expect.DISABLED_TEXT)
-    assert len(worker.jobs) == 1
+    assert_failure(await lab.post(chat_body(model), within_s=2), 503, "NO_AVAILABLE_NODE", expect.DISABLED_TEXT)
 
 
 async def test_requeue_exhaustion_http_boundary_returns_sanitized_retry_exhausted_text(lab: Lab) -> None:

@@ -109,9 +109,7 @@ async def fail_until_blocked(lab: Lab, address: str) -> None:
     assert await worker.closed() == BLOCKED
 
 
-async def test_repeated_failed_auth_attempts_are_rate_limited_by_client_identity(
-    hasty_lab: Lab, second_address: str
-) -> None:
+async def test_repeated_failed_auth_attempts_are_rate_limited_by_client_identity(hasty_lab: Lab, second_address: str) -> None:
     lab = hasty_lab
     address = second_address.replace("0.2", "0.3")
     await fail_until_blocked(lab, address)

@@ -33,9 +33,7 @@ async def test_response_complete_preserves_status_headers_body_and_token_counts_
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 503])
-async def test_response_complete_preserves_upstream_error_body_without_flattening_headers(
-    lab: Lab, status: int
-) -> None:
+async def test_response_complete_preserves_upstream_error_body_without_flattening_headers(lab: Lab, status: int) -> None:
     model = await lab.model()
     worker = await lab.worker(model)
     reply = lab.ask(model)
