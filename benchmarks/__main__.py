@@ -29,9 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="muster bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round: a first impression, nothing to quote")
-    parser.add_argument(
-        "--rounds", type=int, help=f"rounds to take medians of (default {FULL_ROUNDS}, quick {QUICK_ROUNDS})"
-    )
+    parser.add_argument("--rounds", type=int, help=f"rounds to take medians of (default {FULL_ROUNDS}, quick {QUICK_ROUNDS})")
     parser.add_argument(
         "--only",
         default="",
@@ -46,7 +44,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="keep the measured system on one core and everything else on the others",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="show where the gateway's time goes instead of measuring it"
+        "--profile",
+        nargs="?",
+        const="samples",
+        choices=("samples", "calls"),
+        help="show where the gateway's time goes instead: by sampling (default) or by counting every call",
     )
     return parser
 
@@ -71,7 +73,7 @@ def choose(only: str, *, profile: bool) -> tuple[list[System], list[Measure]]:
 
 
 @contextlib.contextmanager
-def open_bench(systems: Sequence[System], cores: CorePlan, progress: Progress, *, is_profiled: bool) -> Iterator[Bench]:
+def open_bench(systems: Sequence[System], cores: CorePlan, progress: Progress, *, profile: str | None) -> Iterator[Bench]:
     """Start everything that ``systems`` need and stop it after the block."""
     progress.show("compiling the mock upstream and the load client")
     tools = build_tools()
@@ -96,7 +98,7 @@ def open_bench(systems: Sequence[System], cores: CorePlan, progress: Progress, *
                 work_dir=work_dir,
                 cores=cores,
                 systems=wanted,
-                profile_to=work_dir / "gateway.pstats" if is_profiled else None,
+                profile=profile,
             )
             stack.callback(bench.muster.stop)
         yield bench
@@ -111,13 +113,9 @@ def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
     cores = plan_cores(pin=arguments.pin)
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else FULL_ROUNDS)
     total_s = rounds * len(systems) * sum(estimate_s(measure, quick=arguments.quick) for measure in measures)
-    progress.show(
-        f"{len(systems)} systems × {len(measures)} measures × {rounds} rounds: about {total_s / 60:.1f} minutes"
-    )
-    with open_bench(systems, cores, progress, is_profiled=False) as bench:
-        samples = run_plan(
-            bench, systems=systems, measures=measures, rounds=rounds, quick=arguments.quick, show=progress.show
-        )
+    progress.show(f"{len(systems)} systems × {len(measures)} measures × {rounds} rounds: about {total_s / 60:.1f} minutes")
+    with open_bench(systems, cores, progress, profile=None) as bench:
+        samples = run_plan(bench, systems=systems, measures=measures, rounds=rounds, quick=arguments.quick, show=progress.show)
     progress.finish()
     figures = compute_figures(SampleSet(samples))
     verdicts = judge_floors(figures)
@@ -137,7 +135,7 @@ def profile_all(arguments: argparse.Namespace, progress: Progress) -> int:
     """Profile the gateway and print its dearest functions; the files stay for ``python -m pstats``."""
     systems, measures = choose(arguments.only, profile=True)
     cores = plan_cores(pin=arguments.pin)
-    with open_bench(systems, cores, progress, is_profiled=True) as bench:
+    with open_bench(systems, cores, progress, profile=arguments.profile) as bench:
         profiles = profile_plan(
             bench, systems=systems, measures=measures, quick=arguments.quick, folder=PROFILE_DIR, show=progress.show
         )
@@ -146,7 +144,7 @@ def profile_all(arguments: argparse.Namespace, progress: Progress) -> int:
         print("\n" + render_hotspots(sample, path))
         for problem in sample.load.find_problems():
             print(f"  ! {problem}")
-    print(f"\nprofiles: {PROFILE_DIR} (python -m pstats FILE)")
+    print(f"\nprofiles: {PROFILE_DIR}")
     return 0
 
 

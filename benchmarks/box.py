@@ -158,9 +158,10 @@ class MusterDialect:
         meta, _body = frames.decode_open(frame.payload)
         number, attempt = frame.stream, frame.attempt
         if not meta.is_streaming:
-            self._send_head(number, attempt, _WHOLE_HEADERS)
-            self._send(frames.DATA, number, attempt, make_completion(self._player.next_serial()))
-            self._send_end(number, attempt, 200)
+            usage = bridge.TokenCounts(prompt_tokens=20, completion_tokens=200, total_tokens=220)
+            head = frames.Head(status=200, headers=_WHOLE_HEADERS)
+            body = make_completion(self._player.next_serial())
+            self.send_binary(frames.encode_reply(number, attempt, head, body, frames.End(usage=usage)))
             return
         data_head = frames.HEADER.pack(frames.DATA, 0, number, attempt)
         chunks = self._player.pace.chunks
@@ -170,9 +171,7 @@ class MusterDialect:
             self._send_end(number, attempt, chunks)
 
         self._send_head(number, attempt, _STREAM_HEADERS)
-        stream = self._player.start(
-            write=lambda data: self.send_binary(data_head + data), end=end, window=meta.window_bytes
-        )
+        stream = self._player.start(write=lambda data: self.send_binary(data_head + data), end=end, window=meta.window_bytes)
         if not stream.is_over:
             self._streams[number] = stream
 
@@ -183,9 +182,7 @@ class MusterDialect:
         self._send(frames.HEAD, number, attempt, frames.encode_json(frames.Head(status=200, headers=headers)))
 
     def _send_end(self, number: int, attempt: int, completion_tokens: int) -> None:
-        usage = bridge.TokenCounts(
-            prompt_tokens=20, completion_tokens=completion_tokens, total_tokens=completion_tokens + 20
-        )
+        usage = bridge.TokenCounts(prompt_tokens=20, completion_tokens=completion_tokens, total_tokens=completion_tokens + 20)
         self._send(frames.END, number, attempt, frames.encode_json(frames.End(usage=usage)))
 
 
@@ -204,16 +201,12 @@ class BridgeDialect:
         ident = request.request_id
         if not request.is_streaming:
             body = make_completion(self._player.next_serial()).decode()
-            self.send_message(
-                bridge.ResponseComplete(request_id=ident, status_code=200, headers=_WHOLE_HEADERS, body=body)
-            )
+            self.send_message(bridge.ResponseComplete(request_id=ident, status_code=200, headers=_WHOLE_HEADERS, body=body))
             return
 
         def end() -> None:
             self._streams.pop(ident, None)
-            self.send_message(
-                bridge.ResponseComplete(request_id=ident, status_code=200, headers=_STREAM_HEADERS, body="")
-            )
+            self.send_message(bridge.ResponseComplete(request_id=ident, status_code=200, headers=_STREAM_HEADERS, body=""))
 
         stream = self._player.start(
             write=lambda data: self.send_message(bridge.ResponseChunk(request_id=ident, chunk=data.decode())), end=end

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.errors import BenchmarkError
+from benchmarks.hotspots import CALLS_SUFFIX, SAMPLES_SUFFIX
 from benchmarks.nginx import find_free_port, is_listening
 from benchmarks.plan import MODELS, MUSTER_SYSTEMS, System
 from benchmarks.processes import ROOT, Child, CorePlan
@@ -104,7 +105,7 @@ class Muster:
         work_dir: Path,
         cores: CorePlan,
         systems: Sequence[System] = MUSTER_SYSTEMS,
-        profile_to: Path | None = None,
+        profile: str | None = None,
     ) -> None:
         self._work_dir = work_dir
         self._cores = cores
@@ -122,7 +123,9 @@ class Muster:
         self.port = find_free_port()
         self._control_port = find_free_port()
         self._upstream_url = upstream_url
-        self._profile_to = profile_to
+        self._profile = profile
+        suffix = CALLS_SUFFIX if profile == "calls" else SAMPLES_SUFFIX
+        self._profile_path = work_dir / f"gateway{suffix}"
         try:
             self._start()
         except BaseException:
@@ -145,12 +148,14 @@ class Muster:
 
     def start_profile(self) -> None:
         """Start the profiler inside the gateway. Raises BenchmarkError when it was not asked for at the start."""
-        self._require_profile_path().unlink(missing_ok=True)
+        if self._profile is None:
+            raise BenchmarkError("the gateway was not started with a profiler")
+        self._profile_path.unlink(missing_ok=True)
         os.kill(self.gateway.popen.pid, signal.SIGUSR1)
 
     def stop_profile(self) -> Path:
         """Stop the profiler and return the file it wrote."""
-        path = self._require_profile_path()
+        path = self._profile_path
         os.kill(self.gateway.popen.pid, signal.SIGUSR2)
         self.gateway.wait_until(path.exists, "the gateway was to write its profile", _CALL_S)
         return path
@@ -162,11 +167,6 @@ class Muster:
         for child in reversed(self._children):
             child.stop()
 
-    def _require_profile_path(self) -> Path:
-        if self._profile_to is None:
-            raise BenchmarkError("the gateway was not started with a profiler")
-        return self._profile_to
-
     def _start(self) -> None:
         around = self._cores.around
         self._run_step("migrate", [str(ROOT / "manage.py"), "migrate", "--no-input", "-v", "0"])
@@ -174,8 +174,8 @@ class Muster:
         prepared: dict[str, str] = json.loads(self._run_step("provision", ["-m", "benchmarks.provision", *models]))
         self.key = prepared["api_key"]
         serve = ["-m", "controlplane.serve_gateway", "--port", str(self.port)]
-        if self._profile_to is not None:
-            serve = ["-m", "benchmarks.profiled", "--to", str(self._profile_to), *serve[1:]]
+        if self._profile is not None:
+            serve = ["-m", "benchmarks.profiled", "--how", self._profile, "--to", str(self._profile_path), *serve[1:]]
         self.gateway = self._spawn("gateway", serve, self._cores.system)
         if System.DIRECT in self._systems:
             serve_control = ["-m", "controlplane.serve_control", "--port", str(self._control_port)]
@@ -197,9 +197,7 @@ class Muster:
 
     def _run_step(self, name: str, arguments: Sequence[str]) -> str:
         argv = [sys.executable, *arguments]
-        done = subprocess.run(
-            argv, env=self._env, cwd=ROOT, capture_output=True, text=True, timeout=_STEP_S, check=False
-        )
+        done = subprocess.run(argv, env=self._env, cwd=ROOT, capture_output=True, text=True, timeout=_STEP_S, check=False)
         if done.returncode != 0:
             tail = "\n".join(f"  | {line}" for line in done.stderr.splitlines()[-15:])
             raise BenchmarkError(f"{name} failed:\n{tail}")
@@ -228,7 +226,10 @@ class Muster:
         arguments = ["-m", "benchmarks.box", "--gateway", f"ws://127.0.0.1:{self.port}", "--model", MODELS[system]]
         self._env["MUSTER_BOX_SECRET"] = secret
         box = self._spawn(f"box-{protocol}", [*arguments, "--protocol", protocol], self._cores.around, talks=True)
-        box.read_line(_BOX_S)
+        try:
+            box.read_line(_BOX_S)
+        except BenchmarkError as error:
+            raise BenchmarkError(f"{error}\nand the gateway's log:\n{self.gateway.read_log_tail()}") from error
         return box
 
     def _wait_for_route(self, model: str) -> None:

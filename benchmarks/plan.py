@@ -68,6 +68,8 @@ _QUICK_SECONDS = {
     Measure.FIRST_BYTE: 1.0,
     Measure.OPEN_STREAMS: 4.0,
 }
+MERGED_ABOVE = 1.1
+"""More chunks per read than this and the busy case was not what it should be: something did not keep up."""
 FULL_ROUNDS = 3
 QUICK_ROUNDS = 1
 

@@ -130,6 +130,14 @@ class Child:
                 total += times.user + times.system
         return total
 
+    def main_thread_cpu_s(self) -> float:
+        """Return the CPU seconds of the main thread alone; where an event loop runs in it, the rest is its helpers'."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for thread in psutil.Process(self.popen.pid).threads():
+                if thread.id == self.popen.pid:
+                    return thread.user_time + thread.system_time
+        return 0.0
+
     def rss_bytes(self) -> int:
         """Return the resident memory of the process and its children; shared pages count once per process."""
         total = 0
@@ -152,6 +160,19 @@ class Child:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._log.close()
+
+
+def core_busy_s(cores: Sequence[int]) -> float:
+    """Return the seconds ``cores`` were busy since boot, whoever used them and time stolen by the host included."""
+    if not cores:
+        return 0.0
+    busy = 0.0
+    every_core = psutil.cpu_times(percpu=True)
+    for core in cores:
+        times = every_core[core]._asdict()
+        # guest and guest_nice are already in user and nice.
+        busy += sum(value for name, value in times.items() if name not in {"idle", "iowait", "guest", "guest_nice"})
+    return busy
 
 
 def _walk_tree(pid: int) -> list[psutil.Process]:

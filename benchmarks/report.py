@@ -17,6 +17,7 @@ from benchmarks.plan import TITLES, FloorKind, System
 from benchmarks.processes import CorePlan
 
 _FORMAT = 1
+_NEIGHBOURS_ABOVE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,19 @@ def render_verdicts(verdicts: Sequence[Verdict]) -> str:
 
 
 def render_problems(figures: dict[System, Figures]) -> str:
-    """Return what went wrong, which is also why figures are missing from the table."""
+    """Return what went wrong: why figures are missing from the table, or not to be trusted."""
     lines = []
+    busiest = max((own.neighbour_share for own in figures.values()), default=0.0)
+    if busiest > _NEIGHBOURS_ABOVE:
+        lines.append(
+            f"Other programs took up to {busiest:.0%} of the measured core: times, most of all p99, are worse than the truth."
+        )
     for own in figures.values():
+        if own.is_merged:
+            lines.append(
+                f"{TITLES[own.system]}: {own.chunks_per_read:.2f} chunks came per read, so its figure per chunk is too good "
+                "and not judged; something else used the machine, or the gateway did not keep up"
+            )
         for measure, problems in own.problems.items():
             lines.append(f"{TITLES[own.system]}, {measure}: no figure, because")
             lines += [f"    {problem}" for problem in problems[:5]]
@@ -122,7 +133,9 @@ def write_json(
                 "round": s.round_number,
                 "cpu_s": s.cpu_s,
                 "cpu_us": s.cpu_us,
+                "main_thread_cpu_s": s.main_thread_cpu_s,
                 "database_cpu_s": s.database_cpu_s,
+                "neighbour_share": s.neighbour_share,
                 "rss_bytes": s.rss_bytes,
                 "problems": s.load.find_problems(),
                 "load": msgspec.to_builtins(s.load),

@@ -13,7 +13,7 @@ from benchmarks.figures import Sample
 from benchmarks.loadclient import LoadSpec, Target, run_load
 from benchmarks.muster import Muster
 from benchmarks.plan import MODELS, TITLES, Measure, System, estimate_s, plan_work
-from benchmarks.processes import Child, CorePlan
+from benchmarks.processes import Child, CorePlan, core_busy_s
 from benchmarks.storage import Storage
 from benchmarks.toolchain import Tools
 from benchmarks.upstream import MockUpstream, Pace
@@ -62,9 +62,11 @@ class Bench:
         self.set_pace(system, work.pace)
         child = self.find_child(system)
         database_before = self.storage.database_cpu_s() if self.storage is not None else None
-        cpu_before = child.cpu_s()
+        cpu_before, main_before = child.cpu_s(), child.main_thread_cpu_s()
+        busy_before, clock_before = core_busy_s(self.cores.system), time.monotonic()
         load = run_load(self.tools.load, self.find_target(system), work.spec, cores=self.cores.around)
-        cpu_s = child.cpu_s() - cpu_before
+        busy_s, clock_s = core_busy_s(self.cores.system) - busy_before, time.monotonic() - clock_before
+        cpu_s, main_s = child.cpu_s() - cpu_before, child.main_thread_cpu_s() - main_before
         database_after = self.storage.database_cpu_s() if self.storage is not None else None
         if self.muster is not None:
             self.muster.require_healthy()
@@ -75,6 +77,9 @@ class Bench:
             cpu_s=cpu_s,
             rss_bytes=child.rss_bytes(),
             load=load,
+            main_thread_cpu_s=main_s,
+            # The mock runs on the other cores.
+            neighbour_share=max(0.0, busy_s - (cpu_s if system is not System.MOCK else 0.0)) / clock_s,
             database_cpu_s=(
                 database_after - database_before if database_after is not None and database_before is not None else None
             ),
@@ -132,8 +137,9 @@ def profile_plan(
             show(f"profiling {measure}: {TITLES[system]}")
             bench.muster.start_profile()
             sample = bench.measure(system, measure, round_number=1, quick=quick)
-            kept = folder / f"{system}-{measure}.pstats"
-            kept.write_bytes(bench.muster.stop_profile().read_bytes())
+            written = bench.muster.stop_profile()
+            kept = folder / f"{system}-{measure}{written.suffix}"
+            kept.write_bytes(written.read_bytes())
             profiles.append((sample, kept))
     return profiles
 

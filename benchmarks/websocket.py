@@ -25,9 +25,7 @@ _MAX_HEAD_BYTES = 16 * 1024
 class WebSocketClient(asyncio.Protocol):
     """One connection. ``on_message(is_text, payload)`` is called for every whole message."""
 
-    def __init__(
-        self, *, host: str, path: str, headers: dict[str, str], on_message: Callable[[bool, bytes], None]
-    ) -> None:
+    def __init__(self, *, host: str, path: str, headers: dict[str, str], on_message: Callable[[bool, bytes], None]) -> None:
         loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()

@@ -17,7 +17,7 @@ from governance.pages import name_actor
 
 
 @admin.register(User)
-class UserAdmin(DjangoUserAdmin, ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
+class UserAdmin(DjangoUserAdmin, ModelAdmin):  # type: ignore[misc,type-arg]  # not generic at run time; Unfold has no types
     """Operators. Switched off, never deleted: the audit trail names them."""
 
     form = UserChangeForm
@@ -31,7 +31,7 @@ class UserAdmin(DjangoUserAdmin, ModelAdmin):  # type: ignore[misc]  # Unfold sh
         """Refuse: switch the account off instead."""
         return False
 
-    def save_model(self, request: HttpRequest, obj: User, form: ModelForm[User], change: bool) -> None:  # noqa: FBT001  # Django's
+    def save_model(self, request: HttpRequest, obj: User, form: ModelForm[User], change: bool) -> None:
         """Save, and write down which fields were changed (never what they hold)."""
         super().save_model(request, obj, form, change)
         record_event(

@@ -59,9 +59,7 @@ def error_type(status: int) -> str:
     return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
 
 
-def render_exception(
-    error: Exception, context: dict[str, Any]
-) -> Response | None:  # Any: Django REST framework's signature
+def render_exception(error: Exception, context: dict[str, Any]) -> Response | None:  # Any: Django REST framework's signature
     """Render ``error`` for a REST view. None for a defect of ours: Django logs it and ``server_error`` answers."""
     known = describe_error(error)
     if known is None:

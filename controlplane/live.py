@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from asgiref.sync import sync_to_async
+from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncJsonWebsocketConsumer
 
 from controlplane.overview import read_live_counters
@@ -50,7 +50,7 @@ class OverviewConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Cha
 
     async def _push_counters(self) -> None:
         while True:
-            await self.send_json(await sync_to_async(read_live_counters)())
+            await self.send_json(await database_sync_to_async(read_live_counters)())
             self._look.clear()
             await asyncio.sleep(MIN_PAUSE_S)
             with suppress(TimeoutError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from controlplane.templatetags.muster import print_duration
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
 from nodes.services.overview import FleetOverview, read_fleet
 from nodes.states import Freshness
@@ -74,17 +75,8 @@ def find_problems(fleet: FleetOverview, open_requests: OpenRequests, traffic: Tr
         if node.status is NodeStatus.ERROR:
             problems.append(Problem(f"{node.name} reports an error.", node.last_error or "See its own log."))
         elif node.freshness is Freshness.STALE:
-            problems.append(
-                Problem(f"{node.name} was last heard {node.age_s:.0f} s ago.", "It gets no new work until heard.")
-            )
+            problems.append(Problem(f"{node.name} was last heard {node.age_s:.0f} s ago.", "It gets no new work until heard."))
         elif node.status is NodeStatus.OFFLINE:
-            heard = "was never heard" if node.age_s is None else f"has been silent for {_duration(node.age_s)}"
+            heard = "was never heard" if node.age_s is None else f"has been silent for {print_duration(node.age_s)}"
             problems.append(Problem(f"{node.name} {heard}.", "Check its power, its network and the runner's log."))
     return tuple(problems)
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

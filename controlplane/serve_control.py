@@ -56,9 +56,7 @@ def read_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--access-log", action="store_true", help="print one line for each request")
-    parser.add_argument(
-        "--write-timeout", type=float, default=60.0, metavar="S", help="cut a client that reads nothing for S"
-    )
+    parser.add_argument("--write-timeout", type=float, default=60.0, metavar="S", help="cut a client that reads nothing for S")
     parser.add_argument(
         "--stop-grace", type=float, default=10.0, metavar="S", help="how long requests may finish after SIGTERM"
     )

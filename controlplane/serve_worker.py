@@ -13,6 +13,9 @@ import signal
 import sys
 import threading
 
+# The control plane runs Django's checks at its start. Here they would load every URL and page just to look at them.
+os.environ.setdefault("CELERY_SKIP_CHECKS", "1")
+
 from celery import bootsteps
 from celery.apps.worker import Worker
 from celery.beat import Scheduler, Service
@@ -56,9 +59,7 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
 
 def main(argv: list[str]) -> int:
     """Run until SIGTERM. Tasks are short and few, so two threads do: no second copy of Django in memory."""
-    parser = argparse.ArgumentParser(
-        prog="python -m controlplane.serve_worker", description="Run Muster's background work."
-    )
+    parser = argparse.ArgumentParser(prog="python -m controlplane.serve_worker", description="Run Muster's background work.")
     parser.parse_args(argv)
     app.steps["worker"].add(BeatThread)
     worker = app.Worker(

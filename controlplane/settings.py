@@ -15,6 +15,8 @@ BASE_DIR = Path(__file__).resolve().parent.parent
 
 DEBUG = read_bool("MUSTER_DEBUG", default=False)
 SECRET_KEY = read_text("MUSTER_SECRET_KEY")
+# Off in a process that never shows the admin site (gateway, worker): its modules are not even loaded then.
+ADMIN_PAGES = read_bool("MUSTER_ADMIN_PAGES", default=True)
 ALLOWED_HOSTS = read_list("MUSTER_ALLOWED_HOSTS", ["localhost", "127.0.0.1", "[::1]"])
 CSRF_TRUSTED_ORIGINS = read_list("MUSTER_CSRF_TRUSTED_ORIGINS")
 DATABASE_URL = read_text("DATABASE_URL")
@@ -85,6 +87,7 @@ PASSWORD_HASHERS = [
     "django.contrib.auth.hashers.PBKDF2PasswordHasher",
 ]
 LOGIN_URL = "admin:login"
+LOGIN_REDIRECT_URL = "admin:index"
 
 SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_SAMESITE = "Lax"
@@ -102,6 +105,8 @@ SECURE_REFERRER_POLICY = "same-origin"
 LANGUAGE_CODE = "en-gb"
 TIME_ZONE = "UTC"
 USE_I18N = False
+DATETIME_FORMAT = "Y-m-d H:i:s"
+DATE_FORMAT = "Y-m-d"
 USE_TZ = True
 
 STATIC_URL = "/static/"
@@ -240,6 +245,8 @@ UNFOLD = {
     "SITE_HEADER": "Muster",
     "SITE_SUBHEADER": "Control plane",
     "SITE_SYMBOL": "hub",
+    "SITE_URL": None,
+    "SITE_FAVICONS": [{"rel": "icon", "type": "image/svg+xml", "href": lambda request: static("muster/favicon.svg")}],
     "SHOW_HISTORY": False,
     "SHOW_VIEW_ON_SITE": False,
     "STYLES": [lambda request: static("muster/admin.css")],

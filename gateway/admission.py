@@ -7,7 +7,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from gateway.catalogue import Catalogue, ModelEntry
 from gateway.errors import MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
@@ -16,8 +17,7 @@ from gateway.values import Caller, InferenceRequest
 _WINDOW_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class RateState:
+class RateState(msgspec.Struct, frozen=True, gc=False):
     """Where a key stands in its window. ``reset_s``: until the oldest request of the window leaves it."""
 
     limit: int

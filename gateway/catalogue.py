@@ -6,13 +6,12 @@ working everywhere within five seconds, also when every hint is lost.
 
 from __future__ import annotations
 
-import time
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from django.db import connection
 from django.db.models import Q
-from django.db.models.functions import Now
 from django.utils import timezone
 
 from gateway.models import ApiKey, Model
@@ -125,5 +124,7 @@ def store_key_use(used: dict[uuid.UUID, float]) -> None:
 
 def read_database_time() -> datetime:
     """Return the database's clock, against which ``updated_at`` is compared."""
-    row = Model.objects.annotate(at=Now()).values_list("at", flat=True).first()
-    return row if row is not None else datetime.fromtimestamp(time.time(), tz=timezone.get_current_timezone())
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT now()")
+        now: datetime = cursor.fetchone()[0]
+    return now

@@ -7,7 +7,7 @@ by a call and can abort it; elsewhere a task watches ``receive``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
@@ -36,15 +36,34 @@ class ConnectionHandle(Protocol):
     def abort(self) -> None:
         """Reset the connection at once."""
 
+    def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """Write a whole response in one piece; nothing was written for this request before."""
+
+
+class HeaderView(Mapping[str, str]):
+    """The request's headers by lower-case name, decoded when asked for. Of a repeated header the last one counts."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: Iterable[Header]) -> None:
+        self._raw = dict(raw)
+
+    def __getitem__(self, name: str) -> str:
+        return self._raw[name.encode("latin-1")].decode("latin-1")
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.decode("latin-1") for name in self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
 
 class ClientConnection:
     """One request of one client. ``wait`` is the only way to block on its behalf: it ends when the client leaves."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, limits: Limits, timeouts: Timeouts) -> None:
         self.scope = scope
-        self.headers: dict[str, str] = {}
-        for name, value in scope["headers"]:
-            self.headers[name.decode("latin-1")] = value.decode("latin-1")
+        self.headers = HeaderView(scope["headers"])
         self._receive = receive
         self._limits = limits
         self._timeouts = timeouts
@@ -76,6 +95,8 @@ class ClientConnection:
 
     async def read_body(self) -> bytes:
         """Return the whole request body. Raises BodyTooLarge, ClientLeft, RequestTimeout."""
+        if self._handle is not None:
+            return await self._collect_body()  # the server watches the deadline of the body
         try:
             async with asyncio.timeout(self._timeouts.body_s):
                 return await self._collect_body()
@@ -148,7 +169,11 @@ class ClientConnection:
         self.outbox.put({"type": "http.response.body", "body": data, "more_body": False}, len(data))
 
     def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """Send a whole response."""
+        """Send a whole response, in one write where the server lets us."""
+        if self._handle is not None and not self.is_blocked and not self.outbox.dead:
+            self.started = self.finished = True
+            self._handle.respond(status, headers, body)
+            return
         self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.finish(body)
 
@@ -162,6 +187,19 @@ class ClientConnection:
         self.outbox.stop()
         if self._handle is not None:
             self._handle.abort()
+
+    async def drain(self) -> None:
+        """Wait until the server has taken everything written. Raises ClientLeft, ClientTooSlow.
+
+        An ASGI server cuts a response whose application returns while a part of it still waits here.
+        """
+        while self.outbox.is_blocked:
+            drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.on_drained = lambda drained=drained: None if drained.done() else drained.set_result(None)
+            try:
+                await self.wait(drained)
+            finally:
+                self.on_drained = None
 
     # inside
 

@@ -144,14 +144,14 @@ class Dispatcher:
             if waiter is None:
                 return
             self._remove(waiter)
-            waiter.future.set_result(self._grant(link))
+            if not waiter.future.done():  # its client left earlier in this loop turn
+                waiter.future.set_result(self._grant(link))
 
     def fail_waiting(self, error: GatewayError) -> None:
         """End every wait, e.g. when the gateway stops."""
         for queue in list(self._queues.values()):
             for waiter in list(queue):
-                self._remove(waiter)
-                waiter.future.set_exception(error)
+                self._end(waiter, error)
 
     def note_busy(self, link: Link) -> None:
         """The box itself refused a request: leave it alone for a moment, then try again."""
@@ -198,7 +198,8 @@ class Dispatcher:
 
     def _end(self, waiter: _Waiter, error: GatewayError) -> None:
         self._remove(waiter)
-        waiter.future.set_exception(error)
+        if not waiter.future.done():
+            waiter.future.set_exception(error)
 
     def explain(self, model: str) -> GatewayError | None:
         """Return why nobody can serve the model at all, or None when it is only a matter of waiting."""
@@ -223,8 +224,7 @@ class Dispatcher:
 
     def refuse_disabled(self, model: str) -> None:
         """Raise ProviderDisabled at once when only switched-off providers have the model."""
-        rows = [row for row in self._keeper.rows.values() if model in row.model_names]
-        if rows and all(row.provider_state == "disabled" for row in rows):
+        if model in self._keeper.disabled_models:
             raise ProviderDisabled(retry_after_s=30)
 
     def _oldest_for(self, link: Link) -> _Waiter | None:

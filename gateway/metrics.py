@@ -1,41 +1,111 @@
-"""Prometheus series of the gateway. Labels come from closed sets (states, codes, surfaces) and from allow-listed models."""
+"""Prometheus series of the gateway. Labels come from closed sets (states, codes, surfaces) and from allow-listed models.
+
+What changes once a request is kept in plain numbers by ``RequestTally`` and turned into series at a scrape: eleven
+locked increments would cost more than relaying a chunk does. It is touched on the event loop thread only.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from bisect import bisect_left
+from collections.abc import Iterator
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_BOUNDS = [*(str(bound) for bound in _SECONDS), "+Inf"]
 
-REQUESTS = Counter("muster_requests_total", "Requests that reached a final state", ["model", "state"])
 REFUSALS = Counter("muster_refusals_total", "Requests refused before acceptance", ["code"])
 ERRORS = Counter("muster_request_errors_total", "Accepted requests that ended with an error", ["code"])
-LATENCY = Histogram("muster_request_seconds", "Acceptance to last byte", ["model"], buckets=_SECONDS)
-TTFB = Histogram("muster_request_ttfb_seconds", "Acceptance to first byte", ["model"], buckets=_SECONDS)
-QUEUE_WAIT = Histogram("muster_queue_wait_seconds", "Time spent waiting for a node", ["model"], buckets=_SECONDS)
-TOKENS = Counter("muster_tokens_total", "Tokens of completed requests", ["model", "kind"])
 REDISPATCHES = Counter("muster_redispatches_total", "Requests sent to another node before their first byte", ["reason"])
-IN_FLIGHT = Gauge("muster_requests_in_flight", "Accepted requests that are not final")
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_PENDING = Gauge("muster_records_pending", "Record changes not yet written")
 RECORD_FLUSHES = Counter("muster_record_flushes_total", "Group commits of request records", ["result"])
 
 
-@lru_cache(maxsize=4096)
-def request_counter(model: str, state: str) -> Counter:
-    """Return the child counter; looking it up each time costs more than incrementing it."""
-    return REQUESTS.labels(model, state)
+class _Timing:
+    """A histogram as plain numbers."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(_SECONDS) + 1)
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(_SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return the cumulative buckets that the exposition format wants."""
+        running, result = 0, []
+        for bound, count in zip(_BOUNDS, self.counts, strict=True):
+            running += count
+            result.append((bound, float(running)))
+        return result
 
 
-@lru_cache(maxsize=4096)
-def timing(model: str) -> tuple[Histogram, Histogram, Histogram]:
-    """Return the latency, TTFB and queue-wait histograms of a model."""
-    return LATENCY.labels(model), TTFB.labels(model), QUEUE_WAIT.labels(model)
+class _ModelTally:
+    """What is counted of one model."""
+
+    __slots__ = ("completion_tokens", "latency", "prompt_tokens", "queue_wait", "states", "ttfb")
+
+    def __init__(self) -> None:
+        self.states: dict[str, int] = {}
+        self.latency, self.ttfb, self.queue_wait = _Timing(), _Timing(), _Timing()
+        self.prompt_tokens = self.completion_tokens = 0
 
 
-@lru_cache(maxsize=4096)
-def token_counters(model: str) -> tuple[Counter, Counter]:
-    """Return the prompt and completion token counters of a model."""
-    return TOKENS.labels(model, "prompt"), TOKENS.labels(model, "completion")
+class RequestTally(Collector):
+    """Counts requests, their times and their tokens by model."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._models: dict[str, _ModelTally] = {}
+
+    def add(
+        self,
+        *,
+        model: str,
+        state: str,
+        latency_s: float,
+        ttfb_s: float | None,
+        queue_s: float | None,
+        tokens: tuple[int, int],
+    ) -> None:
+        """Count one request that reached its final state. ``tokens``: prompt, completion."""
+        tally = self._models.get(model)
+        if tally is None:
+            tally = self._models[model] = _ModelTally()
+        tally.states[state] = tally.states.get(state, 0) + 1
+        tally.latency.add(latency_s)
+        if ttfb_s is not None:
+            tally.ttfb.add(ttfb_s)
+        if queue_s is not None:
+            tally.queue_wait.add(queue_s)
+        tally.prompt_tokens += tokens[0]
+        tally.completion_tokens += tokens[1]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the series of a scrape."""
+        yield GaugeMetricFamily("muster_requests_in_flight", "Accepted requests that are not final", self.in_flight)
+        requests = CounterMetricFamily("muster_requests", "Requests that reached a final state", labels=["model", "state"])
+        tokens = CounterMetricFamily("muster_tokens", "Tokens of completed requests", labels=["model", "kind"])
+        latency = HistogramMetricFamily("muster_request_seconds", "Acceptance to last byte", labels=["model"])
+        ttfb = HistogramMetricFamily("muster_request_ttfb_seconds", "Acceptance to first byte", labels=["model"])
+        queue = HistogramMetricFamily("muster_queue_wait_seconds", "Time spent waiting for a node", labels=["model"])
+        for model, tally in sorted(self._models.items()):
+            for state, count in sorted(tally.states.items()):
+                requests.add_metric([model, state], count)
+            tokens.add_metric([model, "prompt"], tally.prompt_tokens)
+            tokens.add_metric([model, "completion"], tally.completion_tokens)
+            latency.add_metric([model], tally.latency.buckets(), tally.latency.total)
+            ttfb.add_metric([model], tally.ttfb.buckets(), tally.ttfb.total)
+            queue.add_metric([model], tally.queue_wait.buckets(), tally.queue_wait.total)
+        yield from (requests, tokens, latency, ttfb, queue)
+
+
+TALLY = RequestTally()
+REGISTRY.register(TALLY)

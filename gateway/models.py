@@ -48,6 +48,7 @@ class ApiKey(models.Model):
     revoked_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
+        verbose_name = "API key"
         ordering = ["-created_at"]
 
     def __str__(self) -> str:
@@ -92,6 +93,7 @@ class GatewayProcess(models.Model):
     stopped_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
+        verbose_name_plural = "gateway processes"
         ordering = ["-started_at"]
 
     def __str__(self) -> str:
@@ -131,6 +133,7 @@ class RequestRecord(models.Model):
     finished_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
+        verbose_name = "request"
         ordering = ["-created_at"]
 
     def __str__(self) -> str:

@@ -115,7 +115,7 @@ def _create_day(day: date) -> int:
             f"INSERT INTO {name} SELECT * FROM moved",
             [start, end],
         )
-        moved = cursor.rowcount
+        moved = int(cursor.rowcount)
         cursor.execute(f"ALTER TABLE {TABLE} ATTACH PARTITION {name} FOR VALUES FROM ('{start}') TO ('{end}')")
     return moved
 

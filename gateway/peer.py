@@ -52,6 +52,7 @@ async def serve_peer(
     exchange = Exchange(job=job, lease=lease, client=client, surface=None, limits=limits, extra=_NO_HEADERS)
     try:
         outcome = await exchange.run()
+        await client.drain()
     except GatewayError:
         return  # the peer hung up; the exchange let go of the box
     finally:

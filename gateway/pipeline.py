@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import assert_never
 
@@ -17,18 +19,20 @@ from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
     ForwardedRequestFailed,
     GatewayError,
+    RateLimited,
     RecordsUnavailable,
     RequestInterrupted,
     RequeueExhausted,
     ShuttingDown,
 )
-from gateway.records import Record, RecordWriter
+from gateway.records import MAX_COUNT, Record, RecordWriter
 from gateway.relay import Broken, Exchange, Outcome, Retry, RetryReason, Served
 from gateway.values import Caller, InferenceRequest, Limits, Timeouts
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 
 _CHARS_PER_TOKEN = 4
+_RECORDED_REFUSALS_PER_MINUTE = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Pipeline:
     limits: Limits
     timeouts: Timeouts
     is_stopping: bool = False
+    _refusals: RateLimiter = field(default_factory=RateLimiter)
 
     async def serve(self, client: ClientConnection, surface: Surface) -> None:
         """Answer one inference request. The only place that calls the stages in sequence."""
@@ -79,6 +84,7 @@ class Pipeline:
                 outcome = await exchange.run()
                 if not self._should_retry(outcome, job, lease):
                     break
+            await client.drain()  # until then the server would cut what the client has not taken
             ending = self._conclude(outcome, record, exchange)
         except GatewayError as error:
             ending = Ending(error.state, error)
@@ -111,6 +117,8 @@ class Pipeline:
             self.dispatcher.refuse_disabled(model.name)
             self.dispatcher.check_room(model.name, model.max_queue)
         except GatewayError as error:
+            if isinstance(error, RateLimited):
+                extra += self.limiter.peek(caller.key_id, caller.requests_per_minute).headers()
             self._record_refusal(error, caller, surface, request, record_id)
             raise
         request_id = format_id("req", record_id)
@@ -119,11 +127,11 @@ class Pipeline:
         )
         record = self._new_record(record_id, caller, request)
         client.watch()
-        metrics.IN_FLIGHT.inc()
+        metrics.TALLY.in_flight += 1
         try:
             await client.wait(self.records.accept(record))
         except GatewayError as error:
-            metrics.IN_FLIGHT.dec()
+            metrics.TALLY.in_flight -= 1
             if not isinstance(error, RecordsUnavailable):
                 self._seal(record, Ending(error.state, error))
                 self.records.touch(record)
@@ -133,7 +141,12 @@ class Pipeline:
     async def _find_slot(self, client: ClientConnection, job: Job, record: Record) -> Lease:
         asked_at = time.monotonic()
         found = self.dispatcher.acquire(job)
-        lease = found if isinstance(found, Lease) else await client.wait(found)
+        try:
+            lease = found if isinstance(found, Lease) else await client.wait(found)
+        except asyncio.CancelledError:
+            if isinstance(found, asyncio.Future) and found.done() and not found.cancelled() and found.exception() is None:
+                found.result().release()  # granted in the same loop turn as the cancel
+            raise
         job.attempts += 1
         record.queue_ms = (record.queue_ms or 0) + int((time.monotonic() - asked_at) * 1000)
         record.attempts = job.attempts
@@ -147,6 +160,8 @@ class Pipeline:
         """Decide whether another box gets the request. Raises RequeueExhausted when it had its chances."""
         if not isinstance(outcome, Retry):
             return False
+        if self.is_stopping:
+            raise ShuttingDown(retry_after_s=2)
         metrics.REDISPATCHES.labels(outcome.reason).inc()
         if outcome.reason is RetryReason.BUSY:
             job.avoid.add(lease.link)
@@ -156,6 +171,8 @@ class Pipeline:
         job.avoid.add(lease.link)
         if job.losses > self.limits.max_requeues:
             raise RequeueExhausted(retry_after_s=5) if isinstance(outcome.error, RequestInterrupted) else outcome.error
+        if outcome.reason is RetryReason.RECLAIMED and self.dispatcher.explain(job.request.model) is not None:
+            raise RequestInterrupted(retry_after_s=5)
         if outcome.reason is RetryReason.ENGINE and self.dispatcher.explain(job.request.model) is not None:
             raise ForwardedRequestFailed(retry_after_s=2)
         return True
@@ -206,28 +223,26 @@ class Pipeline:
         record.latency_ms = int(elapsed * 1000)
         self._seal(record, ending)
         self.records.touch(record)
-        metrics.IN_FLIGHT.dec()
-        metrics.request_counter(record.model, record.state).inc()
-        latency, ttfb, queue_wait = metrics.timing(record.model)
-        latency.observe(elapsed)
-        if record.ttfb_ms is not None:
-            ttfb.observe(record.ttfb_ms / 1000)
-        if record.queue_ms is not None:
-            queue_wait.observe(record.queue_ms / 1000)
+        metrics.TALLY.in_flight -= 1
+        metrics.TALLY.add(
+            model=record.model,
+            state=record.state,
+            latency_s=elapsed,
+            ttfb_s=record.ttfb_ms / 1000 if record.ttfb_ms is not None else None,
+            queue_s=record.queue_ms / 1000 if record.queue_ms is not None else None,
+            tokens=(record.prompt_tokens or 0, record.completion_tokens or 0),
+        )
 
     def _count_tokens(self, record: Record, outcome: Served, exchange: Exchange) -> None:
         usage = outcome.usage
         if usage is not None:
-            record.prompt_tokens = usage.prompt_tokens
-            record.completion_tokens = usage.completion_tokens
+            record.prompt_tokens = min(max(0, usage.prompt_tokens), MAX_COUNT)
+            record.completion_tokens = min(max(0, usage.completion_tokens), MAX_COUNT)
         elif outcome.status < 400:
             record.tokens_estimated = True
             record.prompt_tokens = record.prompt_tokens_est
             events = max(0, exchange.events - 1)
             record.completion_tokens = events if record.is_streaming else exchange.bytes_out // _CHARS_PER_TOKEN
-        prompt, completion = metrics.token_counters(record.model)
-        prompt.inc(record.prompt_tokens or 0)
-        completion.inc(record.completion_tokens or 0)
 
     # records
 
@@ -242,7 +257,7 @@ class Pipeline:
             endpoint=request.endpoint,
             model=request.model,
             is_streaming=request.is_streaming,
-            max_tokens=request.max_tokens,
+            max_tokens=None if request.max_tokens is None else min(request.max_tokens, MAX_COUNT),
             prompt_tokens_est=request.prompt_chars // _CHARS_PER_TOKEN,
         )
 
@@ -254,7 +269,11 @@ class Pipeline:
         request: InferenceRequest | None,
         record_id: uuid.UUID,
     ) -> None:
-        """Write down what a known caller was refused; nobody waits for that row."""
+        """Write down what a known caller was refused; nobody waits for that row, and a flood is not written out."""
+        try:
+            self._refusals.take(caller.key_id, _RECORDED_REFUSALS_PER_MINUTE)
+        except RateLimited:
+            return
         parsed = request or InferenceRequest(
             endpoint=surface.path,
             model="",
@@ -282,7 +301,7 @@ def send_error(
     if surface.is_anthropic:
         headers.append((b"request-id", request_id.encode()))
     if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s + 0.499))))
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     client.respond(error.status, headers, surface.render_error(error, request_id))

@@ -48,7 +48,7 @@ def close_orphaned_requests(*, dead_after_s: float = 10.0) -> int:
     Returns how many were closed. Final states are never touched; rows that a gateway is writing at the moment are left
     for the next call. Safe to run several times at once.
     """
-    parameters = {
+    parameters: dict[str, str | float | list[str]] = {
         "interrupted": RequestState.INTERRUPTED.value,
         "error_code": ErrorCode.REQUEST_INTERRUPTED.value,
         "open": sorted(state.value for state in OPEN_REQUEST_STATES),
@@ -59,7 +59,7 @@ def close_orphaned_requests(*, dead_after_s: float = 10.0) -> int:
     while True:
         with transaction.atomic(), connection.cursor() as cursor:
             cursor.execute(_CLOSE, parameters)
-            batch = cursor.rowcount
+            batch = int(cursor.rowcount)
         closed += batch
         if batch < BATCH_ROWS:
             break

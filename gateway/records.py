@@ -24,6 +24,8 @@ from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 logger = logging.getLogger("muster.records")
 
+MAX_COUNT = 2**31 - 1
+"""What an integer column holds; clients and engines may say more."""
 _LINGER_S = 0.02
 _RETRY_S = 0.25
 
@@ -102,16 +104,21 @@ _UPDATE = (
 _BOTH = f"WITH added AS ({_INSERT}) {_UPDATE}"
 
 _encoder = msgspec.json.Encoder()
+_REFUSED = (psycopg.DataError, psycopg.IntegrityError, msgspec.MsgspecError, ArithmeticError, ValueError, TypeError)
+"""One of the values is at fault; every other error means that the database is away."""
+_NOT_OF_LIBPQ = {"context", "cursor_factory", "prepare_threshold", "options"}
 
 
 class _Accept:
     """A row on its way in and the future of whoever waits for it (None: nobody does)."""
 
-    __slots__ = ("future", "record")
+    __slots__ = ("future", "given_up", "record", "timer")
 
     def __init__(self, record: Record, future: asyncio.Future[None] | None) -> None:
         self.record = record
         self.future = future
+        self.given_up = False
+        self.timer: asyncio.TimerHandle | None = None
 
 
 class RecordWriter:
@@ -123,6 +130,8 @@ class RecordWriter:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inserts: list[_Accept] = []
         self._updates: dict[uuid.UUID, Record] = {}
+        self._lock = threading.Lock()
+        """Held while the two above change hands: a dict insertion may yield to the other thread half-way (UUID.__hash__)."""
         self._wake = threading.Event()
         self._lingering: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -154,22 +163,24 @@ class RecordWriter:
             future.set_exception(RecordsUnavailable(retry_after_s=2))
             return future
         entry = _Accept(record, future)
-        self._inserts.append(entry)
+        with self._lock:
+            self._inserts.append(entry)
         self._wake.set()
-        if not self.is_healthy:
-            self._loop.call_later(self._accept_s, self._give_up, entry)
+        entry.timer = self._loop.call_later(self._accept_s, self._give_up, entry)
         return future
 
     def touch(self, record: Record) -> None:
         """Write a row's new content soon."""
-        self._updates[record.id] = record
+        with self._lock:
+            self._updates[record.id] = record
         if self._lingering is None and self._loop is not None:
             self._lingering = self._loop.call_later(_LINGER_S, self._end_linger)
 
     def add_final(self, record: Record) -> None:
         """Insert a row that is final from the start (a refusal); nobody waits for it and overload drops it."""
         if self.is_healthy and len(self._inserts) < self._max_pending:
-            self._inserts.append(_Accept(record, None))
+            with self._lock:
+                self._inserts.append(_Accept(record, None))
             self.touch_nothing()
 
     def touch_nothing(self) -> None:
@@ -190,12 +201,14 @@ class RecordWriter:
 
     def _give_up(self, entry: _Accept) -> None:
         if entry.future is not None and not entry.future.done():
-            if entry in self._inserts:
-                self._inserts.remove(entry)
+            entry.given_up = True
             entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
 
     def _resolve(self, entries: list[_Accept]) -> None:
+        self._reject([entry for entry in entries if entry.given_up])  # it got in after all, and nobody serves it
         for entry in entries:
+            if entry.timer is not None:
+                entry.timer.cancel()
             if entry.future is not None and not entry.future.done():
                 entry.future.set_result(None)
 
@@ -218,8 +231,10 @@ class RecordWriter:
         while True:
             self._wake.wait(timeout=1.0)
             self._wake.clear()
-            inserts, self._inserts = self._inserts, []
-            updates, self._updates = self._updates, {}
+            with self._lock:
+                inserts, self._inserts = self._inserts, []
+                updates, self._updates = self._updates, {}
+            inserts = [entry for entry in inserts if not entry.given_up]
             if inserts or updates:
                 self._flush(inserts, updates)
             RECORDS_PENDING.set(self.pending)
@@ -228,19 +243,52 @@ class RecordWriter:
         if self._database is not None:
             self._database.close()
 
-    def _flush(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
+    def _flush(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> bool:
+        """Write a batch; return False when the database is away and the batch was given back."""
         assert self._loop is not None
         try:
             self._write(inserts, updates)
+        except _REFUSED as error:
+            if len(inserts) + len(updates) > 1:
+                return self._flush_singly(inserts, updates)
+            self._drop_refused(inserts, updates, type(error).__name__)
+            return True
         except (psycopg.Error, OSError) as error:
             self._fail(inserts, updates, error)
-            return
+            return False
         if not self.is_healthy:
             logger.info("records.recovered")
         self.is_healthy = True
         RECORD_FLUSHES.labels("ok").inc()
         if any(entry.future is not None for entry in inserts):
             self._loop.call_soon_threadsafe(self._resolve, inserts)
+        return True
+
+    def _flush_singly(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> bool:
+        """One of them holds a value that the table refuses: write each alone, so that only that one is lost."""
+        while inserts or updates:
+            key = next(iter(updates)) if not inserts else None
+            first, rest = inserts[:1], inserts[1:]
+            one = {key: updates.pop(key)} if key is not None else {}
+            inserts = rest
+            if not self._flush(first, one):
+                self._give_back(inserts, updates)
+                return False
+        return True
+
+    def _drop_refused(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], reason: str) -> None:
+        assert self._loop is not None
+        for record in [entry.record for entry in inserts] + list(updates.values()):
+            logger.error("records.refused id=%s error=%s", record.id, reason)
+        RECORD_FLUSHES.labels("refused").inc()
+        self._loop.call_soon_threadsafe(self._reject, inserts)
+
+    def _give_back(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._reject, inserts)
+        with self._lock:
+            for key, record in updates.items():
+                self._updates.setdefault(key, record)
 
     def _write(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
         database = self._connect()
@@ -261,28 +309,19 @@ class RecordWriter:
         if self._database is not None:
             self._database.close()
             self._database = None
-        if not isinstance(error, psycopg.OperationalError | OSError):
-            logger.error("records.refused error=%s", error)
-        self._loop.call_soon_threadsafe(self._reject, inserts)
-        for key, record in updates.items():
-            self._updates.setdefault(key, record)
+        self._give_back(inserts, updates)
         if not self._stopping:
             threading.Event().wait(_RETRY_S)
             self._wake.set()
-        elif isinstance(error, psycopg.OperationalError | OSError):
+        else:
             self._updates.clear()
 
     def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
         if self._database is None or self._database.closed:
             parameters = django_connection.get_connection_params()
-            wanted = {
-                k: v for k, v in parameters.items() if k in {"dbname", "user", "password", "host", "port", "sslmode"}
-            }
-            self._database = psycopg.connect(
-                **wanted,
-                autocommit=True,
-                connect_timeout=3,
-                application_name="muster-records",
-                options="-c statement_timeout=5000",
-            )
+            wanted = {name: value for name, value in parameters.items() if name not in _NOT_OF_LIBPQ}
+            bounds = {"connect_timeout": 3, "tcp_user_timeout": 10_000, "keepalives_idle": 5, "keepalives_interval": 2}
+            options = f"{parameters.get('options', '')} -c statement_timeout=5000".strip()
+            application = {"application_name": "muster-records", "options": options}
+            self._database = psycopg.connect(**{**wanted, **bounds, **application}, autocommit=True)
         return self._database

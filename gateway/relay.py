@@ -153,6 +153,8 @@ class Exchange:
         try:
             if client.is_gone:
                 raise ClientLeft
+            if self._lease.link.closed:  # lost between the grant and this task's turn
+                return Retry(RetryReason.LOST, RequestInterrupted())
             request = job.request
             opening = OpenRequest(
                 request_id=job.request_id,
@@ -179,12 +181,15 @@ class Exchange:
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         """Remember the head; it goes out with the first byte."""
+        if not 200 <= status <= 599:
+            self._fail(ForwardedRequestFailed("The node answered with an impossible status."))
+            return
         self._status = status
         self._headers = headers
 
     def on_data(self, data: bytes) -> None:
         """Pass bytes on, or hold them while the answer may still be given elsewhere."""
-        if self._over:
+        if self._over or not data:
             return
         self.bytes_out += len(data)
         if self.bytes_out > self._limits.max_stream_bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import time
 import uuid
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import redis.exceptions
 from channels.layers import get_channel_layer
 from django.conf import settings
-from django.db import DatabaseError
+from django.db import DatabaseError, InterfaceError
 from django.utils import timezone
 
 from gateway import metrics
@@ -33,7 +34,7 @@ from gateway.records import RecordWriter
 from nodes.addresses import resolve_direct_target
 from nodes.consumers import WorkerEndpoint, presence_reports
 from nodes.errors import NodeError
-from nodes.links import LinkRegistry
+from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import LinkKeeper
 from nodes.offload import run_in_database
@@ -109,12 +110,19 @@ class GatewayRuntime:
         await self._sweep()
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(job) for job in (self._run_sweeps(), self._run_ticks(), self._run_hints())]
+        for task in self._tasks:
+            task.add_done_callback(self._take_dead_task)
         logger.info("gateway.started id=%s pid=%d", self.gateway_id, os.getpid())
 
     def begin_stop(self) -> None:
         """Refuse new work; whoever waits for a box is told to come back."""
         self.pipeline.is_stopping = True
         self.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
+
+    def interrupt_running(self) -> None:
+        """The grace period is over: what still runs is told so, instead of being cut with the process."""
+        for link in list(self.registry):
+            link.end_streams(EndKind.RECLAIMED, "the gateway stops")
 
     @property
     def running_requests(self) -> int:
@@ -138,6 +146,12 @@ class GatewayRuntime:
 
     # background
 
+    def _take_dead_task(self, task: asyncio.Task[None]) -> None:
+        """A background task never ends by itself; a gateway without one would serve revoked keys, so it stops instead."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("gateway.background_task_died; the gateway stops", exc_info=error)
+            signal.raise_signal(signal.SIGTERM)
+
     async def _run_sweeps(self) -> None:
         while True:
             try:
@@ -148,7 +162,7 @@ class GatewayRuntime:
             self._refresh.clear()
             try:
                 await self._sweep()
-            except (DatabaseError, OSError) as error:
+            except (DatabaseError, InterfaceError, OSError) as error:
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
 
     async def _run_ticks(self) -> None:

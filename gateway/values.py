@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -48,8 +50,7 @@ class Caller:
     allowed_models: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRequest:
+class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway reads of a request body; the body itself travels on untouched."""
 
     endpoint: str

@@ -16,9 +16,7 @@ from governance.services import MAX_NAME_CHARS, create_admin_token, revoke_admin
 class AdminTokenForm(forms.Form):
     """What is asked for a new admin token."""
 
-    name = forms.CharField(
-        max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
-    )
+    name = forms.CharField(max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it")
 
 
 def _revoke(token: AdminToken, actor: str, values: Values) -> str:

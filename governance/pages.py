@@ -76,9 +76,7 @@ def column(
     """Mark a method of an admin class as a column. ``label`` maps its text to the colour of a badge."""
 
     def mark(method: Method) -> Method:
-        marked: Method = display(description=description, ordering=ordering, label=dict(label) if label else None)(
-            method
-        )
+        marked: Method = display(description=description, ordering=ordering, label=dict(label) if label else None)(method)
         return marked
 
     return mark
@@ -180,9 +178,7 @@ class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
         }
         return self.render_page(request, "admin/muster/confirm.html", context)
 
-    def render_page(
-        self, request: HttpRequest, template: str, context: Mapping[str, Any]
-    ) -> TemplateResponse:  # Any: Django's
+    def render_page(self, request: HttpRequest, template: str, context: Mapping[str, Any]) -> TemplateResponse:  # Any: Django's
         """Return one of our pages inside the admin's frame."""
         whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
         return TemplateResponse(request, template, whole)

@@ -124,9 +124,7 @@ def parse_rule(text: str) -> HostRule:
         return HostRule(network=ipaddress.ip_network(text), name="", port=None)
     match = _AUTHORITY_RE.match(text.lower())
     if match is None:
-        raise ValueError(
-            f"{text!r} is no host, host:port, address or network; write for example gpu1.lan or 10.0.0.0/24"
-        )
+        raise ValueError(f"{text!r} is no host, host:port, address or network; write for example gpu1.lan or 10.0.0.0/24")
     port = int(match["port"]) if match["port"] else None
     if match["six"]:
         return HostRule(network=ipaddress.ip_network(match["six"]), name="", port=port)
@@ -154,9 +152,7 @@ def parse_direct_url(url: str) -> DirectUrl:
         raise _refusal("must not carry a user name or password")
     authority = _AUTHORITY_RE.match(match["authority"])
     if authority is None:
-        raise _refusal(
-            "has no plain host; write a name, an IPv4 address or an IPv6 address in brackets, and a port if needed"
-        )
+        raise _refusal("has no plain host; write a name, an IPv4 address or an IPv6 address in brackets, and a port if needed")
     if not _PATH_RE.match(match["rest"]) or _has_dot_segment(match["rest"]):
         raise _refusal("must end in a plain path, without query, fragment, escapes or dot segments")
     scheme = match["scheme"].lower()
@@ -177,9 +173,7 @@ def check_addresses(url: DirectUrl, addresses: Sequence[str], policy: AddressPol
     return addresses[0]
 
 
-def resolve_direct_target(
-    url: str, *, policy: AddressPolicy | None = None, resolver: Resolver | None = None
-) -> DirectTarget:
+def resolve_direct_target(url: str, *, policy: AddressPolicy | None = None, resolver: Resolver | None = None) -> DirectTarget:
     """Return where to connect for ``url`` under ``policy`` (None = the settings). Blocks for at most LOOKUP_TIMEOUT_S.
 
     Raises AddressRefused (fix the URL or the allow-list) and AddressUnresolvable (may pass).
@@ -194,27 +188,21 @@ def resolve_direct_target(
     literal = _read_literal(parts.host)
     addresses = [str(literal)] if literal is not None else _look_up(parts, resolver or _resolve_with_system)
     address = check_addresses(parts, addresses, allowed)
-    return DirectTarget(
-        scheme=parts.scheme, host=parts.host, address=address, port=parts.port, base_path=parts.base_path
-    )
+    return DirectTarget(scheme=parts.scheme, host=parts.host, address=address, port=parts.port, base_path=parts.base_path)
 
 
 def _check_address(url: DirectUrl, address: Address, policy: AddressPolicy, *, is_named: bool) -> None:
     if any(address in network for network in _LOOPBACK):
         if policy.allow_loopback:
             return
-        raise _refusal(
-            "leads to a loopback address; set MUSTER_DIRECT_ALLOW_LOOPBACK only if the box runs on this machine"
-        )
+        raise _refusal("leads to a loopback address; set MUSTER_DIRECT_ALLOW_LOOPBACK only if the box runs on this machine")
     for network, why in _FORBIDDEN:
         if address in network:
             raise _refusal(f"leads to {why}, which is never called")
     if isinstance(address, ipaddress.IPv6Address) and address.scope_id:
         raise _refusal("leads to an address with a zone, which is never called")
     if not is_named and not any(rule.covers(address, url.port) for rule in policy.rules):
-        raise _refusal(
-            f"names {url.host} port {url.port}, which is not listed; an operator adds it to MUSTER_DIRECT_HOSTS"
-        )
+        raise _refusal(f"names {url.host} port {url.port}, which is not listed; an operator adds it to MUSTER_DIRECT_HOSTS")
 
 
 def _read_host(host: str) -> str:
@@ -259,9 +247,7 @@ def _look_up(url: DirectUrl, resolver: Resolver) -> Sequence[str]:
             f"{PARAM}: the name server did not answer for {url.host} within {LOOKUP_TIMEOUT_S:.0f} s.", param=PARAM
         ) from None
     except (OSError, UnicodeError) as error:
-        raise AddressUnresolvable(
-            f"{PARAM}: {url.host} cannot be resolved ({type(error).__name__}).", param=PARAM
-        ) from None
+        raise AddressUnresolvable(f"{PARAM}: {url.host} cannot be resolved ({type(error).__name__}).", param=PARAM) from None
 
 
 def _resolve_with_system(host: str, port: int) -> list[str]:

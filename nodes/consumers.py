@@ -15,7 +15,7 @@ from typing import Any, assert_never
 from urllib.parse import parse_qs
 
 import msgspec
-from django.db import DatabaseError
+from django.db import DatabaseError, DataError
 
 from nodes import services
 from nodes.errors import EnrolmentRefused
@@ -84,7 +84,7 @@ class WorkerEndpoint:
         try:
             credential = await self._authenticate(scope, address)
         except _Refused as refusal:
-            await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
+            await send({"type": "websocket.close", "code": refusal.code, "reason": _short_reason(refusal.reason)})
             return
         session = _Session(self, send, address, credential)
         await session.run(receive)
@@ -218,7 +218,9 @@ class _Session:
         try:
             return await run_in_database(sessions.open_session, request)
         except EnrolmentRefused as error:
-            raise _Refused(1008, error.message[:120]) from None
+            raise _Refused(1008, error.message) from None
+        except DataError:
+            raise ProtocolError("the registration holds a value that cannot be stored") from None
         except DatabaseError:
             logger.exception("worker.register_unavailable")
             raise _Refused(1013, "the control plane cannot register workers now; try again") from None
@@ -241,7 +243,7 @@ class _Session:
     def _take(self, event: dict[str, Any]) -> None:
         link = self.link
         assert link is not None
-        link.last_seen = time.monotonic()
+        self._note_sign_of_life(link)
         data = event.get("bytes")
         effects = self.protocol.receive_bytes(data) if data is not None else self.protocol.receive_text(event["text"])
         for effect in effects:
@@ -269,6 +271,12 @@ class _Session:
                     raise ProtocolError("register is sent once")
                 case _:
                     assert_never(effect)
+
+    def _note_sign_of_life(self, link: RelayLink) -> None:
+        now = time.monotonic()
+        was_stale, link.last_seen = now - link.last_seen >= link.stale_after_s, now
+        if was_stale:  # it may take work again, and work may be waiting
+            self.endpoint.registry.announce(link)
 
     def _take_telemetry(self, link: RelayLink, telemetry: bridge.Telemetry) -> None:
         link.telemetry = telemetry
@@ -314,7 +322,7 @@ class _Session:
             self.endpoint.registry.remove(self.link, reason)
         try:
             async with asyncio.timeout(2.0):
-                await self.send({"type": "websocket.close", "code": code, "reason": reason[:120]})
+                await self.send({"type": "websocket.close", "code": code, "reason": _short_reason(reason)})
         except (OSError, RuntimeError, TimeoutError):
             logger.debug("worker.close_unsent address=%s", self.address)
 
@@ -366,6 +374,11 @@ def _status_of(link: RelayLink) -> str:
     if link.box_draining:
         return "draining"
     return "available" if link.has_slot() else "busy"
+
+
+def _short_reason(reason: str) -> str:
+    """Return as much of a close reason as fits into the 123 bytes of RFC 6455 section 5.5."""
+    return reason.encode()[:120].decode(errors="ignore")
 
 
 def _query(scope: Scope, name: str) -> str:

@@ -40,12 +40,8 @@ class NodeCredential(models.Model):
     keyid = models.CharField(max_length=12, unique=True)
     digest = models.BinaryField(max_length=32, editable=False)
     provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="credentials")
-    node = models.ForeignKey(
-        "nodes.Node", on_delete=models.PROTECT, null=True, blank=True, related_name="bound_credentials"
-    )
-    max_nodes = models.PositiveIntegerField(
-        default=1, help_text="How many boxes may enrol with it when it is not bound to one"
-    )
+    node = models.ForeignKey("nodes.Node", on_delete=models.PROTECT, null=True, blank=True, related_name="bound_credentials")
+    max_nodes = models.PositiveIntegerField(default=1, help_text="How many boxes may enrol with it when it is not bound to one")
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
     last_used_at = models.DateTimeField(null=True, blank=True)
@@ -72,9 +68,7 @@ class Node(models.Model):
     name = models.CharField(max_length=120)
     owner_name = models.CharField(max_length=120, blank=True)
     provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="nodes")
-    credential = models.ForeignKey(
-        NodeCredential, on_delete=models.PROTECT, null=True, blank=True, related_name="nodes"
-    )
+    credential = models.ForeignKey(NodeCredential, on_delete=models.PROTECT, null=True, blank=True, related_name="nodes")
     reach = models.CharField(max_length=10, choices=Reach.choices, default=Reach.RELAY)
     public_base_url = models.URLField(max_length=300, blank=True)
     gpu_name = models.CharField(max_length=200, blank=True)
@@ -83,14 +77,10 @@ class Node(models.Model):
     max_concurrent = models.PositiveIntegerField(default=1)
     model_names = ArrayField(models.CharField(max_length=200), default=list, blank=True)
     # What operators and the owner decided. These survive reconnects.
-    mode = models.CharField(
-        max_length=10, choices=[(m.value, m.value) for m in NodeMode], default=NodeMode.SPARE_ON.value
-    )
+    mode = models.CharField(max_length=10, choices=[(m.value, m.value) for m in NodeMode], default=NodeMode.SPARE_ON.value)
     cordoned = models.BooleanField(default=False)
     draining = models.BooleanField(default=False)
-    drain_deadline_at = models.DateTimeField(
-        null=True, blank=True, help_text="When in-flight work is ended as interrupted"
-    )
+    drain_deadline_at = models.DateTimeField(null=True, blank=True, help_text="When in-flight work is ended as interrupted")
     drain_reason = models.CharField(max_length=200, blank=True)
     epoch = models.BigIntegerField(default=0, help_text="Rises with each session; older sessions are fenced")
     instance_id = models.CharField(max_length=64, blank=True)

@@ -39,9 +39,7 @@ class RegisterSerializer(serializers.Serializer[Registration]):
         help_text="Where the gateway reaches the box over HTTP; absent for a box that dials in",
     )
     gpu_name = serializers.CharField(max_length=200, required=False, allow_blank=True, default="")
-    vram_total_mb = serializers.IntegerField(
-        min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None
-    )
+    vram_total_mb = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None)
     current_model = serializers.CharField(max_length=200)
     agent_version = serializers.CharField(max_length=60, required=False, allow_blank=True, default="")
     max_concurrent = serializers.IntegerField(
@@ -75,12 +73,8 @@ class HeartbeatSerializer(serializers.Serializer[Heartbeat]):
     status = serializers.ChoiceField(choices=STATUSES)
     mode = serializers.ChoiceField(choices=MODES, required=False, allow_null=True, default=None)
     gpu_util_percent = serializers.FloatField(min_value=0, max_value=100, required=False, allow_null=True, default=None)
-    vram_used_mb = serializers.IntegerField(
-        min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None
-    )
-    vram_free_mb = serializers.IntegerField(
-        min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None
-    )
+    vram_used_mb = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None)
+    vram_free_mb = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None)
     spare_score = serializers.FloatField(min_value=-1e9, max_value=1e9, required=False, allow_null=True, default=None)
     is_accepting_jobs = serializers.BooleanField(required=False, allow_null=True, default=None)
     active_request_count = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, default=0)

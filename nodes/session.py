@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from nodes.states import SocketPolicy
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
 
 _SSE_STARTS = ("data:", "event:", "id:", "retry:", ":")
+_SSE_START_CHARS = max(map(len, _SSE_STARTS))
 _HELD_LIMIT_CHARS = 64 * 1024
 _FORGOTTEN_STREAMS = 4096
 
@@ -31,8 +34,7 @@ class Registered:
     message: bridge.Register
 
 
-@dataclass(frozen=True, slots=True)
-class HeadArrived:
+class HeadArrived(msgspec.Struct, frozen=True):
     """Status and headers of a stream's response; at most once, before any data."""
 
     stream: int
@@ -40,16 +42,14 @@ class HeadArrived:
     headers: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class DataArrived:
+class DataArrived(msgspec.Struct, frozen=True, gc=False):
     """Response bytes of a stream, in order."""
 
     stream: int
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
+class StreamEnded(msgspec.Struct, frozen=True):
     """The last effect of a stream."""
 
     stream: int
@@ -93,8 +93,7 @@ class BoxLeaving:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FrameDropped:
+class FrameDropped(msgspec.Struct, frozen=True, gc=False):
     """A late frame of a stream that is over; counted, never delivered."""
 
     stream: int
@@ -114,8 +113,7 @@ Effect = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
+class OpenRequest(msgspec.Struct, frozen=True):
     """What a link needs to start one attempt of one request. ``attempt`` counts from 1; ``deadline_ms`` is what remains."""
 
     request_id: str
@@ -131,11 +129,12 @@ class OpenRequest:
 
 @dataclass(slots=True)
 class _BridgeStream:
-    """A stream on a bridge v1 session. ``held`` is text that may still turn out to be an error body."""
+    """A stream on a bridge v1 session. ``held`` is text that may yet be an error body, ``start`` its first characters."""
 
     name: str
     is_streaming: bool
     head_sent: bool = False
+    start: str = ""
     held: list[str] = field(default_factory=list)
     held_chars: int = 0
 
@@ -149,9 +148,10 @@ class ServerSession:
         self.dropped_frames = 0
         self._next_stream = 1
         self._attempts: dict[int, int] = {}
+        self._headed: set[int] = set()
         self._bridge: dict[int, _BridgeStream] = {}
         self._by_name: dict[str, int] = {}
-        self._over: OrderedDict[str | int, None] = OrderedDict()
+        self._over: OrderedDict[str, None] = OrderedDict()
 
     @property
     def speaks_muster(self) -> bool:
@@ -184,20 +184,31 @@ class ServerSession:
         if self._attempts.get(stream) != attempt:
             return self._drop(stream)
         if kind == frames.DATA:
+            if stream not in self._headed:
+                raise ProtocolError("DATA came before its HEAD")
             return [DataArrived(stream, payload)]
+        if kind in (frames.HEAD, frames.REPLY) and stream in self._headed:
+            raise ProtocolError("a stream has one HEAD")
         if kind == frames.HEAD:
             head = frames.decode_head(payload)
-            return [HeadArrived(stream, head.status, head.headers)]
+            self._headed.add(stream)
+            return [HeadArrived(stream, head.status, _lower_names(head.headers))]
         if kind == frames.END:
             end = frames.decode_end(payload)
             self._forget(stream)
             return [StreamEnded(stream, end)]
+        if kind == frames.REPLY:
+            head, body, end = frames.decode_reply(payload)
+            self._forget(stream)
+            head_arrived = HeadArrived(stream, head.status, _lower_names(head.headers))
+            return [head_arrived, DataArrived(stream, body), StreamEnded(stream, end)]
         raise ProtocolError(f"frame kind {kind} is not for the server")
 
     # calls in, frames out
 
     def open_stream(self, request: OpenRequest) -> tuple[int, list[str | bytes]]:
-        """Start a stream; return its number and the frames to send, in order."""
+        """Start a stream; return its number and the frames to send, in order. Raises UnicodeDecodeError on bridge v1."""
+        body = "" if self.speaks_muster else request.body.decode()
         stream = self._next_stream
         self._next_stream += 1
         self._attempts[stream] = request.attempt
@@ -220,7 +231,7 @@ class ServerSession:
             model=request.model,
             endpoint_path=request.path,
             is_streaming=request.is_streaming,
-            body=request.body.decode(),
+            body=body,
             headers=request.headers,
         )
         return stream, [bridge.encode_message(message)]
@@ -316,10 +327,11 @@ class ServerSession:
             return [DataArrived(stream, message.chunk.encode())]
         state.held.append(message.chunk)
         state.held_chars += len(message.chunk)
-        text = "".join(state.held)
-        start = text.lstrip()[:6]
-        if not start.startswith(_SSE_STARTS) and state.held_chars < _HELD_LIMIT_CHARS:
+        if len(state.start) < _SSE_START_CHARS:
+            state.start = (state.start + message.chunk).lstrip()[:_SSE_START_CHARS]
+        if not state.start.startswith(_SSE_STARTS) and state.held_chars < _HELD_LIMIT_CHARS:
             return []
+        text = "".join(state.held)
         state.head_sent = True
         state.held.clear()
         return [HeadArrived(stream, 200, {"content-type": "text/event-stream"}), DataArrived(stream, text.encode())]
@@ -335,8 +347,7 @@ class ServerSession:
             if not 200 <= message.status_code <= 599:
                 end = frames.End(error="engine_failed", message="the worker answered with an impossible status")
                 return [StreamEnded(stream, end)]
-            headers = {name.lower(): value for name, value in message.headers.items()}
-            effects.append(HeadArrived(stream, message.status_code, headers))
+            effects.append(HeadArrived(stream, message.status_code, _lower_names(message.headers)))
             body = "".join(state.held) or message.body or ""
             if body:
                 effects.append(DataArrived(stream, body.encode()))
@@ -353,17 +364,22 @@ class ServerSession:
         return stream
 
     def _drop(self, stream: str | int) -> list[Effect]:
-        if stream not in self._over:
-            raise ProtocolError("frame for a stream that was never opened")
+        known = 0 < stream < self._next_stream if isinstance(stream, int) else stream in self._over
+        if not known or stream in self._attempts:
+            raise ProtocolError("frame for a stream or an attempt that was never opened")
         self.dropped_frames += 1
         return [FrameDropped(stream if isinstance(stream, int) else 0)]
 
     def _forget(self, stream: int) -> None:
         self._attempts.pop(stream, None)
-        self._over[stream] = None
+        self._headed.discard(stream)
         state = self._bridge.pop(stream, None)
         if state is not None:
             self._by_name.pop(state.name, None)
             self._over[state.name] = None
         while len(self._over) > _FORGOTTEN_STREAMS:
             self._over.popitem(last=False)
+
+
+def _lower_names(headers: dict[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}

@@ -12,6 +12,9 @@ from enum import StrEnum
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
+MAX_REPORTED_LOAD = 1_000_000
+"""A box may say anything of itself, and what it says goes to the database."""
+
 
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:

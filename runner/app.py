@@ -51,14 +51,10 @@ class Box:
         self._client = client
         self._instance_id = new_uuid7().hex
         self._engine = _make_engine(config, client)
-        self.supervisor = Supervisor(
-            self._engine, silent_s=config.timeouts.engine_silent_s, on_change=self._engine_changed
-        )
+        self.supervisor = Supervisor(self._engine, silent_s=config.timeouts.engine_silent_s, on_change=self._engine_changed)
         slots = config.max_concurrent
         self._admission = Admission(slots=slots, queue_limit=max(2, slots))
-        self.relay = Relay(
-            client=client, upstream=self.supervisor, admission=self._admission, on_load=self._report_soon
-        )
+        self.relay = Relay(client=client, upstream=self.supervisor, admission=self._admission, on_load=self._report_soon)
         self._probe = open_gpu_probe()
         self._links: dict[str, GatewayLink] = {}
         self._link_tasks: set[asyncio.Task[None]] = set()
@@ -91,9 +87,7 @@ class Box:
     async def take_sample(self) -> Telemetry:
         """Return a fresh reading of the GPUs, the engine and the load."""
         gpus = await asyncio.to_thread(self._probe.sample) if self._probe.is_open else []
-        return Telemetry(
-            current_load=self.load, gpus=gpus, replicas=self._replicas(), last_error=self.supervisor.last_error
-        )
+        return Telemetry(current_load=self.load, gpus=gpus, replicas=self._replicas(), last_error=self.supervisor.last_error)
 
     def list_models(self) -> ModelsUpdate:
         """Return the models that can be served now."""

@@ -22,8 +22,9 @@ EPILOG = """\
 Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,
 MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_MAX_CONCURRENT, MUSTER_NAME,
 MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS, MUSTER_OWNER, MUSTER_LOG_LEVEL.
-In seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left), MUSTER_RECONNECT_MAX_S
-(30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30), MUSTER_ENGINE_SILENT_S (10: then it is restarted).
+Seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left),
+MUSTER_RECONNECT_MAX_S (30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30),
+MUSTER_ENGINE_SILENT_S (10: an engine that does not answer for so long is restarted).
 
 Signals: SIGTERM or Ctrl-C finishes what runs (up to 30 s), then leaves; a second one leaves at once.
 SIGUSR1 takes the box back for its owner (spare_off); SIGUSR2 lends it again (spare_on).

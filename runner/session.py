@@ -39,6 +39,7 @@ from wire.frames import (
     decode_open,
     encode_frame,
     encode_json,
+    encode_reply,
 )
 
 MAX_STREAMS = 4096
@@ -84,6 +85,12 @@ class Stream:
         self._require_open()
         self.close()
         return encode_frame(END, self.ident, self.attempt, encode_json(end))
+
+    def reply(self, head: Head, body: bytes, end: End) -> bytes:
+        """Close the stream and return the one frame of a whole answer. Raises StreamClosed."""
+        self._require_open()
+        self.close()
+        return encode_reply(self.ident, self.attempt, head, body, end)
 
     def close(self) -> None:
         """Forget the stream; later frames for it are dropped. Does nothing the second time."""

@@ -78,7 +78,7 @@ def find_leak(item: pytest.Item) -> str:
     is_transactional = "transactional_db" in item.fixturenames or (marker is not None and marker.kwargs.get("transaction"))
     if is_transactional or (marker is None and "db" not in item.fixturenames):
         return ""
-    return "an async test commits for real: mark it django_db(transaction=True), or call async code with async_to_sync from a sync test"
+    return "an async test commits for real: mark it django_db(transaction=True), or use async_to_sync in a sync test"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

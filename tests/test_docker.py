@@ -120,9 +120,7 @@ def test_every_secret_is_made_by_the_script_and_is_never_committed(tmp_path: Pat
 
 
 def test_the_server_image_leaves_the_embedded_servers_and_the_engine_out() -> None:
-    words = next(
-        line for line in dockerfile_words("Dockerfile.server") if line[0] == "RUN" and "/build/set.txt" in line
-    )
+    words = next(line for line in dockerfile_words("Dockerfile.server") if line[0] == "RUN" and "/build/set.txt" in line)
     left_out = words[words.index("/build/server.txt") + 1 : words.index(">")]
     command = [
         sys.executable,

@@ -223,3 +223,27 @@ def test_the_nginx_example_is_accepted_by_nginx(tmp_path: Path) -> None:
     config.write_text(f"pid {tmp_path}/nginx.pid; error_log stderr; events {{}} http {{ {paths}\n{example} }}")
     checked = subprocess.run([nginx, "-t", "-c", str(config)], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_every_endpoint_is_documented() -> None:
+    from drf_spectacular.generators import SchemaGenerator
+
+    from gateway.dialects import SURFACES
+
+    page = read(DOCS / "api.md")
+    routes = re.findall(r'_route\("([a-z0-9/]+)', read(ROOT / "gateway" / "urls.py"))
+    assert len(routes) > 5
+    gateway_paths = {*SURFACES, *(f"/{route.rstrip('/')}" for route in routes if not route.startswith("internal"))}
+    described = SchemaGenerator().get_schema(public=True)["paths"]  # type: ignore[no-untyped-call]  # drf-spectacular
+    assert described
+    control_paths = {f"{method.upper()} {path}" for path, methods in described.items() for method in methods}
+    assert not [path for path in gateway_paths if path not in page]
+    assert not [path for path in control_paths if f"`{path.rstrip('/')}" not in page]
+
+
+def test_every_management_command_of_ours_is_documented() -> None:
+    page = read(DOCS / "operate.md")
+    folders = ROOT.glob("*/management/commands/*.py")
+    ours = {path.stem for path in folders if not path.stem.startswith("_")}
+    assert ours
+    assert not [name for name in ours if f"| `{name} " not in page]

@@ -230,7 +230,7 @@ def decode_worker_message(frame: str | bytes) -> WorkerMessage:
     """Parse a frame that a worker sent. Raises ProtocolError."""
     try:
         return _worker_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"worker frame: {error}") from None
 
 
@@ -238,5 +238,5 @@ def decode_server_message(frame: str | bytes) -> ServerMessage:
     """Parse a frame that the server sent. Raises ProtocolError."""
     try:
         return _server_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"server frame: {error}") from None

@@ -53,11 +53,19 @@ def mint_credential(kind: CredentialKind) -> MintedCredential:
 
 def parse_keyid(text: str, kind: CredentialKind) -> str | None:
     """Return the public key id of a well-formed credential of ``kind``, else None. Says nothing about validity."""
+    keyid = read_keyid(text, kind)
+    return keyid if keyid is not None and has_good_checksum(text) else None
+
+
+def read_keyid(text: str, kind: CredentialKind) -> str | None:
+    """Return the key id by shape alone; cheap, for callers that compare the whole digest next."""
     match = _CREDENTIAL_RE.match(text)
-    if match is None or match.group(1) != kind.value:
-        return None
-    head, crc = text[:-_CRC_LENGTH], text[-_CRC_LENGTH:]
-    return match.group(2) if crc == _checksum(head) else None
+    return match.group(2) if match is not None and match.group(1) == kind.value else None
+
+
+def has_good_checksum(text: str) -> bool:
+    """Return whether the last characters of a credential are the CRC-32 of the rest."""
+    return text[-_CRC_LENGTH:] == _checksum(text[:-_CRC_LENGTH])
 
 
 def digest_credential(text: str) -> bytes:

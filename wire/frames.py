@@ -12,6 +12,8 @@ CREDIT server→box   u32: the box may send that many more DATA payload bytes
 HEAD   box→server   JSON ``Head``: status and headers, exactly once, before any DATA
 DATA   box→server   response bytes, passed on as they are; a chunk may split a UTF-8 character
 END    box→server   JSON ``End``: how the stream ended, exactly once
+REPLY  box→server   a whole answer at once instead of HEAD, DATA and END: u32 length of the HEAD
+                    JSON, that JSON, u32 length of the END JSON, that JSON, the body
 ====== ============ =========================================================================
 
 ``FLAG_FIN`` on OPEN or BODY marks the last part of the body. A stream id is chosen by the gateway and is unique
@@ -28,7 +30,7 @@ import msgspec
 from wire.bridge import ProtocolError, TokenCounts
 
 OPEN, BODY, CANCEL, CREDIT = 1, 2, 3, 4
-HEAD, DATA, END = 16, 17, 18
+HEAD, DATA, END, REPLY = 16, 17, 18, 19
 FLAG_FIN = 1
 
 HEADER = struct.Struct(">BBQI")
@@ -123,7 +125,7 @@ def decode_open(payload: bytes) -> tuple[OpenMeta, bytes]:
         raise ProtocolError("OPEN meta longer than the frame")
     try:
         meta = _open_decoder.decode(payload[_U32.size : _U32.size + length])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"OPEN meta: {error}") from None
     return meta, payload[_U32.size + length :]
 
@@ -137,7 +139,7 @@ def decode_head(payload: bytes) -> Head:
     """Parse a HEAD payload. Raises ProtocolError."""
     try:
         return _head_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"HEAD: {error}") from None
 
 
@@ -145,8 +147,30 @@ def decode_end(payload: bytes) -> End:
     """Parse an END payload. Raises ProtocolError."""
     try:
         return _end_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"END: {error}") from None
+
+
+def encode_reply(stream: int, attempt: int, head: Head, body: bytes, end: End) -> bytes:
+    """Return the one frame of a whole answer; ``body`` up to MAX_PAYLOAD_BYTES."""
+    first, last = _encoder.encode(head), _encoder.encode(end)
+    return encode_frame(REPLY, stream, attempt, b"".join((_U32.pack(len(first)), first, _U32.pack(len(last)), last, body)))
+
+
+def decode_reply(payload: bytes) -> tuple[Head, bytes, End]:
+    """Return head, body and end of a REPLY payload. Raises ProtocolError."""
+    first, rest = _take_block(payload)
+    last, body = _take_block(rest)
+    return decode_head(first), body, decode_end(last)
+
+
+def _take_block(payload: bytes) -> tuple[bytes, bytes]:
+    if len(payload) < _U32.size:
+        raise ProtocolError("REPLY without a length")
+    (length,) = _U32.unpack_from(payload)
+    if length > len(payload) - _U32.size:
+        raise ProtocolError("REPLY block longer than the frame")
+    return payload[_U32.size : _U32.size + length], payload[_U32.size + length :]
 
 
 def encode_credit(stream: int, attempt: int, amount: int) -> bytes:

@@ -12,7 +12,7 @@ from controlplane.daphne_server.flow import WriteGate
 from wire.contract import ErrorCode
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Nothing that operators or boxes send here is larger. Daphne itself would spool any size to disk before the application starts."""
+"""Nothing that is sent here is larger. Daphne itself would spool any size to disk before the application starts."""
 
 _TOO_LARGE_BODY = json.dumps(
     {
@@ -37,6 +37,7 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: Twisted's own signature
         super().__init__(*args, **kwargs)
+        self.server.transports.add(self.channel.transport)
         self.gate = WriteGate()
         self._body_bytes = 0
         self._is_refused = False

@@ -7,11 +7,13 @@ import logging
 import signal
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from daphne.server import Server, reactor, twisted_loop  # installs the asyncio reactor, so it stands first
 from twisted.internet import defer
 from twisted.internet.endpoints import serverFromString
-from twisted.logger import globalLogBeginner
+from twisted.logger import ILogObserver, LogEvent, globalLogBeginner
+from zope.interface import provider
 
 from controlplane.daphne_server.flow import PausingQueue
 from controlplane.daphne_server.protocols import GatedHTTPFactory, GatedRequest, GatedWebSocket, GatedWebSocketFactory
@@ -22,6 +24,11 @@ POLL_S = 0.05
 logger = logging.getLogger(__name__)
 
 Connection = GatedRequest | GatedWebSocket
+
+
+@provider(ILogObserver)  # type: ignore[untyped-decorator]  # zope.interface ships no types
+def _discard(event: LogEvent) -> None:
+    """Take Twisted's own log, which would otherwise pile up in memory: what matters is logged by us."""
 
 
 class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no types
@@ -36,6 +43,7 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         self.write_timeout_s = write_timeout_s
         self.stop_grace_s = stop_grace_s
         self.listen_failure: str | None = None
+        self.transports: WeakSet[Any] = WeakSet()  # Any: Twisted's transports of HTTP connections
         self._ports: list[Any] = []  # Any: Twisted's listening ports
         self._stopping: asyncio.Task[None] | None = None
 
@@ -53,14 +61,14 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
             maxMessagePayloadSize=self.websocket_max_message_size,
             maxFramePayloadSize=self.websocket_max_frame_size,
         )
-        globalLogBeginner.beginLoggingTo([lambda _event: None], redirectStandardIO=False, discardBuffer=True)
+        globalLogBeginner.beginLoggingTo([_discard], redirectStandardIO=False, discardBuffer=True)
         reactor.callLater(1, self.application_checker)
         reactor.callLater(2, self.timeout_checker)
         asyncio.set_event_loop(twisted_loop)
         for name in (signal.SIGTERM, signal.SIGINT):
             twisted_loop.add_signal_handler(name, self.begin_stop)
         for endpoint in self.endpoints:
-            listener = serverFromString(reactor, endpoint).listen(self.http_factory)
+            listener = serverFromString(reactor, endpoint).listen(self.http_factory)  # type: ignore[no-untyped-call]  # Twisted
             listener.addCallbacks(self.listen_success, self.listen_error)
         reactor.addSystemEventTrigger("before", "shutdown", self.kill_all_applications)
         if not self.abort_start:
@@ -98,7 +106,10 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         self.stop()
 
     def begin_stop(self) -> None:
-        """Close the ports, let requests finish within the grace, tell sockets to go away, then end. A second call ends at once."""
+        """Close the ports, let requests finish within the grace, tell sockets to go away, then end.
+
+        A second call ends at once.
+        """
         if self._stopping is not None:
             self.stop()
             return
@@ -112,16 +123,25 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         return defer.Deferred.fromFuture(asyncio.gather(*running, return_exceptions=True))
 
     async def _stop_gracefully(self) -> None:
-        for port in self._ports:
-            port.stopListening()
-        for protocol in list(self.connections):
-            if isinstance(protocol, GatedWebSocket):
-                protocol.serverClose(code=GOING_AWAY)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.stop_grace_s
-        while self._running_applications() and loop.time() < deadline:
-            await asyncio.sleep(POLL_S)
-        self.stop()
+        try:
+            for port in self._ports:
+                port.stopListening()
+            for protocol in list(self.connections):
+                if isinstance(protocol, GatedWebSocket):
+                    protocol.sendCloseFrame(code=GOING_AWAY)  # its sendClose accepts codes of applications only
+            while (running := self._running_applications()) and loop.time() < deadline:
+                await asyncio.wait(running, timeout=deadline - loop.time())
+            for transport in self.transports:
+                transport.loseConnection()  # after what is still to be written
+            while self._is_any_open() and loop.time() < deadline:  # noqa: ASYNC110  # Twisted has no event for "all closed"
+                await asyncio.sleep(POLL_S)
+        finally:
+            self.stop()
+
+    def _is_any_open(self) -> bool:
+        return any(transport.connected for transport in self.transports)
 
     def _running_applications(self) -> list[asyncio.Future[None]]:
         tasks = (details.get("application_instance") for details in self.connections.values())

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.client import SCOPE_HANDLE
 from wire.contract import ErrorCode
+
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_MAX_HEADER_BYTES = 64 * 1024
 
 
 class Handle:
@@ -45,14 +49,41 @@ class Handle:
             self.cycle.keep_alive = False
 
     def abort(self) -> None:
-        """Reset the connection at once."""
-        self._protocol.transport.abort()
+        """Reset the connection at once; what the peer did not take is thrown away."""
+        transport = self._protocol.transport
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        transport.abort()
+
+    def respond(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """Write a whole response in one piece and close uvicorn's books on the request, as its ``send`` does in two."""
+        cycle = self.cycle
+        if cycle is None or cycle.disconnected or cycle.response_complete:
+            return
+        parts = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            parts.append(b"connection: close\r\n")
+        if status != 204:
+            parts.append(b"content-length: %d\r\n" % len(body))
+        parts.append(b"\r\n")
+        if cycle.scope["method"] != "HEAD":
+            parts.append(body)
+        cycle.transport.write(b"".join(parts))
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
 
 
 class GatewayHttpProtocol(HttpToolsProtocol):
     """One client connection."""
 
     header_timeout_s: ClassVar[float] = 10.0
+    body_timeout_s: ClassVar[float] = 60.0
 
     watching: set[Handle]
     is_lost: bool
@@ -64,6 +95,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self.is_lost = False
         self._handle: Handle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
+        self._body_open = False
+        self._header_bytes = 0
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             # Nagle would hold the first token of a kept connection back until the client acknowledges.
@@ -91,9 +124,28 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The headers arrived; bind the handle to this request's cycle."""
         self._stop_header_timer()
+        self._header_bytes = 0
         super().on_headers_complete()
         if self._handle is not None:
             self._handle.cycle = self.cycle
+        self._body_open = True
+
+    def on_message_complete(self) -> None:
+        """The body arrived."""
+        self._body_open = False
+        self._stop_header_timer()
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; a body that did not come along with its headers has to arrive in time."""
+        super().data_received(data)
+        if self._body_open and self._header_timer is None and not self.is_lost:
+            self._header_timer = self.loop.call_later(self.body_timeout_s, self._take_receipt_timeout)
+        elif self._header_timer is not None and not self._body_open:
+            self._header_bytes += len(data)
+            if self._header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
+                message = f"The request headers have more than {_MAX_HEADER_BYTES} bytes."
+                self._send_error(431, "Request Header Fields Too Large", message, ErrorCode.BAD_REQUEST)
 
     def timeout_keep_alive_handler(self) -> None:
         """An idle connection ends; one whose client never took its answer is reset, or it would linger."""
@@ -107,19 +159,26 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
 
     def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self._take_header_timeout)
+        self._header_timer = self.loop.call_later(self.header_timeout_s, self._take_receipt_timeout)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _take_header_timeout(self) -> None:
+    def _take_receipt_timeout(self) -> None:
         self._header_timer = None
-        if not self.transport.is_closing():
-            self._send_error(408, "Request Timeout", "The request headers did not arrive in time.", ErrorCode.BAD_REQUEST)
+        if self.transport.is_closing():
+            return
+        what = "body" if self._body_open else "headers"
+        self._send_error(408, "Request Timeout", f"The request {what} did not arrive in time.", ErrorCode.BAD_REQUEST)
 
     def _send_error(self, status: int, phrase: str, message: str, code: ErrorCode) -> None:
+        cycle = self.cycle
+        is_answering = cycle is not None and (cycle.response_started if self._body_open else not cycle.response_complete)
+        if is_answering or self.pipeline:
+            self.transport.abort()  # an error in the middle of another answer would be taken for a part of it
+            return
         error = {
             "code": code.value,
             "message": message,

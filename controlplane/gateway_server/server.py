@@ -65,6 +65,7 @@ class GatewayServer(uvicorn.Server):
         until = time.monotonic() + runtime.timeouts.shutdown_grace_s
         while runtime.running_requests and time.monotonic() < until and not self.force_exit:
             await asyncio.sleep(0.05)
+        runtime.interrupt_running()
         await super().shutdown(sockets)
 
 
@@ -72,6 +73,7 @@ def serve(*, host: str, port: int) -> None:
     """Run a gateway until it is told to stop."""
     runtime = GatewayRuntime()
     GatewayHttpProtocol.header_timeout_s = runtime.timeouts.header_s
+    GatewayHttpProtocol.body_timeout_s = runtime.timeouts.body_s
     config = uvicorn.Config(
         GatewayApp(runtime),
         host=host,

@@ -6,7 +6,9 @@ import asyncio
 import socket
 
 from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
 
 _FRAGMENT_BYTES = 1024 * 1024
 
@@ -29,8 +31,14 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
             if size > _FRAGMENT_BYTES:
                 await self.writable.wait()
                 payload = text.encode() if text is not None else data or b""
-                self._send_fragments(payload, is_text=text is not None)
+                try:
+                    self._send_fragments(payload, is_text=text is not None)
+                except InvalidState:
+                    raise ClientDisconnected from None
                 return
+        if message["type"] == "websocket.close" and not self.writable.is_set():
+            self.transport.abort()  # a peer that reads nothing would never see the close frame either
+            return
         await super().send(message)
 
     def _send_fragments(self, payload: bytes, *, is_text: bool) -> None:

@@ -58,5 +58,7 @@ def _read_variables(data: Path) -> dict[str, str]:
         raise LauncherError(f"no Muster runs on {data}: start it with ./muster up, or name its directory with --data DIR")
     variables = read_json(installation_path(data)).get("environment")
     if not isinstance(variables, dict):
-        raise LauncherError(f"the Muster on {data} is still starting, or belongs to another user: try again when it says it is ready")
+        raise LauncherError(
+            f"the Muster on {data} is still starting, or belongs to another user: try again when it says it is ready"
+        )
     return {str(name): str(value) for name, value in variables.items()}

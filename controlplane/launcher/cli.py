@@ -68,7 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     test = _add(commands, "test", "run the tests (installs what they need, a Chromium included)", _run_test)
     test.usage = "./muster test [--fast] [pytest argument ...]"
     test.add_argument("--fast", action="store_true", help="only unit and architecture tests, under a minute")
-    _add(commands, "check", "format, lint, types, layers, migrations, then the tests", _run_check).usage = "./muster check [pytest argument ...]"
+    _add(
+        commands, "check", "format, lint, types, layers, migrations, then the tests", _run_check
+    ).usage = "./muster check [pytest argument ...]"
     _add(commands, "bench", "measure what the gateway costs", _run_bench).usage = "./muster bench [argument ...]"
     _add(commands, "lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_lock)
     return parser
@@ -80,7 +82,9 @@ _OWN_HELP = {"manage", "test", "check"}
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
 
 
-def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, run: _Runner) -> argparse.ArgumentParser:
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, run: _Runner
+) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     command.set_defaults(run=run)
     return command
@@ -88,22 +92,35 @@ def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: st
 
 def _add_data(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--data", type=Path, default=default_data(), metavar="DIR", help="directory of the installation (default: .muster beside this script)"
+        "--data",
+        type=Path,
+        default=default_data(),
+        metavar="DIR",
+        help="directory of the installation (default: .muster beside this script)",
     )
 
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     up = _add(commands, "up", "start Muster on this machine and keep it running until Ctrl-C", _run_up)
     up.epilog = (
-        "DATABASE_URL (postgresql://…) and REDIS_URL (redis://…) replace the PostgreSQL and Valkey that it otherwise runs itself. "
-        "As root only PostgreSQL runs as another user, nobody; it needs a DIR that nobody may enter, and picks one if yours is closed."
+        "DATABASE_URL (postgresql://…) and REDIS_URL (redis://…) replace the PostgreSQL and Valkey that it otherwise runs "
+        "itself. As root, PostgreSQL alone runs as another user, nobody; if nobody may not enter DIR, its files go elsewhere "
+        "and you are told where."
     )
     _add_data(up)
     up.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
-    up.add_argument("--port", type=_port, default=8000, help="port of the control plane (default: %(default)s; 0 = any free one)")
-    up.add_argument("--gateway-port", type=_port, default=8080, metavar="PORT", help="port of the gateway (default: %(default)s; 0 = any)")
-    up.add_argument("--ready-file", type=Path, metavar="FILE", help="write URLs, credentials and process ids here as JSON once ready")
-    up.add_argument("--no-node", dest="with_node", action="store_false", help="do not run the local node with the small built-in model")
+    up.add_argument(
+        "--port", type=_port, default=8000, help="port of the control plane (default: %(default)s; 0 = any free one)"
+    )
+    up.add_argument(
+        "--gateway-port", type=_port, default=8080, metavar="PORT", help="port of the gateway (default: %(default)s; 0 = any)"
+    )
+    up.add_argument(
+        "--ready-file", type=Path, metavar="FILE", help="write URLs, credentials and process ids here as JSON once ready"
+    )
+    up.add_argument(
+        "--no-node", dest="with_node", action="store_false", help="do not run the local node with the small built-in model"
+    )
     up.add_argument("--gateways", type=int, default=1, choices=range(1, 9), metavar="N", help=argparse.SUPPRESS)
 
 

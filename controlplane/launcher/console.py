@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import TextIO
 
 # The launcher re-executes itself inside the virtual environment; the clock goes on counting from the first of the two.
 BEGAN_VARIABLE = "MUSTER_LAUNCHER_BEGAN_AT"
@@ -18,17 +19,26 @@ def pass_clock_on() -> None:
 
 def say(text: str) -> None:
     """Print one line for the person at the terminal."""
-    print(text, flush=True)
+    _write(sys.stdout, text)
 
 
 def progress(text: str) -> None:
     """Print one step of the start with the seconds since the launcher began."""
-    say(f"[{elapsed_s():5.1f} s] {text}")
+    _write(sys.stdout, f"[{elapsed_s():5.1f} s] {text}")
 
 
 def complain(text: str) -> None:
     """Print one line of trouble on standard error."""
-    print(f"muster: {text}", file=sys.stderr, flush=True)
+    _write(sys.stderr, f"muster: {text}")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    try:
+        stream.write(f"{text}\n")
+        stream.flush()
+    except OSError:
+        # The terminal or the pipe is gone. What we supervise must not fall with it.
+        return
 
 
 def elapsed_s() -> float:

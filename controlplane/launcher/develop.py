@@ -13,7 +13,7 @@ from controlplane.launcher.console import say
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 
-_FAST_PATHS = ("tests/unit", "tests/test_architecture.py")
+_FAST_PATHS = ("tests/unit", "tests/test_architecture.py", "tests/test_docker.py", "tests/test_docs.py")
 
 
 def run_tests(arguments: Sequence[str], *, fast: bool) -> int:

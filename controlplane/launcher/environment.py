@@ -1,16 +1,16 @@
 """The virtual environment beside the script: made when missing, brought up to a lock file, and re-entered.
 
-A stamp inside it records the SHA-256 of every lock file it satisfies, so an unchanged set costs nothing.
+A stamp inside it records the checksum of every lock file it satisfies, so an unchanged set costs nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from controlplane.launcher.console import pass_clock_on, progress, say
@@ -62,9 +62,13 @@ def ensure_installed(name: str) -> None:
             on_wait=lambda holder: say(f"Another muster (process {holder or '?'}) is installing; waiting for it"),
         )
     except LockHeld as held:
-        raise LauncherError(f"process {held.holder} has been installing into {VENV} for too long; stop it and try again") from None
+        raise LauncherError(
+            f"process {held.holder} has been installing into {VENV} for too long; stop it and try again"
+        ) from None
     except OSError as error:
-        raise LauncherError(f"cannot write to {ROOT}: {error.strerror}. Use a copy of the repository that you may write to") from None
+        raise LauncherError(
+            f"cannot write to {ROOT}: {error.strerror}. Use a copy of the repository that you may write to"
+        ) from None
     try:
         if not _is_satisfied(name):
             _install_set(name)
@@ -77,7 +81,7 @@ def _install_set(name: str) -> None:
     if not _has_working_pip():
         _create_venv()
     install(venv_python(), lock_file(name), lock_file("installer"))
-    satisfied = {each: _digest(each) for each in SETS[: SETS.index(name) + 1]}
+    satisfied = {each: _checksum(each) for each in SETS[: SETS.index(name) + 1]}
     write_json(_STAMP, {"python": _python_tag(), "sets": satisfied})
     progress(f"Installed the {name} set in {time.monotonic() - began:.1f} s")
 
@@ -87,14 +91,16 @@ def _is_satisfied(name: str) -> bool:
     sets = stamp.get("sets")
     if not isinstance(sets, dict) or not venv_python().exists():
         return False
-    return stamp.get("python") == _python_tag() and sets.get(name) == _digest(name)
+    return stamp.get("python") == _python_tag() and sets.get(name) == _checksum(name)
 
 
-def _digest(name: str) -> str:
+def _checksum(name: str) -> str:
     try:
-        return hashlib.sha256(lock_file(name).read_bytes()).hexdigest()
+        content = lock_file(name).read_bytes()
     except OSError as error:
         raise LauncherError(f"cannot read {lock_file(name)}: {error.strerror}. Is this a complete checkout?") from None
+    # Tells a changed file, defends nothing: what may be installed is for the hashes inside the file to say.
+    return f"{zlib.crc32(content):08x}-{len(content)}"
 
 
 def _python_tag() -> str:
@@ -117,7 +123,11 @@ def _create_venv() -> None:
         raise LauncherError(f"{VENV} exists and is no virtual environment. Move it away and try again")
     progress(f"Making a virtual environment in {VENV}")
     made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "venv", "--clear", str(VENV)],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     if made.returncode:
         reason = (made.stderr or made.stdout).strip().splitlines() or ["no reason given"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-import secrets
 import tempfile
 from pathlib import Path
 
@@ -45,6 +45,6 @@ def read_or_create_secret(path: Path) -> str:
         kept = ""
     if kept:
         return kept
-    fresh = secrets.token_urlsafe(32)
+    fresh = base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
     write_private(path, fresh + "\n")
     return fresh

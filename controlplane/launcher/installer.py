@@ -41,7 +41,9 @@ def install(python: Path, requirements: Path, installer_requirements: Path) -> N
         complain(f"uv could not install ({failure}); trying pip")
     failure = _run([*pip, "install", "--require-hashes", "-r", str(requirements)], environment, total)
     if failure is not None:
-        raise LauncherError(f"cannot install {requirements.name}: {failure}. Check the network and pip's index settings, then try again")
+        raise LauncherError(
+            f"cannot install {requirements.name}: {failure}. Check the network and pip's index settings, then try again"
+        )
 
 
 def count_pins(text: str) -> int:
@@ -82,7 +84,11 @@ def uv_options(settings: Mapping[str, str]) -> list[str]:
     options = ["--index-strategy", "unsafe-best-match"]
     if settings.get("index-url"):
         options += ["--default-index", settings["index-url"]]
-    for option, flag in (("extra-index-url", "--extra-index-url"), ("find-links", "--find-links"), ("trusted-host", "--allow-insecure-host")):
+    for option, flag in (
+        ("extra-index-url", "--extra-index-url"),
+        ("find-links", "--find-links"),
+        ("trusted-host", "--allow-insecure-host"),
+    ):
         for value in settings.get(option, "").split():
             options += [flag, value]
     if settings.get("no-index", "").lower() in {"1", "true", "yes", "on"}:
@@ -113,7 +119,12 @@ def _run(command: Sequence[str], environment: Mapping[str, str], total: int, *, 
     tail: deque[str] = deque(maxlen=5)
     found: set[str] = set()
     process = subprocess.Popen(
-        list(command), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        list(command),
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     with process, process.stdout as output:

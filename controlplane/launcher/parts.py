@@ -18,9 +18,9 @@ from controlplane.launcher.processes import Command
 
 STOP_ORDER = (("node",), ("gateway",), ("worker", "control"), ("valkey",), ("postgres",))
 RUN_ID_VARIABLE = "MUSTER_RUN_ID"
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-# What the C allocator keeps per thread; two arenas instead of eight per core save tens of megabytes over all parts.
-_ALLOCATOR = {"MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "131072"}
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # only translated
+# The C allocator otherwise keeps up to eight arenas per core, each with memory that no other thread can use.
+_ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,10 @@ class Installation:
             ours["MUSTER_ALLOWED_HOSTS"] = read_text("MUSTER_ALLOWED_HOSTS", ",".join(_own_names(self.addresses)))
         return ours
 
+    def pageless_environment(self) -> dict[str, str]:
+        """Return the environment of a Django process that shows no admin pages."""
+        return {**self.environment(), "MUSTER_ADMIN_PAGES": "0"}
+
 
 def embedded_spec(name: str, server: EmbeddedServer) -> PartSpec:
     """Return the part that runs an embedded server."""
@@ -122,7 +126,7 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
     where = installation.addresses
     port = where.gateway_ports[index]
     arguments = ["--host", where.host, "--port", str(port)]
-    environment = installation.environment()
+    environment = installation.pageless_environment()
     if len(where.gateway_ports) > 1:
         environment["MUSTER_INTERNAL_URL"] = where.gateway_urls()[index]
     return PartSpec(
@@ -145,7 +149,7 @@ def worker_spec(installation: Installation) -> PartSpec:
 
     return PartSpec(
         name="worker",
-        command=lambda: _python(["-m", "controlplane.serve_worker"], installation.environment()),
+        command=lambda: _python(["-m", "controlplane.serve_worker"], installation.pageless_environment()),
         is_ready=lambda _pid: readiness.log_says(log_path, "ready.", since=logged_before),
         before_start=mark_log,
         stop_deadline_s=15.0,
@@ -156,7 +160,9 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
     """Return the local node with the model that ships with the repository."""
     where = installation.addresses
     arguments = ["-m", "runner", "--engine", "llamacpp", "--name", "local", "--gateway", ",".join(where.gateway_urls())]
-    environment = {name: value for name, value in os.environ.items() if name not in {"DATABASE_URL", "REDIS_URL", "MUSTER_SECRET_KEY"}}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in {"DATABASE_URL", "REDIS_URL", "MUSTER_SECRET_KEY"}
+    }
     # The credential goes by variable: a command line is there for everybody to read.
     environment |= {**_ALLOCATOR, "MUSTER_TOKEN": credentials.local_node_token, "PYTHONUNBUFFERED": "1"}
     environment[RUN_ID_VARIABLE] = installation.run_id
@@ -173,7 +179,8 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
 
 def bootstrap_command(installation: Installation) -> Command:
     """Return the command that migrates the database and makes the credentials."""
-    return _python(["manage.py", "bootstrap", "--credentials", str(installation.place.credentials)], installation.environment())
+    arguments = ["manage.py", "bootstrap", "--credentials", str(installation.place.credentials)]
+    return _python(arguments, installation.pageless_environment())
 
 
 def _python(arguments: list[str], environment: dict[str, str]) -> Command:

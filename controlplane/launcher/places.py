@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
 import shutil
 import stat
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,7 +136,7 @@ def _system_home(data: Path) -> Path:
             home = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=_TEMPORARY))
         else:
             _SYSTEM_HOME.mkdir(mode=0o711, exist_ok=True)
-            home = _SYSTEM_HOME / secrets.token_hex(8)
+            home = _SYSTEM_HOME / os.urandom(8).hex()
             home.mkdir()
         home.chmod(0o711)
         write_json(pointer, {"home": str(home)})
@@ -153,7 +152,7 @@ def _system_home(data: Path) -> Path:
 
 
 def _remove_abandoned_homes() -> None:
-    """Delete what earlier temporary installations left under /tmp: their own directory is gone, so nobody can start them again."""
+    """Delete what earlier temporary installations left under /tmp: their own directory is gone."""
     for home in _TEMPORARY.glob(f"{_TEMPORARY_PREFIX}*"):
         owner = read_json(home / "belongs-to.json").get("data")
         if isinstance(owner, str) and not Path(owner).exists() and not find_by_directory(home / "postgres" / "data"):
@@ -165,5 +164,5 @@ def _socket_directory(home: Path) -> Path:
     beside = home / "sockets"
     if len(os.fsencode(beside)) <= _LONGEST_SOCKET_DIRECTORY:
         return beside
-    name = hashlib.sha256(os.fsencode(home)).hexdigest()[:12]
+    name = f"{zlib.crc32(os.fsencode(home)):08x}{zlib.adler32(os.fsencode(home)):08x}"
     return _TEMPORARY / f"muster-{os.geteuid()}-{name}"

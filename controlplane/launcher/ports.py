@@ -16,7 +16,7 @@ _LISTEN = "0A"
 def claim_port(host: str, port: int, *, option: str) -> int:
     """Return ``port`` when it can be listened on, or a free one when it is 0.
 
-    Raises LauncherError with the holder's process, where that can be read, when the port is busy, and when ``host`` is not ours.
+    Raises LauncherError when ``host`` is not ours, and when the port is busy: then with the holder, where that can be read.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -54,7 +54,7 @@ def spawn(command: Command, log: IO[bytes] | int) -> subprocess.Popen[bytes]:
         user=user.uid if user else None,
         group=user.gid if user else None,
         extra_groups=[] if user else None,
-        preexec_fn=_tie_to_parent(command.death_signal),
+        preexec_fn=_tie_to_parent(command.death_signal),  # noqa: PLW1509  # this program has one thread
     )
 
 

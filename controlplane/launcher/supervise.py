@@ -95,7 +95,8 @@ class Supervisor:
             if status is not None:
                 pause = part.backoff.next_pause_s(time.monotonic() - part.started_at)
                 part.restart_at = time.monotonic() + pause
-                complain(f"{name} {describe_status(status)}, starting it again in {pause:.1f} s. Last line: {read_last_line(part.log_path)}")
+                last = read_last_line(part.log_path)
+                complain(f"{name} {describe_status(status)}, starting it again in {pause:.1f} s. Last line: {last}")
                 changed = True
             if part.restart_at is not None and time.monotonic() >= part.restart_at:
                 changed = self._restart(name, part) or changed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import time
@@ -14,6 +13,7 @@ from controlplane.env import SettingError, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import complain, elapsed_s, progress, say
 from controlplane.launcher.credentials import Credentials, require_credentials
+from controlplane.launcher.embedded import EmbeddedServer
 from controlplane.launcher.errors import LauncherError, StopRequested
 from controlplane.launcher.files import read_or_create_secret, write_json
 from controlplane.launcher.leftovers import end_leftovers, record_children
@@ -110,7 +110,7 @@ class _Session:
     options: UpOptions
     place: Place
     addresses: parts.Addresses
-    run_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    run_id: str = field(default_factory=lambda: os.urandom(16).hex())
     credentials: Credentials | None = None
     is_ready: bool = False
     supervisor: Supervisor = field(init=False)
@@ -155,7 +155,9 @@ class _Session:
     def stop(self) -> None:
         """Stop everything that runs, in order, and take back what was published."""
         self.is_ready = False
-        self.supervisor.stop([tuple(name for name in self.supervisor.parts if _kind(name) in group) for group in parts.STOP_ORDER])
+        self.supervisor.stop(
+            [tuple(name for name in self.supervisor.parts if _kind(name) in group) for group in parts.STOP_ORDER]
+        )
         for path in (self.place.installation, self.place.children, self.options.ready_file):
             if path is not None:
                 path.unlink(missing_ok=True)
@@ -167,13 +169,17 @@ class _Session:
         except SettingError as error:
             raise LauncherError(str(error)) from None
         self.place.make_socket_directory()
-        embedded = dict(zip(("postgres", "valkey"), parts.embedded_servers(self.place), strict=True))
+        embedded: tuple[tuple[str, EmbeddedServer], ...] = tuple(
+            zip(("postgres", "valkey"), parts.embedded_servers(self.place), strict=True)
+        )
         own = []
-        for name, server in embedded.items():
+        for name, server in embedded:
             if urls[name]:
                 variable, port = ("DATABASE_URL", 5432) if name == "postgres" else ("REDIS_URL", 6379)
                 if trouble := describe_unreachable(urls[name], default_port=port):
-                    raise LauncherError(f"{variable} is set, but {trouble}. Start that server or unset {variable} to use an embedded one")
+                    raise LauncherError(
+                        f"{variable} is set, but {trouble}. Start that server or unset {variable} to use an embedded one"
+                    )
                 progress(f"Using {variable} from the environment")
                 continue
             progress(f"Starting {name}")
@@ -199,7 +205,9 @@ class _Session:
                 process.wait()
         if status:
             lines = [line.strip() for line in read_tail(log_path, since=before).splitlines() if line.strip()]
-            raise LauncherError(f"preparing the database failed: {lines[-1] if lines else f'status {status}'} (all of it: {log_path})")
+            raise LauncherError(
+                f"preparing the database failed: {lines[-1] if lines else f'status {status}'} (all of it: {log_path})"
+            )
 
     def _await_bootstrap(self, process: subprocess.Popen[bytes], log_path: Path, before: int) -> int:
         began = shown_at = time.monotonic()
@@ -212,28 +220,39 @@ class _Session:
             if now - shown_at > _TICK_S:
                 shown_at = now
                 lines = read_tail(log_path, since=before).split("\n")
-                progress(f"  {lines[-1].strip() or (lines[-2].strip() if len(lines) > 1 else 'waiting for the database')}"[:100])
+                progress(f"  {lines[-1].strip() or (lines[-2].strip() if len(lines) > 1 else 'loading')}"[:100])
         return status
 
     def _start_parts(self, credentials: Credentials) -> None:
-        specs = [parts.control_spec(self.installation), *parts.gateway_specs(self.installation), parts.worker_spec(self.installation)]
-        required = [spec.name for spec in specs]
-        if self.options.with_node:
-            specs.append(parts.node_spec(self.installation, credentials))
+        gateways = parts.gateway_specs(self.installation)
+        specs = [*gateways, parts.control_spec(self.installation), parts.worker_spec(self.installation)]
         progress(f"Starting {', '.join(spec.name for spec in specs)}")
         self.supervisor.start(specs)
-        self.supervisor.wait_ready(required, lambda name: progress(f"{name} is ready"))
+
+        def say_ready(name: str) -> None:
+            progress(f"{name} is ready")
+
+        # The node comes once there is something to dial: a refused connection would make it wait before it tries again.
+        self.supervisor.wait_ready([spec.name for spec in gateways], say_ready)
         if self.options.with_node:
-            try:
-                self.supervisor.wait_ready(["node"], lambda name: progress(f"{name} serves {credentials.model}"))
-            except LauncherError as error:
-                # A fleet does not depend on this one box, nor on its model being on the allow-list.
-                complain(f"the local node does not serve {credentials.model}: {error}. Going on without it")
+            progress("Starting node")
+            self.supervisor.start([parts.node_spec(self.installation, credentials)])
+        self.supervisor.wait_ready([spec.name for spec in specs if spec not in gateways], say_ready)
+        if self.options.with_node:
+            self._await_node(credentials)
+
+    def _await_node(self, credentials: Credentials) -> None:
+        try:
+            self.supervisor.wait_ready(["node"], lambda name: progress(f"{name} serves {credentials.model}"))
+        except LauncherError as error:
+            # A fleet does not depend on this one box, nor on its model being on the allow-list.
+            complain(f"the local node does not serve {credentials.model}: {error}. Going on without it")
 
     def _announce(self, credentials: Credentials) -> None:
         where = self.addresses
         password = credentials.password or "(the one you set)"
         body = f'{{"model":"{credentials.model}","stream":true,"messages":[{{"role":"user","content":"Tell me a story"}}]}}'
+        curl = f"curl -N {where.gateway_url}/v1/chat/completions -H 'Authorization: Bearer {credentials.api_key}'"
         for line in (
             "",
             f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
@@ -244,14 +263,15 @@ class _Session:
             f"  Logs           {self.place.logs}",
             "",
             "Try it:",
-            f"  curl -N {where.gateway_url}/v1/chat/completions -H 'Authorization: Bearer {credentials.api_key}' "
-            f"-H 'Content-Type: application/json' -d '{body}'",
+            f"  {curl} -H 'Content-Type: application/json' -d '{body}'",
             "",
         ):
             say(line)
 
 
-def describe_installation(installation: parts.Installation, credentials: Credentials, pids: dict[str, int]) -> dict[str, object]:
+def describe_installation(
+    installation: parts.Installation, credentials: Credentials, pids: dict[str, int]
+) -> dict[str, object]:
     """Return the content of the ready file."""
     return {
         "control_url": installation.addresses.control_url,

@@ -23,9 +23,7 @@ MODELS_HELP = "One name to a line. Empty: every allow-listed model."
 class ApiKeyForm(forms.Form):
     """What is asked for a new key."""
 
-    name = forms.CharField(
-        max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
-    )
+    name = forms.CharField(max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it")
     tenant = forms.ModelChoiceField(
         queryset=Tenant.objects.filter(is_active=True), widget=UnfoldAdminSelectWidget, empty_label="Choose a tenant"
     )
@@ -100,7 +98,6 @@ class ApiKeyAdmin(CreatingAdmin):
         "revoked_at",
     )
     readonly_fields = fields
-    show_full_result_count = False
     refusals = (ServiceError,)
     create_form = ApiKeyForm
     create_title = "New API key"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from django.core.paginator import Paginator
 from django.db import connection
+from django.db.models import QuerySet
 from django.utils.functional import cached_property
 
 from gateway.partitions import TABLE
@@ -26,7 +27,7 @@ class EstimatedPaginator(_Paginator):
     @cached_property
     def count(self) -> int:
         """Return how many rows there are, at least for the page links."""
-        queryset = self.object_list
+        queryset = cast("QuerySet[Any]", self.object_list)
         counted = int(queryset.order_by()[: EXACT_ROWS + 1].count())
         if counted <= EXACT_ROWS:
             return counted

@@ -35,7 +35,7 @@ class RequestRecordAdmin(ShowingAdmin):
     """What clients asked, newest first. Bodies are never stored, so there is none to show."""
 
     list_display = (
-        "show_id",
+        "show_short_id",
         "created_at",
         "show_caller",
         "model",
@@ -96,6 +96,11 @@ class RequestRecordAdmin(ShowingAdmin):
         return (queryset.filter(pk=record_id) if record_id else queryset.none()), False
 
     @column("Request")
+    def show_short_id(self, record: RequestRecord) -> str:
+        """Return the end of the printed id: the front is the time, which stands beside it."""
+        return f"…{record.printed_id[-12:]}"
+
+    @column("Request id")
     def show_id(self, record: RequestRecord) -> str:
         """Return the printed id."""
         return record.printed_id
@@ -103,7 +108,7 @@ class RequestRecordAdmin(ShowingAdmin):
     @column("Tenant / key")
     def show_caller(self, record: RequestRecord) -> str:
         """Return who asked."""
-        return f"{record.tenant} / {record.key_name}"
+        return f"{record.tenant} /\u00a0{record.key_name}"
 
     @column("State", label=STATE_COLOURS)
     def show_state(self, record: RequestRecord) -> str:
@@ -129,10 +134,10 @@ class RequestRecordAdmin(ShowingAdmin):
     def show_tokens(self, record: RequestRecord) -> str:
         """Return the tokens; ``~`` marks numbers that the engine did not report."""
         if record.prompt_tokens is None and record.completion_tokens is None:
-            return f"~{record.prompt_tokens_est} / –"
+            return f"~{record.prompt_tokens_est}\u00a0/\u00a0–"
         mark = "~" if record.tokens_estimated else ""
         sides = (record.prompt_tokens, record.completion_tokens)
-        return " / ".join("–" if side is None else f"{mark}{side}" for side in sides)
+        return "\u00a0/\u00a0".join("–" if side is None else f"{mark}{side}" for side in sides)
 
     @column("Node id")
     def show_node_id(self, record: RequestRecord) -> str:
@@ -161,4 +166,4 @@ def print_ms(value: int | None) -> str:
     """Return milliseconds for people."""
     if value is None:
         return "–"
-    return f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"
+    return f"{value:,}\u00a0ms" if value < 10_000 else f"{value / 1000:,.1f}\u00a0s"

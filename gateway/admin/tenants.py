@@ -22,9 +22,7 @@ RATE_HELP = "What its keys get unless a key says otherwise. Empty: the installat
 class TenantForm(forms.Form):
     """What is asked for a new tenant."""
 
-    name = forms.CharField(
-        max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="A team or a customer"
-    )
+    name = forms.CharField(max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="A team or a customer")
     requests_per_minute = limit_field("Requests per minute", RATE_HELP)
 
 
@@ -95,9 +93,7 @@ class TenantAdmin(CreatingAdmin):
 
     def create(self, actor: str, values: Values) -> Created:
         """Create a tenant."""
-        return Created(
-            row=create_tenant(name=values["name"], requests_per_minute=values["requests_per_minute"], actor=actor)
-        )
+        return Created(row=create_tenant(name=values["name"], requests_per_minute=values["requests_per_minute"], actor=actor))
 
     @column("State", ordering="is_active", label={"active": "success", "disabled": "danger"})
     def show_state(self, tenant: Tenant) -> str:

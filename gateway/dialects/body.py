@@ -83,15 +83,26 @@ def count_prompt_chars(*parts: msgspec.Raw) -> int:
         if len(data) < _EXACT_COUNT_FROM_BYTES:
             total += len(data)
         else:
-            total += _count_text(msgspec.json.decode(data))
+            total += _count_text(_decode(data))
     return total
 
 
+def _decode(data: bytes) -> object:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"The prompt is not valid JSON: {error}.") from None
+
+
 def _count_text(value: object) -> int:
-    if isinstance(value, str):
-        return 0 if value.startswith(_IMAGE_URL_PREFIX) else len(value)
-    if isinstance(value, list):
-        return sum(_count_text(item) for item in value)
-    if isinstance(value, dict):
-        return sum(_count_text(item) for key, item in value.items() if key not in {"data", "file_data"})
-    return 0
+    """Return the characters of all text in a JSON value. Walks without recursion: clients choose the depth."""
+    total, waiting = 0, [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            total += 0 if item.startswith(_IMAGE_URL_PREFIX) else len(item)
+        elif isinstance(item, list):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            waiting.extend(part for key, part in item.items() if key not in {"data", "file_data"})
+    return total

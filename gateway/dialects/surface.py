@@ -30,8 +30,8 @@ class Surface:
         """Read a body. Raises BadRequest."""
         fields = read_body(body)
         self.check(fields)
-        if not fields.model or len(fields.model) > 200:
-            raise BadRequest("The field 'model' must be a name of 1 to 200 characters.", param="model")
+        if not fields.model or len(fields.model) > 200 or not fields.model.isprintable():
+            raise BadRequest("The field 'model' must be a name of 1 to 200 printable characters.", param="model")
         limit = fields.token_limit
         if limit is not None and limit < 0:
             raise BadRequest("The token limit must not be negative.", param="max_tokens")
@@ -46,7 +46,7 @@ class Surface:
                 fields.messages, fields.input, fields.prompt, fields.system, fields.documents
             ),
             body=body,
-            headers={name: value for name, value in headers.items() if name in self.forwarded},
+            headers={name: headers[name] for name in self.forwarded if name in headers},
         )
 
     def render_error(self, error: GatewayError, request_id: str) -> bytes:

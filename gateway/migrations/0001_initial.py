@@ -69,6 +69,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 "ordering": ["-started_at"],
+                "verbose_name_plural": "gateway processes",
             },
         ),
         migrations.CreateModel(
@@ -154,6 +155,7 @@ class Migration(migrations.Migration):
                     ],
                     options={
                         "ordering": ["-created_at"],
+                        "verbose_name": "request",
                     },
                 ),
             ],
@@ -217,6 +219,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 "ordering": ["-created_at"],
+                "verbose_name": "API key",
             },
         ),
     ]

@@ -85,7 +85,7 @@ def read_traffic() -> Traffic:
     """Return totals, percentiles and the minutes of the last hour in two queries."""
     this_minute = timezone.now().replace(second=0, microsecond=0)
     first = this_minute - timedelta(minutes=WINDOW_MINUTES - 1)
-    parameters = {"since": first, "faults": list(FAULT_STATES)}
+    parameters: dict[str, datetime | list[str]] = {"since": first, "faults": list(FAULT_STATES)}
     with connection.cursor() as cursor:
         cursor.execute(_TOTALS, parameters)
         totals = cursor.fetchone() or (0, 0, None, None, 0, 0)

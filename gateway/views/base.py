@@ -11,7 +11,7 @@ from django.db import DatabaseError
 from gateway.client import ClientConnection, Header, Receive, Scope, Send
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
-from gateway.errors import GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
+from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
 from gateway.pipeline import send_error
 from gateway.runtime import GatewayRuntime
 from governance.services import verify_admin_token
@@ -45,6 +45,9 @@ def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler]) -> Appli
                 send_failure(client, MethodNotAllowed(f"Use {allowed.decode()}."), surface, [(b"allow", allowed)])
                 return
             await handler(client)
+            await client.drain()
+        except ClientLeft:
+            return
         except GatewayError as error:
             send_failure(client, error, surface)
         except DatabaseError:

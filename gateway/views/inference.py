@@ -6,7 +6,7 @@ import logging
 
 from gateway.client import Receive, Scope, Send
 from gateway.dialects import Surface
-from gateway.errors import GatewayError, MethodNotAllowed
+from gateway.errors import ClientLeft, GatewayError, MethodNotAllowed
 from gateway.runtime import GatewayRuntime
 from gateway.views.base import Application, make_client, send_failure
 
@@ -24,6 +24,9 @@ def make_inference(runtime: GatewayRuntime, surface: Surface) -> Application:
             return
         try:
             await pipeline.serve(client, surface)
+            await client.drain()
+        except ClientLeft:
+            return
         except Exception:  # process edge: a bug of ours must not lose the answer
             logger.exception("request.bug")
             if not client.started and not client.is_gone:

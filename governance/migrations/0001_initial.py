@@ -31,9 +31,7 @@ class Migration(migrations.Migration):
                 ("at", models.DateTimeField(auto_now_add=True, db_index=True)),
                 (
                     "actor",
-                    models.CharField(
-                        help_text="user:<name>, token:<name>, node:<name> or system:<part>", max_length=200
-                    ),
+                    models.CharField(help_text="user:<name>, token:<name>, node:<name> or system:<part>", max_length=200),
                 ),
                 (
                     "action",

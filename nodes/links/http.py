@@ -142,6 +142,9 @@ class HttpStream:
             connection.close()
             return
         self._connection = connection
+        if not connection.is_open:
+            self.on_response_end("the upstream closed the connection at once")
+            return
         connection.send_request(self._request, self)
 
     def _finish(self) -> None:

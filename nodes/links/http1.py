@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             handler, self._handler = self._handler, None
             self.close()
             if handler is not None:
@@ -91,6 +91,7 @@ class Connection(asyncio.Protocol):
         self._header_bytes = 0
         self._until_close = False
         self.head_seen = False
+        self.resume()  # the response before may have ended while its reader was paused
         self._transport.write(request)
 
     def pause(self) -> None:

@@ -33,6 +33,7 @@ class LinkKeeper:
         self.gateway_id = gateway_id
         self.rows: dict[uuid.UUID, NodeRow] = {}
         self.known_models: frozenset[str] = frozenset()
+        self.disabled_models: frozenset[str] = frozenset()
         self._cluster_secret = cluster_secret
         self._connect_s = connect_s
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
@@ -48,6 +49,8 @@ class LinkKeeper:
         """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the other live gateways."""
         self.rows = {row.node_id: row for row in rows}
         self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
+        open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
+        self.disabled_models = self.known_models - open_to
         for row in self.rows.values():
             self._apply_row(row, targets.get(row.node_id), peers)
         self.registry.announce(None)

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from nodes.session import OpenRequest
+from nodes.states import MAX_REPORTED_LOAD
 from wire.frames import End
 
 
@@ -28,8 +31,7 @@ class EndKind(StrEnum):
     TIMEOUT = "timeout"
 
 
-@dataclass(frozen=True, slots=True)
-class LinkEnd:
+class LinkEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a stream. ``retryable``: no part of an answer left the box, another box may try."""
 
     kind: EndKind
@@ -141,7 +143,7 @@ class Link:
 
     def report_load(self, load: int) -> None:
         """Take the box's own count of running requests."""
-        self.external_load = max(0, load - self.active)
+        self.external_load = min(max(0, load - self.active), MAX_REPORTED_LOAD)
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> Stream:
         """Start a request on the box. The caller holds a slot."""

@@ -49,9 +49,7 @@ class Migration(migrations.Migration):
                 ("draining", models.BooleanField(default=False)),
                 (
                     "drain_deadline_at",
-                    models.DateTimeField(
-                        blank=True, help_text="When in-flight work is ended as interrupted", null=True
-                    ),
+                    models.DateTimeField(blank=True, help_text="When in-flight work is ended as interrupted", null=True),
                 ),
                 ("drain_reason", models.CharField(blank=True, max_length=200)),
                 (
@@ -170,9 +168,7 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name="node",
             name="provider",
-            field=models.ForeignKey(
-                on_delete=django.db.models.deletion.PROTECT, related_name="nodes", to="nodes.provider"
-            ),
+            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name="nodes", to="nodes.provider"),
         ),
         migrations.AddConstraint(
             model_name="node",

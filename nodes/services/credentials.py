@@ -61,9 +61,7 @@ def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
     if credential is None:
         raise CredentialNotFound(f"There is no node credential {credential_id}.", param="credential_id")
     if changed:
-        record_event(
-            actor=actor, action="node_credential.revoke", target=credential.name, detail={"keyid": credential.keyid}
-        )
+        record_event(actor=actor, action="node_credential.revoke", target=credential.name, detail={"keyid": credential.keyid})
         publish_hint("nodes", credential.keyid)
     return credential
 
@@ -77,9 +75,7 @@ def find_credential(text: str) -> NodeCredential | None:
     keyid = parse_keyid(text, CredentialKind.WORKER)
     if keyid is None:
         return None
-    found = (
-        NodeCredential.objects.select_related("provider", "node").filter(keyid=keyid, revoked_at__isnull=True).first()
-    )
+    found = NodeCredential.objects.select_related("provider", "node").filter(keyid=keyid, revoked_at__isnull=True).first()
     matches = verify_credential(text, bytes(found.digest) if found is not None else _NO_DIGEST)
     if found is None or not matches:
         return None
@@ -94,9 +90,7 @@ def _find_bound_node(node_id: uuid.UUID | None, provider: Provider) -> Node | No
     if node is None:
         raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
     if node.provider_id != provider.pk:
-        raise BadRequest(
-            f"Node {node.name!r} belongs to another provider than {provider.name!r}.", param="provider_name"
-        )
+        raise BadRequest(f"Node {node.name!r} belongs to another provider than {provider.name!r}.", param="provider_name")
     return node
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 
 from django.conf import settings
-from django.db.models import F
+from django.db.models import Q
 from django.utils import timezone
 
-from nodes.models import Node, ProviderState
-from nodes.states import Freshness, effective_status, judge_freshness
-from wire.contract import NodeMode, NodeStatus
+from nodes.errors import BadRequest, NodeNotFound
+from nodes.models import Node, NodePresence, ProviderState
+from nodes.services.health import heartbeat_age_s, judge_status
+from nodes.states import Freshness, freshness_windows, judge_freshness
+from wire.contract import NodeStatus
+from wire.ids import parse_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,6 @@ class NodeHealth:
     active_requests: int
     max_concurrent: int
     last_error: str
-    drain_deadline_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +51,36 @@ class FleetOverview:
 def read_fleet() -> FleetOverview:
     """Return the health of every box in one query."""
     now = timezone.now()
-    rows = (
-        Node.objects.exclude(provider__state=ProviderState.DELETED)
-        .order_by("name")
-        .values(
-            "name",
-            "mode",
-            "draining",
-            "cordoned",
-            "max_concurrent",
-            "drain_deadline_at",
-            heard_at=F("presence__last_heartbeat_at"),
-            reported=F("presence__reported_status"),
-            accepting=F("presence__is_accepting_jobs"),
-            active=F("presence__active_requests"),
-            trouble=F("presence__last_error"),
-        )
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence").order_by("name")
+    return FleetOverview(tuple(_describe(node, now) for node in rows))
+
+
+def _describe(node: Node, now: datetime) -> NodeHealth:
+    presence: NodePresence | None = getattr(node, "presence", None)
+    age_s = heartbeat_age_s(presence, now=now) if presence is not None else None
+    stale_after_s, offline_after_s = freshness_windows(
+        settings.NODE_HEALTH, protocol=presence.protocol if presence is not None else ""
     )
-    policy = settings.NODE_HEALTH
-    nodes = []
-    for row in rows:
-        age_s = (now - row["heard_at"]).total_seconds() if row["heard_at"] else None
-        freshness = judge_freshness(age_s, stale_after_s=policy.stale_after_s, offline_after_s=policy.offline_after_s)
-        status = effective_status(
-            freshness=freshness,
-            reported=NodeStatus(row["reported"] or NodeStatus.OFFLINE),
-            mode=NodeMode(row["mode"]),
-            draining=row["draining"],
-            cordoned=row["cordoned"],
-            is_accepting_jobs=row["accepting"] is not False,
-        )
-        nodes.append(
-            NodeHealth(
-                name=row["name"],
-                status=status,
-                freshness=freshness,
-                age_s=age_s,
-                active_requests=row["active"] or 0,
-                max_concurrent=row["max_concurrent"],
-                last_error=row["trouble"] or "",
-                drain_deadline_at=row["drain_deadline_at"],
-            )
-        )
-    return FleetOverview(tuple(nodes))
+    return NodeHealth(
+        name=node.name,
+        status=judge_status(node, presence, now=now),
+        freshness=judge_freshness(age_s, stale_after_s=stale_after_s, offline_after_s=offline_after_s),
+        age_s=age_s,
+        active_requests=presence.active_requests if presence is not None else 0,
+        max_concurrent=node.max_concurrent,
+        last_error=presence.last_error if presence is not None else "",
+    )
+
+
+def find_node_id(text: str) -> uuid.UUID:
+    """Return the id of the box that ``text`` names: its printed id, its UUID, or a name that only one box has.
+
+    Raises NodeNotFound; BadRequest when several boxes have that name.
+    """
+    node_id = parse_id("node", text)
+    found = list(Node.objects.filter(Q(pk=node_id) if node_id else Q(name=text)).values_list("pk", flat=True)[:2])
+    if not found:
+        raise NodeNotFound(f"There is no node {text}.", param="node")
+    if len(found) > 1:
+        raise BadRequest(f"Several nodes are called {text}; say which by its id, node_….", param="node")
+    return found[0]

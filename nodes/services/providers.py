@@ -58,9 +58,7 @@ def delete_provider(*, name: str, actor: str) -> Provider:
     if not changed:
         raise ProviderNotFound(f"There is no provider {name!r}.", param="name")
     provider = Provider.objects.get(name=name)
-    revoked = NodeCredential.objects.filter(provider=provider, revoked_at__isnull=True).update(
-        revoked_at=now, updated_at=now
-    )
+    revoked = NodeCredential.objects.filter(provider=provider, revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
     _record(provider, "provider.delete", actor, revoked_credentials=revoked)
     return provider
 

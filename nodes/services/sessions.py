@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from django.db import transaction
+from django.db import DataError, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils import timezone
@@ -14,11 +15,13 @@ from django.utils import timezone
 from governance import audit, hints
 from nodes.errors import EnrolmentRefused
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
-from nodes.states import NodeRow
+from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
 from wire.contract import NodeMode, NodeStatus
 
 _NAME_TRIES = 64
+
+logger = logging.getLogger("muster.nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ def open_session(request: SessionRequest) -> OpenedSession:
             "last_heartbeat_at": timezone.now(),
             "reported_status": NodeStatus.AVAILABLE.value,
             "is_accepting_jobs": True,
-            "active_requests": max(0, message.current_load),
+            "active_requests": min(max(0, message.current_load), MAX_REPORTED_LOAD),
             "protocol": request.protocol,
             "peer_address": request.peer_address[:64],
             "last_error": "",
@@ -174,10 +177,14 @@ def write_presences(reports: list[PresenceReport], *, gateway_id: uuid.UUID) -> 
             values |= {"gpus": report.gpus, **_sum_gpus(report.gpus)}
         if report.replicas is not None:
             values["replicas"] = report.replicas
-        NodePresence.objects.filter(node_id=report.node_id, node__epoch=report.epoch).update(**values)
-        Node.objects.filter(pk=report.node_id, epoch=report.epoch).exclude(model_names=list(report.models)).update(
-            model_names=list(report.models), updated_at=now
-        )
+        models = list(report.models)
+        try:
+            NodePresence.objects.filter(node_id=report.node_id, node__epoch=report.epoch).update(**values)
+            Node.objects.filter(pk=report.node_id, epoch=report.epoch).exclude(model_names=models).update(
+                model_names=models, updated_at=now
+            )
+        except DataError:  # what one box says of itself must not keep the others from being written
+            logger.warning("node.presence_refused node_id=%s", report.node_id)
 
 
 def _sum_gpus(gpus: list[dict[str, object]]) -> dict[str, object]:

@@ -67,7 +67,7 @@ class LlamaCpp:
         progress("starting the engine process")
         self._log_tail.clear()
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "runner.engines.llamacpp_child",
+            sys.executable, "-m", "runner.engines.llamacpp_child", str(os.getpid()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env=_child_environment(), start_new_session=True,
         )  # fmt: skip

@@ -1,8 +1,8 @@
 """The process that holds llama.cpp: one model, one HTTP server on a random loopback port.
 
-Started by ``runner.engines.llamacpp`` as ``python -m runner.engines.llamacpp_child``. Reads one JSON line of settings
-from standard input, answers with one JSON line on standard output (``{"url": …}`` or ``{"error": …}``), then serves
-until standard input closes. The log of llama.cpp goes to standard error. Nothing of asyncio or aiohttp is imported
+Started by ``runner.engines.llamacpp`` as ``python -m runner.engines.llamacpp_child PARENT_PID``. Reads one JSON line
+of settings from standard input, answers with one JSON line on standard output (``{"url": …}`` or ``{"error": …}``),
+then serves until standard input closes. The log of llama.cpp goes to standard error. Nothing of asyncio or aiohttp is imported
 here: this process should weigh what the engine weighs.
 """
 
@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 from typing import Any
 
 UNLOAD_LIMIT_S = 4
@@ -26,32 +25,30 @@ def main() -> int:
     # A Ctrl-C in the terminal reaches the whole process group; when to stop is the parent's decision.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _die_with_parent()
+    _die_with(int(sys.argv[1]))
     reply = _reserve_stdout()
     settings = json.loads(sys.stdin.readline())
-    with tempfile.TemporaryDirectory(prefix="muster-slots-") as slots:
-        try:
-            server = _start_server(settings, slots)
-            url = str(server.listening_address)
-            # Destroying a server that was never asked anything can deadlock inside llama.cpp: ask once.
-            _check_health(url)
-        except (RuntimeError, OSError, ValueError) as error:
-            reply(error=str(error))
-            return 1
-        reply(url=url)
-        sys.stdin.read()
-        # Unloading takes milliseconds; should it hang, the default action of SIGALRM ends the process.
-        signal.alarm(UNLOAD_LIMIT_S)
-        del server
+    try:
+        server = _start_server(settings)
+        url = str(server.listening_address)
+        # Destroying a server that was never asked anything can deadlock inside llama.cpp: ask once.
+        _check_health(url)
+    except (RuntimeError, OSError, ValueError) as error:
+        reply(error=str(error))
+        return 1
+    reply(url=url)
+    sys.stdin.read()
+    # Unloading takes milliseconds; should it hang, the default action of SIGALRM ends the process.
+    signal.alarm(UNLOAD_LIMIT_S)
+    del server
     return 0
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """Have Linux kill this process when the runner dies; elsewhere the closed standard input must do."""
-    parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent == 1 or os.getppid() != parent:
+    if os.getppid() != parent:  # it died before we asked
         sys.exit(1)
 
 
@@ -67,7 +64,7 @@ def _reserve_stdout() -> Any:  # Any: a closure with keyword arguments
     return reply
 
 
-def _start_server(settings: dict[str, Any], slots: str) -> Any:  # Any: xllamacpp has no type information
+def _start_server(settings: dict[str, Any]) -> Any:  # Any: xllamacpp has no type information
     try:
         import xllamacpp
     except ImportError as error:
@@ -84,7 +81,7 @@ def _start_server(settings: dict[str, Any], slots: str) -> Any:  # Any: xllamacp
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
     params.n_threads_http = settings["slots"] + 4  # a streamed answer holds one; health checks must always find one
     params.cache_ram_mib = 0  # else an erased prompt comes back from host memory
-    params.slot_save_path = slots + os.sep  # erasing a slot answers 501 without it
+    params.slot_save_path = os.devnull + os.sep  # erasing a slot answers 501 without one; saving to this one fails
     params.endpoint_metrics = True
     params.endpoint_slots = True
     params.warmup = False

@@ -17,9 +17,12 @@ from runner.relay.events import find_boundary
 from runner.relay.headers import METHODS, headers_to_engine, headers_to_gateway, is_allowed_path
 from runner.relay.usage import BodyReader, StreamReader, ask_for_usage
 from runner.session import Stream
-from wire.frames import MAX_PAYLOAD_BYTES, End
+from wire.frames import MAX_PAYLOAD_BYTES, End, Head
 
 log = logging.getLogger(__name__)
+
+_WHOLE_BYTES = 64 * 1024
+"""Unstreamed answers up to this size leave the box in one frame."""
 
 Send = Callable[[bytes], Awaitable[None]]
 """Puts one frame on the stream's own socket, waiting while that is full. Raises SessionLost."""
@@ -29,18 +32,25 @@ class Upstream(Protocol):
     """What serving needs to know of the engine. ``base_url`` ends before ``/v1``."""
 
     @property
-    def is_ready(self) -> bool: ...
+    def is_ready(self) -> bool:
+        """Whether it can take requests."""
+
     @property
-    def base_url(self) -> str: ...
+    def base_url(self) -> str:
+        """Its address."""
+
     @property
-    def headers(self) -> Mapping[str, str]: ...
-    def report_failure(self, reason: str) -> None: ...
+    def headers(self) -> Mapping[str, str]:
+        """What every request to it must carry, such as its key."""
+
+    def report_failure(self, reason: str) -> None:
+        """Have it checked: a request failed."""
 
 
 class _Job:
     """One stream being served."""
 
-    __slots__ = ("credit", "has_head", "queue_wait_ms", "send", "started_at", "stream", "task")
+    __slots__ = ("credit", "has_head", "queue_wait_ms", "send", "started_at", "stream", "task", "whole")
 
     def __init__(self, stream: Stream, send: Send) -> None:
         self.stream = stream
@@ -50,14 +60,14 @@ class _Job:
         self.queue_wait_ms: int | None = None
         self.started_at = time.monotonic()
         self.task: asyncio.Task[None] | None = None
+        self.whole: tuple[Head, bytes] | None = None
+        """An answer short enough to leave in one frame with its end."""
 
     def end(self, error: str = "", message: str = "", *, retryable: bool = False) -> End:
         """Return how this stream ended, with the times it took in milliseconds."""
         total_ms = round((time.monotonic() - self.started_at) * 1000)
         engine_ms = None if self.queue_wait_ms is None else total_ms - self.queue_wait_ms
-        return End(
-            error=error, message=message, retryable=retryable, queue_wait_ms=self.queue_wait_ms, engine_ms=engine_ms
-        )
+        return End(error=error, message=message, retryable=retryable, queue_wait_ms=self.queue_wait_ms, engine_ms=engine_ms)
 
 
 class Relay:
@@ -131,7 +141,8 @@ class Relay:
                     end = await self._admit(job, body)
             except TimeoutError:
                 end = job.end("timeout", f"not finished within {deadline_ms} ms")
-            await job.send(job.stream.end(end))
+            frame = job.stream.reply(*job.whole, end) if job.whole is not None else job.stream.end(end)
+            await job.send(frame)
         except (SessionLost, StreamClosed):
             log.debug("stream abandoned stream=%s", job.stream.ident)
 
@@ -177,6 +188,9 @@ class Relay:
         """Forward status, headers and body as they come; reading stops while the gateway grants no credit."""
         is_stream = response.content_type == "text/event-stream"
         headers = headers_to_gateway(response.headers, is_event_stream=is_stream)
+        length = response.content_length
+        if not is_stream and length is not None and length <= min(_WHOLE_BYTES, job.stream.window):
+            return await self._take_whole(job, response, headers)
         await job.send(job.stream.head(response.status, headers))
         job.has_head = True
         reader = (
@@ -197,6 +211,15 @@ class Relay:
             await self._send_pieces(job, rest, is_stream=is_stream)
         end = job.end()
         end.usage = reader.usage()
+        return end
+
+    async def _take_whole(self, job: _Job, response: aiohttp.ClientResponse, headers: dict[str, str]) -> End:
+        """Read a short answer to its end; one that breaks off before can still be given by another box."""
+        reader = BodyReader(is_readable=response.status < 300 and response.content_type.endswith("json"))
+        body = reader.feed(await response.read())
+        end = job.end()
+        end.usage = reader.usage()
+        job.whole = (Head(status=response.status, headers=headers), body)
         return end
 
     async def _send_pieces(self, job: _Job, out: bytes, *, is_stream: bool) -> None:

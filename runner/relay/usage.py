@@ -192,6 +192,4 @@ def _count_tokens(found: dict[str, int]) -> TokenCounts | None:
     if not found:
         return None
     prompt, completion = found.get("prompt", 0), found.get("completion", 0)
-    return TokenCounts(
-        prompt_tokens=prompt, completion_tokens=completion, total_tokens=found.get("total", prompt + completion)
-    )
+    return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=found.get("total", prompt + completion))

@@ -1,4 +1,3 @@
-# ruff: noqa: INP001  # a script, run by hand
 """Turn what ``train.py`` wrote into one GGUF file that llama.cpp loads. Needs gguf, numpy and safetensors."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# ruff: noqa: INP001, S311  # a script, run by hand
 """Train the tiny chat model that Muster ships, on one CPU core, from the Python documentation inside CPython.
 
 Writes ``model.safetensors``, ``tokenizer.json`` and ``config.json`` to ``--out``; ``to_gguf.py`` makes the GGUF of
@@ -157,9 +156,7 @@ def make_documents(topics: dict[str, str], rng: random.Random) -> Iterator[str]:
         for first, second in zip(prose, [*prose[1:], ""], strict=False):
             for term in dict.fromkeys(re.findall(r"\*([a-z][a-z ]{3,24})\*", first)):
                 for question in rng.sample(QUESTIONS, 3):
-                    yield chat(
-                        question.format(term), f"{first} {second}".strip(), system=rng.choice(["", *SYSTEM_PROMPTS])
-                    )
+                    yield chat(question.format(term), f"{first} {second}".strip(), system=rng.choice(["", *SYSTEM_PROMPTS]))
     generators = [p for text in topics.values() for p in prose_of(text) if "generator" in p]
     for paragraph in generators:
         yield chat(rng.choice(QUESTIONS[:4]).format("generator"), paragraph)
@@ -174,9 +171,7 @@ def train_tokenizer(topics: dict[str, str], vocab: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([*topics.values(), *(answer for _, answer in ABOUT)], trainer)
     return tokenizer
 
@@ -239,9 +234,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     save_file({name: w.contiguous() for name, w in model.state_dict().items()}, args.out / "model.safetensors")
     tokenizer.save(str(args.out / "tokenizer.json"))
-    (args.out / "config.json").write_text(
-        json.dumps(asdict(shape) | {"loss": round(loss, 3)}, indent=1), encoding="utf-8"
-    )
+    (args.out / "config.json").write_text(json.dumps(asdict(shape) | {"loss": round(loss, 3)}, indent=1), encoding="utf-8")
     for question in ("What is a generator?", "Hello!", "Explain lambda."):
         say(question, "->", answer(model, tokenizer, question))
 

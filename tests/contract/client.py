@@ -89,7 +89,11 @@ class Exchange:
         sock.setblocking(False)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, (parts.hostname, parts.port))
+        except BaseException:
+            sock.close()
+            raise
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         reader, writer = await asyncio.open_connection(sock=sock, limit=receive_buffer or _CHUNK)
         exchange = cls(reader, writer, h11.Connection(h11.CLIENT))

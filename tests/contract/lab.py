@@ -117,8 +117,8 @@ class Lab:
         )
         url = self.stack.ready.database_url
         async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as database:
-            rows: list[dict[str, Any]] = await (await database.execute(query, (model, PROBE_TOKENS))).fetchall()
-            return rows
+            found = await database.execute(query, (model, PROBE_TOKENS))
+            return [dict(row) for row in await found.fetchall()]
 
     async def listed_requests(self, model: str) -> list[dict[str, Any]]:
         """Return the rows of a model in ``GET /requests``, newest first."""
@@ -133,7 +133,7 @@ class Lab:
             done = len(rows) >= count and not any(row["status"] in OPEN_STATES for row in rows)
             return rows if done else None
 
-        rows = await eventually(closed, what=f"{count} final records of {model}", pause_s=0.03)
+        rows: list[dict[str, Any]] = await eventually(closed, what=f"{count} final records of {model}", pause_s=0.03)
         assert len(rows) == count, rows
         return rows
 

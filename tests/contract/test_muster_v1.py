@@ -119,15 +119,19 @@ async def test_a_cancel_names_the_stream_and_late_frames_are_dropped(lab: Lab) -
 
 async def test_frames_of_another_attempt_or_stream_reach_nobody(lab: Lab) -> None:
     model = await lab.model()
-    box = await lab.box(model)
-    reply = lab.ask(model)
-    stream = await box.stream()
-    forged = frames.encode_json(frames.Head(status=200, headers={"content-type": "text/plain"}))
-    await box.send_frame(frames.HEAD, stream, forged, attempt=stream.attempt + 1)
-    await box.send_frame(frames.DATA, stream, b"FORGED", attempt=stream.attempt + 1)
-    await box.socket.send(frames.encode_frame(frames.DATA, stream.id + 77, 1, b"FORGED"))
-    await box.answer(stream, b'{"genuine":true}')
-    assert (await reply).body == b'{"genuine":true}'
+    for wrong_stream, wrong_attempt in ((0, 1), (77, 0)):
+        hostile = await lab.box(model)
+        reply = lab.ask(model)
+        stream = await hostile.stream()
+        honest = await lab.box(model)
+        where = (stream.id + wrong_stream, stream.attempt + wrong_attempt)
+        head = frames.encode_json(frames.Head(status=200, headers={"content-type": "text/plain"}))
+        await hostile.socket.send(frames.encode_frame(frames.HEAD, *where, head))
+        await hostile.socket.send(frames.encode_frame(frames.DATA, *where, b"FORGED"))
+        assert (await hostile.closed())[0] == 1002
+        await honest.answer(await honest.stream(), b'{"genuine":true}')
+        assert (await reply).body == b'{"genuine":true}'
+        await honest.close()
 
 
 @pytest.mark.parametrize("error", ["engine_failed", "busy"])

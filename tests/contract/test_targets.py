@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
 
@@ -114,9 +115,9 @@ async def test_a_client_at_one_gateway_uses_a_worker_at_another(lab: Lab, pair: 
     reply = lab.ask(model, "across", gateway=here)
     job = await worker.job()
     assert job.text == "across"
-    await worker.answer(job, "from the other side", tokens=(4, 5))
-    got = await reply
-    assert got.json["choices"][0]["message"]["content"] == "from the other side"
+    usage = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+    await worker.complete(job, body=json.dumps({"answer": "from the other side", "usage": usage}))
+    assert (await reply).json["answer"] == "from the other side"
     (record,) = await lab.final(model)
     assert (record["status"], record["attempts"]) == ("completed", 1)
     assert (record["prompt_tokens"], record["completion_tokens"]) == (4, 5)

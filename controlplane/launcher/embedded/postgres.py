@@ -129,18 +129,29 @@ class Postgres:
                     os.chown(path, self._user.uid, self._user.gid)
                 path.chmod(0o700)
         except OSError as error:
-            raise LauncherError(f"cannot prepare {error.filename} for PostgreSQL: {error.strerror}. Choose another --data DIR") from None
+            raise LauncherError(
+                f"cannot prepare {error.filename} for PostgreSQL: {error.strerror}. Choose another --data DIR"
+            ) from None
 
     def _create_cluster(self) -> None:
         for leftover in self.data.iterdir():  # of an initdb that was interrupted: without PG_VERSION there is no cluster
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-        options = ["--encoding=UTF8", "--locale=C", "--username", _ROLE, "--auth=peer" if self._user else "--auth=trust", "--no-sync"]
+        options = [
+            "--encoding=UTF8",
+            "--locale=C",
+            "--username",
+            _ROLE,
+            "--auth=peer" if self._user else "--auth=trust",
+            "--no-sync",
+        ]
         self._run([str(self._binary("initdb")), "-D", str(self.data), *options], "initdb")
         if self._user:
             self._allow_root_only()
         # One process that writes the database and ends, before anybody can connect.
         self._run(
-            [str(self._binary("postgres")), "--single", "-D", str(self.data), "postgres"], "postgres", f"CREATE DATABASE {_DATABASE};\n"
+            [str(self._binary("postgres")), "--single", "-D", str(self.data), "postgres"],
+            "postgres",
+            f"CREATE DATABASE {_DATABASE};\n",
         )
         self._run([str(self._binary("initdb")), "-D", str(self.data), "--sync-only"], "initdb")
 
@@ -161,7 +172,9 @@ class Postgres:
         words = answer.stdout.split()
         ours = words[2].split(".")[0] if len(words) > 2 else "?"
         if kept != ours:
-            raise LauncherError(f"{self.data} was written by PostgreSQL {kept}, this is {ours}: dump it with the old release first")
+            raise LauncherError(
+                f"{self.data} was written by PostgreSQL {kept}, this is {ours}: dump it with the old release first"
+            )
 
     def _run(self, argv: list[str], what: str, text: str | None = None) -> None:
         user = self._user

@@ -43,12 +43,16 @@ def place_binaries(installed: Path, user: UserIdentity | None, home: Path) -> Pa
         if not (target / package.name).exists():
             _copy_tree(package, target)
     except OSError as error:
-        raise LauncherError(f"cannot copy PostgreSQL to {target}: {error.strerror}. Free some space or set DATABASE_URL") from None
+        raise LauncherError(
+            f"cannot copy PostgreSQL to {target}: {error.strerror}. Free some space or set DATABASE_URL"
+        ) from None
     finally:
         with_lock.release()
     copied = target / package.name / installed.name
     if not _runs_as(copied, user):
-        raise LauncherError(f"user nobody cannot run {copied}/bin/postgres (is {home} mounted noexec?): choose another --data DIR")
+        raise LauncherError(
+            f"user nobody cannot run {copied}/bin/postgres (is {home} mounted noexec?): choose another --data DIR"
+        )
     return copied
 
 
@@ -86,9 +90,11 @@ def _copy_tree(package: Path, target: Path) -> None:
     partial.mkdir(mode=0o755)
     for source in (package, package.with_name(f"{package.name}.libs")):
         if source.exists():
-            shutil.copytree(source, partial / source.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "include"))
+            shutil.copytree(
+                source, partial / source.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "include")
+            )
     for directory, _, names in os.walk(partial):
-        os.chmod(directory, 0o755)
+        os.chmod(directory, 0o755)  # noqa: S103  # programs, not data: another user must run them
         for name in names:
             path = os.path.join(directory, name)
             if not os.path.islink(path):

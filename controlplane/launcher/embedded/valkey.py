@@ -95,4 +95,6 @@ def find_binary() -> Path:
     found = shutil.which("valkey-server") or shutil.which("redis-server")
     if found:
         return Path(found)
-    raise LauncherError(f"there is no Valkey for {system} on {machine}: install valkey-server or redis-server, or set REDIS_URL")
+    raise LauncherError(
+        f"there is no Valkey for {system} on {machine}: install valkey-server or redis-server, or set REDIS_URL"
+    )

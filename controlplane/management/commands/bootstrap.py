@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from django.apps import apps
-from django.contrib.auth import get_user_model
 from django.core.management import BaseCommand, CommandError, call_command
 from django.db import connection, transaction
 from django.db.migrations.executor import MigrationExecutor
 
 from controlplane.launcher.files import read_json, write_json
+from controlplane.models import User
 from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
 from governance.audit import record_event
 from governance.services import create_admin_token, verify_admin_token
@@ -77,7 +77,9 @@ def make_credentials(kept: dict[str, object]) -> dict[str, object]:
         allow_model(name=MODEL, actor=ACTOR)
     return {
         "admin": ensure_operator(kept.get("admin")),
-        "admin_token": _keep(kept, "admin_token", verify_admin_token, lambda: create_admin_token(name="quick start", actor=ACTOR)),
+        "admin_token": _keep(
+            kept, "admin_token", verify_admin_token, lambda: create_admin_token(name="quick start", actor=ACTOR)
+        ),
         "api_key": _keep(kept, "api_key", _is_key_valid, lambda: create_api_key(name="demo", tenant_name=TENANT, actor=ACTOR)),
         "model": MODEL,
         "worker_secret": _keep(kept, "worker_secret", find_credential, lambda: _create_enrolment("workers", ENROLMENT_NODES)),
@@ -92,7 +94,7 @@ def ensure_operator(kept: object) -> dict[str, str]:
 
     The password is empty when an operator has changed it since: then it is theirs, and we neither know nor reset it.
     """
-    users = get_user_model()._default_manager
+    users = User.objects
     password = kept.get("password", "") if isinstance(kept, dict) else ""
     user = users.filter(username=USERNAME).first()
     if isinstance(kept, dict) and users.filter(is_superuser=True, is_active=True).exists():
@@ -100,7 +102,7 @@ def ensure_operator(kept: object) -> dict[str, str]:
         return {"username": USERNAME, "password": password if is_valid else ""}
     fresh = secrets.token_urlsafe(15)
     if user is None:
-        user = users.model(username=USERNAME)
+        user = User(username=USERNAME)
     user.is_superuser = user.is_staff = user.is_active = True
     user.set_password(fresh)
     user.save()

@@ -68,9 +68,7 @@ def test_a_change_that_is_rolled_back_sends_no_hint() -> None:
 
 
 @pytest.mark.django_db(transaction=True)
-def test_nobody_listening_at_redis_is_logged_and_not_raised(
-    settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nobody_listening_at_redis_is_logged_and_not_raised(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with unreachable(settings, f"redis://127.0.0.1:{closed.getsockname()[1]}/0"):

@@ -55,9 +55,7 @@ async def eventually(condition: Callable[[], object], what: str, *, within_s: fl
 
 
 @asynccontextmanager
-async def run_box(
-    tmp_path: Path, gateway: str, *options: str, env: dict[str, str] | None = None
-) -> AsyncIterator[RunningBox]:
+async def run_box(tmp_path: Path, gateway: str, *options: str, env: dict[str, str] | None = None) -> AsyncIterator[RunningBox]:
     """Start ``python -m runner`` against a gateway; kill it at the end if the test has not stopped it."""
     log = tmp_path / f"runner-{time.monotonic_ns()}.log"
     surroundings = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.processes import Child, plan_cores
+from benchmarks.processes import Child, core_busy_s, plan_cores
 
 BURN = """
 import subprocess, sys, time
@@ -60,3 +61,11 @@ def test_the_measured_system_never_shares_a_core_with_the_load() -> None:
     plan = plan_cores(pin=True)
     assert not set(plan.system) & set(plan.around)
     assert not plan_cores(pin=False).is_pinned
+
+
+def test_a_core_is_busy_no_longer_than_the_clock_runs() -> None:
+    began, before = time.monotonic(), core_busy_s([0])
+    while time.monotonic() - began < 0.1:
+        pass
+    assert 0.0 <= core_busy_s([0]) - before <= time.monotonic() - began + 0.1
+    assert core_busy_s([]) == 0.0

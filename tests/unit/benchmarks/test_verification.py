@@ -58,9 +58,7 @@ def test_whole_answers_are_verified_too(tools: Tools, mock: MockUpstream) -> Non
         ("foreign", "foreign", "chunks of another stream"),
     ],
 )
-def test_one_bad_chunk_in_each_stream_is_reported(
-    tools: Tools, mock: MockUpstream, fault: str, field: str, word: str
-) -> None:
+def test_one_bad_chunk_in_each_stream_is_reported(tools: Tools, mock: MockUpstream, fault: str, field: str, word: str) -> None:
     mock.set_fault(fault)
     result = load(tools, mock)
     assert result.answered > 0

@@ -185,9 +185,7 @@ def test_a_plain_url_is_taken_apart(url: str, scheme: str, host: str, port: int,
         ("http://other.lan/", ["10.9.9.9"], "10.9.9.9"),
     ],
 )
-def test_what_is_listed_is_allowed_at_the_address_it_had_when_checked(
-    url: str, answer: list[str] | None, address: str
-) -> None:
+def test_what_is_listed_is_allowed_at_the_address_it_had_when_checked(url: str, answer: list[str] | None, address: str) -> None:
     target = resolve_direct_target(url, policy=TENS, resolver=never if answer is None else lambda host, port: answer)
     assert target.address == address
     assert target.host == parse_direct_url(url).host
@@ -251,7 +249,10 @@ def test_a_name_without_an_address_may_be_tried_again() -> None:
     def unknown(host: str, port: int) -> Sequence[str]:
         raise socket.gaierror(socket.EAI_NONAME, "unknown")
 
-    for resolver in (unknown, lambda host, port: []):
+    def empty(host: str, port: int) -> Sequence[str]:
+        return []
+
+    for resolver in (unknown, empty):
         with pytest.raises(AddressUnresolvable) as caught:
             resolve_direct_target("http://gpu1.lan/", policy=TENS, resolver=resolver)
         assert caught.value.retryable
@@ -261,9 +262,7 @@ def test_the_system_resolver_finds_localhost() -> None:
     assert resolve_direct_target("http://localhost:9/", policy=LOOPBACK).address in {"127.0.0.1", "::1"}
 
 
-@pytest.mark.parametrize(
-    "entry", ["", "10.0.0.1/8", "a b", "http://gpu1.lan", "gpu1..lan", "gpu1.lan:port", "300.1.1.1", "*"]
-)
+@pytest.mark.parametrize("entry", ["", "10.0.0.1/8", "a b", "http://gpu1.lan", "gpu1..lan", "gpu1.lan:port", "300.1.1.1", "*"])
 def test_an_allow_list_entry_that_means_nothing_is_an_error(entry: str) -> None:
     with pytest.raises(ValueError, match=r"\S"):
         parse_rule(entry)
@@ -286,7 +285,10 @@ def test_an_allow_list_entry_that_means_nothing_is_an_error(entry: str) -> None:
 )
 def test_an_allow_list_entry_means_what_it_says(entry: str, url: str, allowed: bool) -> None:
     policy = AddressPolicy(rules=(parse_rule(entry),), allow_loopback=False)
-    resolver = lambda host, port: ["203.0.113.7"]  # noqa: E731  # one line reads better here
+
+    def resolver(host: str, port: int) -> Sequence[str]:
+        return ["203.0.113.7"]
+
     if allowed:
         assert resolve_direct_target(url, policy=policy, resolver=resolver).port == parse_direct_url(url).port
     else:

@@ -1,4 +1,4 @@
-"""Admin pages of the node registry: boxes, their credentials, their providers."""
+"""Pages of the GPU boxes: what they are, how they do, and holding them back from work."""
 
 from __future__ import annotations
 
@@ -6,26 +6,20 @@ from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
-from django.db.models import Count, Q, QuerySet
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils import timezone
-from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
+from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget
 
-from governance.pages import Created, CreatingAdmin, RowChange, ShowingAdmin, Values, column
+from governance.pages import RowChange, ShowingAdmin, Values, column
 from nodes.errors import NodeError
-from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState
+from nodes.models import Node, NodePresence, ProviderState
 from nodes.services import (
     cordon_node,
-    create_credential,
-    create_provider,
-    delete_provider,
     describe_gpus,
-    disable_provider,
     drain_node,
-    enable_provider,
     heartbeat_age_s,
     judge_status,
-    revoke_credential,
     status_expression,
     uncordon_node,
     undrain_node,
@@ -57,34 +51,6 @@ class DrainForm(forms.Form):
         required=False,
         widget=UnfoldAdminIntegerFieldWidget,
         help_text="What still runs then is interrupted. Empty = the setting",
-    )
-
-
-class ProviderForm(forms.Form):
-    """What is asked for a new provider."""
-
-    name = forms.CharField(
-        max_length=60, widget=UnfoldAdminTextInputWidget, help_text="Letters, digits, hyphens, underscores"
-    )
-
-
-class CredentialForm(forms.Form):
-    """What is asked for a new node credential."""
-
-    name = forms.CharField(max_length=80, widget=UnfoldAdminTextInputWidget, help_text="Which box or boxes will use it")
-    provider = forms.ModelChoiceField(
-        queryset=Provider.objects.exclude(state=ProviderState.DELETED),
-        widget=UnfoldAdminSelectWidget,
-        help_text="Boxes of a provider are switched on and off together",
-    )
-    max_nodes = forms.IntegerField(
-        min_value=1, initial=1, widget=UnfoldAdminIntegerFieldWidget, help_text="How many boxes may enrol with it"
-    )
-    node = forms.ModelChoiceField(
-        queryset=Node.objects.all(),
-        required=False,
-        widget=UnfoldAdminSelectWidget,
-        help_text="Bind it to one known box, to replace that box's credential. Empty = boxes enrol with it",
     )
 
 
@@ -146,7 +112,7 @@ class NodeAdmin(ShowingAdmin):
     refusals = (NodeError,)
     fieldsets = (
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_gpus", "show_replicas", "show_error")}),
-        ("Decided", {"fields": ("mode", "cordoned", "draining", "drain_deadline_at", "drain_reason")}),
+        ("Decided", {"fields": ("mode", "show_held_back", "drain_deadline_at", "drain_reason")}),
         ("Box", {"fields": ("name", "printed_id", "owner_name", "provider", "credential", "show_models")}),
         (
             "Link",
@@ -246,149 +212,6 @@ class NodeAdmin(ShowingAdmin):
         if presence is None or not presence.connected:
             return "no socket"
         return f"{presence.protocol or 'socket'} from {presence.peer_address or 'an unknown address'}"
-
-
-def _enable(provider: Provider, actor: str, values: Values) -> str:
-    enable_provider(name=provider.name, actor=actor)
-    return f"Provider {provider.name} is enabled."
-
-
-def _disable(provider: Provider, actor: str, values: Values) -> str:
-    disable_provider(name=provider.name, actor=actor)
-    return f"Provider {provider.name} is disabled: its boxes get no work and cannot connect."
-
-
-def _delete(provider: Provider, actor: str, values: Values) -> str:
-    delete_provider(name=provider.name, actor=actor)
-    return f"Provider {provider.name} is deleted and its credentials are revoked."
-
-
-@admin.register(Provider)
-class ProviderAdmin(CreatingAdmin):
-    """Groups of boxes that are switched on and off together."""
-
-    list_display = ("name", "show_state", "show_nodes", "show_credentials", "created_at", "show_changes")
-    list_filter = ("state",)
-    search_fields = ("name",)
-    refusals = (NodeError,)
-    fields = ("name", "show_state", "created_at", "updated_at")
-    readonly_fields = fields
-    create_form = ProviderForm
-    create_title = "New provider"
-    row_changes: ClassVar[tuple[RowChange, ...]] = (
-        RowChange(
-            name="disable",
-            label="Disable",
-            explanation="Its boxes get no new work and cannot connect until it is enabled again.",
-            run=_disable,
-            is_offered=lambda provider: provider.state == ProviderState.ENABLED,
-        ),
-        RowChange(
-            name="enable",
-            label="Enable",
-            explanation="Its boxes may connect and get work again.",
-            run=_enable,
-            is_offered=lambda provider: provider.state == ProviderState.DISABLED,
-        ),
-        RowChange(
-            name="delete",
-            label="Delete",
-            explanation="Its boxes are cut off and all its credentials are revoked, for good. Records stay.",
-            run=_delete,
-            is_offered=lambda provider: provider.state != ProviderState.DELETED,
-            is_danger=True,
-        ),
-    )
-
-    def create(self, actor: str, values: Values) -> Created:
-        """Create a provider."""
-        return Created(row=create_provider(name=values["name"], actor=actor))
-
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Provider]:
-        """Return providers with how many boxes and usable credentials they have."""
-        providers: QuerySet[Provider] = super().get_queryset(request)
-        return providers.annotate(
-            node_count=Count("nodes", distinct=True),
-            credential_count=Count("credentials", distinct=True, filter=Q(credentials__revoked_at__isnull=True)),
-        )
-
-    @column("State", ordering="state", label={"enabled": "success", "disabled": "warning", "deleted": "danger"})
-    def show_state(self, provider: Provider) -> str:
-        """Return the state as a word."""
-        return provider.state
-
-    @column("Boxes", ordering="node_count")
-    def show_nodes(self, provider: Any) -> int:  # Any: carries an annotation
-        """Return how many boxes it has."""
-        return int(provider.node_count)
-
-    @column("Credentials", ordering="credential_count")
-    def show_credentials(self, provider: Any) -> int:  # Any: carries an annotation
-        """Return how many of its credentials may be used."""
-        return int(provider.credential_count)
-
-
-def _revoke(credential: NodeCredential, actor: str, values: Values) -> str:
-    revoke_credential(credential_id=credential.pk, actor=actor)
-    return f"Revoked the node credential {credential.name}."
-
-
-@admin.register(NodeCredential)
-class NodeCredentialAdmin(CreatingAdmin):
-    """What boxes connect with. Shown once, revoked, never deleted."""
-
-    list_display = (
-        "name",
-        "show_prefix",
-        "provider",
-        "node",
-        "max_nodes",
-        "show_state",
-        "last_used_at",
-        "show_changes",
-    )
-    list_filter = ("provider",)
-    list_select_related = ("provider", "node")
-    search_fields = ("name", "keyid")
-    refusals = (NodeError,)
-    fields = ("name", "show_prefix", "provider", "node", "max_nodes", "created_at", "last_used_at", "revoked_at")
-    readonly_fields = fields
-    create_form = CredentialForm
-    create_title = "New node credential"
-    create_explanation = "A GPU box shows it when it connects. It is shown here once."
-    row_changes: ClassVar[tuple[RowChange, ...]] = (
-        RowChange(
-            name="revoke",
-            label="Revoke",
-            explanation="Boxes that use it are cut off and cannot come back with it, for good.",
-            run=_revoke,
-            is_offered=lambda credential: credential.revoked_at is None,
-            is_danger=True,
-        ),
-    )
-
-    def create(self, actor: str, values: Values) -> Created:
-        """Create a credential."""
-        credential, text = create_credential(
-            name=values["name"],
-            provider_name=values["provider"].name,
-            max_nodes=values["max_nodes"],
-            node_id=values["node"].pk if values["node"] else None,
-            actor=actor,
-        )
-        return Created(
-            row=credential, secret=text, usage="On the box: ./muster node --gateway URL --token <credential>"
-        )
-
-    @column("Credential")
-    def show_prefix(self, credential: NodeCredential) -> str:
-        """Return the public head of the credential."""
-        return f"msw_{credential.keyid}…"
-
-    @column("State", ordering="revoked_at", label={"active": "success", "revoked": "danger"})
-    def show_state(self, credential: NodeCredential) -> str:
-        """Return whether it may be used."""
-        return "active" if credential.revoked_at is None else "revoked"
 
 
 def describe_age(age_s: float | None) -> str:

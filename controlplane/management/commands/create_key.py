@@ -1,0 +1,34 @@
+"""``manage.py create_key``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from contextlib import suppress
+from typing import Any
+
+from controlplane.management.service_command import ACTOR, ServiceCommand
+from gateway.services import NameTaken, create_api_key, create_tenant
+
+
+class Command(ServiceCommand):
+    """Create a client API key and print it. It is shown this once."""
+
+    help = "Create a client API key and print it. It is shown this once."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--tenant", required=True, help="made when there is none of that name")
+        parser.add_argument("--name", required=True, help="who or what will use it")
+        parser.add_argument("--rpm", type=int, metavar="N", help="requests per minute; default: the tenant's")
+        parser.add_argument("--models", default="", metavar="A,B", help="models it may use; default: every allowed one")
+
+    def act(self, options: dict[str, Any]) -> str:  # Any: parsed options
+        with suppress(NameTaken):
+            create_tenant(name=options["tenant"], actor=ACTOR)
+        _, text = create_api_key(
+            name=options["name"],
+            tenant_name=options["tenant"],
+            requests_per_minute=options["rpm"],
+            allowed_models=[name for name in options["models"].split(",") if name.strip()],
+            actor=ACTOR,
+        )
+        return text

@@ -1,0 +1,29 @@
+"""The base of commands that call one service: what a service refuses is one clear line, not a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management import BaseCommand, CommandError
+
+from gateway.services import ServiceError
+from governance.errors import GovernanceError
+from nodes.errors import NodeError
+
+ACTOR = "system:cli"
+"""How the audit trail names whoever has a shell on the server."""
+
+
+class ServiceCommand(BaseCommand):
+    """Calls ``act`` and turns a refusal into an error message."""
+
+    def handle(self, *args: Any, **options: Any) -> None:  # Any: Django's signature
+        """Run the command. Raises CommandError."""
+        try:
+            self.stdout.write(self.act(options))
+        except (ServiceError, NodeError, GovernanceError) as error:
+            raise CommandError(error.message) from error
+
+    def act(self, options: dict[str, Any]) -> str:  # Any: parsed options
+        """Call the service and return what to print."""
+        raise NotImplementedError

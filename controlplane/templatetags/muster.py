@@ -1,0 +1,39 @@
+"""How the operators' pages print numbers."""
+
+from __future__ import annotations
+
+from django import template
+
+register = template.Library()
+
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+_SCALES = ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k"))
+
+
+@register.filter
+def age(seconds: float | None) -> str:
+    """Return how long ago something was, in its largest fitting unit."""
+    return "never" if seconds is None else f"{print_duration(seconds)} ago"
+
+
+@register.filter
+def seconds(milliseconds: int) -> str:
+    """Return milliseconds as seconds with three significant digits, without the unit."""
+    return f"{milliseconds / 1000:.3g}" if milliseconds < 100_000 else f"{milliseconds / 1000:.0f}"
+
+
+@register.filter
+def compact(value: int) -> str:
+    """Return a count with three significant digits: 950, 2.75M."""
+    for size, letter in _SCALES:
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return str(value)
+
+
+def print_duration(duration_s: float) -> str:
+    """Return a duration in its largest fitting unit."""
+    for size, unit in _UNITS:
+        if duration_s >= 2 * size:
+            return f"{duration_s / size:.0f} {unit}"
+    return f"{duration_s:.0f} s"

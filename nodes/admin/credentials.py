@@ -1,0 +1,95 @@
+"""Pages of the node credentials: what boxes connect with."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from django import forms
+from django.contrib import admin
+from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
+
+from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+from nodes.errors import NodeError
+from nodes.models import Node, NodeCredential, Provider, ProviderState
+from nodes.services import create_credential, revoke_credential
+
+
+class CredentialForm(forms.Form):
+    """What is asked for a new node credential."""
+
+    name = forms.CharField(max_length=80, widget=UnfoldAdminTextInputWidget, help_text="Which box or boxes will use it")
+    provider = forms.ModelChoiceField(
+        queryset=Provider.objects.exclude(state=ProviderState.DELETED),
+        widget=UnfoldAdminSelectWidget,
+        help_text="Boxes of a provider are switched on and off together",
+    )
+    max_nodes = forms.IntegerField(
+        min_value=1, initial=1, widget=UnfoldAdminIntegerFieldWidget, help_text="How many boxes may enrol with it"
+    )
+    node = forms.ModelChoiceField(
+        queryset=Node.objects.all(),
+        required=False,
+        widget=UnfoldAdminSelectWidget,
+        help_text="Bind it to one known box, to replace that box's credential. Empty = boxes enrol with it",
+    )
+
+
+def _revoke(credential: NodeCredential, actor: str, values: Values) -> str:
+    revoke_credential(credential_id=credential.pk, actor=actor)
+    return f"Revoked the node credential {credential.name}."
+
+
+@admin.register(NodeCredential)
+class NodeCredentialAdmin(CreatingAdmin):
+    """What boxes connect with. Shown once, revoked, never deleted."""
+
+    list_display = (
+        "name",
+        "show_prefix",
+        "provider",
+        "node",
+        "max_nodes",
+        "show_state",
+        "last_used_at",
+        "show_changes",
+    )
+    list_filter = ("provider",)
+    list_select_related = ("provider", "node")
+    search_fields = ("name", "keyid")
+    refusals = (NodeError,)
+    fields = ("name", "show_prefix", "provider", "node", "max_nodes", "created_at", "last_used_at", "revoked_at")
+    readonly_fields = fields
+    create_form = CredentialForm
+    create_title = "New node credential"
+    create_explanation = "A GPU box shows it when it connects. It is shown here once."
+    row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="revoke",
+            label="Revoke",
+            explanation="Boxes that use it are cut off and cannot come back with it, for good.",
+            run=_revoke,
+            is_offered=lambda credential: credential.revoked_at is None,
+            is_danger=True,
+        ),
+    )
+
+    def create(self, actor: str, values: Values) -> Created:
+        """Create a credential."""
+        credential, text = create_credential(
+            name=values["name"],
+            provider_name=values["provider"].name,
+            max_nodes=values["max_nodes"],
+            node_id=values["node"].pk if values["node"] else None,
+            actor=actor,
+        )
+        return Created(row=credential, secret=text, usage="On the box: ./muster node --gateway URL --token <credential>")
+
+    @column("Credential")
+    def show_prefix(self, credential: NodeCredential) -> str:
+        """Return the public head of the credential."""
+        return f"msw_{credential.keyid}…"
+
+    @column("State", ordering="revoked_at", label={"active": "success", "revoked": "danger"})
+    def show_state(self, credential: NodeCredential) -> str:
+        """Return whether it may be used."""
+        return "active" if credential.revoked_at is None else "revoked"

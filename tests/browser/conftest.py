@@ -1,0 +1,84 @@
+"""A real Chromium against the control plane's real process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+
+from controlplane.models import User
+from tests.control_process import ServerProcess, serve_control
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PASSWORD = "a password for tests only"
+REPORTER = """
+document.addEventListener("securitypolicyviolation", (event) => {
+    console.error(`CSP violation: ${event.violatedDirective} ${event.blockedURI} ${event.sample}`);
+});
+"""
+
+
+@dataclass
+class Visit:
+    """One operator's browser. ``complaints`` is everything a healthy page never says."""
+
+    page: Page
+    url: str
+    complaints: list[str] = field(default_factory=list)
+
+    def open(self, path: str) -> None:
+        """Go to a page of the control plane."""
+        self.page.goto(self.url + path)
+
+    def sign_in(self, name: str = "ada") -> None:
+        """Sign in by the form."""
+        self.open("/admin/login/?next=/admin/")
+        self.page.get_by_label("Username").fill(name)
+        self.page.get_by_label("Password").fill(PASSWORD)
+        self.page.get_by_role("button", name="Log in").click()
+        self.page.wait_for_selector("#overview")
+
+    def note_console(self, message: ConsoleMessage) -> None:
+        """Keep errors and warnings of the console."""
+        if message.type in {"error", "warning"}:
+            self.complaints.append(f"{message.type}: {message.text}")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium of the system; nothing is downloaded."""
+    program = next((path for path in map(shutil.which, NAMES) if path), None)
+    if program is None:
+        pytest.skip("no Chromium on PATH")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def control(transactional_db: None, tmp_path: Path) -> Iterator[ServerProcess]:
+    """The control plane with one operator."""
+    User.objects.create_superuser("ada", password=PASSWORD)
+    with serve_control(tmp_path / "control.log") as server:
+        yield server
+
+
+@pytest.fixture
+def visit(browser: Browser, control: ServerProcess) -> Iterator[Visit]:
+    """A fresh browser on the control plane. Fails the test when a page complained."""
+    context: BrowserContext = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.add_init_script(REPORTER)
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    visiting = Visit(page, control.url)
+    page.on("console", visiting.note_console)
+    page.on("pageerror", lambda error: visiting.complaints.append(f"page error: {error}"))
+    page.on("dialog", lambda dialog: (visiting.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    yield visiting
+    context.close()
+    assert visiting.complaints == []

@@ -1,0 +1,162 @@
+"""The admin as an operator meets it: a real browser, the real server, no complaint on any page."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from gateway.models import ApiKey
+from gateway.services import allow_model, create_tenant
+from nodes.models import Node
+from tests.browser.conftest import Visit
+from tests.contract.waiting import wait_until
+from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
+from tests.integration.nodes.factories import make_node, make_presence
+from wire.contract import RequestState
+
+# Playwright drives the browser from an event loop of its own; the ORM calls of these tests are plain synchronous ones beside it.
+os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
+
+LISTS = (
+    "nodes/node",
+    "nodes/nodecredential",
+    "nodes/provider",
+    "gateway/model",
+    "gateway/requestrecord",
+    "gateway/apikey",
+    "gateway/tenant",
+    "gateway/gatewayprocess",
+    "controlplane/user",
+    "governance/admintoken",
+    "governance/auditevent",
+)
+POLYGLOT = "\"'></title></script><img src=x onerror=alert(1)><svg onload=alert(2)>{{constructor.constructor('alert(3)')()}}"
+
+
+def make_fleet(name: str = "attic") -> Node:
+    node = make_node(name, gpu_name=name, owner_name=name, agent_version=name[:60], model_names=[name])
+    make_presence(node, connected=True, protocol=name[:40], peer_address=name[:64], last_error=name, reported_status="error")
+    return node
+
+
+def test_every_page_is_quiet(visit: Visit) -> None:
+    make_presence(make_node("attic"))
+    make_key()
+    make_gateway()
+    allow_model(name="tiny", actor=ACTOR)
+    make_record(state=RequestState.RUNNING)
+    visit.sign_in()
+    for name in LISTS:
+        visit.open(f"/admin/{name}/")
+        expect(visit.page.locator("#content")).to_be_visible()
+        rows = visit.page.locator("#result_list a[href$='/change/'], table a[href$='/change/']")
+        if rows.count():
+            visit.open(str(rows.first.get_attribute("href")))
+            expect(visit.page.locator("#content")).to_be_visible()
+    visit.open("/api/docs")
+    expect(visit.page.get_by_text("Muster control plane").first).to_be_visible()
+
+
+def test_a_wrong_password_is_said_and_opens_nothing(visit: Visit) -> None:
+    visit.open("/admin/")
+    visit.page.get_by_label("Username").fill("ada")
+    visit.page.get_by_label("Password").fill("wrong")
+    visit.page.get_by_role("button", name="Log in").click()
+
+    expect(visit.page.get_by_text("Please enter the correct username")).to_be_visible()
+    expect(visit.page.locator("#overview")).to_have_count(0)
+
+
+def test_a_node_is_drained_by_the_answer_and_never_by_looking(visit: Visit) -> None:
+    node = make_node("attic")
+    make_presence(node)
+    visit.sign_in()
+    visit.open("/admin/nodes/node/")
+    visit.page.get_by_role("link", name="Drain", exact=True).click()
+
+    expect(visit.page.get_by_role("heading", name="Drain: attic?")).to_be_visible()
+    node.refresh_from_db()
+    assert not node.draining
+
+    visit.page.get_by_label("Reason").fill("new driver")
+    visit.page.get_by_role("button", name="Drain").click()
+    expect(visit.page.get_by_role("link", name="Undrain")).to_be_visible()
+    node.refresh_from_db()
+    assert (node.draining, node.drain_reason) == (True, "new driver")
+
+
+def test_a_new_key_is_shown_once_and_copied(visit: Visit) -> None:
+    create_tenant(name="research", actor=ACTOR)
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit.sign_in()
+    visit.open("/admin/gateway/apikey/add/")
+    visit.page.get_by_label("Name").fill("ci")
+    visit.page.get_by_label("Tenant").select_option(label="research")
+    visit.page.get_by_role("button", name="Create").click()
+    text = visit.page.locator("#secret").inner_text()
+
+    assert re.fullmatch(r"mst_[0-9A-Za-z]{12}_[0-9A-Za-z]{38}", text)
+    visit.page.get_by_role("button", name="Copy").click()
+    expect(visit.page.get_by_role("button", name="Copied")).to_be_visible()
+    assert visit.page.evaluate("navigator.clipboard.readText()") == text
+
+    visit.page.get_by_role("link", name="Done").click()
+    expect(visit.page.get_by_text(f"mst_{ApiKey.objects.get().keyid}…")).to_be_visible()
+    assert text not in visit.page.content()
+
+
+def test_a_key_is_revoked_by_a_button_that_asks(visit: Visit) -> None:
+    key, _ = make_key()
+    visit.sign_in()
+    visit.open("/admin/gateway/apikey/")
+    visit.page.get_by_role("link", name="Revoke").click()
+    visit.page.get_by_role("link", name="Back").click()
+    key.refresh_from_db()
+    assert key.revoked_at is None
+
+    visit.page.get_by_role("link", name="Revoke").click()
+    visit.page.get_by_role("button", name="Revoke").click()
+    expect(visit.page.get_by_text("Revoked the key notebook.")).to_be_visible()
+    key.refresh_from_db()
+    assert key.revoked_at is not None
+
+
+def test_text_from_boxes_never_runs(visit: Visit) -> None:
+    node = make_fleet(POLYGLOT[:120])
+    make_key(POLYGLOT[:80], tenant=POLYGLOT[:80])
+    allow_model(name=POLYGLOT, actor=ACTOR)
+    record = make_record(model=POLYGLOT, node_name=POLYGLOT[:120], tenant=POLYGLOT[:80], key_name=POLYGLOT[:80])
+    visit.sign_in()
+    pages = [f"/admin/{name}/" for name in LISTS]
+    pages += [f"/admin/nodes/node/{node.pk}/change/", f"/admin/nodes/node/{node.pk}/change/drain/"]
+    pages += [f"/admin/gateway/requestrecord/{record.pk}/change/", "/admin/gateway/requestrecord/?state=wrong"]
+    for path in pages:
+        visit.open(path)
+        expect(visit.page.locator("#content")).to_be_visible()
+        assert visit.page.locator("#content img[src=x], #content svg[onload]").count() == 0
+
+
+def test_the_counters_of_the_first_page_follow_without_a_reload(visit: Visit) -> None:
+    visit.sign_in()
+    queued = visit.page.locator("[data-live=queued]")
+    expect(queued).to_have_text("0")
+
+    make_record(state=RequestState.QUEUED)
+
+    wait_until(lambda: queued.inner_text() == "1", what="the page shows the request that waits")
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_pages_fit_a_narrow_screen(visit: Visit, width: int) -> None:
+    make_presence(make_node("a-box-with-quite-a-long-name-for-a-phone"))
+    make_key()
+    make_record()
+    visit.sign_in()
+    visit.page.set_viewport_size({"width": width, "height": 800})
+    for path in ("/admin/", "/admin/nodes/node/", "/admin/gateway/requestrecord/", "/admin/gateway/apikey/add/"):
+        visit.open(path)
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,0 +1,101 @@
+"""A gateway that is told to stop lets finish what it can and refuses what comes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from tests.contract.expect import assert_failure, assert_stream_failure
+from tests.contract.lab import Lab
+from tests.contract.scripted_worker import delta_text
+from tests.contract.stack import Gateway, Stack, answers
+from tests.contract.waiting import eventually
+
+pytestmark = pytest.mark.asyncio
+
+SHUTDOWN_TEXT = "Service temporarily unavailable while workers shut down"
+
+
+def start(stack: Stack, name: str, grace_s: str) -> Gateway:
+    """Return a gateway of its own for one test."""
+    return stack.gateway(name, {"MUSTER_SHUTDOWN_GRACE_S": grace_s, "MUSTER_NO_NODE_WAIT_S": "30"})
+
+
+async def exit_status(gateway: Gateway) -> int:
+    """Wait until the process has ended."""
+    assert gateway.process is not None
+    return await asyncio.to_thread(gateway.process.wait, 20)
+
+
+async def test_sigterm_lets_requests_in_flight_finish_and_tells_workers_to_leave(lab: Lab) -> None:
+    gateway = start(lab.stack, "patient", "20")
+    lab.gateway = gateway
+    model = await lab.model(gateway)
+    worker = await lab.worker(model, max_concurrent=2)
+    stream = await lab.open(model, "stream")
+    first = await worker.job()
+    await worker.chunk(first, delta_text(first, "begun"))
+    await stream.until(b"begun")
+    plain = lab.ask(model, "plain")
+    second = await worker.job()
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGTERM)
+    # Closing the listener is the first thing it does.
+    await eventually(lambda: not answers(gateway.url + "/health"), what="nothing new is taken")
+    await worker.answer(second)
+    assert (await plain).status == 200
+    await worker.stream(first, ["end"])
+    assert (await stream.finish()).events[-1] == "[DONE]"
+    assert (await worker.closed())[0] in {1000, 1001, 1012}
+    assert await exit_status(gateway) == 0
+    records = await lab.final(model, 2)
+    assert [record["status"] for record in records] == ["completed", "completed"]
+
+
+async def test_what_does_not_finish_within_the_grace_period_is_interrupted_and_recorded(lab: Lab) -> None:
+    gateway = start(lab.stack, "curt", "0.5")
+    lab.gateway = gateway
+    model = await lab.model(gateway)
+    worker = await lab.worker(model, max_concurrent=2)
+    stream = await lab.open(model, "stream")
+    job = await worker.job()
+    await worker.chunk(job, delta_text(job, "begun"))
+    await stream.until(b"begun")
+    plain = lab.ask(model, "plain")
+    await worker.job()
+    queued = lab.ask(model, "queued")
+    await lab.queued(1)
+    assert gateway.process is not None
+    gateway.process.send_signal(signal.SIGTERM)
+    assert_failure(await queued, 503, "REQUEST_INTERRUPTED", SHUTDOWN_TEXT)
+    assert_failure(await plain, 503, "REQUEST_INTERRUPTED", SHUTDOWN_TEXT)
+    assert_stream_failure(await stream.finish(), "REQUEST_INTERRUPTED")
+    assert await exit_status(gateway) == 0
+    records = await lab.final(model, 3)
+    assert {record["status"] for record in records} == {"interrupted"}
+
+
+async def test_requests_of_a_gateway_that_was_killed_are_closed_by_the_reconciler(lab: Lab) -> None:
+    gateway = start(lab.stack, "victim", "1")
+    lab.gateway = gateway
+    model = await lab.model(gateway)
+    worker = await lab.worker(model)
+    running = lab.ask(model, "running")
+    await worker.job()
+    queued = lab.ask(model, "queued")
+    await lab.queued(1)
+    assert gateway.process is not None
+    gateway.process.kill()
+    assert {(await running).status, (await queued).status} == {0}
+
+    async def closed() -> bool:
+        return {record["status"] for record in await lab.records(model)} == {"interrupted"}
+
+    await eventually(closed, within_s=30, what="the reconciler closed what the dead gateway owned", pause_s=0.2)
+    lab.gateway = lab.stack.main
+    again = await lab.worker(model)
+    reply = lab.ask(model, "on another gateway")
+    await again.answer(await again.job())
+    assert (await reply).status == 200

@@ -1,0 +1,106 @@
+"""The control plane's real server process, on the database of the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+import psutil
+from django.db import connection
+
+ROOT = Path(__file__).resolve().parents[1]
+READY_WITHIN_S = 30.0
+STOPPED_WITHIN_S = 20.0
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A process that listens on loopback, and the file its output goes to."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def rss_mb(self) -> float:
+        """Return the resident memory of the process."""
+        return float(psutil.Process(self.process.pid).memory_info().rss) / 2**20
+
+    def has_ended(self, *, within_s: float) -> bool:
+        """Return whether the process ends within that time."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def terminate(self) -> int:
+        """Ask it to stop and return its exit status. Raises TimeoutExpired when it does not go."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOPPED_WITHIN_S)
+
+
+def free_port() -> int:
+    """Return a loopback port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def database_url_of_tests() -> str:
+    """Return the URL of the database that the running test sees."""
+    values = connection.settings_dict
+    query = {"host": values["HOST"], **({"port": values["PORT"]} if values["PORT"] else {})}
+    return f"postgresql://{quote(values['USER'])}:{quote(values['PASSWORD'])}@/{values['NAME']}?{urlencode(query)}"
+
+
+@contextmanager
+def serve(argv: list[str], *, port: int, log: Path, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Run ``python *argv`` until the block ends; enters when ``port`` accepts connections."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *argv], cwd=ROOT, env={**os.environ, **(env or {})}, stdout=output, stderr=output
+        )
+    server = ServerProcess(process, port, log)
+    try:
+        wait_for_port(server)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@contextmanager
+def serve_control(log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Run the control plane on the database of the tests."""
+    port = free_port()
+    argv = ["-m", "controlplane.serve_control", "--port", str(port), *options]
+    with serve(argv, port=port, log=log, env={"DATABASE_URL": database_url_of_tests(), **(env or {})}) as server:
+        yield server
+
+
+def wait_for_port(server: ServerProcess) -> None:
+    """Return when the port accepts connections. Raises AssertionError with the log when the process ends before."""
+    deadline = time.monotonic() + READY_WITHIN_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
+        except OSError:
+            assert not server.has_ended(within_s=0.02), server.log.read_text()
+            assert time.monotonic() < deadline, server.log.read_text()
+        else:
+            return

@@ -1,0 +1,60 @@
+"""An ASGI application that sends without end and one that reads slowly, on our server: for the tests of flow control."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from controlplane.daphne_server import FlowControlledServer
+
+CHUNK = b"x" * 16384
+
+
+async def application(scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+    """Route by path: /endless, /slow, /sleep, /echo."""
+    if scope["type"] == "http":
+        await answer(scope["path"], receive, send)
+    elif scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.accept"})
+        await (push_endlessly(send) if scope["path"] == "/endless" else read_slowly(receive))
+
+
+async def answer(path: str, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+    size = 0
+    while True:
+        message = await receive()
+        size += len(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    if path == "/sleep":
+        print("working", flush=True)
+        await asyncio.sleep(1)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+    while path == "/endless":
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+    body = CHUNK * 64 if path == "/large" else f"read {size}".encode()
+    await send({"type": "http.response.body", "body": body})
+
+
+async def push_endlessly(send: Callable[..., Any]) -> None:
+    while True:
+        await send({"type": "websocket.send", "bytes": CHUNK})
+
+
+async def read_slowly(receive: Callable[..., Any]) -> None:
+    while (await receive())["type"] != "websocket.disconnect":
+        await asyncio.sleep(0.2)
+
+
+if __name__ == "__main__":
+    server = FlowControlledServer(
+        application,
+        endpoints=[f"tcp:port={sys.argv[1]}:interface=127.0.0.1"],
+        write_timeout_s=float(sys.argv[2]),
+        stop_grace_s=float(sys.argv[3]),
+    )
+    server.run()
+    sys.exit(1 if server.listen_failure else 0)

@@ -1,0 +1,73 @@
+"""No page of the admin writes state past the services. Operators and groups are the two exceptions."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import Group
+from django.db.models import Model
+from django.test import Client, RequestFactory
+from django.urls import reverse
+
+from controlplane.models import User
+from gateway.services import allow_model
+from governance.pages import CreatingAdmin, ShowingAdmin
+from governance.services import create_admin_token
+from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
+from tests.integration.nodes.factories import make_node
+
+WRITTEN_BY_THE_ADMIN = {User, Group}
+STATE = sorted((model for model in admin.site._registry if model not in WRITTEN_BY_THE_ADMIN), key=lambda model: model.__name__)
+
+
+def name_of(model: type[Model]) -> str:
+    return f"{model._meta.app_label}_{model._meta.model_name}"
+
+
+def test_every_table_of_state_is_in_this_test() -> None:
+    assert {model.__name__ for model in STATE} >= {"Node", "ApiKey", "Tenant", "Model", "RequestRecord", "AuditEvent"}
+
+
+@pytest.mark.parametrize("model", STATE, ids=name_of)
+def test_no_form_of_a_model_is_offered_even_to_a_superuser(model: type[Model]) -> None:
+    page = admin.site._registry[model]
+    request = RequestFactory().get("/")
+    request.user = User(username="ada", is_superuser=True, is_staff=True, is_active=True)
+
+    assert isinstance(page, ShowingAdmin)
+    assert not page.has_change_permission(request)
+    assert not page.has_delete_permission(request)
+    assert page.get_actions(request) == {}
+    assert not page.list_editable
+    assert not page.inlines
+    assert not any((page.actions_row, page.actions_detail, page.actions_list, page.actions_submit_line))
+    if page.has_add_permission(request):
+        assert isinstance(page, CreatingAdmin)
+        assert type(page).add_view is CreatingAdmin.add_view
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("model", STATE, ids=name_of)
+def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> None:
+    make_key()
+    make_record()
+    make_gateway()
+    make_node()
+    allow_model(name="tiny", actor=ACTOR)
+    create_admin_token(name="tests", actor=ACTOR)
+    client = Client()
+    client.force_login(User.objects.create_superuser("ada"))
+    row = model._default_manager.first()
+    assert row is not None, f"make a row of {model.__name__} above"
+    before = model._default_manager.filter(pk=row.pk).values().get()
+
+    for page in ("change", "delete"):
+        answer = client.post(reverse(f"admin:{name_of(model)}_{page}", args=[row.pk]), {"name": "changed", "post": "yes"})
+        assert answer.status_code == 403
+    answer = client.post(
+        reverse(f"admin:{name_of(model)}_changelist"),
+        {"action": "delete_selected", "_selected_action": str(row.pk), "post": "yes", "_save": "Save"},
+    )
+
+    assert answer.status_code in {200, 302, 403}
+    assert model._default_manager.filter(pk=row.pk).values().get() == before

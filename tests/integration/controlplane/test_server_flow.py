@@ -1,0 +1,173 @@
+"""Our Daphne keeps its memory flat whoever does not read or does not stop, and stops without cutting anybody short."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from tests.contract.waiting import wait_until
+from tests.control_process import ServerProcess, free_port, serve
+
+APPLICATION = str(Path(__file__).with_name("flow_application.py"))
+FLAT_MB = 24.0
+"""Far below what 3 s of an endless sender cost without flow control (hundreds of MB), far above noise."""
+WATCH_S = 3.0
+
+
+@contextmanager
+def running(tmp_path: Path, *, write_timeout_s: float = 60.0, stop_grace_s: float = 10.0) -> Iterator[ServerProcess]:
+    port = free_port()
+    argv = [APPLICATION, str(port), str(write_timeout_s), str(stop_grace_s)]
+    with serve(argv, port=port, log=tmp_path / "server.log", env={"PYTHONPATH": "."}) as server:
+        yield server
+
+
+def growth_mb(server: ServerProcess) -> float:
+    """Return by how much the process grew at most while a client misbehaved for WATCH_S seconds."""
+    before, most = server.rss_mb(), 0.0
+    deadline = time.monotonic() + WATCH_S
+    while time.monotonic() < deadline:
+        most = max(most, server.rss_mb())
+        assert not server.has_ended(within_s=0.05)
+    return most - before
+
+
+def request(server: ServerProcess, path: str) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return client
+
+
+def is_cut_off(client: socket.socket) -> bool:
+    """Return whether the server reset the connection, after what was still on its way."""
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionResetError:
+        return True
+    return False
+
+
+def get(server: ServerProcess, path: str, timeout: float = 10.0) -> bytes:
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
+    client.request("GET", path)
+    body = client.getresponse().read()
+    client.close()
+    return body
+
+
+def test_a_client_that_never_reads_a_response_costs_no_memory(tmp_path: Path) -> None:
+    with running(tmp_path) as server, request(server, "/endless"):
+        assert growth_mb(server) < FLAT_MB
+        assert get(server, "/echo") == b"read 0"
+
+
+def test_a_client_that_never_reads_its_socket_costs_no_memory(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+        client.sendall(
+            b"GET /endless HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        assert client.recv(12) == b"HTTP/1.1 101"
+        with client:
+            assert growth_mb(server) < FLAT_MB
+            assert get(server, "/echo") == b"read 0"
+
+
+def test_a_client_that_floods_a_slow_application_is_held_back(tmp_path: Path) -> None:
+    frame = b"y" * 60_000
+    with running(tmp_path) as server, connect(f"ws://127.0.0.1:{server.port}/slow", close_timeout=0.1) as client:
+        client.socket.setblocking(True)
+        client.socket.settimeout(0.5)
+        before, sent = server.rss_mb(), 0
+        deadline = time.monotonic() + WATCH_S
+        with suppress(TimeoutError, ConnectionClosed):
+            while time.monotonic() < deadline:
+                client.send(frame)
+                sent += len(frame)
+        assert sent < 40 * 2**20
+        assert server.rss_mb() - before < FLAT_MB
+        assert get(server, "/echo") == b"read 0"
+
+
+def test_a_stalled_client_is_cut_off_after_the_write_timeout(tmp_path: Path) -> None:
+    with running(tmp_path, write_timeout_s=0.5) as server, request(server, "/endless") as client:
+        wait_until(lambda: "client_stalled" in server.log.read_text(), what="the server gave the client up")
+        assert is_cut_off(client)
+
+
+def test_a_reader_gets_every_byte_of_a_large_response(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        assert get(server, "/large") == b"x" * 16384 * 64
+
+
+def test_a_connection_serves_one_request_after_the_other(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        for _ in range(5):
+            client.request("GET", "/large")
+            assert len(client.getresponse().read()) == 16384 * 64
+        client.close()
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.status == 413
+        assert b"BODY_TOO_LARGE" in answer.read()
+
+
+def test_a_chunked_body_is_cut_off_when_it_has_grown_too_large(tmp_path: Path) -> None:
+    chunk = b"10000\r\n" + b"z" * 0x10000 + b"\r\n"
+    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(2000):
+                client.sendall(chunk)
+            pytest.fail("the server took 125 MiB")
+        assert server.rss_mb() < 200
+
+
+def test_a_stop_lets_the_request_that_runs_finish(tmp_path: Path) -> None:
+    with running(tmp_path) as server, request(server, "/sleep") as client:
+        started = time.monotonic()
+        wait_until(lambda: "working" in server.log.read_text(), what="the request reached the application")
+        assert server.terminate() == 0
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.read() == b"read 0"
+        assert time.monotonic() - started < 5
+
+
+def test_a_stop_closes_sockets_with_going_away(tmp_path: Path) -> None:
+    with running(tmp_path) as server, connect(f"ws://127.0.0.1:{server.port}/slow") as client:
+        assert server.terminate() == 0
+        with pytest.raises(ConnectionClosed) as closed:
+            client.recv(timeout=5)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1001
+
+
+def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with running(tmp_path, stop_grace_s=0.5) as server, request(server, "/endless"):
+        started = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - started < 5
+
+
+def test_an_idle_server_stops_at_once(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        started = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - started < 3

@@ -1,0 +1,295 @@
+"""Operators' pages of boxes, credentials and providers: they show, ask, and act on a confirmed POST alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import Permission
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from nodes.admin import describe_age
+from nodes.models import Node, NodeCredential, Provider, ProviderState
+from nodes.services import cordon_node, delete_provider, find_credential
+from tests.integration.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence, make_provider
+
+pytestmark = pytest.mark.django_db
+
+
+def sign_in(name: str = "ada", *permissions: str, boss: bool = False) -> Client:
+    """Return the browser of an operator with these permissions."""
+    user = get_user_model().objects.create_user(username=name, is_staff=True, is_superuser=boss)
+    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(user)
+    return client
+
+
+@pytest.fixture
+def boss() -> Client:
+    """The browser of an operator who may do everything."""
+    return sign_in(boss=True)
+
+
+def csrf(client: Client, url: str) -> str:
+    """Open a page with a form and return its token."""
+    match = re.search(r'name="csrfmiddlewaretoken" value="([^"]+)"', client.get(url).content.decode())
+    assert match is not None
+    return match.group(1)
+
+
+def submit(client: Client, url: str, **fields: str) -> tuple[int, str]:
+    """Open a page, send its form as a browser would, and return status and page of what follows."""
+    response = client.post(url, {"csrfmiddlewaretoken": csrf(client, url), **fields}, follow=True)
+    return response.status_code, response.content.decode()
+
+
+def page(client: Client, name: str, *arguments: object) -> str:
+    """Return an admin page that must be there."""
+    response = client.get(reverse(f"admin:{name}", args=arguments))
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def confirm_url(kind: str, row: Node | Provider | NodeCredential, change: str) -> str:
+    """Return the address of a confirm page."""
+    return reverse(f"admin:nodes_{kind}_confirm", args=[row.pk, change])
+
+
+# Lists
+
+
+def test_the_list_shows_how_every_box_does(boss: Client) -> None:
+    busy = make_node("joy-01", gpu_name="NVIDIA L4", vram_total_mb=23040, model_names=["tiny"], max_concurrent=4)
+    make_presence(busy, age_s=3, reported_status="busy", active_requests=3, gpu_util_percent=63, vram_used_mb=18432)
+    make_node("joy-02", cordoned=True)
+    shown = page(boss, "nodes_node_changelist")
+    for text in ("joy-01", "busy", "3 s ago", "tiny", "3 / 4", "NVIDIA L4 63 % 18.0/22.5 GiB", "joy-02", "offline", "never"):
+        assert text in shown, text
+    assert "cordoned" in shown
+
+
+@pytest.mark.parametrize(("status", "names"), [("available", {"fresh"}), ("draining", {"held"}), ("offline", {"old", "new"})])
+def test_the_status_filter_goes_by_the_status_at_this_moment(boss: Client, status: str, names: set[str]) -> None:
+    make_presence(make_node("fresh"))
+    make_presence(make_node("held", cordoned=True))
+    make_presence(make_node("old"), age_s=20)
+    make_node("new")
+    response = boss.get(reverse("admin:nodes_node_changelist"), {"status": status})
+    assert {node.name for node in response.context["cl"].result_list} == names
+
+
+@pytest.mark.parametrize("name", ["nodes_node", "nodes_nodecredential", "nodes_provider"])
+def test_a_list_takes_as_many_queries_for_many_rows_as_for_one(boss: Client, name: str) -> None:
+    def count() -> int:
+        with CaptureQueriesContext(connection) as queries:
+            page(boss, f"{name}_changelist")
+        return len(queries)
+
+    make_presence(make_node("first"))
+    page(boss, f"{name}_changelist")
+    few = count()
+    for number in range(12):
+        credential, _ = make_credential(f"box-{number}", provider=f"provider-{number}")
+        make_presence(make_node(f"box-{number}", credential=credential))
+    assert count() <= few
+    assert few <= 12
+
+
+def test_boxes_of_deleted_providers_are_not_shown(boss: Client) -> None:
+    credential, _ = make_credential(provider="gone")
+    make_node("ghost", credential=credential)
+    delete_provider(name="gone", actor=ACTOR)
+    assert "ghost" not in page(boss, "nodes_node_changelist")
+
+
+def test_a_box_has_a_page_that_offers_no_editing(boss: Client) -> None:
+    node = make_node("joy-01", model_names=["a", "b", "c", "d", "e"])
+    make_presence(
+        node,
+        connected=True,
+        protocol="2026-11-muster-v1",
+        peer_address="10.0.0.7",
+        last_error="CUDA error",
+        replicas=[{"model": "tiny", "state": "loaded"}],
+    )
+    shown = page(boss, "nodes_node_change", node.pk)
+    for text in (node.printed_id, "CUDA error", "tiny: loaded", "2026-11-muster-v1 from 10.0.0.7", "a, b, c + 2 more"):
+        assert text in shown, text
+    assert 'name="_save"' not in shown
+    assert 'name="name"' not in shown
+    url = reverse("admin:nodes_node_change", args=[node.pk])
+    refused = boss.post(url, {"csrfmiddlewaretoken": csrf(boss, confirm_url("node", node, "cordon")), "cordoned": "on"})
+    assert refused.status_code == 403
+    assert not Node.objects.get().cordoned
+
+
+@pytest.mark.parametrize("kind", ["node", "nodecredential", "provider"])
+def test_nothing_can_be_deleted_through_the_admins_own_pages(boss: Client, kind: str) -> None:
+    node = make_node()
+    row = {"node": node, "nodecredential": node.credential, "provider": node.provider}[kind]
+    assert row is not None
+    assert boss.get(reverse(f"admin:nodes_{kind}_delete", args=[row.pk])).status_code == 403
+
+
+# Changes
+
+
+def test_opening_a_confirm_page_changes_nothing(boss: Client) -> None:
+    node = make_node()
+    for change in ("cordon", "drain"):
+        assert boss.get(confirm_url("node", node, change)).status_code == 200
+        assert boss.head(confirm_url("node", node, change)).status_code == 200
+    node.refresh_from_db()
+    assert not (node.cordoned)
+    assert not (node.draining)
+
+
+def test_a_post_without_the_pages_token_changes_nothing(boss: Client) -> None:
+    node = make_node()
+    assert boss.post(confirm_url("node", node, "cordon")).status_code == 403
+    assert not Node.objects.get().cordoned
+
+
+def test_a_box_is_cordoned_and_uncordoned(boss: Client) -> None:
+    node = make_node("joy-01")
+    assert confirm_url("node", node, "cordon") in page(boss, "nodes_node_changelist")
+    status, shown = submit(boss, confirm_url("node", node, "cordon"))
+    assert status == 200
+    assert "joy-01 is cordoned" in shown
+    assert audited("node.cordon")[0].actor == "user:ada"
+    assert confirm_url("node", node, "uncordon") in shown
+    assert confirm_url("node", node, "cordon") not in shown
+    submit(boss, confirm_url("node", node, "uncordon"))
+    assert not Node.objects.get().cordoned
+
+
+def test_a_box_is_drained_with_a_reason_and_a_time_and_undrained(boss: Client) -> None:
+    node = make_node("joy-01")
+    status, shown = submit(boss, confirm_url("node", node, "drain"), reason="new fans", timeout_s="60")
+    assert (status, "joy-01 is draining" in shown) == (200, True)
+    node.refresh_from_db()
+    assert (node.draining, node.drain_reason) == (True, "new fans")
+    submit(boss, confirm_url("node", node, "undrain"))
+    assert not Node.objects.get().draining
+    submit(boss, confirm_url("node", node, "drain"), reason="", timeout_s="")
+    assert Node.objects.get().draining
+
+
+def test_what_the_form_cannot_take_is_said_and_nothing_changes(boss: Client) -> None:
+    node = make_node()
+    _, shown = submit(boss, confirm_url("node", node, "drain"), timeout_s="-1")
+    assert "greater than or equal to 0" in shown
+    assert not Node.objects.get().draining
+
+
+def test_a_change_that_someone_else_made_first_is_said(boss: Client) -> None:
+    node = make_node()
+    token = csrf(boss, confirm_url("node", node, "cordon"))
+    cordon_node(node_id=node.pk, actor="user:bob")
+    response = boss.post(confirm_url("node", node, "cordon"), {"csrfmiddlewaretoken": token}, follow=True)
+    assert "changed in the meantime" in response.content.decode()
+    assert len(audited("node.cordon")) == 1
+
+
+def test_an_unknown_row_or_change_is_404(boss: Client) -> None:
+    node = make_node()
+    assert boss.get(confirm_url("node", node, "explode")).status_code == 404
+    assert boss.get(reverse("admin:nodes_node_confirm", args=["x", "cordon"])).status_code == 404
+
+
+def test_who_may_only_look_is_offered_nothing_and_refused() -> None:
+    node = make_node()
+    viewer = sign_in("eve", "view_node", "view_nodecredential", "view_provider")
+    shown = page(viewer, "nodes_node_changelist") + page(viewer, "nodes_node_change", node.pk)
+    assert "/change/cordon/" not in shown
+    assert viewer.get(confirm_url("node", node, "cordon")).status_code == 403
+    assert viewer.get(reverse("admin:nodes_nodecredential_add")).status_code == 403
+    assert viewer.get(reverse("admin:nodes_provider_add")).status_code == 403
+    assert sign_in("joe").get(reverse("admin:nodes_node_changelist")).status_code == 403
+
+
+def test_who_may_change_boxes_may_not_revoke_credentials() -> None:
+    node = make_node()
+    assert node.credential is not None
+    keeper = sign_in("eve", "view_node", "change_node", "view_nodecredential")
+    assert submit(keeper, confirm_url("node", node, "cordon"))[0] == 200
+    assert keeper.get(confirm_url("nodecredential", node.credential, "revoke")).status_code == 403
+
+
+def test_anonymous_visitors_are_sent_to_sign_in() -> None:
+    response = Client().get(confirm_url("node", make_node(), "cordon"))
+    assert response.status_code == 302
+    assert "/login/" in response["Location"]
+
+
+# Credentials and providers
+
+
+def test_a_new_credential_is_shown_exactly_once(boss: Client) -> None:
+    provider = make_provider()
+    url = reverse("admin:nodes_nodecredential_add")
+    token = csrf(boss, url)
+    fields = {"csrfmiddlewaretoken": token, "name": "rack 4", "provider": str(provider.pk), "max_nodes": "3"}
+    response = boss.post(url, fields)
+    assert response.status_code == 200
+    assert "no-store" in response["Cache-Control"]
+    (text,) = re.findall(r"msw_[0-9A-Za-z_]{51}", response.content.decode())
+    found = find_credential(text)
+    assert found is not None
+    assert (found.name, found.max_nodes, found.provider) == ("rack 4", 3, provider)
+    later = page(boss, "nodes_nodecredential_changelist") + page(boss, "nodes_nodecredential_change", found.pk)
+    assert text not in later
+    assert text not in str(dict(boss.session))
+    assert text not in str(boss.cookies)
+    assert audited("node_credential.create")[0].actor == "user:ada"
+
+
+def test_a_credential_that_cannot_be_made_says_why_at_the_field(boss: Client) -> None:
+    provider = make_provider()
+    url = reverse("admin:nodes_nodecredential_add")
+    status, shown = submit(boss, url, name="x", provider=str(provider.pk), max_nodes="10001")
+    assert status == 200
+    assert "max_nodes must be between 1 and 10000" in shown
+    assert not NodeCredential.objects.exists()
+
+
+def test_a_credential_is_revoked(boss: Client) -> None:
+    credential, text = make_credential()
+    assert "Revoked the node credential box" in submit(boss, confirm_url("nodecredential", credential, "revoke"))[1]
+    assert find_credential(text) is None
+    assert "/change/revoke/" not in page(boss, "nodes_nodecredential_changelist")
+
+
+def test_a_provider_is_made_switched_off_on_and_deleted(boss: Client) -> None:
+    status, shown = submit(boss, reverse("admin:nodes_provider_add"), name="berlin")
+    assert (status, "Created berlin" in shown) == (200, True)
+    assert "exists already" in submit(boss, reverse("admin:nodes_provider_add"), name="berlin")[1]
+    provider = Provider.objects.get()
+    for change, state in (("disable", "disabled"), ("enable", "enabled"), ("delete", "deleted")):
+        submit(boss, confirm_url("provider", provider, change))
+        provider.refresh_from_db()
+        assert provider.state == ProviderState(state)
+    for change in ("enable", "disable", "delete"):
+        assert f"/change/{change}/" not in page(boss, "nodes_provider_changelist")
+
+
+@pytest.mark.parametrize(
+    ("age_s", "text"),
+    [
+        (None, "never"),
+        (0.4, "0 s ago"),
+        (3, "3 s ago"),
+        (119, "119 s ago"),
+        (120, "2 min ago"),
+        (7199, "119 min ago"),
+        (7200, "2 h ago"),
+        (172_800, "2 d ago"),
+    ],
+)
+def test_an_age_reads_well(age_s: float | None, text: str) -> None:
+    assert describe_age(age_s) == text

@@ -1,0 +1,212 @@
+"""The real runner in front of somebody else's OpenAI-compatible server: what passes, what does not, what breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from tests.integration.runner.processes import eventually, run_box
+from tests.integration.runner.scripted_engine import run_engine
+from tests.integration.runner.scripted_gateway import run_gateway
+from wire import bridge, frames
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+EURO = 'data: {"choices":[{"delta":{"content":"€"}}]}\n\n'.encode()
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n'
+STREAMED: dict[str, object] = {"model": "alpha", "stream": True, "messages": []}
+
+
+def event_stream() -> web.StreamResponse:
+    """Return an empty event stream."""
+    return web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Set-Cookie": "a=b"})
+
+
+async def test_models_of_the_server_are_declared_and_followed(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        box = await gateway.accept()
+        assert box.register.models == ["alpha", "beta"]
+        await box.expect(bridge.ModelsUpdate)
+        engine.models = ["gamma"]
+        await box.send(bridge.ModelsRefresh())
+        await box.expect(bridge.ModelsUpdate, skip=1)
+        assert (await box.expect(bridge.ModelsUpdate, skip=2)).models == ["gamma"]
+
+
+async def test_the_servers_key_is_added_and_a_wrong_one_is_explained(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine:
+        engine.key = "sk-right"
+        async with run_box(tmp_path, gateway.url, "--backend", engine.url, "--backend-key", "sk-right"):
+            box = await gateway.accept()
+            headers = {"content-type": "application/json", "authorization": "Bearer client", "x-request-id": "r1"}
+            await (await box.open(b"{}", headers=headers)).finish()
+            _, seen, _ = engine.seen[0]
+            assert (seen["authorization"], seen["x-request-id"]) == ("Bearer sk-right", "r1")
+            assert seen["accept-encoding"] == "identity"
+        wrong = ["--backend", engine.url, "--backend-key", "sk-wrong"]
+        async with run_box(tmp_path, gateway.url, *wrong) as process:
+            box = await gateway.accept()
+            assert box.register.models == []
+            assert "refuses the key (HTTP 401)" in process.log_text()
+            assert "sk-wrong" not in process.log_text()
+
+
+async def test_bodies_and_paths_pass_byte_for_byte(tmp_path: Path) -> None:
+    body = b'{ "model":"alpha",\n "x": 1.50, "x": "\\u00e9", "unknown": [ ] }'
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        box = await gateway.accept()
+        answer = await (await box.open(body, path="/v1/embeddings?dim=3")).finish()
+        assert (answer.status, answer.json()["ok"]) == (200, True)
+        assert engine.seen[0][0] == "/v1/embeddings?dim=3"
+        assert engine.seen[0][2] == body
+        end = await (await box.open(body, path="/admin/shutdown")).expect_end()
+        assert (end.error, end.retryable) == ("engine_failed", False)
+        assert len(engine.seen) == 1
+
+
+async def test_a_stream_is_cut_between_events_and_the_usage_chunk_stays_here(tmp_path: Path) -> None:
+    async def answer(request: web.Request, body: bytes) -> web.StreamResponse:
+        assert b'"include_usage":true' in body
+        response = event_stream()
+        await response.prepare(request)
+        await response.write(EURO + EURO[:40])
+        await response.write(EURO[40:45])
+        await response.write(EURO[45:] + USAGE)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        engine.handler = answer
+        box = await gateway.accept()
+        result = await (await box.open(STREAMED)).finish()
+    assert result.body == EURO + EURO + b"data: [DONE]\n\n"
+    assert all(piece.endswith(b"\n\n") for piece in result.pieces)
+    assert result.end.usage == bridge.TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)
+    assert "set-cookie" not in result.headers
+
+
+async def test_a_client_that_asked_for_usage_gets_its_chunk(tmp_path: Path) -> None:
+    async def answer(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = event_stream()
+        await response.prepare(request)
+        await response.write(EURO + USAGE)
+        return response
+
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        engine.handler = answer
+        box = await gateway.accept()
+        result = await (await box.open(STREAMED | {"stream_options": {"include_usage": True}})).finish()
+    assert result.body == EURO + USAGE
+
+
+async def test_errors_of_the_server_keep_status_and_body(tmp_path: Path) -> None:
+    async def refuse(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "7"})
+
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        engine.handler = refuse
+        box = await gateway.accept()
+        answer = await (await box.open(STREAMED)).finish()
+    assert (answer.status, answer.headers["retry-after"], answer.end.error) == (429, "7", "")
+    assert answer.json() == {"error": {"message": "slow down"}}
+
+
+async def test_a_server_that_breaks_off_mid_answer_is_a_failure_that_is_not_retried(tmp_path: Path) -> None:
+    async def die(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = event_stream()
+        await response.prepare(request)
+        await response.write(EURO)
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        engine.handler = die
+        box = await gateway.accept()
+        stream = await box.open(STREAMED)
+        end = await stream.expect_end()
+    assert (end.error, end.retryable) == ("engine_failed", False)
+    assert "middle of its answer" in end.message
+
+
+async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_back(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        box = await gateway.accept()
+        await box.expect(bridge.ModelsUpdate)
+        port = int(engine.url.rpartition(":")[2])
+        await engine.stop()
+
+        end = await (await box.open(STREAMED)).expect_end()
+
+        assert (end.error, end.retryable) == ("engine_failed", True)
+        assert (await box.expect(bridge.ModelsUpdate, skip=1)).models == []
+        await engine.start(port)
+        assert (await box.expect(bridge.ModelsUpdate, skip=2)).models == ["alpha", "beta"]
+
+
+async def test_cancel_closes_the_connection_to_the_server_at_once(tmp_path: Path) -> None:
+    started = asyncio.Event()
+
+    async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        started.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        engine.handler = hang
+        box = await gateway.accept()
+        stream = await box.open({"model": "alpha"})
+        await asyncio.wait_for(started.wait(), 10)
+        await stream.cancel()
+        await asyncio.wait_for(engine.gone.wait(), 1)
+        assert (await stream.expect_end()).error == "cancelled"
+
+
+async def test_an_answer_without_credit_is_not_read_from_the_server(tmp_path: Path) -> None:
+    written = 0
+    total = 64 * 1024 * 1024
+
+    async def pour(request: web.Request, _body: bytes) -> web.StreamResponse:
+        nonlocal written
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        await response.prepare(request)
+        while written < total:
+            await response.write(bytes(256 * 1024))
+            written += 256 * 1024
+        return response
+
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        engine.handler = pour
+        box = await gateway.accept()
+        stream = await box.open({"model": "alpha"}, window_bytes=100_000)
+        received = 0
+        while received < 100_000:
+            frame = await stream.next()
+            received += len(frame.payload) if frame.kind == frames.DATA else 0
+        pongs = sum(isinstance(message, bridge.Pong) for message in box.messages)
+        await box.expect(bridge.Pong, skip=pongs + 2)
+        assert stream.frames.empty()
+        assert written < total / 2
+        answer_bytes = received
+        await stream.credit(1 << 30)
+        while (frame := await stream.next()).kind == frames.DATA:
+            assert len(frame.payload) <= frames.MAX_PAYLOAD_BYTES
+            answer_bytes += len(frame.payload)
+    assert answer_bytes == total
+
+
+async def test_a_server_that_is_not_there_yet_is_found_later(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine:
+        port = int(engine.url.rpartition(":")[2])
+        await engine.stop()
+        async with run_box(tmp_path, gateway.url, "--backend", engine.url, "--models", "mine") as process:
+            box = await gateway.accept()
+            assert box.register.models == []
+            assert box.register.replicas[0].state == "failed"
+            await eventually(lambda: "cannot reach" in process.log_text(), "the reason is logged")
+            await box.expect(bridge.ModelsUpdate)
+            await engine.start(port)
+            assert (await box.expect(bridge.ModelsUpdate, skip=1)).models == ["mine"]

@@ -1,0 +1,44 @@
+"""The chart of requests per minute is geometry that can be checked without a browser."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import pytest
+
+from controlplane.chart import HEIGHT, WIDTH, draw_minutes, round_up
+from gateway.services.traffic import Minute
+
+START = datetime(2026, 11, 21, 8, 0, tzinfo=UTC)
+
+
+def minutes(*counts: tuple[int, int]) -> list[Minute]:
+    return [Minute(START + timedelta(minutes=step), requests, faults) for step, (requests, faults) in enumerate(counts)]
+
+
+@pytest.mark.parametrize(("value", "top"), [(0, 5), (5, 5), (6, 10), (11, 20), (21, 50), (51, 100), (1001, 2000)])
+def test_the_scale_ends_at_a_round_number(value: int, top: int) -> None:
+    assert round_up(value) == top
+
+
+def test_an_hour_without_requests_has_bars_of_no_height() -> None:
+    chart = draw_minutes(minutes((0, 0), (0, 0)))
+
+    assert [bar.good_height + bar.fault_height for bar in chart.bars] == [0, 0]
+
+
+def test_what_went_wrong_stands_on_top_of_what_was_served() -> None:
+    bar = draw_minutes(minutes((10, 4))).bars[0]
+
+    assert bar.good_height == pytest.approx(HEIGHT * 0.6)
+    assert bar.fault_height == pytest.approx(HEIGHT * 0.4)
+    assert bar.fault_y + bar.fault_height == pytest.approx(bar.good_y)
+    assert bar.good_y + bar.good_height == pytest.approx(HEIGHT)
+
+
+def test_bars_fill_the_width_without_overlapping() -> None:
+    bars = draw_minutes(minutes(*[(1, 0)] * 60)).bars
+
+    assert all(left.x + left.width <= right.x for left, right in pairwise(bars))
+    assert bars[-1].x + bars[-1].width <= WIDTH

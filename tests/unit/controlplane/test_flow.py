@@ -1,0 +1,89 @@
+"""The two halves of flow control, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from controlplane.daphne_server.flow import HIGH_MARK, LOW_MARK, PausingQueue, WriteGate
+
+
+class Transport:
+    """Notes whether it is read from."""
+
+    def __init__(self) -> None:
+        self.is_paused = False
+
+    def pauseProducing(self) -> None:  # noqa: N802  # Twisted's interface
+        self.is_paused = True
+
+    def resumeProducing(self) -> None:  # noqa: N802  # Twisted's interface
+        self.is_paused = False
+
+
+async def is_open(gate: WriteGate) -> bool:
+    try:
+        async with asyncio.timeout(0.01):
+            await gate.wait_open()
+    except TimeoutError:
+        return False
+    return True
+
+
+async def test_a_gate_is_closed_while_the_transport_is_full() -> None:
+    gate = WriteGate()
+    assert await is_open(gate)
+
+    gate.pauseProducing()
+    assert not await is_open(gate)
+
+    gate.resumeProducing()
+    assert await is_open(gate)
+
+
+async def test_nobody_waits_at_the_gate_of_a_lost_connection() -> None:
+    gate = WriteGate()
+    gate.pauseProducing()
+    waiting = asyncio.create_task(gate.wait_open())
+
+    gate.stopProducing()
+    await asyncio.wait_for(waiting, 1)
+    gate.pauseProducing()
+
+    assert await is_open(gate)
+
+
+async def test_a_client_is_held_back_above_the_high_mark_and_let_go_at_the_low_one() -> None:
+    transport = Transport()
+    queue = PausingQueue(transport)
+    for number in range(HIGH_MARK):
+        queue.put_nowait({"number": number})
+    assert not transport.is_paused
+
+    queue.put_nowait({"number": HIGH_MARK})
+    assert transport.is_paused
+
+    taken = []
+    while transport.is_paused:
+        taken.append((await queue.get())["number"])
+    assert taken == list(range(HIGH_MARK + 1 - LOW_MARK))
+
+
+async def test_a_message_that_is_waited_for_arrives() -> None:
+    queue = PausingQueue(Transport())
+    waiting = asyncio.create_task(queue.get())
+
+    queue.put_nowait({"type": "websocket.disconnect"})
+
+    assert await asyncio.wait_for(waiting, 1) == {"type": "websocket.disconnect"}
+
+
+@pytest.mark.parametrize("extra", [0, 200])
+async def test_bytes_that_were_read_already_are_still_delivered(extra: int) -> None:
+    queue = PausingQueue(Transport())
+    total = HIGH_MARK + 1 + extra
+    for number in range(total):
+        queue.put_nowait({"number": number})
+
+    assert [(await queue.get())["number"] for _ in range(total)] == list(range(total))

@@ -1,0 +1,74 @@
+"""What pip is configured to use reaches uv, and the count shown to the person is right."""
+
+from __future__ import annotations
+
+import itertools
+
+from controlplane.launcher.environment import SETS, lock_file
+from controlplane.launcher.installer import count_pins, parse_pip_settings, uv_environment, uv_options
+
+
+def test_variables_win_over_install_files_and_those_over_global_files() -> None:
+    lines = [
+        ":env:.find-links='/from/variable'",
+        "global.find-links='/from/global'",
+        "install.index-url='https://install.example/simple'",
+        "global.index-url='https://global.example/simple'",
+        "global.cert='/etc/ca.pem'",
+    ]
+    assert parse_pip_settings(lines) == {
+        "find-links": "/from/variable",
+        "index-url": "https://install.example/simple",
+        "cert": "/etc/ca.pem",
+    }
+
+
+def test_lines_that_are_no_settings_of_install_are_left_out() -> None:
+    assert parse_pip_settings(["", "list.format='columns'", "nonsense", "global.cert=not quoted"]) == {}
+
+
+def test_every_index_of_pip_is_handed_to_uv() -> None:
+    settings = {
+        "index-url": "https://a/simple",
+        "extra-index-url": "https://b/simple\nfile:///c",
+        "find-links": "/wheels",
+        "no-index": "true",
+        "trusted-host": "a",
+    }
+    options = uv_options(settings)
+    assert options[:2] == ["--index-strategy", "unsafe-best-match"]
+    assert options[2:] == [
+        *("--default-index", "https://a/simple"),
+        *("--extra-index-url", "https://b/simple"),
+        *("--extra-index-url", "file:///c"),
+        *("--find-links", "/wheels"),
+        *("--allow-insecure-host", "a"),
+        "--no-index",
+    ]
+
+
+def test_certificates_and_the_time_limit_of_pip_hold_for_uv() -> None:
+    assert uv_environment({"cert": "/ca.pem", "default-timeout": "180"}) == {
+        "SSL_CERT_FILE": "/ca.pem",
+        "UV_HTTP_TIMEOUT": "180",
+    }
+    assert uv_environment({}) == {}
+
+
+def test_pins_of_other_systems_are_not_counted() -> None:
+    lines = [
+        "a==1 \\",
+        "    --hash=sha256:00",
+        "b==2 ; sys_platform == 'win32' \\",
+        "# via a",
+        "c==3 ; sys_platform != 'win32'",
+    ]
+    assert count_pins("\n".join(lines)) == 2
+
+
+def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
+    def pins(name: str) -> set[str]:
+        return {line.split(" ")[0] for line in lock_file(name).read_text().splitlines() if "==" in line and line[0].isalnum()}
+
+    for smaller, bigger in itertools.pairwise(SETS):
+        assert pins(smaller) <= pins(bigger), f"requirements/{bigger}.txt lacks pins of {smaller}.txt: run requirements/lock.sh"

@@ -1,0 +1,569 @@
+"""The server's half of a worker socket, for both protocols, without a socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from nodes.session import (
+    BoxLeaving,
+    DataArrived,
+    Effect,
+    FrameDropped,
+    HeadArrived,
+    LoadReported,
+    ModelsChanged,
+    ModeRequested,
+    OpenRequest,
+    Registered,
+    ServerSession,
+    StreamEnded,
+    TelemetryArrived,
+)
+from nodes.states import SocketPolicy
+from runner.session import Cancelled, ClientSession, Opened
+from wire import bridge, frames
+from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
+
+SSE = {"content-type": "text/event-stream"}
+
+
+def register(session: ServerSession, **fields: object) -> Registered:
+    """Introduce a box and return what was made of it."""
+    (effect,) = session.receive_text(json.dumps({"type": "register", "models": ["m"], **fields}))
+    assert isinstance(effect, Registered)
+    return effect
+
+
+def make_session(version: str = BRIDGE_V1, **limits: int) -> ServerSession:
+    """Return a session whose box has registered."""
+    session = ServerSession(SocketPolicy(**limits))
+    register(session, protocol_version=version)
+    return session
+
+
+def a_request(name: str = "req_1", *, attempt: int = 1, body: bytes = b"{}", is_streaming: bool = True) -> OpenRequest:
+    """Return a request for one attempt."""
+    return OpenRequest(
+        request_id=name,
+        attempt=attempt,
+        model="m",
+        path="/v1/chat/completions",
+        body=body,
+        headers={"content-type": "application/json"},
+        is_streaming=is_streaming,
+        deadline_ms=1000,
+        tenant="t",
+    )
+
+
+def opened(session: ServerSession, request: OpenRequest | None = None) -> int:
+    """Open a stream and return its number."""
+    return session.open_stream(request or a_request())[0]
+
+
+def chunk(name: str, text: str) -> str:
+    return json.dumps({"type": "response_chunk", "request_id": name, "chunk": text})
+
+
+def complete(name: str, status: int = 200, **fields: object) -> str:
+    return json.dumps({"type": "response_complete", "request_id": name, "status_code": status, **fields})
+
+
+def head(stream: int, *, status: int = 200, attempt: int = 1, **headers: str) -> bytes:
+    payload = frames.encode_json(frames.Head(status=status, headers=headers))
+    return frames.encode_frame(frames.HEAD, stream, attempt, payload)
+
+
+def data(stream: int, payload: bytes, *, attempt: int = 1) -> bytes:
+    return frames.encode_frame(frames.DATA, stream, attempt, payload)
+
+
+def end(stream: int, error: str = "", *, attempt: int = 1) -> bytes:
+    return frames.encode_frame(frames.END, stream, attempt, frames.encode_json(frames.End(error=error)))
+
+
+# registration
+
+
+@pytest.mark.parametrize(("version", "protocol"), [(None, BRIDGE_V1), (BRIDGE_V1, BRIDGE_V1), (MUSTER_V1, MUSTER_V1)])
+def test_known_versions_are_spoken_and_none_means_bridge(version: str | None, protocol: str) -> None:
+    session = ServerSession(SocketPolicy())
+    assert register(session, protocol_version=version).protocol == protocol
+    assert session.speaks_muster == (protocol == MUSTER_V1)
+
+
+@pytest.mark.parametrize("version", ["", "2025-01-bridge-v0", "2026-11-muster-v2"])
+def test_another_version_ends_the_session(version: str) -> None:
+    session = ServerSession(SocketPolicy())
+    with pytest.raises(ProtocolError, match="version"):
+        register(session, protocol_version=version)
+    assert session.protocol is None
+
+
+@pytest.mark.parametrize("frame", ['{"type":"pong"}', chunk("r", "x"), complete("r"), '{"type":"error"}', '{"type":"telemetry"}'])
+def test_anything_before_the_registration_ends_the_session(frame: str) -> None:
+    with pytest.raises(ProtocolError):
+        ServerSession(SocketPolicy()).receive_text(frame)
+
+
+def test_binary_before_the_registration_ends_the_session() -> None:
+    with pytest.raises(ProtocolError):
+        ServerSession(SocketPolicy()).receive_bytes(data(1, b"x"))
+
+
+def test_a_second_registration_ends_the_session() -> None:
+    with pytest.raises(ProtocolError):
+        register(make_session())
+
+
+def test_model_names_are_trimmed_deduplicated_and_kept_in_order() -> None:
+    effect = register(ServerSession(SocketPolicy()), models=[" b ", "a", "b", "", "  ", "a\n", "é", "x" * 201, "c\x00d"])
+    assert effect.models == ("b", "a", "é")
+    assert effect.warnings == ()
+
+
+def test_too_many_models_are_cut_with_a_warning() -> None:
+    effect = register(ServerSession(SocketPolicy(max_models=3)), models=list("edcba"))
+    assert effect.models == ("e", "d", "c")
+    assert "truncated to 3" in effect.warnings[0]
+
+
+@pytest.mark.parametrize("models", [[], ["", " "], ["x" * 500]])
+def test_a_box_without_models_is_told_that_it_receives_nothing(models: list[str]) -> None:
+    effect = register(ServerSession(SocketPolicy()), models=models)
+    assert effect.models == ()
+    assert "no models accepted" in effect.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "warned"),
+    [(0, 1, True), (-5, 1, True), (1, 1, False), (8, 8, False), (9, 8, True), (10**30, 8, True)],
+)
+def test_max_concurrent_is_kept_between_one_and_the_cap(asked: int, given: int, *, warned: bool) -> None:
+    effect = register(ServerSession(SocketPolicy(max_concurrent_cap=8)), max_concurrent=asked)
+    assert effect.max_concurrent == given
+    assert bool(effect.warnings) == warned
+
+
+@pytest.mark.parametrize(("asked", "given"), [(" rig ", "rig"), ("", "worker"), ("   ", "worker"), ("abcdef", "abcd")])
+def test_worker_names_are_trimmed_defaulted_and_cut(asked: str, given: str) -> None:
+    assert register(ServerSession(SocketPolicy(max_name_chars=4)), worker_name=asked).name == given[:4] if asked.strip() else "worker"
+
+
+def test_an_update_of_the_models_is_sanitized_too() -> None:
+    session = make_session(max_models=2)
+    frame = '{"type":"models_update","models":[" b","b","a","c"],"current_load":-3}'
+    assert session.receive_text(frame) == [ModelsChanged(("b", "a"), 0)]
+
+
+def test_reports_become_effects() -> None:
+    session = make_session(MUSTER_V1)
+    assert session.receive_text('{"type":"pong","current_load":4}') == [LoadReported(4)]
+    assert session.receive_text('{"type":"pong","current_load":-4}') == [LoadReported(0)]
+    assert session.receive_text('{"type":"telemetry","current_load":1}') == [
+        TelemetryArrived(bridge.Telemetry(current_load=1))
+    ]
+    assert session.receive_text('{"type":"mode_change","mode":"spare_off","reason":"r"}') == [ModeRequested("spare_off", "r")]
+    assert session.receive_text('{"type":"draining","reason":"r"}') == [BoxLeaving("r")]
+    assert session.receive_text('{"type":"error","message":"disk full"}') == []
+
+
+@pytest.mark.parametrize("frame", ['{"type":"telemetry"}', '{"type":"mode_change","mode":"spare_on"}', '{"type":"draining"}'])
+def test_what_muster_adds_is_not_taken_from_a_bridge_worker(frame: str) -> None:
+    with pytest.raises(ProtocolError):
+        make_session(BRIDGE_V1).receive_text(frame)
+
+
+# bridge v1 streams
+
+
+def test_a_request_for_a_bridge_worker_is_one_golden_frame() -> None:
+    number, sent = make_session().open_stream(a_request(body='{"é":1}'.encode(), is_streaming=False))
+    assert number == 1
+    assert sent == [
+        '{"type":"request","request_id":"req_1","model":"m","endpoint_path":"/v1/chat/completions","is_streaming":false,'
+        '"body":"{\\"é\\":1}","headers":{"content-type":"application/json"}}'
+    ]
+
+
+def test_a_body_that_is_not_utf8_opens_nothing_on_bridge() -> None:
+    session = make_session()
+    with pytest.raises(UnicodeDecodeError):
+        session.open_stream(a_request(body=b"\xff"))
+    assert session.open_streams == 0
+
+
+def test_a_second_attempt_has_a_name_of_its_own() -> None:
+    session = make_session()
+    first = opened(session)
+    session.cancel_stream(first, "timeout")
+    second, (sent,) = session.open_stream(a_request(attempt=2))
+    assert json.loads(sent)["request_id"] == "req_1.2"
+    assert session.receive_text(chunk("req_1", "data: late")) == [FrameDropped(0)]
+    assert session.receive_text(chunk("req_1.2", "data: x"))[0] == HeadArrived(second, 200, SSE)
+
+
+@pytest.mark.parametrize("start", ["data: x\n\n", "event: ping\n", ": comment\n", "\n\ndata: x", "id: 1\n", "retry: 5\n", "data:x"])
+def test_an_event_stream_is_passed_on_with_its_first_chunk(start: str) -> None:
+    session = make_session()
+    stream = opened(session)
+    assert session.receive_text(chunk("req_1", start)) == [HeadArrived(stream, 200, SSE), DataArrived(stream, start.encode())]
+    assert session.receive_text(chunk("req_1", "é")) == [DataArrived(stream, "é".encode())]
+    ended = session.receive_text(complete("req_1", 200, body="", token_counts={"completion_tokens": 3}))
+    assert ended == [StreamEnded(stream, frames.End(usage=bridge.TokenCounts(completion_tokens=3)))]
+    assert session.open_streams == 0
+
+
+def test_an_event_stream_whose_start_is_split_is_recognised_when_it_is_whole() -> None:
+    session = make_session()
+    stream = opened(session)
+    assert [session.receive_text(chunk("req_1", part)) for part in [" ", "d", "at", "a"]] == [[], [], [], []]
+    assert session.receive_text(chunk("req_1", ": x")) == [HeadArrived(stream, 200, SSE), DataArrived(stream, b" data: x")]
+
+
+def test_other_text_is_held_until_the_completion_says_what_it_is() -> None:
+    session = make_session()
+    stream = opened(session)
+    assert session.receive_text(chunk("req_1", '{"error":')) == []
+    assert session.receive_text(chunk("req_1", '"overloaded"}')) == []
+    assert session.receive_text(complete("req_1", 529, headers={"Content-Type": "application/json"}, body="")) == [
+        HeadArrived(stream, 529, {"content-type": "application/json"}),
+        DataArrived(stream, b'{"error":"overloaded"}'),
+        StreamEnded(stream, frames.End()),
+    ]
+
+
+def test_held_text_has_a_limit_and_costs_no_more_than_its_size() -> None:
+    session = make_session()
+    stream = opened(session)
+    pieces = 64 * 1024
+    effects: list[Effect] = []
+    for _ in range(pieces):
+        effects += session.receive_text('{"type":"response_chunk","request_id":"req_1","chunk":"x"}')
+    assert effects == [HeadArrived(stream, 200, SSE), DataArrived(stream, b"x" * pieces)]
+
+
+def test_a_whole_answer_comes_with_the_status_and_headers_of_the_engine() -> None:
+    session = make_session()
+    stream = opened(session, a_request(is_streaming=False))
+    assert session.receive_text(complete("req_1", 200, headers={"X-A": "b"}, body='{"a":1}')) == [
+        HeadArrived(stream, 200, {"x-a": "b"}),
+        DataArrived(stream, b'{"a":1}'),
+        StreamEnded(stream, frames.End()),
+    ]
+
+
+def test_an_answer_without_a_body_has_no_data() -> None:
+    session = make_session()
+    stream = opened(session)
+    assert session.receive_text(complete("req_1", 204)) == [HeadArrived(stream, 204, {}), StreamEnded(stream, frames.End())]
+
+
+@pytest.mark.parametrize("status", [-1, 0, 101, 199, 600, 10**12])
+def test_an_impossible_status_is_the_engines_failure(status: int) -> None:
+    session = make_session()
+    stream = opened(session)
+    (effect,) = session.receive_text(complete("req_1", status, body="x"))
+    assert isinstance(effect, StreamEnded)
+    assert (effect.stream, effect.end.error, effect.end.retryable) == (stream, "engine_failed", False)
+
+
+def test_an_error_status_after_the_stream_began_breaks_it() -> None:
+    session = make_session()
+    stream = opened(session)
+    session.receive_text(chunk("req_1", "data: x\n\n"))
+    (effect,) = session.receive_text(complete("req_1", 500))
+    assert isinstance(effect, StreamEnded)
+    assert (effect.stream, effect.end.error) == (stream, "engine_failed")
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_an_error_frame_ends_its_request_and_is_retryable_only_before_the_first_chunk(*, began: bool) -> None:
+    session = make_session()
+    stream = opened(session)
+    if began:
+        session.receive_text(chunk("req_1", "data: x\n\n"))
+    (effect,) = session.receive_text('{"type":"error","request_id":"req_1","code":"c","message":"m"}')
+    assert effect == StreamEnded(stream, frames.End(error="engine_failed", message="m", retryable=not began))
+    assert session.receive_text('{"type":"error","request_id":"req_1"}') == [FrameDropped(0)]
+
+
+@pytest.mark.parametrize("frame", [chunk("other", "x"), complete("other"), '{"type":"error","request_id":"other"}'])
+@pytest.mark.parametrize("version", [BRIDGE_V1, MUSTER_V1])
+def test_a_request_that_was_never_sent_to_this_worker_ends_the_session(frame: str, version: str) -> None:
+    session = make_session(version)
+    opened(session)
+    with pytest.raises(ProtocolError):
+        session.receive_text(frame)
+
+
+def test_late_frames_of_a_bridge_stream_are_dropped_and_counted() -> None:
+    session = make_session()
+    cancelled, ended = opened(session), opened(session, a_request("req_2"))
+    assert session.cancel_stream(cancelled, "client_disconnect") == [
+        '{"type":"cancel","request_id":"req_1","reason":"client_disconnect"}'
+    ]
+    session.receive_text(complete("req_2", body="x"))
+    for frame in (chunk("req_1", "data: x"), complete("req_1"), chunk("req_2", "x"), complete("req_2")):
+        assert session.receive_text(frame) == [FrameDropped(0)]
+    assert session.dropped_frames == 4
+    assert session.cancel_stream(cancelled, "x") == session.cancel_stream(ended, "x") == []
+
+
+def test_a_cancelled_bridge_request_stays_known_over_many_others() -> None:
+    session = make_session()
+    session.cancel_stream(opened(session), "timeout")
+    for number in range(2, 4000):
+        session.cancel_stream(opened(session, a_request(f"req_{number}")), "timeout")
+    assert session.receive_text(chunk("req_1", "x")) == [FrameDropped(0)]
+
+
+def test_a_bridge_worker_gets_no_credit_and_may_send_no_binary() -> None:
+    session = make_session()
+    stream = opened(session)
+    assert session.grant_credit(stream, 5) == []
+    with pytest.raises(ProtocolError):
+        session.receive_bytes(data(stream, b"x"))
+
+
+# muster v1 streams
+
+
+def test_a_muster_stream_has_one_head_then_data_then_one_end() -> None:
+    session = make_session(MUSTER_V1)
+    stream, sent = session.open_stream(a_request())
+    meta, body = frames.decode_open(frames.decode_frame(_binary(sent[0])).payload)
+    assert (meta.request_id, meta.is_streaming, meta.tenant, meta.deadline_ms, body) == ("req_1", True, "t", 1000, b"{}")
+    assert session.receive_bytes(head(stream, status=201, **{"Content-Type": "x"})) == [
+        HeadArrived(stream, 201, {"content-type": "x"})
+    ]
+    assert session.receive_bytes(data(stream, b"\xc3")) == [DataArrived(stream, b"\xc3")]
+    assert session.receive_bytes(data(stream, b"\xa9")) == [DataArrived(stream, b"\xa9")]
+    assert session.receive_bytes(end(stream)) == [StreamEnded(stream, frames.End())]
+    assert session.receive_bytes(end(stream)) == [FrameDropped(stream)]
+
+
+def test_a_reply_is_a_whole_answer() -> None:
+    session = make_session(MUSTER_V1)
+    stream = opened(session)
+    frame = frames.encode_reply(stream, 1, frames.Head(status=200, headers={"A": "b"}), b"body", frames.End())
+    assert session.receive_bytes(frame) == [
+        HeadArrived(stream, 200, {"a": "b"}),
+        DataArrived(stream, b"body"),
+        StreamEnded(stream, frames.End()),
+    ]
+    assert session.open_streams == 0
+
+
+def test_order_within_a_stream_is_enforced() -> None:
+    reply = frames.encode_reply(1, 1, frames.Head(status=200), b"", frames.End())
+    for wrong in ([data(1, b"x")], [head(1), head(1)], [head(1), reply]):
+        session = make_session(MUSTER_V1)
+        opened(session)
+        with pytest.raises(ProtocolError):
+            for frame in wrong:
+                session.receive_bytes(frame)
+
+
+@pytest.mark.parametrize("kind", [frames.OPEN, frames.BODY, frames.CANCEL, frames.CREDIT, 0, 20, 255])
+def test_kinds_that_do_not_travel_to_the_server_end_the_session(kind: int) -> None:
+    session = make_session(MUSTER_V1)
+    stream = opened(session)
+    with pytest.raises(ProtocolError):
+        session.receive_bytes(frames.encode_frame(kind, stream, 1))
+
+
+def test_streams_and_attempts_that_were_never_opened_end_the_session() -> None:
+    for stream, attempt in ((0, 1), (2, 1), (2**63, 1), (1, 2), (1, 0)):
+        session = make_session(MUSTER_V1)
+        opened(session)
+        with pytest.raises(ProtocolError):
+            session.receive_bytes(head(stream, attempt=attempt))
+
+
+def test_late_frames_are_dropped_however_many_streams_came_since() -> None:
+    session = make_session(MUSTER_V1)
+    first = opened(session)
+    cancelled = [session.cancel_stream(stream, "timeout") for stream in [first, *(opened(session) for _ in range(5000))]]
+    assert all(cancelled)
+    assert session.receive_bytes(data(first, b"x")) == [FrameDropped(first)]
+    assert session.receive_bytes(end(first, "cancelled")) == [FrameDropped(first)]
+
+
+def test_credit_and_cancel_name_stream_and_attempt() -> None:
+    session = make_session(MUSTER_V1)
+    stream = opened(session, a_request(attempt=3))
+    assert session.grant_credit(stream, 7) == [frames.encode_credit(stream, 3, 7)]
+    assert session.cancel_stream(stream, "timeout") == [frames.encode_frame(frames.CANCEL, stream, 3, b"timeout")]
+    assert session.grant_credit(stream, 7) == []
+    assert session.cancel_stream(stream, "timeout") == []
+
+
+# back to back with the box's half
+
+
+def _binary(frame: str | bytes) -> bytes:
+    assert isinstance(frame, bytes)
+    return frame
+
+
+def join_sessions() -> tuple[ServerSession, ClientSession]:
+    """Return both halves of one socket, past the handshake."""
+    server, box = ServerSession(SocketPolicy()), ClientSession()
+    (effect,) = server.receive_text(box.register(bridge.Register(worker_name="rig", models=["m"], max_concurrent=4)))
+    assert isinstance(effect, Registered)
+    ack = bridge.RegisterAck(worker_id="w", models=list(effect.models), protocol_version=effect.protocol)
+    box.receive_text(bridge.encode_message(ack))
+    return server, box
+
+
+@pytest.mark.parametrize("size", [0, 10, frames.MAX_PAYLOAD_BYTES, frames.MAX_PAYLOAD_BYTES * 3 + 1])
+def test_both_halves_carry_a_body_and_its_answer(size: int) -> None:
+    server, box = join_sessions()
+    body = bytes(size)
+    number, sent = server.open_stream(a_request(body=body))
+    effects = [effect for frame in sent for effect in box.receive_bytes(_binary(frame))]
+    (opening,) = effects
+    assert isinstance(opening, Opened)
+    assert opening.body == body
+    stream = opening.stream
+    answer = [stream.head(200, {"content-type": "x"}), stream.data(b"abc"), stream.end(frames.End())]
+    assert [effect for frame in answer for effect in server.receive_bytes(frame)] == [
+        HeadArrived(number, 200, {"content-type": "x"}),
+        DataArrived(number, b"abc"),
+        StreamEnded(number, frames.End()),
+    ]
+    assert box.streams == []
+    assert server.open_streams == 0
+
+
+def test_a_cancel_crosses_what_the_box_sent_before_it_heard() -> None:
+    server, box = join_sessions()
+    number, sent = server.open_stream(a_request())
+    (opening,) = box.receive_bytes(_binary(sent[0]))
+    assert isinstance(opening, Opened)
+    crossing = [opening.stream.head(200, {}), opening.stream.data(b"x")]
+    (cancel,) = server.cancel_stream(number, bridge.CANCEL_CLIENT_DISCONNECT)
+    cancelled, farewell = box.receive_bytes(_binary(cancel))
+    assert isinstance(cancelled, Cancelled)
+    assert cancelled.reason == "client_disconnect"
+    for frame in [*crossing, farewell.frame]:  # type: ignore[union-attr]  # the session's Reply
+        assert server.receive_bytes(frame) == [FrameDropped(number)]
+
+
+def test_credit_widens_the_window_of_the_box() -> None:
+    server, box = join_sessions()
+    number, sent = server.open_stream(a_request())
+    (opening,) = box.receive_bytes(_binary(sent[0]))
+    assert isinstance(opening, Opened)
+    before = opening.stream.window
+    (credit,) = server.grant_credit(number, 1000)
+    box.receive_bytes(_binary(credit))
+    assert opening.stream.window == before + 1000
+
+
+# any order of events
+
+
+class SessionMachine(RuleBasedStateMachine):
+    """A well-behaved muster box and an impatient gateway: what each stream's sink would see, over any interleaving."""
+
+    streams = Bundle("streams")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = make_session(MUSTER_V1)
+        self.seen: dict[int, list[Effect]] = {}
+        self.attempt: dict[int, int] = {}
+        self.headed: set[int] = set()
+        self.over: set[int] = set()
+        self.ended_by_box: set[int] = set()
+
+    @initialize()
+    def begin(self) -> None:
+        self.dropped = 0
+
+    @rule(target=streams, attempt=st.integers(1, 4), body=st.binary(max_size=5))
+    def open(self, attempt: int, body: bytes) -> int:
+        stream, sent = self.session.open_stream(a_request(attempt=attempt, body=body))
+        assert len(sent) == 1
+        assert stream not in self.seen
+        self.seen[stream] = []
+        self.attempt[stream] = attempt
+        return stream
+
+    def receive(self, stream: int, frame: bytes) -> None:
+        effects = self.session.receive_bytes(frame)
+        if stream in self.over:
+            assert effects == [FrameDropped(stream)]
+            self.dropped += 1
+            return
+        self.seen[stream] += effects
+
+    @rule(stream=streams)
+    def send_head(self, stream: int) -> None:
+        if stream not in self.headed:
+            self.headed.add(stream)
+            self.receive(stream, head(stream, attempt=self.attempt[stream]))
+
+    @rule(stream=streams, payload=st.binary(max_size=4))
+    def send_data(self, stream: int, payload: bytes) -> None:
+        if stream in self.headed and stream not in self.ended_by_box:
+            self.receive(stream, data(stream, payload, attempt=self.attempt[stream]))
+
+    @rule(stream=streams, error=st.sampled_from(["", "cancelled", "engine_failed", "busy"]))
+    def send_end(self, stream: int, error: str) -> None:
+        self.receive(stream, end(stream, error, attempt=self.attempt[stream]))
+        self.ended_by_box.add(stream)
+        self.over.add(stream)
+
+    @rule(stream=streams)
+    def reply(self, stream: int) -> None:
+        if stream not in self.headed:
+            self.headed.add(stream)
+            frame = frames.encode_reply(stream, self.attempt[stream], frames.Head(status=200), b"b", frames.End())
+            self.receive(stream, frame)
+            self.ended_by_box.add(stream)
+            self.over.add(stream)
+
+    @rule(stream=consumes(streams))
+    def cancel(self, stream: int) -> None:
+        assert len(self.session.cancel_stream(stream, "timeout")) == (stream not in self.over)
+        self.over.add(stream)
+        self.receive(stream, data(stream, b"late", attempt=self.attempt[stream]))
+
+    @rule(stream=streams)
+    def grant(self, stream: int) -> None:
+        assert len(self.session.grant_credit(stream, 9)) == (stream not in self.over)
+
+    @precondition(lambda self: self.seen)
+    @rule()
+    def tick(self) -> None:
+        assert self.session.receive_text('{"type":"pong"}') == [LoadReported(0)]
+
+    @invariant()
+    def each_stream_is_in_order(self) -> None:
+        for stream, effects in self.seen.items():
+            kinds: list[Any] = [type(effect) for effect in effects]  # classes of the union
+            assert kinds.count(HeadArrived) <= 1
+            assert kinds.count(StreamEnded) <= 1
+            if DataArrived in kinds:
+                assert kinds[0] is HeadArrived
+            if StreamEnded in kinds:
+                assert kinds[-1] is StreamEnded
+                assert stream in self.over
+
+    @invariant()
+    def nothing_is_kept_of_what_is_over(self) -> None:
+        assert self.session.open_streams == len(self.seen.keys() - self.over)
+        assert self.session.dropped_frames == self.dropped
+
+
+SessionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSessionMachine = SessionMachine.TestCase
