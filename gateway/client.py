@@ -51,6 +51,9 @@ class HeaderView(Mapping[str, str]):
     def __getitem__(self, name: str) -> str:
         return self._raw[name.encode("latin-1")].decode("latin-1")
 
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.encode("latin-1") in self._raw
+
     def __iter__(self) -> Iterator[str]:
         return (name.decode("latin-1") for name in self._raw)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 import uuid
 from datetime import UTC, datetime
 
@@ -27,6 +28,9 @@ logger = logging.getLogger("muster.records")
 MAX_COUNT = 2**31 - 1
 """What an integer column holds; clients and engines may say more."""
 _LINGER_S = 0.02
+_BUSY_BATCH = 6
+_GATHER_S = 0.001
+"""After a commit of several requests the next one waits this long, so that it too carries several."""
 _RETRY_S = 0.25
 
 
@@ -228,13 +232,17 @@ class RecordWriter:
     # thread
 
     def _run(self) -> None:
+        gathered = 0
         while True:
             self._wake.wait(timeout=1.0)
+            if gathered >= _BUSY_BATCH and not self._stopping:
+                time.sleep(_GATHER_S)
             self._wake.clear()
             with self._lock:
                 inserts, self._inserts = self._inserts, []
                 updates, self._updates = self._updates, {}
             inserts = [entry for entry in inserts if not entry.given_up]
+            gathered = len(inserts)
             if inserts or updates:
                 self._flush(inserts, updates)
             RECORDS_PENDING.set(self.pending)

@@ -94,19 +94,19 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self.watching = set()
         self.is_lost = False
         self._handle: Handle | None = None
-        self._header_timer: asyncio.TimerHandle | None = None
-        self._body_open = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._headers_open = self._body_open = False
         self._header_bytes = 0
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             # Nagle would hold the first token of a kept connection back until the client acknowledges.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._start_header_timer()
+        self._timer = self.loop.call_later(self.header_timeout_s, self._take_receipt_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell whoever serves this connection."""
         self.is_lost = True
-        self._stop_header_timer()
+        self._stop_timer()
         super().connection_lost(exc)
         watching, self.watching = self.watching, set()
         for handle in watching:
@@ -118,12 +118,12 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._handle = Handle(self)
         self.scope["extensions"] = {SCOPE_HANDLE: self._handle}  # type: ignore[dict-item]
-        if self._header_timer is None:
-            self._start_header_timer()
+        self._headers_open = True
 
     def on_headers_complete(self) -> None:
         """The headers arrived; bind the handle to this request's cycle."""
-        self._stop_header_timer()
+        self._headers_open = False
+        self._stop_timer()
         self._header_bytes = 0
         super().on_headers_complete()
         if self._handle is not None:
@@ -133,19 +133,23 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The body arrived."""
         self._body_open = False
-        self._stop_header_timer()
+        self._stop_timer()
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; a body that did not come along with its headers has to arrive in time."""
+        """Parse; what is still to come of a request has to arrive in time. Most requests come whole and need no timer."""
         super().data_received(data)
-        if self._body_open and self._header_timer is None and not self.is_lost:
-            self._header_timer = self.loop.call_later(self.body_timeout_s, self._take_receipt_timeout)
-        elif self._header_timer is not None and not self._body_open:
+        if self.is_lost or not (self._headers_open or self._body_open):
+            return
+        if self._headers_open:
             self._header_bytes += len(data)
             if self._header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
                 message = f"The request headers have more than {_MAX_HEADER_BYTES} bytes."
                 self._send_error(431, "Request Header Fields Too Large", message, ErrorCode.BAD_REQUEST)
+                return
+        if self._timer is None:
+            seconds = self.body_timeout_s if self._body_open else self.header_timeout_s
+            self._timer = self.loop.call_later(seconds, self._take_receipt_timeout)
 
     def timeout_keep_alive_handler(self) -> None:
         """An idle connection ends; one whose client never took its answer is reset, or it would linger."""
@@ -158,16 +162,13 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         """Malformed HTTP gets the contract's envelope, not plain text."""
         self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
 
-    def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self._take_receipt_timeout)
-
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _take_receipt_timeout(self) -> None:
-        self._header_timer = None
+        self._timer = None
         if self.transport.is_closing():
             return
         what = "body" if self._body_open else "headers"

@@ -1,18 +1,26 @@
-"""A real Chromium against the control plane's real process."""
+"""A real Chromium against the control plane's real process.
+
+Playwright keeps an event loop in the thread of the test while a browser is open. So a browser lives for one test only, and
+rows are made and read by ``in_database``, in a thread without a loop.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from django.db import connection
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from pytest_django import DjangoDbBlocker
 
 from controlplane.models import User
 from tests.control_process import ServerProcess, serve_control
 
+Result = TypeVar("Result")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PASSWORD = "a password for tests only"
 REPORTER = """
@@ -48,9 +56,10 @@ class Visit:
             self.complaints.append(f"{message.type}: {message.text}")
 
 
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Chromium of the system; nothing is downloaded."""
+@pytest.fixture
+def browser(control: ServerProcess, transactional_db: None) -> Iterator[Browser]:
+    """Chromium of the system (nothing is downloaded), and an operator who may sign in."""
+    User.objects.create_superuser("ada", password=PASSWORD)
     program = next((path for path in map(shutil.which, NAMES) if path), None)
     if program is None:
         pytest.skip("no Chromium on PATH")
@@ -60,11 +69,25 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
-@pytest.fixture
-def control(transactional_db: None, tmp_path: Path) -> Iterator[ServerProcess]:
-    """The control plane with one operator."""
-    User.objects.create_superuser("ada", password=PASSWORD)
-    with serve_control(tmp_path / "control.log") as server:
+def in_database(work: Callable[[], Result]) -> Result:
+    """Return what ``work`` returns. It may use the ORM and the services."""
+
+    def run() -> Result:
+        try:
+            return work()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result(30)
+
+
+@pytest.fixture(scope="session")
+def control(
+    django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """The control plane, for all tests of this folder: it keeps nothing between requests."""
+    with django_db_blocker.unblock(), serve_control(tmp_path_factory.mktemp("control") / "control.log") as server:
         yield server
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 from playwright.sync_api import expect
 
-from gateway.models import ApiKey
+from gateway.models import ApiKey, RequestRecord
 from gateway.services import allow_model, create_tenant
 from nodes.models import Node
-from tests.browser.conftest import Visit
+from tests.browser.conftest import Visit, in_database
 from tests.contract.waiting import wait_until
 from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
-from tests.integration.nodes.factories import make_node, make_presence
+from tests.integration.nodes.factories import make_credential, make_node, make_presence
 from wire.contract import RequestState
 
-# Playwright drives the browser from an event loop of its own; the ORM calls of these tests are plain synchronous ones beside it.
-os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
 
 LISTS = (
@@ -37,18 +34,37 @@ LISTS = (
 POLYGLOT = "\"'></title></script><img src=x onerror=alert(1)><svg onload=alert(2)>{{constructor.constructor('alert(3)')()}}"
 
 
-def make_fleet(name: str = "attic") -> Node:
-    node = make_node(name, gpu_name=name, owner_name=name, agent_version=name[:60], model_names=[name])
-    make_presence(node, connected=True, protocol=name[:40], peer_address=name[:64], last_error=name, reported_status="error")
-    return node
+def make_hostile_rows() -> tuple[Node, RequestRecord]:
+    text = POLYGLOT
+    credential, _ = make_credential(text[:80])
+    node = make_node(
+        text[:120], credential=credential, gpu_name=text, owner_name=text, agent_version=text[:60], model_names=[text]
+    )
+    values = {"protocol": text[:40], "peer_address": text[:64], "last_error": text, "reported_status": "error"}
+    make_presence(node, connected=True, **values)
+    make_key(text[:80], tenant=text[:80])
+    allow_model(name=text, actor=ACTOR)
+    return node, make_record(model=text, node_name=text[:120], tenant=text[:80], key_name=text[:80])
 
 
-def test_every_page_is_quiet(visit: Visit) -> None:
-    make_presence(make_node("attic"))
+def make_one_of_each() -> None:
+    make_presence(make_node("a-box-with-quite-a-long-name-for-a-phone"))
     make_key()
     make_gateway()
     allow_model(name="tiny", actor=ACTOR)
     make_record(state=RequestState.RUNNING)
+
+
+def find_node() -> Node:
+    return in_database(Node.objects.get)
+
+
+def find_key() -> ApiKey:
+    return in_database(ApiKey.objects.get)
+
+
+def test_every_page_is_quiet(visit: Visit) -> None:
+    in_database(make_one_of_each)
     visit.sign_in()
     for name in LISTS:
         visit.open(f"/admin/{name}/")
@@ -72,25 +88,23 @@ def test_a_wrong_password_is_said_and_opens_nothing(visit: Visit) -> None:
 
 
 def test_a_node_is_drained_by_the_answer_and_never_by_looking(visit: Visit) -> None:
-    node = make_node("attic")
-    make_presence(node)
+    in_database(lambda: make_presence(make_node("attic")))
     visit.sign_in()
     visit.open("/admin/nodes/node/")
     visit.page.get_by_role("link", name="Drain", exact=True).click()
 
     expect(visit.page.get_by_role("heading", name="Drain: attic?")).to_be_visible()
-    node.refresh_from_db()
-    assert not node.draining
+    assert not find_node().draining
 
     visit.page.get_by_label("Reason").fill("new driver")
     visit.page.get_by_role("button", name="Drain").click()
     expect(visit.page.get_by_role("link", name="Undrain")).to_be_visible()
-    node.refresh_from_db()
+    node = find_node()
     assert (node.draining, node.drain_reason) == (True, "new driver")
 
 
 def test_a_new_key_is_shown_once_and_copied(visit: Visit) -> None:
-    create_tenant(name="research", actor=ACTOR)
+    in_database(lambda: create_tenant(name="research", actor=ACTOR))
     visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     visit.sign_in()
     visit.open("/admin/gateway/apikey/add/")
@@ -105,31 +119,26 @@ def test_a_new_key_is_shown_once_and_copied(visit: Visit) -> None:
     assert visit.page.evaluate("navigator.clipboard.readText()") == text
 
     visit.page.get_by_role("link", name="Done").click()
-    expect(visit.page.get_by_text(f"mst_{ApiKey.objects.get().keyid}…")).to_be_visible()
+    expect(visit.page.get_by_text(f"mst_{find_key().keyid}…")).to_be_visible()
     assert text not in visit.page.content()
 
 
 def test_a_key_is_revoked_by_a_button_that_asks(visit: Visit) -> None:
-    key, _ = make_key()
+    in_database(make_key)
     visit.sign_in()
     visit.open("/admin/gateway/apikey/")
     visit.page.get_by_role("link", name="Revoke").click()
     visit.page.get_by_role("link", name="Back").click()
-    key.refresh_from_db()
-    assert key.revoked_at is None
+    assert find_key().revoked_at is None
 
     visit.page.get_by_role("link", name="Revoke").click()
     visit.page.get_by_role("button", name="Revoke").click()
     expect(visit.page.get_by_text("Revoked the key notebook.")).to_be_visible()
-    key.refresh_from_db()
-    assert key.revoked_at is not None
+    assert find_key().revoked_at is not None
 
 
 def test_text_from_boxes_never_runs(visit: Visit) -> None:
-    node = make_fleet(POLYGLOT[:120])
-    make_key(POLYGLOT[:80], tenant=POLYGLOT[:80])
-    allow_model(name=POLYGLOT, actor=ACTOR)
-    record = make_record(model=POLYGLOT, node_name=POLYGLOT[:120], tenant=POLYGLOT[:80], key_name=POLYGLOT[:80])
+    node, record = in_database(make_hostile_rows)
     visit.sign_in()
     pages = [f"/admin/{name}/" for name in LISTS]
     pages += [f"/admin/nodes/node/{node.pk}/change/", f"/admin/nodes/node/{node.pk}/change/drain/"]
@@ -145,16 +154,14 @@ def test_the_counters_of_the_first_page_follow_without_a_reload(visit: Visit) ->
     queued = visit.page.locator("[data-live=queued]")
     expect(queued).to_have_text("0")
 
-    make_record(state=RequestState.QUEUED)
+    in_database(lambda: make_record(state=RequestState.QUEUED))
 
     wait_until(lambda: queued.inner_text() == "1", what="the page shows the request that waits")
 
 
 @pytest.mark.parametrize("width", [360, 768])
 def test_pages_fit_a_narrow_screen(visit: Visit, width: int) -> None:
-    make_presence(make_node("a-box-with-quite-a-long-name-for-a-phone"))
-    make_key()
-    make_record()
+    in_database(make_one_of_each)
     visit.sign_in()
     visit.page.set_viewport_size({"width": width, "height": 800})
     for path in ("/admin/", "/admin/nodes/node/", "/admin/gateway/requestrecord/", "/admin/gateway/apikey/add/"):

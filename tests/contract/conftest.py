@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("contract"))
-            item.add_marker(pytest.mark.timeout(120))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(120))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from tests.contract.client import iterate
+from tests.contract.client import iterate, send_raw
 from tests.contract.expect import assert_stream_failure
 from tests.contract.lab import Lab, chat_body
 from tests.contract.scripted_worker import Job, ScriptedWorker, delta_text
@@ -243,3 +243,14 @@ async def test_a_stream_is_delivered_piece_by_piece_as_whole_events(lab: Lab) ->
         assert await anext(got) == text.encode()
     await worker.stream(job, [])
     assert (await exchange.finish()).events[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("sent", ["half a head", "half a body"])
+async def test_a_client_that_never_finishes_its_request_is_closed(narrow_lab: Lab, sent: str) -> None:
+    lab = narrow_lab
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {lab.stack.ready.api_key}\r\n"
+    if sent == "half a body":
+        head += "content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    async with asyncio.timeout(8):
+        answer = await send_raw(lab.gateway.url, head.encode(), within_s=60)
+    assert not answer.startswith(b"HTTP/1.1 2"), answer

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.contract.client import call
-from tests.contract.lab import Lab, bearer, chat_body, unique
+from tests.contract.lab import PROBE_TOKENS, Lab, bearer, chat_body, unique
+from tests.contract.stack import Gateway
 from tests.contract.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
@@ -56,18 +57,18 @@ async def test_list_keys_deserializes_into_shared_type(lab: Lab) -> None:
     assert row["id"] in [listed["id"] for listed in reply.json["keys"]]
 
 
-async def test_full_key_lifecycle_via_shared_types(lab: Lab) -> None:
+async def test_full_key_lifecycle_via_shared_types(lab: Lab, hasty: Gateway) -> None:
     row = await create(lab, unique("key"))
-    model = await lab.model()
+    model = await lab.model(lab.gateway, hasty)
     worker = await lab.worker(model, max_concurrent=64)
-    url = lab.gateway.url + "/v1/chat/completions"
 
-    async def status() -> int:
-        body = chat_body(model, max_tokens=2**31 - 1)
-        return (await call("POST", url, headers=bearer(row["secret"]), body=body)).status
+    async def statuses() -> set[int]:
+        body = chat_body(model, max_tokens=PROBE_TOKENS)
+        headers = bearer(row["secret"])
+        return {(await lab.post(body, headers=headers, gateway=gateway)).status for gateway in (lab.gateway, hasty)}
 
     async def accepted() -> bool:
-        return await status() == 400
+        return await statuses() == {400}
 
     await eventually(accepted, what="the new key works")
     deleted = await lab.admin("DELETE", f"/admin/keys/{row['id']}")
@@ -75,7 +76,7 @@ async def test_full_key_lifecycle_via_shared_types(lab: Lab) -> None:
     assert deleted.body == b""
 
     async def refused() -> bool:
-        return await status() == 401
+        return await statuses() == {401}
 
     await eventually(refused, within_s=5, what="the revoked key is refused everywhere within 5 s")
     listed = (await lab.admin("GET", "/admin/keys")).json["keys"]

@@ -34,6 +34,8 @@ async def test_models_endpoint_returns_openai_compatible_catalog_shape_for_adver
     assert one.status == 200
     assert one.json["id"] == model
     assert model in await listed(lab, "/models")
+    public = await call("GET", lab.gateway.url + "/v1/models")
+    assert (public.status, public.json) == (200, reply.json)
     missing = await call("GET", f"{lab.gateway.url}/v1/models/no-such", headers=bearer(lab.stack.ready.api_key))
     assert missing.status == 404
     assert missing.error["code"] == "MODEL_NOT_ALLOWED"

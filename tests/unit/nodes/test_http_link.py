@@ -1,0 +1,370 @@
+"""Boxes that are called over HTTP, against real loopback servers that behave and misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from nodes.links.http import END_HEADER, HttpLink, HttpTarget
+from nodes.links.port import EndKind, LinkEnd
+from nodes.session import OpenRequest
+from tests.unit.nodes.upstream import Answer, Visit, run_upstream
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+class Recorder:
+    """A sink that keeps what it heard and can wait for the end."""
+
+    def __init__(self) -> None:
+        self.heads: list[tuple[int, dict[str, str]]] = []
+        self.parts: list[bytes] = []
+        self.ends: list[LinkEnd] = []
+        self.changed = asyncio.Event()
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        assert not self.parts
+        self.heads.append((status, headers))
+        self.changed.set()
+
+    def on_data(self, data: bytes) -> None:
+        assert self.heads
+        assert not self.ends
+        self.parts.append(data)
+        self.changed.set()
+
+    def on_end(self, end: LinkEnd) -> None:
+        self.ends.append(end)
+        self.changed.set()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.parts)
+
+    async def wait(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def ended(self) -> LinkEnd:
+        await self.wait(lambda: self.ends)
+        (end,) = self.ends
+        return end
+
+
+def make_link(port: int, *, is_peer: bool = False, **headers: str) -> HttpLink:
+    return HttpLink(
+        node_id=uuid.UUID(int=1),
+        node_name="n",
+        models=frozenset({"m"}),
+        max_concurrent=4,
+        target=HttpTarget(
+            scheme="http", host="localhost", address="127.0.0.1", port=port, base_path="/base", headers=headers
+        ),
+        connect_s=2.0,
+        is_peer=is_peer,
+    )
+
+
+def a_request(body: bytes = b'{"a":1}') -> OpenRequest:
+    return OpenRequest(
+        request_id="req_1",
+        attempt=2,
+        model="m",
+        path="/v1/chat/completions",
+        body=body,
+        headers={"content-type": "application/json"},
+        is_streaming=True,
+        deadline_ms=900,
+        tenant="t",
+    )
+
+
+def always(*writes: bytes, close: bool = False) -> Answer:
+    """Answer each request of a connection with the same bytes."""
+
+    async def answer(visit: Visit) -> None:
+        while True:
+            await visit.read_request()
+            for data in writes:
+                await visit.write(data)
+            if close:
+                return
+
+    return answer
+
+
+async def fetch(port: int, *, is_peer: bool = False) -> tuple[Recorder, HttpLink, LinkEnd]:
+    link, sink = make_link(port, is_peer=is_peer), Recorder()
+    link.open_stream(a_request(), sink)
+    return sink, link, await sink.ended()
+
+
+async def test_the_request_on_the_wire_carries_body_and_id_and_no_surprises() -> None:
+    async with run_upstream(always(OK + b"content-length: 2\r\n\r\nok")) as upstream:
+        await fetch(upstream.port)
+        (request,) = upstream.visits[0].requests
+    head, body = request.split(b"\r\n\r\n")
+    assert head.decode().split("\r\n") == [
+        "POST /base/v1/chat/completions HTTP/1.1",
+        f"host: localhost:{upstream.port}",
+        "content-type: application/json",
+        "x-request-id: req_1",
+        "content-length: 7",
+    ]
+    assert body == b'{"a":1}'
+
+
+async def test_a_peer_is_told_node_attempt_deadline_and_tenant() -> None:
+    async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
+        await fetch(upstream.port, is_peer=True)
+        lines = upstream.visits[0].requests[0].split(b"\r\n")
+    assert lines[0] == b"POST /base/00000000000000000000000000000001/v1/chat/completions HTTP/1.1"
+    assert {b"x-muster-attempt: 2", b"x-muster-deadline-ms: 900", b"x-muster-tenant: t", b"x-muster-streaming: 1"} <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("writes", "close", "reused"),
+    [
+        ([OK + b"content-length: 5\r\n\r\nhe", b"llo"], False, True),
+        ([OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n", b"3\r\nllo\r\n", b"0\r\n\r\n"], False, True),
+        ([OK + b"\r\nhe", b"llo"], True, False),
+        ([OK + b"connection: close\r\ncontent-length: 5\r\n\r\nhello"], True, False),
+        ([b"HTTP/1.0 200 OK\r\n\r\nhello"], True, False),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\nx: y\r\n\r\n" + OK + b"content-length: 5\r\n\r\nhello"], False, True),
+    ],
+    ids=["sized", "chunked", "until close", "connection close", "http 1.0", "interim responses"],
+)
+async def test_an_answer_is_read_to_its_end(writes: list[bytes], *, close: bool, reused: bool) -> None:
+    async with run_upstream(always(*writes, close=close)) as upstream:
+        sink, link, end = await fetch(upstream.port)
+        assert end == LinkEnd(kind=EndKind.COMPLETE)
+        assert sink.body == b"hello"
+        ((status, headers),) = sink.heads
+        assert status == 200
+        assert not headers.keys() & {"connection", "transfer-encoding", "x"}
+        again = Recorder()
+        link.open_stream(a_request(), again)
+        assert (await again.ended()).kind is EndKind.COMPLETE
+        assert len(upstream.visits) == (1 if reused else 2)
+        link.close("done")
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_without_a_body_ends_at_its_head(status: int) -> None:
+    async with run_upstream(always(b"HTTP/1.1 %d X\r\n\r\n" % status)) as upstream:
+        sink, _, end = await fetch(upstream.port)
+    assert (sink.heads[0][0], sink.body, end.kind) == (status, b"", EndKind.COMPLETE)
+
+
+async def test_repeated_headers_are_joined_and_lowered() -> None:
+    async with run_upstream(always(OK + b"X-A: 1\r\nx-a: 2\r\ncontent-length: 0\r\n\r\n")) as upstream:
+        sink, _, _ = await fetch(upstream.port)
+    assert sink.heads[0][1]["x-a"] == "1, 2"
+
+
+BROKEN = {
+    "garbage": [b"SSH-2.0-OpenSSH\r\n\r\n"],
+    "both framings": [OK + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n"],
+    "switching protocols": [b"HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nzz"],
+    "huge header": [OK + b"x: " + b"a" * 70_000 + b"\r\n\r\n"],
+    "endless headers": [OK + b"x: " + b"a" * 200_000],
+    "silence": [b""],
+    "half a head": [OK + b"content-le"],
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_a_broken_head_is_the_engines_failure_and_retryable(name: str) -> None:
+    async with run_upstream(always(*BROKEN[name], close=True)) as upstream:
+        sink, _, end = await fetch(upstream.port)
+    assert (end.kind, end.retryable) == (EndKind.ENGINE_FAILED, True)
+    assert sink.heads == []
+    assert len(upstream.visits) == 1
+
+
+@pytest.mark.parametrize(
+    "writes",
+    [
+        [OK + b"content-length: 50\r\n\r\nhe"],
+        [OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n"],
+        [OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\nzz\r\n"],
+    ],
+    ids=["sized", "chunked", "malformed chunk"],
+)
+async def test_an_answer_that_breaks_off_is_not_complete_and_not_retryable(writes: list[bytes]) -> None:
+    async with run_upstream(always(*writes, close=True)) as upstream:
+        sink, _, end = await fetch(upstream.port)
+    assert (end.kind, end.retryable, sink.body) == (EndKind.ENGINE_FAILED, False, b"he")
+
+
+async def test_a_refused_connection_is_retryable_elsewhere() -> None:
+    async with run_upstream(always()) as upstream:
+        port = upstream.port
+    _, _, end = await fetch(port)
+    assert (end.kind, end.retryable) == (EndKind.ENGINE_FAILED, True)
+    assert "cannot connect" in end.message
+
+
+async def test_a_kept_connection_that_turns_out_dead_is_tried_once_on_a_new_one() -> None:
+    async def answer(visit: Visit) -> None:
+        await visit.read_request()
+        await visit.write(OK + b"content-length: 2\r\n\r\nok")
+        if len(visits) == 1:
+            await visit.read_request()  # swallows the second request, and dies
+
+    async with run_upstream(answer) as upstream:
+        visits = upstream.visits
+        _, link, first = await fetch(upstream.port)
+        sink = Recorder()
+        link.open_stream(a_request(), sink)
+        end = await sink.ended()
+        link.close("done")
+    assert first.kind is end.kind is EndKind.COMPLETE
+    assert len(visits) == 2
+    assert [len(visit.requests) for visit in visits] == [2, 1]
+
+
+async def test_a_new_connection_that_dies_before_its_head_is_not_tried_again() -> None:
+    async with run_upstream(always(b"", close=True)) as upstream:
+        _, _, end = await fetch(upstream.port)
+        assert end.retryable
+        assert len(upstream.visits) == 1
+
+
+async def test_a_kept_connection_that_talks_out_of_turn_is_not_used_again() -> None:
+    async def answer(visit: Visit) -> None:
+        await visit.read_request()
+        await visit.write(OK + b"content-length: 2\r\n\r\nok")
+        await spoke.wait()
+        await visit.write(OK + b"content-length: 6\r\n\r\nforged")
+        await visit.wait_closed()
+        closed.set()
+
+    spoke, closed = asyncio.Event(), asyncio.Event()
+    async with run_upstream(answer) as upstream:
+        _, link, _ = await fetch(upstream.port)
+        spoke.set()
+        async with asyncio.timeout(5):
+            await closed.wait()
+        sink = Recorder()
+        link.open_stream(a_request(), sink)
+        await sink.ended()
+        assert sink.body == b"ok"
+        assert len(upstream.visits) == 2
+        link.close("done")
+
+
+async def test_reading_stops_at_the_window_and_goes_on_with_credit() -> None:
+    total = 8 * 1024 * 1024
+    sent: list[int] = []
+
+    async def answer(visit: Visit) -> None:
+        await visit.read_request()
+        await visit.write(OK + b"content-length: %d\r\n\r\n" % total)
+        for _ in range(total // 65536):
+            await visit.write(b"x" * 65536)
+            sent.append(65536)
+
+    async with run_upstream(answer) as upstream:
+        link, sink = make_link(upstream.port), Recorder()
+        stream = link.open_stream(a_request(), sink)
+        await sink.wait(lambda: len(sink.body) >= link.window_bytes)
+        held = len(sink.body)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(sink.body) == held < link.window_bytes + 512 * 1024
+        while not sink.ends:
+            seen = len(sink.body)
+            stream.grant(256 * 1024)
+            await sink.wait(lambda seen=seen: len(sink.body) > seen or sink.ends)  # type: ignore[misc]
+        assert len(sink.body) == total == sum(sent)
+        link.close("done")
+
+
+async def test_an_answer_that_ends_while_its_reader_is_paused_leaves_a_usable_connection() -> None:
+    answer = OK + b"content-length: %d\r\n\r\n" % (64 * 1024) + bytes(64 * 1024)
+    async with run_upstream(always(answer)) as upstream:
+        link = make_link(upstream.port)
+        link.window_bytes = 1  # every read exhausts it, the last one too
+        for _ in range(3):
+            sink = Recorder()
+            stream = link.open_stream(a_request(), sink)
+            while not sink.ends:
+                seen = len(sink.body)
+                stream.grant(1)
+                await sink.wait(lambda seen=seen, sink=sink: len(sink.body) > seen or sink.ends)  # type: ignore[misc]
+                stream.grant(len(sink.body) - seen)
+            assert len(sink.body) == 64 * 1024
+        link.close("done")
+
+
+@pytest.mark.parametrize("moment", ["dialling", "waiting", "reading"])
+async def test_cancel_closes_the_connection_and_silences_the_sink(moment: str) -> None:
+    gone = asyncio.Event()
+
+    async def answer(visit: Visit) -> None:
+        await visit.read_request()
+        if moment == "reading":
+            await visit.write(OK + b"\r\nabc")
+        await visit.wait_closed()
+        gone.set()
+
+    async with run_upstream(answer) as upstream:
+        link, sink = make_link(upstream.port), Recorder()
+        stream = link.open_stream(a_request(), sink)
+        if moment == "reading":
+            await sink.wait(lambda: sink.parts)
+        elif moment == "waiting":
+            async with asyncio.timeout(5):
+                while not (upstream.visits and upstream.visits[0].requests):
+                    await asyncio.sleep(0)
+        heard = (len(sink.heads), len(sink.parts))
+        stream.cancel("client_disconnect")
+        stream.cancel("client_disconnect")
+        if moment != "dialling":
+            async with asyncio.timeout(5):
+                await gone.wait()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (len(sink.heads), len(sink.parts), sink.ends) == (*heard, [])
+
+
+async def test_ending_the_streams_of_a_link_is_heard_once_by_each() -> None:
+    async def answer(visit: Visit) -> None:
+        await visit.read_request()
+        await visit.write(OK + b"\r\nabc")
+        await visit.wait_closed()
+
+    async with run_upstream(answer) as upstream:
+        link, sinks = make_link(upstream.port), [Recorder() for _ in range(3)]
+        for sink in sinks:
+            link.open_stream(a_request(), sink)
+        for sink in sinks:
+            await sink.wait(lambda sink=sink: sink.parts)  # type: ignore[misc]
+        link.end_streams(EndKind.RECLAIMED, "reclaimed")
+        link.end_streams(EndKind.LINK_LOST, "again")
+        link.close("done")
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [[end.kind for end in sink.ends] for sink in sinks] == [[EndKind.RECLAIMED]] * 3
+
+
+@pytest.mark.parametrize(("word", "kind"), [("busy", EndKind.BUSY), ("gone", EndKind.LINK_LOST)])
+async def test_a_peers_refusal_is_said_in_a_header(word: str, kind: EndKind) -> None:
+    refusal = b"HTTP/1.1 503 X\r\n%s: %s\r\ncontent-length: 0\r\n\r\n" % (END_HEADER.encode(), word.encode())
+    async with run_upstream(always(refusal)) as upstream:
+        sink, _, end = await fetch(upstream.port, is_peer=True)
+        assert (end.kind, end.retryable, sink.heads) == (kind, True, [])
+        plain, _, end = await fetch(upstream.port)
+        assert (end.kind, plain.heads[0][0]) == (EndKind.COMPLETE, 503)
+
+
+async def test_a_peer_that_breaks_off_is_a_lost_link() -> None:
+    async with run_upstream(always(OK + b"content-length: 9\r\n\r\nab", close=True)) as upstream:
+        _, _, end = await fetch(upstream.port, is_peer=True)
+    assert end.kind is EndKind.LINK_LOST

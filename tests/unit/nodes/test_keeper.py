@@ -1,0 +1,304 @@
+"""Keeping links in step with the rows: policy, drains, fencing, and links over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+
+import pytest
+
+from nodes.links import EndKind, LinkCondition, LinkRegistry
+from nodes.links.http import HttpLink, HttpTarget
+from nodes.links.keeper import LinkKeeper
+from nodes.links.outbox import AsgiMessage
+from nodes.links.port import LinkEnd
+from nodes.links.relay import RelayLink
+from nodes.session import OpenRequest, ServerSession
+from nodes.states import HealthPolicy, NodeRow, SocketPolicy
+from tests.unit.nodes.link_fakes import make_row
+from wire import bridge
+from wire.bridge import BRIDGE_V1, MUSTER_V1
+
+HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)
+TARGET = HttpTarget(scheme="http", host="box.example", address="10.0.0.9", port=8000)
+PEER = HttpTarget(scheme="http", host="gw2", address="10.0.0.2", port=8080)
+
+
+class Box:
+    """A socket to a box: what it was sent, and how it was closed."""
+
+    def __init__(self, node_id: uuid.UUID, version: str = MUSTER_V1, *, instance_id: str = "i1") -> None:
+        self.sent: list[AsgiMessage] = []
+        self.kicks: list[tuple[int, str]] = []
+        session = ServerSession(SocketPolicy())
+        session.receive_text(bridge.encode_message(bridge.Register(models=["m"], protocol_version=version)))
+        self.link = RelayLink(
+            node_id=node_id,
+            node_name="node",
+            models=frozenset({"m"}),
+            max_concurrent=2,
+            session=session,
+            send=self.send,
+            kick=lambda code, reason: self.kicks.append((code, reason)),
+        )
+        self.link.epoch = 1
+        self.link.instance_id = instance_id
+
+    async def send(self, message: AsgiMessage) -> None:
+        self.sent.append(message)
+
+    def messages(self) -> list[bridge.ServerMessage]:
+        """What it was sent as text."""
+        return [bridge.decode_server_message(str(m["text"])) for m in self.sent if "text" in m]
+
+
+class Ends:
+    """The sink of a request that waits."""
+
+    def __init__(self) -> None:
+        self.kinds: list[EndKind] = []
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        raise AssertionError
+
+    def on_data(self, data: bytes) -> None:
+        raise AssertionError
+
+    def on_end(self, end: LinkEnd) -> None:
+        self.kinds.append(end.kind)
+
+
+def run_on(link: RelayLink) -> Ends:
+    """Let a request run on the link."""
+    ends = Ends()
+    link.active += 1
+    request = OpenRequest(
+        request_id="r", attempt=1, model="m", path="/", body=b"{}", headers={}, is_streaming=True, deadline_ms=1, tenant=""
+    )
+    link.open_stream(request, ends)
+    return ends
+
+
+class Setting:
+    """A registry with its keeper."""
+
+    def __init__(self) -> None:
+        self.registry = LinkRegistry()
+        self.keeper = LinkKeeper(
+            self.registry, health=HealthPolicy(), gateway_id=HERE, cluster_secret="secret", connect_s=1.0
+        )
+
+    def apply(self, *rows: NodeRow) -> None:
+        """Hand rows in, with an address for each."""
+        self.keeper.apply(rows, targets={row.node_id: TARGET for row in rows if row.is_direct}, peers={THERE: PEER})
+
+    def box(self, version: str = MUSTER_V1, *, instance_id: str = "i1") -> Box:
+        """Connect a box."""
+        box = Box(uuid.uuid4(), version, instance_id=instance_id)
+        self.registry.add(box.link)
+        return box
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+async def test_policy_of_a_row_reaches_the_link(setting: Setting) -> None:
+    box = setting.box()
+    setting.apply(make_row(box.link.node_id, cordoned=True, provider="lab"))
+    assert box.link.policy.cordoned
+    assert box.link.policy.provider == "lab"
+    assert box.link.condition(time.monotonic()) is LinkCondition.DRAINING
+    setting.apply(make_row(box.link.node_id))
+    assert box.link.condition(time.monotonic()) is LinkCondition.READY
+    setting.apply(make_row(box.link.node_id, provider_state="disabled"))
+    assert box.link.condition(time.monotonic()) is LinkCondition.DISABLED
+
+
+async def test_known_models_are_those_of_every_row(setting: Setting) -> None:
+    setting.apply(make_row(uuid.uuid4(), model_names=("a", "b")), make_row(uuid.uuid4(), model_names=("b", "c")))
+    assert setting.keeper.known_models == {"a", "b", "c"}
+    setting.apply()
+    assert setting.keeper.known_models == set()
+
+
+async def test_a_muster_box_is_told_once_what_was_decided(setting: Setting) -> None:
+    box = setting.box()
+    for _ in range(3):
+        setting.apply(make_row(box.link.node_id, cordoned=True))
+    setting.apply(make_row(box.link.node_id))
+    notices = [(m.status, m.cordoned) for m in box.messages() if isinstance(m, bridge.NodeNotice)]
+    assert notices == [("draining", True), ("available", False)]
+
+
+async def test_a_bridge_worker_is_asked_to_leave_once_and_closed_when_it_is_idle(setting: Setting) -> None:
+    box = setting.box(BRIDGE_V1, instance_id="")
+    ends = run_on(box.link)
+    for _ in range(2):
+        setting.apply(make_row(box.link.node_id, draining=True, drain_reason="fans", drain_remaining_s=30.2))
+    shutdowns = [m for m in box.messages() if isinstance(m, bridge.GracefulShutdown)]
+    assert shutdowns == [bridge.GracefulShutdown(reason="fans", drain_timeout_secs=30)]
+    assert box.kicks == []
+    box.link.active = 0
+    setting.keeper.tick()
+    setting.keeper.tick()
+    assert box.kicks == [(1000, "graceful shutdown complete")]
+    assert ends.kinds == []
+
+
+@pytest.mark.parametrize("reason", [{"draining": True}, {"mode": "spare_off"}])
+async def test_work_that_outlives_the_deadline_of_a_drain_ends_as_reclaimed(setting: Setting, reason: dict[str, object]) -> None:
+    box = setting.box()
+    ends = run_on(box.link)
+    setting.apply(make_row(box.link.node_id, drain_remaining_s=5.0, **reason))
+    assert ends.kinds == []
+    setting.apply(make_row(box.link.node_id, drain_remaining_s=-0.1, **reason))
+    assert ends.kinds == [EndKind.RECLAIMED]
+    assert any("bytes" in m for m in box.sent[1:])  # the CANCEL
+    assert box.kicks == []
+
+
+async def test_a_deadline_without_a_drain_ends_nothing(setting: Setting) -> None:
+    box = setting.box()
+    ends = run_on(box.link)
+    setting.apply(make_row(box.link.node_id, drain_remaining_s=-5.0))
+    assert ends.kinds == []
+
+
+async def test_a_newer_session_of_another_instance_fences_the_link(setting: Setting) -> None:
+    box = setting.box()
+    ends = run_on(box.link)
+    setting.apply(make_row(box.link.node_id, epoch=2, instance_id="i2"))
+    assert ends.kinds == [EndKind.LINK_LOST]
+    assert box.kicks == [(1000, "replaced by a newer session of the same node")]
+    assert len(setting.registry) == 0
+
+
+@pytest.mark.parametrize(("epoch", "instance"), [(1, "i1"), (2, "i1"), (0, "i2"), (1, "i2")])
+async def test_a_row_of_the_same_box_or_an_older_session_does_not_fence(setting: Setting, epoch: int, instance: str) -> None:
+    box = setting.box()
+    setting.apply(make_row(box.link.node_id, epoch=epoch, instance_id=instance))
+    assert box.kicks == []
+    assert len(setting.registry) == 1
+
+
+async def test_a_deleted_provider_lets_the_box_go(setting: Setting) -> None:
+    box = setting.box()
+    ends = run_on(box.link)
+    setting.apply(make_row(box.link.node_id, provider_state="deleted"))
+    assert ends.kinds == [EndKind.LINK_LOST]
+    assert (1000, "provider was deleted") in box.kicks
+    assert len(setting.registry) == 0
+
+
+async def test_a_silent_box_is_let_go_and_a_quiet_one_is_pinged(setting: Setting) -> None:
+    box = setting.box()
+    now = time.monotonic()
+    setting.keeper.tick()
+    assert box.messages() == []
+    box.link.last_ping_at = now - 5.0
+    setting.keeper.tick()
+    setting.keeper.tick()
+    assert [type(m) for m in box.messages()] == [bridge.Ping]
+    ends = run_on(box.link)
+    box.link.last_seen = now - 15.0
+    setting.keeper.tick()
+    assert ends.kinds == [EndKind.LINK_LOST]
+    assert box.kicks == [(1000, "worker heartbeat timed out")]
+
+
+async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setting: Setting) -> None:
+    node_id = uuid.uuid4()
+    setting.apply(make_row(node_id, is_direct=True, max_concurrent=3, heartbeat_age_s=2.0))
+    link = setting.registry.get(node_id)
+    assert isinstance(link, HttpLink)
+    assert (link.max_concurrent, link.is_peer, link.target) == (3, False, TARGET)
+    assert link.can_take(time.monotonic())
+    setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=10.0, model_names=("x",)))
+    assert setting.registry.get(node_id) is link
+    assert link.condition(time.monotonic()) is LinkCondition.STALE
+    assert setting.registry.served_models() == ["x"]
+    setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=15.0))
+    assert setting.registry.get(node_id) is None
+    assert link.closed
+
+
+@pytest.mark.parametrize(
+    ("changes", "condition"),
+    [
+        ({"reported_status": "error"}, LinkCondition.UNHEALTHY),
+        ({"reported_status": "draining"}, LinkCondition.DRAINING),
+        ({"is_accepting_jobs": False}, LinkCondition.DRAINING),
+        ({"reported_status": "busy"}, LinkCondition.DRAINING),
+        ({"cordoned": True}, LinkCondition.DRAINING),
+        ({"provider_state": "disabled"}, LinkCondition.DISABLED),
+    ],
+)
+async def test_what_a_direct_node_reports_decides_its_condition(
+    setting: Setting, changes: dict[str, object], condition: LinkCondition
+) -> None:
+    node_id = uuid.uuid4()
+    setting.apply(make_row(node_id, is_direct=True, **changes))
+    link = setting.registry.get(node_id)
+    assert link is not None
+    assert link.condition(time.monotonic()) is condition
+    setting.apply(make_row(node_id, is_direct=True))
+    assert link.condition(time.monotonic()) is LinkCondition.READY
+
+
+async def test_a_direct_node_that_is_busy_with_our_own_request_is_ready(setting: Setting) -> None:
+    node_id = uuid.uuid4()
+    setting.apply(make_row(node_id, is_direct=True))
+    link = setting.registry.get(node_id)
+    assert link is not None
+    link.active = 1
+    setting.apply(make_row(node_id, is_direct=True, reported_status="busy"))
+    assert link.condition(time.monotonic()) is LinkCondition.READY
+
+
+async def test_a_direct_node_without_an_allowed_address_is_not_linked(setting: Setting) -> None:
+    row = make_row(uuid.uuid4(), is_direct=True)
+    setting.keeper.apply([row], targets={}, peers={})
+    assert len(setting.registry) == 0
+
+
+async def test_a_direct_node_that_moved_gets_a_new_link(setting: Setting) -> None:
+    row = make_row(uuid.uuid4(), is_direct=True)
+    setting.apply(row)
+    old = setting.registry.get(row.node_id)
+    setting.keeper.apply([row], targets={row.node_id: PEER}, peers={})
+    new = setting.registry.get(row.node_id)
+    assert isinstance(new, HttpLink)
+    assert new is not old
+    assert new.target == PEER
+    assert old is not None
+    assert old.closed
+
+
+async def test_a_box_on_another_gateway_is_reached_through_that_gateway(setting: Setting) -> None:
+    node_id = uuid.uuid4()
+    setting.apply(make_row(node_id, gateway_id=THERE))
+    link = setting.registry.get(node_id)
+    assert isinstance(link, HttpLink)
+    assert (link.is_peer, link.target) == (True, PEER)
+    setting.apply(make_row(node_id, gateway_id=THERE, connected=False))
+    assert setting.registry.get(node_id) is None
+
+
+@pytest.mark.parametrize("gateway", [None, HERE, uuid.UUID(int=3)])
+async def test_a_box_on_no_known_gateway_is_not_linked(setting: Setting, gateway: uuid.UUID | None) -> None:
+    setting.apply(make_row(uuid.uuid4(), gateway_id=gateway))
+    assert len(setting.registry) == 0
+
+
+async def test_a_direct_node_whose_heartbeats_stop_between_sweeps_is_dropped_by_the_tick(setting: Setting) -> None:
+    node_id = uuid.uuid4()
+    setting.apply(make_row(node_id, is_direct=True))
+    link = setting.registry.get(node_id)
+    assert link is not None
+    link.last_seen = time.monotonic() - 15.0
+    setting.keeper.tick()
+    assert len(setting.registry) == 0
+    await asyncio.sleep(0)
