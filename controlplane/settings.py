@@ -102,11 +102,10 @@ SECURE_HSTS_SECONDS = 31_536_000 if BEHIND_TLS else 0
 X_FRAME_OPTIONS = "DENY"
 SECURE_REFERRER_POLICY = "same-origin"
 
-LANGUAGE_CODE = "en-gb"
+LANGUAGE_CODE = "en"
 TIME_ZONE = "UTC"
 USE_I18N = False
-DATETIME_FORMAT = "Y-m-d H:i:s"
-DATE_FORMAT = "Y-m-d"
+FORMAT_MODULE_PATH = "controlplane.formats"
 USE_TZ = True
 
 STATIC_URL = "/static/"

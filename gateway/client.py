@@ -110,9 +110,9 @@ class ClientConnection:
     async def _collect_body(self) -> bytes:
         limit = self._limits.max_body_bytes
         declared = self.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
+        if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
             self.close_after_response()
-            raise BodyTooLarge(f"The body has {declared} bytes; at most {limit} are accepted.")
+            raise BodyTooLarge(f"The body has {declared[:20]} bytes; at most {limit} are accepted.")
         event = await self._receive_body()
         if not event.get("more_body", False):
             body: bytes = event.get("body", b"")

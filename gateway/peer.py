@@ -74,4 +74,4 @@ def refuse_peer(client: ClientConnection, word: bytes) -> None:
 
 
 def _read_number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= 18 else 0

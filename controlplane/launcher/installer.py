@@ -8,11 +8,13 @@ from __future__ import annotations
 import ast
 import os
 import re
+import select
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from controlplane.launcher.console import complain, progress
 from controlplane.launcher.errors import LauncherError
@@ -116,20 +118,14 @@ def _install_uv(pip: Sequence[str], python: Path, requirements: Path, environmen
 def _run(command: Sequence[str], environment: Mapping[str, str], total: int, *, what: str = "packages") -> str | None:
     """Run an installer, say how far it is every two seconds. Returns None when it succeeded, else its last words."""
     began = shown_at = time.monotonic()
-    tail: deque[str] = deque(maxlen=5)
+    tail: deque[str] = deque(["nothing said yet"], maxlen=5)
     found: set[str] = set()
     process = subprocess.Popen(
-        list(command),
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        list(command), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert process.stdout is not None
     with process, process.stdout as output:
-        for line in output:
-            text = line.strip()
+        for text in _read_lines(output):
             if match := _FOUND.search(text):
                 found.add(match.group(1).lower())
             if match := _RESOLVED.match(text):
@@ -139,9 +135,20 @@ def _run(command: Sequence[str], environment: Mapping[str, str], total: int, *, 
             now = time.monotonic()
             if now - shown_at >= _TICK_S:
                 shown_at = now
-                progress(f"  {what}: {min(len(found), total)} of {total}, {now - began:.0f} s: {_shorten(text)}")
-    return None if process.returncode == 0 else " / ".join(tail)[-400:] or f"exit status {process.returncode}"
+                progress(f"  {what}: {min(len(found), total)} of {total}, {now - began:.0f} s: {tail[-1][:60]}")
+    return None if process.returncode == 0 else " / ".join(tail)[-400:]
 
 
-def _shorten(text: str) -> str:
-    return text.removeprefix("DEBUG ")[:60]
+def _read_lines(output: IO[bytes]) -> Iterator[str]:
+    """Yield the lines of a pipe as they come, and an empty text whenever a second passes without one."""
+    rest = b""
+    while True:
+        if not select.select([output], [], [], 1.0)[0]:
+            yield ""
+            continue
+        piece = os.read(output.fileno(), 65536)
+        if not piece:
+            break
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.decode(errors="replace").strip() for line in lines)
+    yield rest.decode(errors="replace").strip()

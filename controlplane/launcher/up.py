@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controlplane.env import SettingError, read_text
+from controlplane.env import SettingError, read_database, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import complain, elapsed_s, progress, say
 from controlplane.launcher.credentials import Credentials, require_credentials
@@ -166,6 +166,7 @@ class _Session:
         """Start the embedded servers that no variable replaces; return DATABASE_URL and REDIS_URL."""
         try:
             urls = {"postgres": read_text("DATABASE_URL"), "valkey": read_text("REDIS_URL")}
+            read_database(urls["postgres"] or "postgresql:///")
         except SettingError as error:
             raise LauncherError(str(error)) from None
         self.place.make_socket_directory()

@@ -44,8 +44,7 @@ class RequestRecordAdmin(ShowingAdmin):
         "show_ttfb",
         "show_queue",
         "show_tokens",
-        "node_name",
-        "attempts",
+        "show_node",
         "error_code",
     )
     list_filter = (StateFilter, PeriodFilter, ModelFilter, TenantFilter, NodeFilter, ErrorFilter)
@@ -98,7 +97,7 @@ class RequestRecordAdmin(ShowingAdmin):
     @column("Request")
     def show_short_id(self, record: RequestRecord) -> str:
         """Return the end of the printed id: the front is the time, which stands beside it."""
-        return f"…{record.printed_id[-12:]}"
+        return record.printed_id[-12:]
 
     @column("Request id")
     def show_id(self, record: RequestRecord) -> str:
@@ -138,6 +137,12 @@ class RequestRecordAdmin(ShowingAdmin):
         mark = "~" if record.tokens_estimated else ""
         sides = (record.prompt_tokens, record.completion_tokens)
         return "\u00a0/\u00a0".join("–" if side is None else f"{mark}{side}" for side in sides)
+
+    @column("Node")
+    def show_node(self, record: RequestRecord) -> str:
+        """Return the box that served it last, and how many were tried when it was more than one."""
+        name = record.node_name or "–"
+        return f"{name} ×{record.attempts}" if record.attempts > 1 else name
 
     @column("Node id")
     def show_node_id(self, record: RequestRecord) -> str:

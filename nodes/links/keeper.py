@@ -78,7 +78,8 @@ class LinkKeeper:
     def _apply_row(self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]) -> None:
         link = self.registry.get(row.node_id)
         if isinstance(link, RelayLink):
-            if row.epoch > link.epoch and row.instance_id != link.instance_id:
+            # Without an instance id (bridge v1) a box has one session, so a newer epoch is always another one.
+            if row.epoch > link.epoch and (row.instance_id != link.instance_id or not link.instance_id):
                 logger.warning("node.fenced node=%s epoch=%d newer=%d", row.name, link.epoch, row.epoch)
                 self.registry.remove(link, "a newer session of the same node took over")
                 link.close("replaced by a newer session of the same node")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 from django.db import connection
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, sync_playwright
 from pytest_django import DjangoDbBlocker
 
 from controlplane.models import User
@@ -49,6 +49,11 @@ class Visit:
         self.page.get_by_label("Password").fill(PASSWORD)
         self.page.get_by_role("button", name="Log in").click()
         self.page.wait_for_selector("#overview")
+
+    def refuse_dialog(self, dialog: Dialog) -> None:
+        """No page of ours opens one."""
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def note_console(self, message: ConsoleMessage) -> None:
         """Keep errors and warnings of the console."""
@@ -101,7 +106,7 @@ def visit(browser: Browser, control: ServerProcess) -> Iterator[Visit]:
     visiting = Visit(page, control.url)
     page.on("console", visiting.note_console)
     page.on("pageerror", lambda error: visiting.complaints.append(f"page error: {error}"))
-    page.on("dialog", lambda dialog: (visiting.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("dialog", visiting.refuse_dialog)
     yield visiting
     context.close()
     assert visiting.complaints == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from playwright.sync_api import expect
@@ -40,7 +41,7 @@ def make_hostile_rows() -> tuple[Node, RequestRecord]:
     node = make_node(
         text[:120], credential=credential, gpu_name=text, owner_name=text, agent_version=text[:60], model_names=[text]
     )
-    values = {"protocol": text[:40], "peer_address": text[:64], "last_error": text, "reported_status": "error"}
+    values: dict[str, Any] = {"protocol": text[:40], "peer_address": text[:64], "last_error": text, "reported_status": "error"}
     make_presence(node, connected=True, **values)
     make_key(text[:80], tenant=text[:80])
     allow_model(name=text, actor=ACTOR)

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from tests.contract.lab import ACTOR, Lab, unique
-from tests.contract.stack import Gateway, Stack, free_port
+from tests.contract.stack import Gateway, Stack, free_port, run_stack
 
 STACK_SETTINGS = {
     "MUSTER_DIRECT_ALLOW_LOOPBACK": "1",
@@ -49,13 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack() -> Iterator[Stack]:
     """The running system, without a node: tests bring their own."""
-    running = Stack.start(tmp_path_factory.mktemp("stack"), settings=STACK_SETTINGS)
-    try:
+    with run_stack("main", STACK_SETTINGS) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="session")

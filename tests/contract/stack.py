@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any  # rows that come back from services are JSON
@@ -258,3 +260,27 @@ class Stack:
                 process.kill()
         if left:
             raise AssertionError(f"./muster up left processes behind: {[p.pid for p in left]}")
+
+
+@contextlib.contextmanager
+def run_stack(name: str, settings: Mapping[str, str], *, node: bool = False) -> Iterator[Stack]:
+    """Run a stack in a directory of its own and remove that afterwards; the logs stay in ``test-results/contract/``.
+
+    The directory may be entered by everyone, because as root PostgreSQL runs as another user and pytest's own
+    temporary directories are closed to it.
+    """
+    directory = Path(tempfile.mkdtemp(prefix=f"muster-{name}-"))
+    directory.chmod(0o755)
+    try:
+        stack = Stack.start(directory, settings=settings, node=node)
+        try:
+            yield stack
+        finally:
+            stack.stop()
+    finally:
+        kept = ROOT / "test-results" / "contract" / name
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        for log in directory.rglob("*.log"):
+            shutil.copy(log, kept)
+        shutil.rmtree(directory)

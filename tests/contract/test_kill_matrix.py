@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +27,7 @@ from tests.contract.client import Exchange, Reply
 from tests.contract.expect import assert_failure
 from tests.contract.lab import OPEN_STATES, Lab
 from tests.contract.scripted_worker import ScriptedWorker, delta_text
-from tests.contract.stack import ROOT, Stack
+from tests.contract.stack import ROOT, Stack, run_stack
 from tests.contract.waiting import eventually, wait_until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -66,25 +67,19 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
     for row in found:
         times = f"{row.back_s:>14.1f} s{row.serving_s:>13.1f} s"
         lines.append(f"{row.part:<10}{row.when:<14}{times}  {row.states}; {row.replies}")
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.ensure_newline()
-        for line in lines:
-            reporter.write_line(line)
+    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        sys.stdout.write("\n" + "\n".join(lines) + "\n")
     target = Path(ROOT / "test-results")
     target.mkdir(exist_ok=True)
     (target / "kill_matrix.json").write_text(json.dumps([asdict(row) for row in found], indent=2) + "\n")
 
 
 @pytest.fixture(scope="module")
-def doomed_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def doomed_stack() -> Iterator[Stack]:
     """A stack that may be broken, with the real node and its tiny model."""
     settings = {"MUSTER_QUEUE_TIMEOUT_S": "20", "MUSTER_ACCEPT_TIMEOUT_S": "1"}
-    running = Stack.start(tmp_path_factory.mktemp("doomed"), settings=settings, node=True)
-    try:
+    with run_stack("doomed", settings, node=True) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest_asyncio.fixture

@@ -13,13 +13,16 @@ class Transport:
     """Notes whether it is read from."""
 
     def __init__(self) -> None:
-        self.is_paused = False
+        self._is_paused = False
+
+    def is_paused(self) -> bool:
+        return self._is_paused
 
     def pauseProducing(self) -> None:  # noqa: N802  # Twisted's interface
-        self.is_paused = True
+        self._is_paused = True
 
     def resumeProducing(self) -> None:  # noqa: N802  # Twisted's interface
-        self.is_paused = False
+        self._is_paused = False
 
 
 async def is_open(gate: WriteGate) -> bool:
@@ -59,13 +62,13 @@ async def test_a_client_is_held_back_above_the_high_mark_and_let_go_at_the_low_o
     queue = PausingQueue(transport)
     for number in range(HIGH_MARK):
         queue.put_nowait({"number": number})
-    assert not transport.is_paused
+    assert not transport.is_paused()
 
     queue.put_nowait({"number": HIGH_MARK})
-    assert transport.is_paused
+    assert transport.is_paused()
 
     taken = []
-    while transport.is_paused:
+    while transport.is_paused():
         taken.append((await queue.get())["number"])
     assert taken == list(range(HIGH_MARK + 1 - LOW_MARK))
 

@@ -184,6 +184,12 @@ async def test_a_row_of_the_same_box_or_an_older_session_does_not_fence(setting:
     assert len(setting.registry) == 1
 
 
+async def test_a_newer_session_of_a_bridge_worker_fences_the_older_one(setting: Setting) -> None:
+    box = setting.box(BRIDGE_V1, instance_id="")
+    setting.apply(make_row(box.link.node_id, epoch=2, instance_id=""))
+    assert box.kicks == [(1000, "replaced by a newer session of the same node")]
+
+
 async def test_a_deleted_provider_lets_the_box_go(setting: Setting) -> None:
     box = setting.box()
     ends = run_on(box.link)

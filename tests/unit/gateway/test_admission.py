@@ -1,0 +1,176 @@
+"""Rate, allow-list and caps."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.admission import Admission, RateLimiter
+from gateway.catalogue import Catalogue, ModelEntry
+from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
+from gateway.values import Caller, InferenceRequest, Limits
+
+KEY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_window_moves_and_the_wait_is_right() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    for second in (0, 10, 20):
+        clock.now = 1000.0 + second
+        state = limiter.take(KEY, 3)
+        assert (state.limit, state.remaining, state.reset_s) == (3, 2 - second // 10, 60.0 - second)
+    clock.now = 1030.0
+    with pytest.raises(RateLimited) as caught:
+        limiter.take(KEY, 3)
+    assert caught.value.retry_after_s == pytest.approx(30.0)
+    clock.now = 1059.9
+    with pytest.raises(RateLimited):
+        limiter.take(KEY, 3)
+    clock.now = 1060.0
+    assert limiter.take(KEY, 3).remaining == 0
+
+
+def test_a_refused_request_costs_nothing_and_keys_do_not_share() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    limiter.take(KEY, 1)
+    for _ in range(5):
+        with pytest.raises(RateLimited):
+            limiter.take(KEY, 1)
+    assert limiter.take(OTHER, 1).remaining == 0
+    clock.now += 60
+    limiter.take(KEY, 1)
+
+
+def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    for second in range(10):
+        clock.now = 1000.0 + second
+        limiter.take(KEY, 10)
+    with pytest.raises(RateLimited) as caught:
+        limiter.take(KEY, 2)
+    assert caught.value.retry_after_s == pytest.approx(1008 + 60 - 1009)
+    clock.now += caught.value.retry_after_s or 0
+    limiter.take(KEY, 2)
+
+
+def test_peek_counts_nothing_and_headers_speak_of_whole_seconds() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    assert limiter.peek(KEY, 5).remaining == 5
+    limiter.take(KEY, 5)
+    clock.now += 0.25
+    assert limiter.peek(KEY, 5) == limiter.peek(KEY, 5)
+    assert limiter.peek(KEY, 5).headers() == [
+        (b"x-ratelimit-limit-requests", b"5"),
+        (b"x-ratelimit-remaining-requests", b"4"),
+        (b"x-ratelimit-reset-requests", b"60s"),
+    ]
+
+
+def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    limiter.take(KEY, 5)
+    clock.now += 30
+    limiter.take(OTHER, 5)
+    clock.now += 30
+    limiter.forget_idle()
+    assert limiter.peek(OTHER, 5).remaining == 4
+    assert limiter._windows.keys() == {OTHER}
+
+
+@given(
+    limit=st.integers(1, 5),
+    steps=st.lists(st.floats(0, 40, allow_nan=False), min_size=1, max_size=60),
+)
+def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass(limit: int, steps: list[float]) -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    taken: list[float] = []
+    for step in steps:
+        clock.now += step
+        in_window = sum(at > clock.now - 60.0 for at in taken)
+        try:
+            limiter.take(KEY, limit)
+        except RateLimited as refusal:
+            assert in_window == limit
+            wait = refusal.retry_after_s
+            assert wait is not None
+            assert 0 < wait <= 60.0
+            assert sum(at > clock.now + wait - 60.0 + 1e-6 for at in taken) < limit
+        else:
+            assert in_window < limit
+            taken.append(clock.now)
+
+
+# models
+
+
+def make_admission(*known: str, **caps: int) -> Admission:
+    limits = {"max_tokens": 100, "max_prompt_chars": 1000, "max_queue": 10, **caps}
+    catalogue = Catalogue(Limits())
+    catalogue.apply_models(
+        [
+            ModelEntry(name="m", allowed=True, owned_by="x", created=0, **limits),
+            ModelEntry(name="known", allowed=False, owned_by="x", created=0, **limits),
+        ]
+    )
+    return Admission(catalogue, lambda name: name in known)
+
+
+def a_caller(*allowed: str) -> Caller:
+    return Caller(key_id=KEY, key_name="k", tenant="t", requests_per_minute=1, allowed_models=frozenset(allowed))
+
+
+def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None = None) -> InferenceRequest:
+    return InferenceRequest(
+        endpoint="/v1/chat/completions",
+        model=model,
+        is_streaming=False,
+        wants_usage=False,
+        max_tokens=max_tokens,
+        prompt_chars=prompt_chars,
+        body=b"",
+        headers={},
+    )
+
+
+def test_an_allowed_request_gets_the_models_row() -> None:
+    entry = make_admission().admit(a_caller(), a_request(prompt_chars=1000, max_tokens=100))
+    assert entry.name == "m"
+    assert make_admission().admit(a_caller("m"), a_request()).name == "m"
+
+
+@pytest.mark.parametrize(
+    ("caller", "request_", "error", "status", "param"),
+    [
+        (a_caller(), a_request("nobody"), ModelUnknown, 404, "model"),
+        (a_caller(), a_request("declared"), ModelNotAllowed, 400, "model"),
+        (a_caller(), a_request("known"), ModelNotAllowed, 400, "model"),
+        (a_caller("other"), a_request(), ModelNotAllowed, 400, "model"),
+        (a_caller(), a_request(prompt_chars=1001), PromptTooLarge, 400, "messages"),
+        (a_caller(), a_request(max_tokens=101), MaxTokensTooLarge, 400, "max_tokens"),
+        (a_caller(), a_request(max_tokens=10**40), MaxTokensTooLarge, 400, "max_tokens"),
+    ],
+)
+def test_the_first_broken_rule_is_named(
+    caller: Caller, request_: InferenceRequest, error: type[GatewayError], status: int, param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        make_admission("declared").admit(caller, request_)
+    assert type(caught.value) is error
+    assert (caught.value.status, caught.value.param, caught.value.retryable) == (status, param, False)

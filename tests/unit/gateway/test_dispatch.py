@@ -1,0 +1,450 @@
+"""Slots and the wait queue on a real event loop, over links whose boxes are the test."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.dispatch import Dispatcher, Job, Lease
+from gateway.errors import (
+    ClientLeft,
+    GatewayError,
+    NoAvailableNode,
+    NodeDraining,
+    NodeStale,
+    NodeUnhealthy,
+    ProviderDeleted,
+    ProviderDisabled,
+    QueueFull,
+    QueueTimeout,
+    ShuttingDown,
+)
+from gateway.values import InferenceRequest, Timeouts
+from nodes.links import LinkRegistry
+from nodes.links.keeper import LinkKeeper
+from nodes.states import HealthPolicy
+from tests.unit.nodes.link_fakes import FakeLink, make_row
+
+SHORT = Timeouts(queue_s=0.04, no_node_wait_s=0.01, request_s=5.0)
+
+
+class Floor:
+    """A dispatcher with its registry and keeper."""
+
+    def __init__(self, timeouts: Timeouts | None = None) -> None:
+        self.registry = LinkRegistry()
+        self.keeper = LinkKeeper(
+            self.registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), cluster_secret="", connect_s=1.0
+        )
+        self.dispatcher = Dispatcher(self.registry, self.keeper, timeouts or Timeouts())
+
+    def link(self, *models: str, slots: int = 1) -> FakeLink:
+        """Connect a box."""
+        link = FakeLink(*models, slots=slots)
+        self.registry.add(link)
+        return link
+
+    def job(self, model: str = "m", *, max_queue: int = 100) -> Job:
+        """Return a request that arrives now."""
+        request = InferenceRequest(
+            endpoint="/v1/chat/completions",
+            model=model,
+            is_streaming=False,
+            wants_usage=False,
+            max_tokens=None,
+            prompt_chars=1,
+            body=b"{}",
+            headers={},
+        )
+        return self.dispatcher.new_job(request_id="r", request=request, tenant="t", max_queue=max_queue)
+
+    def take(self, model: str = "m") -> Lease:
+        """Get a slot that is free."""
+        found = self.dispatcher.acquire(self.job(model))
+        assert isinstance(found, Lease)
+        return found
+
+    def queue(self, model: str = "m", *, max_queue: int = 100) -> asyncio.Future[Lease]:
+        """Wait in line."""
+        found = self.dispatcher.acquire(self.job(model, max_queue=max_queue))
+        assert isinstance(found, asyncio.Future)
+        return found
+
+
+async def settle() -> None:
+    """Let every callback that is due run."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def fails(future: asyncio.Future[Lease]) -> GatewayError:
+    """Return the error a wait ends with."""
+    async with asyncio.timeout(5):
+        with pytest.raises(GatewayError) as caught:
+            await future
+    return caught.value
+
+
+async def test_a_free_slot_is_had_at_once_and_loads_are_even() -> None:
+    floor = Floor()
+    boxes = [floor.link(slots=2) for _ in range(3)]
+    leases = [floor.take() for _ in range(6)]
+    assert [box.active for box in boxes] == [2, 2, 2]
+    assert [lease.link for lease in leases] == boxes * 2
+    for lease in leases:
+        lease.release()
+    assert [box.active for box in boxes] == [0, 0, 0]
+
+
+async def test_release_is_idempotent() -> None:
+    floor = Floor()
+    box = floor.link(slots=2)
+    first, _second = floor.take(), floor.take()
+    first.release()
+    first.release()
+    assert box.active == 1
+
+
+async def test_waiting_requests_are_served_oldest_first_over_all_models_of_a_box() -> None:
+    floor = Floor()
+    box = floor.link("a", "b")
+    lease = floor.take("a")
+    order = ["b", "a", "a", "b", "b"]
+    waits = [floor.queue(model) for model in order]
+    assert floor.dispatcher.depth == 5
+    assert floor.dispatcher.depths() == {"a": 2, "b": 3}
+    for index in range(5):
+        lease.release()
+        done = [wait.done() for wait in waits]
+        assert done == [True] * (index + 1) + [False] * (4 - index)
+        lease = waits[index].result()
+        assert box.active == 1
+    lease.release()
+    assert (box.active, floor.dispatcher.depth, floor.dispatcher.depths()) == (0, 0, {})
+
+
+async def test_a_newcomer_never_overtakes_one_that_waits() -> None:
+    floor = Floor()
+    floor.link()
+    lease = floor.take()
+    first, second = floor.queue(), floor.queue()
+    lease.release()
+    late = floor.queue()
+    assert (first.done(), second.done(), late.done()) == (True, False, False)
+    first.result().release()
+    assert (second.done(), late.done()) == (True, False)
+
+
+async def test_a_join_and_a_new_model_place_what_waits_within_the_call() -> None:
+    floor = Floor()
+    waits = [floor.queue() for _ in range(3)]
+    box = floor.link(slots=2)
+    assert [wait.done() for wait in waits] == [True, True, False]
+    other = floor.link("x")
+    assert not waits[2].done()
+    floor.registry.update_models(other, frozenset({"m"}))
+    assert waits[2].result().link is other
+    assert box.active == 2
+
+
+async def test_the_place_of_a_client_that_left_goes_to_the_next() -> None:
+    floor = Floor()
+    floor.link()
+    lease = floor.take()
+    first, second, third = floor.queue(), floor.queue(), floor.queue()
+    first.cancel()
+    second.set_exception(ClientLeft())
+    await settle()
+    assert floor.dispatcher.depth == 1
+    lease.release()
+    assert third.result()
+    assert isinstance(second.exception(), ClientLeft)
+
+
+@pytest.mark.parametrize("leave", [lambda future: future.cancel(), lambda future: future.set_exception(ClientLeft())])
+async def test_a_slot_freed_in_the_same_turn_in_which_the_waiter_left_goes_to_the_next(
+    leave: Callable[[asyncio.Future[Lease]], object],
+) -> None:
+    floor = Floor()
+    box = floor.link()
+    lease = floor.take()
+    first, second = floor.queue(), floor.queue()
+    leave(first)
+    lease.release()  # before the loop could tell the queue that the first one is gone
+    assert second.done()
+    assert box.active == 1
+    second.result().release()
+    await settle()
+    assert (box.active, floor.dispatcher.depth) == (0, 0)
+    assert first.cancelled() or isinstance(first.exception(), ClientLeft)
+
+
+async def test_ending_every_wait_spares_those_that_left_already() -> None:
+    floor = Floor()
+    first, second = floor.queue(), floor.queue()
+    first.cancel()
+    floor.dispatcher.fail_waiting(ShuttingDown())
+    assert isinstance(await fails(second), ShuttingDown)
+    assert floor.dispatcher.depth == 0
+
+
+async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> None:
+    floor = Floor()
+    floor.link()
+    job = floor.job(max_queue=2)
+    lease = floor.dispatcher.acquire(job)
+    assert isinstance(lease, Lease)
+    second, third = floor.queue(max_queue=2), floor.queue(max_queue=2)
+    with pytest.raises(QueueFull):
+        floor.queue(max_queue=2)
+    with pytest.raises(QueueFull) as caught:
+        floor.dispatcher.check_room("m", 2)
+    assert caught.value.retry_after_s
+    floor.dispatcher.check_room("other", 2)
+    job.attempts = 1  # its box was lost, and another one came
+    again = floor.dispatcher.acquire(job)
+    assert isinstance(again, asyncio.Future)
+    lease.release()
+    assert (again.done(), second.done(), third.done()) == (True, False, False)
+
+
+async def test_without_a_queue_there_is_a_slot_now_or_a_refusal() -> None:
+    floor = Floor()
+    with pytest.raises(QueueFull):
+        floor.dispatcher.check_room("m", 0)
+    floor.link()
+    floor.dispatcher.check_room("m", 0)
+
+
+async def test_a_box_that_failed_the_request_is_avoided_while_there_is_another() -> None:
+    floor = Floor()
+    first, second = floor.link(slots=5), floor.link(slots=5)
+    job = floor.job()
+    job.avoid.add(first)
+    leases = [floor.dispatcher.acquire(job) for _ in range(3)]
+    assert [lease.link for lease in leases if isinstance(lease, Lease)] == [second] * 3
+
+
+async def test_a_box_that_said_busy_is_left_alone_for_a_moment_and_then_tried_again() -> None:
+    floor = Floor()
+    box = floor.link(slots=2)
+    floor.dispatcher.note_busy(box)
+    wait = floor.queue()
+    async with asyncio.timeout(5):
+        assert (await wait).link is box
+
+
+# how a wait ends
+
+
+async def test_a_wait_for_a_model_with_busy_boxes_times_out_and_frees_its_place() -> None:
+    floor = Floor(SHORT)
+    floor.link()
+    floor.take()
+    began = time.monotonic()
+    error = await fails(floor.queue())
+    assert type(error) is QueueTimeout
+    assert time.monotonic() - began >= SHORT.queue_s
+    assert floor.dispatcher.depth == 0
+
+
+def _stale(link: FakeLink) -> None:
+    link.last_seen = time.monotonic() - 11
+
+
+def _drain(link: FakeLink) -> None:
+    link.policy.draining = True
+
+
+def _sicken(link: FakeLink) -> None:
+    link.unhealthy_reason = "ECC"
+
+
+def _disable(link: FakeLink) -> None:
+    link.policy.provider_enabled = False
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [(_stale, NodeStale), (_drain, NodeDraining), (_sicken, NodeUnhealthy), (_disable, NoAvailableNode)]
+)
+async def test_a_wait_for_boxes_that_take_no_work_ends_early_and_says_why(
+    change: Callable[[FakeLink], None], error: type[GatewayError]
+) -> None:
+    floor = Floor(replace(SHORT, queue_s=5.0))
+    change(floor.link())
+    caught = await fails(floor.queue())
+    assert type(caught) is error
+    assert caught.retry_after_s
+
+
+async def test_a_wait_for_a_model_nobody_serves_ends_early() -> None:
+    floor = Floor(replace(SHORT, queue_s=5.0))
+    assert type(await fails(floor.queue())) is NoAvailableNode
+
+
+async def test_a_wait_whose_only_box_stops_ends_at_its_timeout_with_the_reason() -> None:
+    floor = Floor(Timeouts(queue_s=0.02, no_node_wait_s=10.0))
+    box = floor.link()
+    floor.take()
+    wait = floor.queue()
+    _drain(box)
+    assert type(await fails(wait)) is NodeDraining
+
+
+async def test_the_deadline_of_a_request_bounds_its_wait() -> None:
+    floor = Floor(Timeouts(queue_s=30, no_node_wait_s=20, request_s=0.02))
+    floor.link()
+    floor.take()
+    assert type(await fails(floor.queue())) is QueueTimeout
+
+
+@pytest.mark.parametrize(("state", "error"), [("disabled", ProviderDisabled), ("deleted", ProviderDeleted)])
+async def test_rows_explain_why_a_model_has_no_box(state: str, error: type[GatewayError]) -> None:
+    floor = Floor()
+    floor.keeper.apply([make_row(uuid.uuid4(), provider_state=state, connected=False)], targets={}, peers={})
+    assert type(floor.dispatcher.explain("m")) is error
+    assert type(floor.dispatcher.explain("x")) is NoAvailableNode
+
+
+async def test_a_switched_off_provider_refuses_at_once_unless_another_has_the_model() -> None:
+    floor = Floor()
+    off = make_row(uuid.uuid4(), provider_state="disabled", connected=False)
+    floor.keeper.apply([off], targets={}, peers={})
+    with pytest.raises(ProviderDisabled):
+        floor.dispatcher.refuse_disabled("m")
+    floor.dispatcher.refuse_disabled("x")
+    floor.keeper.apply([off, make_row(uuid.uuid4(), connected=False)], targets={}, peers={})
+    floor.dispatcher.refuse_disabled("m")
+
+
+async def test_a_deleted_provider_ends_the_waits_for_its_boxes_at_once() -> None:
+    floor = Floor()
+    here, elsewhere = floor.queue("m"), floor.queue("x")
+    floor.keeper.apply([make_row(uuid.uuid4(), provider_state="deleted", connected=False)], targets={}, peers={})
+    assert here.done()
+    assert type(await fails(here)) is ProviderDeleted
+    assert not elsewhere.done()
+    elsewhere.cancel()
+
+
+# any order of events
+
+STEP = st.tuples(
+    st.sampled_from(["arrive", "finish", "leave", "leave and finish", "join", "lose", "drain", "resume", "turn"]),
+    st.integers(0, 6),
+)
+
+
+class Crowd:
+    """Clients, boxes and what became of each request, under a schedule that hypothesis chose."""
+
+    def __init__(self) -> None:
+        self.floor = Floor()
+        self.links: list[FakeLink] = []
+        self.waits: list[tuple[int, str, asyncio.Future[Lease]]] = []
+        self.leases: list[Lease] = []
+        self.count = 0
+
+    def arrive(self, pick: int) -> None:
+        job = self.floor.job("ab"[pick % 2])
+        found = self.floor.dispatcher.acquire(job)
+        if isinstance(found, Lease):
+            model = job.request.model
+            assert not [1 for _, waiting, future in self.waits if waiting == model and not future.done()]
+            self.leases.append(found)
+        else:
+            self.waits.append((job.sequence, job.request.model, found))
+
+    def finish(self, pick: int) -> None:
+        if self.leases:
+            self.leases.pop(pick % len(self.leases)).release()
+
+    def leave(self, pick: int) -> None:
+        waiting = [future for _, _, future in self.waits if not future.done()]
+        if waiting:
+            waiting[pick % len(waiting)].set_exception(ClientLeft())
+
+    def join(self, pick: int) -> None:
+        models = [("a",), ("b",), ("a", "b")][pick % 3]
+        self.links.append(self.floor.link(*models, slots=1 + pick % 2))
+
+    def lose(self, pick: int) -> None:
+        if self.links:
+            link = self.links.pop(pick % len(self.links))
+            self.floor.registry.remove(link)
+            for lease in [lease for lease in self.leases if lease.link is link]:
+                self.leases.remove(lease)
+                lease.release()
+
+    def set_draining(self, pick: int, *, value: bool) -> None:
+        if self.links:
+            link = self.links[pick % len(self.links)]
+            link.policy.draining = value
+            self.floor.registry.announce(link)
+
+    def collect(self) -> None:
+        """Take the slots that waits were given; those given were the oldest of what could be served."""
+        for entry in [entry for entry in self.waits if entry[2].done()]:
+            self.waits.remove(entry)
+            if entry[2].exception() is None:
+                self.leases.append(entry[2].result())
+
+    async def play(self, step: str, pick: int) -> None:
+        match step:
+            case "arrive":
+                self.arrive(pick)
+            case "finish":
+                self.finish(pick)
+            case "leave":
+                self.leave(pick)
+            case "leave and finish":
+                self.leave(pick)
+                self.finish(pick)
+            case "join":
+                self.join(pick)
+            case "lose":
+                self.lose(pick)
+            case "drain" | "resume":
+                self.set_draining(pick, value=step == "drain")
+            case _:
+                await settle()
+        self.collect()
+
+    def check(self) -> None:
+        now = time.monotonic()
+        for link in self.links:
+            mine = [lease for lease in self.leases if lease.link is link]
+            assert link.active == len(mine) <= link.max_concurrent
+            if link.can_take(now):
+                assert not [1 for _, model, future in self.waits if model in link.models and not future.done()]
+        for model in "ab":
+            line = [sequence for sequence, waiting, _ in self.waits if waiting == model]
+            assert line == sorted(line)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEP, max_size=80))
+def test_no_schedule_leaks_a_slot_idles_a_box_or_loses_a_request(schedule: list[tuple[str, int]]) -> None:
+    async def play() -> None:
+        crowd = Crowd()
+        for step, pick in schedule:
+            await crowd.play(step, pick)
+            crowd.check()
+        for _, _, future in crowd.waits:
+            if not future.done():
+                future.cancel()
+        await settle()
+        while crowd.leases:
+            crowd.finish(0)
+        assert crowd.floor.dispatcher.depth == 0
+        assert crowd.floor.dispatcher.depths() == {}
+        assert all(link.active == 0 for link in crowd.links)
+
+    asyncio.run(play())

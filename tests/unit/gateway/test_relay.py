@@ -1,0 +1,542 @@
+"""One attempt of one request: what reaches the client, and what becomes of slot and box, over every way it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.dialects import SURFACES, Surface
+from gateway.dispatch import Dispatcher, Lease
+from gateway.errors import (
+    ClientLeft,
+    ClientTooSlow,
+    ForwardedRequestFailed,
+    RequestInterrupted,
+    RequestTimeout,
+    StreamTooLarge,
+)
+from gateway.relay import Broken, Exchange, Outcome, Retry, RetryReason, Served
+from gateway.values import InferenceRequest, Limits, Timeouts
+from nodes.links import EndKind, LinkRegistry
+from nodes.links.keeper import LinkKeeper
+from nodes.links.port import LinkEnd
+from nodes.states import HealthPolicy
+from tests.unit.gateway.asgi_client import MemoryClient
+from tests.unit.nodes.link_fakes import FakeLink, FakeStream
+from wire.bridge import TokenCounts
+from wire.frames import End
+
+SSE = {"content-type": "text/event-stream; charset=utf-8"}
+JSON = {"content-type": "application/json"}
+CHAT = SURFACES["/v1/chat/completions"]
+
+
+class Attempt:
+    """An exchange that runs, with the box and the client in the hands of the test."""
+
+    def __init__(
+        self,
+        *,
+        streams: bool = True,
+        limits: Limits | None = None,
+        timeouts: Timeouts | None = None,
+        surface: Surface | None = CHAT,
+        deadline_s: float = 30.0,
+        with_handle: bool = True,
+    ) -> None:
+        registry = LinkRegistry()
+        keeper = LinkKeeper(
+            registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), cluster_secret="", connect_s=1.0
+        )
+        dispatcher = Dispatcher(registry, keeper, Timeouts(request_s=deadline_s))
+        self.link = FakeLink()
+        registry.add(self.link)
+        request = InferenceRequest(
+            endpoint="/v1/chat/completions",
+            model="m",
+            is_streaming=streams,
+            wants_usage=False,
+            max_tokens=None,
+            prompt_chars=1,
+            body=b'{"a":1}',
+            headers={"content-type": "application/json"},
+        )
+        self.job = dispatcher.new_job(request_id="req_1", request=request, tenant="t", max_queue=1)
+        lease = dispatcher.acquire(self.job)
+        assert isinstance(lease, Lease)
+        self.lease = lease
+        self.job.attempts = 1
+        self.client = MemoryClient(limits=limits, timeouts=timeouts, with_handle=with_handle)
+        self.exchange = Exchange(
+            job=self.job,
+            lease=lease,
+            client=self.client.connection,
+            surface=surface,
+            limits=limits or Limits(),
+            extra=[(b"x-request-id", b"req_1")],
+        )
+        self.task: asyncio.Task[Outcome] | None = None
+
+    async def begin(self) -> FakeStream:
+        """Start the exchange and return the stream on the box."""
+        self.client.connection.watch()
+        self.task = asyncio.create_task(self.exchange.run())
+        await self.client.wait(lambda: self.link.streams)
+        return self.link.streams[0]
+
+    async def outcome(self) -> Outcome:
+        """Return how it ended; by then slot and box are free."""
+        assert self.task is not None
+        async with asyncio.timeout(5):
+            try:
+                return await self.task
+            finally:
+                assert self.link.active == 0
+                assert self.link.streams == []
+                self.lease.release()
+                assert self.link.active == 0
+
+
+async def test_the_box_is_asked_for_exactly_this_attempt() -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    request = stream.request
+    assert (request.request_id, request.attempt, request.model, request.tenant) == ("req_1", 1, "m", "t")
+    assert (request.path, request.body, request.is_streaming) == ("/v1/chat/completions", b'{"a":1}', True)
+    assert 29_000 < request.deadline_ms <= 30_000
+    stream.answer(b"x")
+    await attempt.outcome()
+
+
+async def test_an_event_stream_passes_through_byte_for_byte_as_it_comes() -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    stream.sink.on_head(200, {**SSE, "x-engine": "yes", "server": "vllm", "set-cookie": "a=b", "content-length": "9"})
+    assert attempt.client.events == []
+    stream.sink.on_data(b"data: \xc3")
+    assert attempt.client.body == b"data: \xc3"
+    stream.sink.on_data(b"\xa9\n\n")
+    stream.end(EndKind.COMPLETE)
+    assert await attempt.outcome() == Served(200, None)
+    client = attempt.client
+    assert client.body == b"data: \xc3\xa9\n\n"
+    assert client.is_whole
+    assert client.headers == {
+        **SSE,
+        "x-engine": "yes",
+        "x-accel-buffering": "no",
+        "cache-control": "no-cache",
+        "x-request-id": "req_1",
+    }
+    assert (attempt.exchange.bytes_out, attempt.exchange.events) == (10, 2)
+
+
+async def test_headers_that_could_split_the_response_are_left_out() -> None:
+    attempt = Attempt(streams=False)
+    stream = await attempt.begin()
+    stream.answer(b"x", headers={**JSON, "x-a": "b\r\nevil: 1", "x b": "c", "x-é": "d", "x-ok": "\xe9", "x-nul": "\0", "": "e"})
+    await attempt.outcome()
+    assert attempt.client.headers.keys() == {"content-type", "x-ok", "x-request-id"}
+
+
+async def test_a_whole_answer_is_held_until_it_is_whole() -> None:
+    attempt = Attempt(streams=False)
+    stream = await attempt.begin()
+    stream.answer(b'{"usage":', b'{"prompt_tokens":3,"completion_tokens":4}}', ends=False)
+    assert attempt.client.events == []
+    stream.end(EndKind.COMPLETE)
+    usage = TokenCounts(prompt_tokens=3, completion_tokens=4, total_tokens=7)
+    assert await attempt.outcome() == Served(200, usage)
+    assert attempt.client.body == b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
+    assert attempt.client.is_whole
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("status", [400, 404, 429, 500, 529])
+async def test_an_error_of_the_engine_keeps_status_and_body(status: int, *, streams: bool) -> None:
+    attempt = Attempt(streams=streams)
+    stream = await attempt.begin()
+    stream.answer(b'{"error":"no"}', status=status)
+    assert await attempt.outcome() == Served(status, None)
+    assert (attempt.client.status, attempt.client.body, attempt.client.is_whole) == (status, b'{"error":"no"}', True)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_answer_without_a_body_is_an_answer(*, streams: bool) -> None:
+    attempt = Attempt(streams=streams)
+    stream = await attempt.begin()
+    stream.answer(b"", status=204, headers={})
+    assert await attempt.outcome() == Served(204, None)
+    assert (attempt.client.status, attempt.client.body, attempt.client.is_whole) == (204, b"", True)
+
+
+@pytest.mark.parametrize("status", [0, 99, 101, 199, 600, 99999, -1])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_impossible_status_never_reaches_the_server(status: int, *, streams: bool) -> None:
+    attempt = Attempt(streams=streams)
+    stream = await attempt.begin()
+    stream.answer(b"x", status=status)
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert (type(outcome.error), outcome.told) == (ForwardedRequestFailed, False)
+    assert stream.cancelled
+    assert attempt.client.events == []
+
+
+async def test_a_box_that_ends_without_a_head_failed() -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    stream.end(EndKind.COMPLETE)
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert type(outcome.error) is ForwardedRequestFailed
+
+
+# endings before the first byte
+
+BEFORE = [
+    (EndKind.LINK_LOST, False, RetryReason.LOST, RequestInterrupted),
+    (EndKind.RECLAIMED, False, RetryReason.RECLAIMED, RequestInterrupted),
+    (EndKind.BUSY, True, RetryReason.BUSY, ForwardedRequestFailed),
+    (EndKind.ENGINE_FAILED, True, RetryReason.ENGINE, ForwardedRequestFailed),
+    (EndKind.ENGINE_FAILED, False, None, ForwardedRequestFailed),
+    (EndKind.TIMEOUT, False, None, RequestTimeout),
+]
+
+
+@pytest.mark.parametrize(("kind", "retryable", "reason", "error"), BEFORE)
+@pytest.mark.parametrize("headed", [False, True])
+async def test_nothing_reached_the_client_so_another_box_may_try(
+    kind: EndKind, reason: RetryReason | None, error: type, *, retryable: bool, headed: bool
+) -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    if headed:
+        stream.answer(b"", headers=SSE, ends=False)
+    stream.end(kind, retryable=retryable)
+    outcome = await attempt.outcome()
+    assert attempt.client.events == []
+    assert attempt.exchange.first_byte_at is None
+    if reason is None:
+        assert isinstance(outcome, Broken)
+        assert not outcome.told
+    else:
+        assert isinstance(outcome, Retry)
+        assert outcome.reason is reason
+    assert type(outcome.error) is error
+
+
+async def test_a_held_answer_that_broke_may_be_given_by_another_box() -> None:
+    attempt = Attempt(streams=False)
+    stream = await attempt.begin()
+    stream.answer(b"x" * 1000, ends=False)
+    stream.end(EndKind.LINK_LOST)
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Retry)
+    assert attempt.client.events == []
+
+
+async def test_a_box_lost_before_the_request_could_be_opened_is_a_retry() -> None:
+    attempt = Attempt()
+    attempt.link.closed = True
+    outcome = await attempt.exchange.run()
+    assert isinstance(outcome, Retry)
+    assert outcome.reason is RetryReason.LOST
+    assert attempt.link.active == 0
+
+
+# endings after the first byte
+
+
+@pytest.mark.parametrize(("kind", "retryable", "_reason", "error"), BEFORE)
+async def test_a_stream_that_breaks_says_so_once_and_never_done(
+    kind: EndKind, _reason: RetryReason | None, error: type, *, retryable: bool
+) -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    stream.answer(b'data: {"x":1}\n\n', headers=SSE, ends=False)
+    stream.end(kind, retryable=retryable)
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert (type(outcome.error), outcome.told) == (error, True)
+    first, last, rest = attempt.client.body.split(b"\n\n")
+    assert (first, rest) == (b'data: {"x":1}', b"")
+    assert json.loads(last[6:])["error"]["code"] == outcome.error.code
+    assert b"[DONE]" not in attempt.client.body
+    assert attempt.client.is_whole
+    assert attempt.client.handle.closes
+
+
+@pytest.mark.parametrize("surface", [None, CHAT])
+async def test_a_broken_body_that_is_no_event_stream_is_cut(surface: Surface | None) -> None:
+    attempt = Attempt(surface=surface)
+    stream = await attempt.begin()
+    stream.answer(b'{"half":', headers=SSE if surface is None else JSON, ends=False)
+    stream.end(EndKind.ENGINE_FAILED)
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert outcome.told
+    assert attempt.client.handle.aborted
+    assert not attempt.client.is_whole
+    assert attempt.client.body == b'{"half":'
+
+
+# limits
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_answer_over_the_ceiling_is_ended(*, streams: bool) -> None:
+    attempt = Attempt(streams=streams, limits=Limits(max_stream_bytes=1000))
+    stream = await attempt.begin()
+    stream.answer(b"x" * 1000, headers=SSE, ends=False)
+    assert stream.cancelled is None
+    stream.sink.on_data(b"y")
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert (type(outcome.error), outcome.told) == (StreamTooLarge, streams)
+    assert stream.cancelled
+    assert b"y" not in attempt.client.body.partition(b"data:")[0]
+
+
+async def test_a_large_answer_is_held_only_up_to_a_bound_and_then_passed_on() -> None:
+    attempt = Attempt(streams=False)
+    stream = await attempt.begin()
+    part = bytes(range(256)) * 1024
+    stream.answer(*[part] * 4, ends=False)
+    assert attempt.client.events == []
+    stream.sink.on_data(part)
+    assert attempt.client.body == part * 5
+    assert stream.granted == len(part) * 5
+    stream.sink.on_data(b'{"usage":{"prompt_tokens":1,"completion_tokens":2}}')
+    stream.end(EndKind.COMPLETE)
+    assert await attempt.outcome() == Served(200, TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3))
+    assert attempt.client.is_whole
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_the_deadline_before_the_first_byte_is_a_timeout(*, streams: bool) -> None:
+    attempt = Attempt(streams=streams, deadline_s=0.01)
+    stream = await attempt.begin()
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert (type(outcome.error), outcome.told) == (RequestTimeout, False)
+    assert stream.cancelled == "timeout"
+
+
+async def test_the_deadline_after_the_first_byte_ends_the_stream_with_an_error() -> None:
+    attempt = Attempt(deadline_s=0.02)
+    stream = await attempt.begin()
+    stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert (type(outcome.error), outcome.told) == (RequestTimeout, True)
+    assert attempt.client.body.count(b"data: ") == 2
+    assert stream.cancelled == "timeout"
+
+
+async def test_a_deadline_that_passed_already_asks_the_box_for_nothing_long() -> None:
+    attempt = Attempt()
+    attempt.job.deadline = time.monotonic() - 1
+    stream = await attempt.begin()
+    assert stream.request.deadline_ms == 1
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert type(outcome.error) is RequestTimeout
+
+
+# the client
+
+
+@pytest.mark.parametrize("with_handle", [True, False])
+@pytest.mark.parametrize("began", [True, False])
+async def test_a_client_that_leaves_frees_slot_and_box_at_once(*, began: bool, with_handle: bool) -> None:
+    attempt = Attempt(with_handle=with_handle)
+    stream = await attempt.begin()
+    if began:
+        stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
+    attempt.client.leave()
+    if with_handle:
+        assert attempt.link.active == 0  # within the call, not a loop turn later
+        assert stream.cancelled == "client_disconnect"
+    with pytest.raises(ClientLeft):
+        await attempt.outcome()
+    assert stream.cancelled == "client_disconnect"
+    assert not attempt.client.is_whole
+
+
+async def test_a_client_that_left_before_is_not_served() -> None:
+    attempt = Attempt()
+    attempt.client.connection.watch()
+    attempt.client.leave()
+    with pytest.raises(ClientLeft):
+        await attempt.exchange.run()
+    assert attempt.link.active == 0
+    assert attempt.link.streams == []
+
+
+async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    stream.answer(b"a" * 100, headers=SSE, ends=False)
+    assert stream.granted == 100
+    attempt.client.reading.clear()
+    for _ in range(5):
+        stream.sink.on_data(b"b" * 100)
+    assert stream.granted == 100
+    attempt.client.reading.set()
+    await attempt.client.wait(lambda: stream.granted == 600)
+    stream.end(EndKind.COMPLETE)
+    await attempt.outcome()
+    assert attempt.client.body == b"a" * 100 + b"b" * 500
+
+
+async def test_a_client_that_reads_nothing_is_closed_and_its_box_freed() -> None:
+    attempt = Attempt(timeouts=Timeouts(client_write_s=0.01))
+    stream = await attempt.begin()
+    attempt.client.reading.clear()
+    stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
+    with pytest.raises(ClientTooSlow):
+        await attempt.outcome()
+    assert stream.cancelled
+    assert attempt.client.handle.aborted
+
+
+async def test_a_client_with_too_much_waiting_is_closed_within_the_call() -> None:
+    attempt = Attempt(limits=Limits(max_buffer_bytes=1000))
+    stream = await attempt.begin()
+    attempt.client.reading.clear()
+    stream.answer(*[b"x" * 300] * 10, headers=SSE, ends=False)
+    assert stream.cancelled
+    assert attempt.link.active == 0
+    with pytest.raises(ClientTooSlow):
+        await attempt.outcome()
+    assert attempt.client.handle.aborted
+
+
+async def test_the_tail_of_an_answer_waits_for_a_slow_client() -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    attempt.client.reading.clear()
+    stream.answer(b"data: 1\n\n", b"data: [DONE]\n\n", headers=SSE)
+    assert await attempt.outcome() == Served(200, None)
+    assert attempt.client.connection.is_blocked
+    attempt.client.reading.set()
+    await attempt.client.connection.drain()
+    assert attempt.client.body == b"data: 1\n\ndata: [DONE]\n\n"
+    assert attempt.client.is_whole
+
+
+# token usage
+
+USAGE = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n', b"data: [DONE]\n\n"],
+        [b'data: {"usage": {"prompt_tokens":1,"completion_tokens":2}}\n\ndata: {"usage":{"prompt_tokens":5,"completion_tokens":6}}\n\n'],
+        [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6,"prompt_tokens_details":{"cached_tokens":1}}}\n\n'],
+        [b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":1},"prompt_tokens":5,"completion_tokens":6}}\n\n'],
+        [b'event: message_delta\ndata: {"usage":{"input_tokens":5,"output_tokens":6}}\n\n'],
+        [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6},"x":1}\n\n', b'data: {"usage":null}\n\n'],
+    ],
+)
+async def test_usage_is_read_from_the_stream_when_the_link_does_not_report_it(parts: list[bytes]) -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    stream.answer(*parts, headers=SSE)
+    assert await attempt.outcome() == Served(200, USAGE)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [b'data: {"usage":{"prompt_tokens":"many"}}\n\n', b'data: {"usage":{', b'"usage":{{{{{}}}}', b'{"usage":{"a":1}}', b'"usage"'],
+)
+async def test_usage_that_makes_no_sense_is_no_usage(part: bytes) -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    stream.answer(part, headers=SSE)
+    assert await attempt.outcome() == Served(200, None)
+
+
+async def test_what_the_box_reports_is_believed_over_the_bytes() -> None:
+    attempt = Attempt()
+    attempt.exchange._sniff = False
+    stream = await attempt.begin()
+    stream.answer(b'data: {"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n', headers=SSE, ends=False)
+    attempt.link.streams.clear()
+    stream.sink.on_end(LinkEnd(kind=EndKind.COMPLETE, detail=End(usage=USAGE)))
+    assert await attempt.outcome() == Served(200, USAGE)
+
+
+async def test_looking_for_usage_costs_little_on_a_hostile_stream() -> None:
+    attempt = Attempt(limits=replace(Limits(), max_buffer_bytes=64 * 1024 * 1024))
+    stream = await attempt.begin()
+    began = time.process_time()
+    stream.answer(b'"usage":{' * 30_000, headers=SSE)
+    await attempt.outcome()
+    assert time.process_time() - began < 1.0
+
+
+# any order of events
+
+MOVE = st.sampled_from(["head", "data", "empty", "block", "open", "turn", "leave", "complete", "lost", "engine"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(streams=st.booleans(), moves=st.lists(MOVE, max_size=25))
+def test_whatever_happens_the_client_sees_a_prefix_then_at_most_one_end(moves: list[str], *, streams: bool) -> None:
+    async def play() -> None:
+        attempt = Attempt(streams=streams)
+        client = attempt.client
+        stream = await attempt.begin()
+        sent: list[bytes] = []
+        headed = False
+        for move in moves:
+            is_open = stream in attempt.link.streams
+            match move:
+                case "head" if is_open and not headed:
+                    headed = True
+                    stream.sink.on_head(200, SSE)
+                case "data" | "empty" if is_open and headed:
+                    data = b"" if move == "empty" else b"data: %d\n\n" % len(sent)
+                    sent.append(data)
+                    stream.sink.on_data(data)
+                case "complete" | "lost" | "engine":
+                    kinds = {"complete": EndKind.COMPLETE, "lost": EndKind.LINK_LOST, "engine": EndKind.ENGINE_FAILED}
+                    stream.end(kinds[move])
+                case "block":
+                    client.reading.clear()
+                case "open":
+                    client.reading.set()
+                case "leave":
+                    client.leave()
+                case _:
+                    await asyncio.sleep(0)
+        client.reading.set()
+        assert attempt.task is not None
+        stream.end(EndKind.LINK_LOST)
+        try:
+            outcome: Outcome | None = await attempt.outcome()
+            await client.connection.drain()
+        except ClientLeft:
+            outcome = None
+        whole = b"".join(sent)
+        seen, _, tail = client.body.partition(b'data: {"error"')
+        assert whole.startswith(seen)
+        if isinstance(outcome, Served):
+            assert client.connection.is_gone or (seen == whole and client.is_whole and not tail)
+        elif isinstance(outcome, Retry):
+            assert client.events == []
+        elif isinstance(outcome, Broken):
+            assert bool(tail) == (outcome.told and not client.connection.is_gone)
+
+    asyncio.run(play())
