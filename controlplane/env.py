@@ -89,5 +89,5 @@ def read_database(url: str) -> dict[str, object]:
         "PASSWORD": unquote(parts.password or ""),
         "HOST": host,
         "PORT": port,
-        "OPTIONS": dict(query),
+        "OPTIONS": {"connect_timeout": "5", **query},  # seconds; a server that does not answer must not hang us
     }

@@ -8,13 +8,16 @@ from typing import Any
 
 from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncJsonWebsocketConsumer
+from django.db import DatabaseError
 
 from controlplane.overview import read_live_counters
 from governance.hints import HINT_GROUP
 
 PUSH_EVERY_S = 2.0
 MIN_PAUSE_S = 0.25
-"""A storm of hints costs at most four queries a second and page."""
+"""A storm of hints costs at most four looks a second and page."""
+TRY_AGAIN_LATER = 1013
+"""Close code for "the database is away": the page comes back by itself, later and later."""
 
 
 class OverviewConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channels ships no types
@@ -50,7 +53,12 @@ class OverviewConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Cha
 
     async def _push_counters(self) -> None:
         while True:
-            await self.send_json(await database_sync_to_async(read_live_counters)())
+            try:
+                counters = await database_sync_to_async(read_live_counters)()
+            except DatabaseError:
+                await self.close(code=TRY_AGAIN_LATER)
+                return
+            await self.send_json(counters)
             self._look.clear()
             await asyncio.sleep(MIN_PAUSE_S)
             with suppress(TimeoutError):

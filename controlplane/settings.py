@@ -142,6 +142,7 @@ CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 120, "socket_keepalive": True, "health_check_interval": 10}
 CELERY_BEAT_SCHEDULE = {
     "reconcile-requests": {"task": "gateway.tasks.reconcile_requests", "schedule": 5.0, "options": {"expires": 10}},
+    "probe-direct-nodes": {"task": "nodes.tasks.probe_direct_nodes", "schedule": 30.0, "options": {"expires": 30}},
     "sweep-nodes": {"task": "nodes.tasks.sweep_nodes", "schedule": 5.0, "options": {"expires": 10}},
     "maintain-partitions": {
         "task": "gateway.tasks.maintain_partitions",

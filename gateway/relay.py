@@ -7,6 +7,7 @@ another box may still take over. After the first byte there is one more thing to
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from dataclasses import dataclass
@@ -55,7 +56,10 @@ _DROPPED_HEADERS = frozenset(
 )
 _SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 _SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
-_USAGE_RE = re.compile(rb'"usage"\s*:\s*(\{.*?\}\s*\}|\{[^{}]*\})', re.DOTALL)
+_USAGE = b'"usage"'
+_USAGE_BYTES = 4096
+_USAGE_TRIES = 4
+"""An engine chooses the bytes, and the event loop waits while they are searched: so few places, of bounded size."""
 
 
 class _Usage(msgspec.Struct):
@@ -69,7 +73,7 @@ class _Body(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_usage_decoder = msgspec.json.Decoder(_Usage)
+_prefix_decoder = json.JSONDecoder()
 _body_decoder = msgspec.json.Decoder(_Body)
 
 
@@ -195,7 +199,7 @@ class Exchange:
         if self.bytes_out > self._limits.max_stream_bytes:
             self._fail(StreamTooLarge())
             return
-        if self._sniff and b'"usage"' in data:
+        if self._sniff and _USAGE in data and not (self._usage_data and b'"usage":null' in data):
             self._usage_data = data
         if self.first_byte_at is None:
             self.first_byte_at = time.monotonic()
@@ -342,18 +346,26 @@ def _judge(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
 def _read_usage(body: bytes) -> TokenCounts | None:
     try:
         return _counts(_body_decoder.decode(body).usage)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
 def _find_usage(data: bytes) -> TokenCounts | None:
     """Return the last usage object in a piece of an event stream."""
-    for match in reversed(_USAGE_RE.findall(data)):
-        for candidate in (match, match[: match.rfind(b"}")]):
-            try:
-                return _counts(_usage_decoder.decode(candidate))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
+    end = len(data)
+    for _ in range(_USAGE_TRIES):
+        end = data.rfind(_USAGE, 0, end)
+        if end < 0:
+            break
+        start = end + len(_USAGE)
+        text = data[start : start + _USAGE_BYTES].decode("latin-1").lstrip()
+        try:
+            value, _rest = _prefix_decoder.raw_decode(text.removeprefix(":").lstrip())
+            counts = _counts(msgspec.convert(value, _Usage | None))
+        except (ValueError, RecursionError):
+            continue
+        if counts is not None:
+            return counts
     return None
 
 

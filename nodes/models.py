@@ -120,6 +120,8 @@ class NodePresence(models.Model):
     protocol = models.CharField(max_length=40, blank=True)
     peer_address = models.CharField(max_length=64, blank=True)
     observed_at = models.DateTimeField(null=True, blank=True)
+    probed_at = models.DateTimeField(null=True, blank=True, help_text="When its URL was last called to see whether it answers")
+    probe_error = models.CharField(max_length=300, blank=True, help_text="Why that failed; empty = it answered")
     updated_at = models.DateTimeField(default=timezone.now)
 
     def __str__(self) -> str:

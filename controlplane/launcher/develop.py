@@ -18,7 +18,7 @@ _FAST_PATHS = ("tests/unit", "tests/test_architecture.py", "tests/test_docker.py
 
 def run_tests(arguments: Sequence[str], *, fast: bool) -> int:
     """Run pytest: all of the tests, only the fast ones, or what ``arguments`` name. Returns the exit status."""
-    command = [sys.executable, "-m", "pytest", "-rs", *_choose_tests(arguments, fast=fast)]
+    command = [sys.executable, "-m", "pytest", *_choose_tests(arguments, fast=fast)]
     environment = _environment()
     if not fast and not _names_tests(arguments):
         environment[VARIABLE] = ensure_chromium()
@@ -37,7 +37,7 @@ def run_check(arguments: Sequence[str]) -> int:
         "lint": [f"{binaries}/ruff", "check", "."],
         "types": [python, "-m", "mypy"],
         "layers": [f"{binaries}/lint-imports"],
-        "migrations": [python, "manage.py", "makemigrations", "--check", "--dry-run"],
+        "migrations": [python, "-W", "ignore::RuntimeWarning", "manage.py", "makemigrations", "--check", "--dry-run"],
     }
     results: dict[str, tuple[int, float]] = {}
     for name, command in steps.items():
@@ -63,7 +63,7 @@ def _choose_tests(arguments: Sequence[str], *, fast: bool) -> list[str]:
     chosen = list(arguments)
     if fast:
         chosen += _FAST_PATHS
-    if not _names_tests(arguments) and not _names_workers(arguments) and not fast:
+    if not _names_tests(arguments) and not _names_workers(arguments):
         # Two workers, and tests that share a server stay together (@pytest.mark.xdist_group).
         chosen += ["-n", "2", "--dist", "loadgroup"]
     return chosen

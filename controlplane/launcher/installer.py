@@ -20,7 +20,10 @@ from controlplane.launcher.console import complain, progress
 from controlplane.launcher.errors import LauncherError
 
 _PIN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*==")
-_FOUND = re.compile(r"(?:Selecting:|^Collecting|^Requirement already satisfied:) ([A-Za-z0-9][A-Za-z0-9._-]*)")
+# What uv -v and pip say about each package on the way; a wheel from a local directory shows by its file name only.
+_FOUND = re.compile(
+    r"(?:Selecting:|^Collecting|^Requirement already satisfied:) ([A-Za-z0-9][A-Za-z0-9._-]*)|^Processing \S*/([\w.]+)-\d"
+)
 _RESOLVED = re.compile(r"^Resolved (\d+) packages? in")
 # Pins that CPython 3.11 or newer on Linux and macOS never takes. Only the count shown to the person depends on it.
 _FOREIGN_MARKERS = ("== 'win32'", "== 'PyPy'", "== 'emscripten'", "!= 'CPython'")
@@ -41,7 +44,7 @@ def install(python: Path, requirements: Path, installer_requirements: Path) -> N
         if failure is None:
             return
         complain(f"uv could not install ({failure}); trying pip")
-    failure = _run([*pip, "install", "--require-hashes", "-r", str(requirements)], environment, total)
+    failure = _run([*pip, "install", "--progress-bar", "off", "--require-hashes", "-r", str(requirements)], environment, total)
     if failure is not None:
         raise LauncherError(
             f"cannot install {requirements.name}: {failure}. Check the network and pip's index settings, then try again"
@@ -127,7 +130,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], total: int, *, 
     with process, process.stdout as output:
         for text in _read_lines(output):
             if match := _FOUND.search(text):
-                found.add(match.group(1).lower())
+                found.add(re.sub(r"[-_.]+", "-", match.group(1) or match.group(2)).lower())
             if match := _RESOLVED.match(text):
                 total = int(match.group(1))
             if text and not text.startswith(("DEBUG", "TRACE")):

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Q, QuerySet
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils import timezone
 
@@ -24,6 +24,7 @@ PERIODS: dict[str, timedelta] = {
     "7d": timedelta(days=7),
 }
 MAX_CHOICES = 200
+RECENT_RECORDS = 5000
 
 
 def _same(words: Iterable[str]) -> Choices:
@@ -104,11 +105,9 @@ class NodeFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
         """Return the boxes of the last day's newest records."""
-        recent = RequestRecord.objects.filter(
-            ~Q(node_name=""), created_at__gte=timezone.now() - timedelta(days=1), node_id__isnull=False
-        ).order_by("-created_at")[:5000]
-        names = RequestRecord.objects.filter(pk__in=recent.values("pk"))
-        return _same(names.order_by("node_name").values_list("node_name", flat=True).distinct()[:MAX_CHOICES])
+        since = timezone.now() - timedelta(days=1)
+        recent = RequestRecord.objects.filter(created_at__gte=since).exclude(node_name="").order_by("-created_at")
+        return _same(sorted(set(recent.values_list("node_name", flat=True)[:RECENT_RECORDS]))[:MAX_CHOICES])
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
         """Return the records that box served last."""

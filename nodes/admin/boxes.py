@@ -203,7 +203,10 @@ class NodeAdmin(ShowingAdmin):
     def show_error(self, node: Node) -> str:
         """Return the last error the box reported."""
         presence = _presence(node)
-        return (presence.last_error if presence is not None else "") or "-"
+        if presence is None:
+            return "-"
+        unreachable = f"URL unreachable: {presence.probe_error}" if presence.probe_error else ""
+        return " · ".join(part for part in (presence.last_error, unreachable) if part) or "-"
 
     @column("Connected")
     def show_connected(self, node: Node) -> str:

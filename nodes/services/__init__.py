@@ -5,6 +5,7 @@ from __future__ import annotations
 from nodes.services.credentials import create_credential, find_credential, revoke_credential
 from nodes.services.health import describe_gpus, heartbeat_age_s, judge_status, should_drain, status_expression
 from nodes.services.lifecycle import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
+from nodes.services.probe import probe_direct_nodes
 from nodes.services.providers import create_provider, delete_provider, disable_provider, enable_provider
 from nodes.services.registry import (
     Heartbeat,
@@ -34,6 +35,7 @@ __all__ = [
     "find_credential",
     "heartbeat_age_s",
     "judge_status",
+    "probe_direct_nodes",
     "record_heartbeat",
     "register_direct_node",
     "require_own_node",

@@ -67,7 +67,9 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
     for row in found:
         times = f"{row.back_s:>14.1f} s{row.serving_s:>13.1f} s"
         lines.append(f"{row.part:<10}{row.when:<14}{times}  {row.states}; {row.replies}")
-    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
         sys.stdout.write("\n" + "\n".join(lines) + "\n")
     target = Path(ROOT / "test-results")
     target.mkdir(exist_ok=True)

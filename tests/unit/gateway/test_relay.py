@@ -467,6 +467,17 @@ async def test_usage_that_makes_no_sense_is_no_usage(part: bytes) -> None:
     assert await attempt.outcome() == Served(200, None)
 
 
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'{"usage":[]}', b'{"usage":{"prompt_tokens":"x"}}', b"\xff", b'{"a":' + b"[" * 100_000], ids=repr
+)
+async def test_a_whole_answer_that_is_not_what_was_expected_is_passed_on_without_usage(body: bytes) -> None:
+    attempt = Attempt(streams=False)
+    stream = await attempt.begin()
+    stream.answer(body)
+    assert await attempt.outcome() == Served(200, None)
+    assert attempt.client.body == body
+
+
 async def test_what_the_box_reports_is_believed_over_the_bytes() -> None:
     attempt = Attempt()
     attempt.exchange._sniff = False

@@ -50,7 +50,7 @@ def test_a_holder_killed_with_9_holds_nothing(tmp_path: Path) -> None:
 
 def test_waiting_for_a_lock_ends_when_the_time_is_over(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    waited_for = []
+    waited_for: list[str] = []
     with FileLock(path), pytest.raises(LockHeld):
         acquire_patiently(FileLock(path), deadline_s=0.05, on_wait=waited_for.append)
     assert waited_for == [str(os.getpid())]

@@ -1,0 +1,359 @@
+"""Group commit of request records against a real PostgreSQL, which also goes away and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+import pytest
+
+from controlplane.launcher.embedded import EmbeddedServers
+from gateway.errors import RecordsUnavailable
+from gateway.records import MAX_COUNT, Record, RecordWriter
+from wire.contract import RequestState
+from wire.ids import new_uuid7
+
+Rows = psycopg.Connection[tuple[object, ...]]
+GATEWAY = uuid.UUID(int=1)
+
+
+@pytest.fixture
+async def writer(rows: Rows) -> AsyncIterator[RecordWriter]:
+    """A writer that runs on the private database."""
+    writer = RecordWriter(accept_s=2.0, max_pending=10_000)
+    writer.start()
+    yield writer
+    await writer.stop()
+
+
+def make_record(**changes: object) -> Record:
+    """Return a request that was just accepted."""
+    values: dict[str, Any] = {  # the types of the fields
+        "id": new_uuid7(),
+        "created_at": datetime.now(UTC),
+        "gateway_id": GATEWAY,
+        "tenant": "t",
+        "key_id": uuid.UUID(int=2),
+        "key_name": "k",
+        "endpoint": "/v1/chat/completions",
+        "model": "m",
+        "is_streaming": True,
+    }
+    return Record(**{**values, **changes})
+
+
+def read(rows: Rows, record: Record, *columns: str) -> tuple[object, ...] | None:
+    """Return columns of a record's row, or None when it has none."""
+    names = ", ".join(columns) or "state"
+    return rows.execute(f"SELECT {names} FROM gateway_requestrecord WHERE id = %s", [record.id]).fetchone()
+
+
+def count(rows: Rows, state: RequestState) -> int:
+    (number,) = rows.execute("SELECT count(*) FROM gateway_requestrecord WHERE state = %s", [state.value]).fetchone() or (0,)
+    return int(str(number))
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait until another thread has made ``condition`` true."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def written(writer: RecordWriter) -> None:
+    """Wait until nothing waits and the last commit is through: an insert that follows it is durable."""
+    await until(lambda: writer.pending == 0)
+    await writer.accept(make_record())
+
+
+async def test_an_accepted_request_is_durable(writer: RecordWriter, rows: Rows) -> None:
+    record = make_record(max_tokens=7, prompt_tokens_est=3)
+    await writer.accept(record)
+    assert read(rows, record, "state", "tenant", "model", "max_tokens", "created_at") == (
+        "queued",
+        "t",
+        "m",
+        7,
+        record.created_at,
+    )
+
+
+async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) -> None:
+    record = make_record()
+    await writer.accept(record)
+    node = uuid.uuid4()
+    changes: dict[str, object] = {
+        "error_code": "NODE_STALE",
+        "status_code": 503,
+        "node_id": node,
+        "node_name": "rig é \U0001f600",
+        "attempts": 3,
+        "prompt_tokens": 1,
+        "completion_tokens": MAX_COUNT,
+        "tokens_estimated": True,
+        "bytes_out": 2**40,
+        "queue_ms": 4,
+        "ttfb_ms": 5,
+        "latency_ms": 6,
+        "finished_at": datetime.now(UTC),
+        "state": RequestState.FAILED,
+    }
+    for name, value in changes.items():
+        setattr(record, name, value)
+    writer.touch(record)
+    await written(writer)
+    assert read(rows, record, *changes) == tuple(changes.values())
+
+
+async def test_only_the_newest_content_is_written(writer: RecordWriter, rows: Rows) -> None:
+    record = make_record()
+    await writer.accept(record)
+    for attempt in range(1, 50):
+        record.attempts = attempt
+        writer.touch(record)
+    assert writer.pending == 1
+    await written(writer)
+    assert read(rows, record, "attempts") == (49,)
+
+
+@pytest.mark.parametrize("final", [s for s in RequestState if s.value not in {"queued", "assigned", "running"}])
+async def test_a_final_state_is_never_overwritten(writer: RecordWriter, rows: Rows, final: RequestState) -> None:
+    record = make_record()
+    await writer.accept(record)
+    rows.execute("UPDATE gateway_requestrecord SET state = %s WHERE id = %s", [final.value, record.id])
+    record.state = RequestState.COMPLETED if final is not RequestState.COMPLETED else RequestState.FAILED
+    record.attempts = 9
+    writer.touch(record)
+    await written(writer)
+    assert read(rows, record, "state", "attempts") == (final.value, 0)
+
+
+async def test_a_refusal_is_written_without_anybody_waiting(writer: RecordWriter, rows: Rows) -> None:
+    record = make_record(state=RequestState.REJECTED, error_code="RATE_LIMITED", finished_at=datetime.now(UTC))
+    writer.add_final(record)
+    await written(writer)
+    assert read(rows, record, "state", "error_code") == ("rejected", "RATE_LIMITED")
+
+
+async def test_a_client_that_left_while_it_was_accepted_has_a_final_row(writer: RecordWriter, rows: Rows) -> None:
+    records = [make_record() for _ in range(20)]
+    for record in records:
+        future = writer.accept(record)
+        await asyncio.sleep(0)
+        future.cancel()
+        record.state = RequestState.CANCELLED
+        writer.touch(record)
+    await written(writer)
+    assert {read(rows, record) for record in records} == {("cancelled",)}
+
+
+async def test_thousands_of_requests_at_once_each_reach_their_final_state(writer: RecordWriter, rows: Rows) -> None:
+    finals = [RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED]
+
+    async def live(number: int) -> Record:
+        record = make_record(attempts=number % 7)
+        await writer.accept(record)
+        for state in (RequestState.ASSIGNED, RequestState.RUNNING, finals[number % 3]):
+            record.state = state
+            writer.touch(record)
+            await asyncio.sleep(0)
+        return record
+
+    records = await asyncio.gather(*(live(number) for number in range(3000)))
+    await written(writer)
+    found = dict(rows.execute("SELECT id, state FROM gateway_requestrecord").fetchall())
+    assert {record.id: record.state.value for record in records}.items() <= found.items()
+    stamps = [record.created_at for record in records]
+    in_order = rows.execute("SELECT id FROM gateway_requestrecord WHERE id = ANY(%s) ORDER BY id", [[r.id for r in records]])
+    by_id = {record.id: record.created_at for record in records}
+    drawn = [by_id[uuid.UUID(str(key))] for (key,) in in_order.fetchall()]
+    assert len(drawn) == 3000
+    assert all(b.timestamp() >= a.timestamp() - 0.002 for a, b in zip(drawn, drawn[1:], strict=False))
+    assert min(stamps) <= drawn[0]
+
+
+async def test_waiting_costs_about_one_commit_however_many_wait(writer: RecordWriter, rows: Rows) -> None:
+    await writer.accept(make_record())
+    before = _commits(rows)
+    await asyncio.gather(*(writer.accept(make_record()) for _ in range(500)))
+    assert _commits(rows) - before < 50
+
+
+def _commits(rows: Rows) -> int:
+    rows.execute("SELECT pg_stat_force_next_flush()")
+    rows.execute("SELECT pg_stat_clear_snapshot()")
+    query = "SELECT count(DISTINCT xmin::text) FROM gateway_requestrecord"
+    (number,) = rows.execute(query).fetchone() or (0,)
+    return int(str(number))
+
+
+POISON: list[dict[str, object]] = [
+    {"model": "a\x00b"},
+    {"max_tokens": 2**31},
+    {"max_tokens": 10**40},
+    {"prompt_tokens": -1},
+    {"status_code": 99_999},
+    {"bytes_out": 2**63},
+    {"node_name": "\ud800"},
+    {"tenant": "t" * 500},
+]
+
+
+@pytest.mark.parametrize("poison", POISON, ids=lambda poison: next(iter(poison)))
+async def test_one_record_that_cannot_be_stored_harms_no_other(
+    writer: RecordWriter, rows: Rows, poison: dict[str, object]
+) -> None:
+    good, bad = [make_record() for _ in range(3)], make_record(**poison)
+    waiting = [writer.accept(good[0]), writer.accept(bad), writer.accept(good[1]), writer.accept(good[2])]
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [result is None for result in results] == [True, False, True, True]
+    assert isinstance(results[1], RecordsUnavailable)
+    assert writer.is_healthy
+    for record in good:
+        record.state = RequestState.COMPLETED
+        writer.touch(record)
+    writer.add_final(make_record(state=RequestState.REJECTED, **poison))
+    await written(writer)
+    assert {read(rows, record) for record in good} == {("completed",)}
+    assert read(rows, bad) is None
+
+
+async def test_a_change_that_cannot_be_stored_does_not_hold_up_the_next(writer: RecordWriter, rows: Rows) -> None:
+    good, bad = make_record(), make_record()
+    await asyncio.gather(writer.accept(good), writer.accept(bad))
+    bad.prompt_tokens, good.state, bad.state = 10**12, RequestState.COMPLETED, RequestState.COMPLETED
+    writer.touch(bad)
+    writer.touch(good)
+    await written(writer)
+    assert read(rows, good) == ("completed",)
+    assert writer.is_healthy
+
+
+async def test_more_than_the_bound_is_refused_at_once(rows: Rows) -> None:
+    writer = RecordWriter(accept_s=0.2, max_pending=3)
+    writer._loop = asyncio.get_running_loop()  # the thread does not run: nothing is ever written
+    waiting = [writer.accept(make_record()) for _ in range(4)]
+    assert [future.done() for future in waiting] == [False, False, False, True]
+    assert isinstance(waiting[3].exception(), RecordsUnavailable)
+    for future in waiting[:3]:
+        with pytest.raises(RecordsUnavailable):
+            await future
+
+
+async def test_a_database_that_hangs_bounds_the_wait_and_closes_what_got_in_late(rows: Rows) -> None:
+    writer = RecordWriter(accept_s=0.1, max_pending=100)
+    writer.start()
+    try:
+        await writer.accept(make_record())
+        record = make_record()
+        with rows.transaction():
+            rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
+            began = time.monotonic()
+            with pytest.raises(RecordsUnavailable):
+                await writer.accept(record)
+            assert time.monotonic() - began < 2.0
+        await written(writer)
+        await until(lambda: read(rows, record) == ("rejected",))
+    finally:
+        await writer.stop()
+
+
+async def test_stop_writes_what_waits(rows: Rows) -> None:
+    writer = RecordWriter(accept_s=2.0, max_pending=100)
+    writer.start()
+    record = make_record()
+    await writer.accept(record)
+    record.state = RequestState.INTERRUPTED
+    writer.touch(record)
+    await writer.stop()
+    assert read(rows, record) == ("interrupted",)
+
+
+async def test_while_the_database_is_away_requests_are_refused_and_nothing_is_lost(
+    rows: Rows, private_servers: EmbeddedServers
+) -> None:
+    writer = RecordWriter(accept_s=2.0, max_pending=10_000)
+    writer.start()
+    running = [make_record() for _ in range(50)]
+    await asyncio.gather(*(writer.accept(record) for record in running))
+    rows.close()
+    private_servers.postgres.kill()
+    try:
+        refused = make_record()
+        began = time.monotonic()
+        with pytest.raises(RecordsUnavailable) as caught:
+            await writer.accept(refused)
+        assert time.monotonic() - began < 4.0
+        assert caught.value.retry_after_s
+        assert not writer.is_healthy
+        for record in running:
+            record.state = RequestState.COMPLETED
+            writer.touch(record)
+        writer.add_final(make_record(state=RequestState.REJECTED))
+    finally:
+        private_servers.postgres.start()  # not in a thread: the server is tied to the life of the thread that starts it
+    await until(lambda: writer.is_healthy)
+    await written(writer)
+    with psycopg.connect(private_servers.database_url, autocommit=True) as again:
+        assert {read(again, record) for record in running} == {("completed",)}
+        assert read(again, refused) is None
+        assert count(again, RequestState.QUEUED) == 1  # the request of written()
+    await writer.stop()
+
+
+async def test_a_commit_whose_connection_dies_promises_nothing_and_leaves_no_open_row(rows: Rows) -> None:
+    writer = RecordWriter(accept_s=5.0, max_pending=10_000)
+    writer.start()
+    accepted: list[Record] = []
+    refused: list[Record] = []
+
+    async def submit() -> None:
+        record = make_record()
+        try:
+            await writer.accept(record)
+        except RecordsUnavailable:
+            refused.append(record)
+        else:
+            accepted.append(record)
+
+    for _ in range(20):
+        batch = asyncio.gather(*(submit() for _ in range(20)))
+        rows.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'muster-records'")
+        await batch
+    await until(lambda: writer.is_healthy)
+    await written(writer)
+    assert accepted
+    assert {read(rows, record) for record in accepted} == {("queued",)}
+    assert {read(rows, record) for record in refused} <= {None, ("rejected",)}
+    await writer.stop()
+
+
+async def test_the_writer_outlives_its_loop_being_busy(writer: RecordWriter, rows: Rows) -> None:
+    """The thread takes rows while the loop adds them: none falls between."""
+    stop = threading.Event()
+
+    def steal_the_lock() -> None:
+        while not stop.is_set():
+            writer._wake.set()
+
+    thread = threading.Thread(target=steal_the_lock)
+    thread.start()
+    try:
+        records = [make_record() for _ in range(300)]
+        await asyncio.gather(*(writer.accept(record) for record in records))
+        for round_ in range(1, 6):
+            for record in records:
+                record.attempts = round_
+                writer.touch(record)
+            await asyncio.sleep(0)
+    finally:
+        stop.set()
+        thread.join()
+    await written(writer)
+    assert {read(rows, record, "attempts") for record in records} == {(5,)}

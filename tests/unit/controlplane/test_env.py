@@ -1,0 +1,74 @@
+"""Settings are read from the environment, and what cannot be used says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from controlplane.env import SettingError, read_bool, read_database, read_float, read_int, read_list, read_text
+
+NAME = "MUSTER_A_SETTING"
+
+
+def test_a_secret_may_stand_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("from a file\n")
+    monkeypatch.setenv(f"{NAME}_FILE", str(path))
+    assert read_text(NAME) == "from a file"
+
+    monkeypatch.setenv(NAME, "from the environment")
+    assert read_text(NAME) == "from the environment"
+
+
+def test_a_secret_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(f"{NAME}_FILE", str(tmp_path / "missing"))
+    with pytest.raises(SettingError, match="missing"):
+        read_text(NAME)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ("ten", lambda: read_int(NAME, 1)),
+        ("-1", lambda: read_int(NAME, 1)),
+        ("ten", lambda: read_float(NAME, 1.0)),
+        ("nan", lambda: read_float(NAME, 1.0)),
+        ("-0.1", lambda: read_float(NAME, 1.0)),
+        ("maybe", lambda: read_bool(NAME, default=True)),
+    ],
+)
+def test_a_value_that_means_nothing_names_its_variable(
+    monkeypatch: pytest.MonkeyPatch, text: str, read: Callable[[], object]
+) -> None:
+    monkeypatch.setenv(NAME, text)
+    with pytest.raises(SettingError, match=NAME):
+        read()
+
+
+def test_an_unset_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NAME, raising=False)
+    assert (read_int(NAME, 3), read_float(NAME, 0.5), read_list(NAME, ["a"])) == (3, 0.5, ["a"])
+    assert read_bool(NAME, default=True)
+
+
+def test_lists_lose_their_blanks_and_switches_have_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAME, " a, ,b ,")
+    assert read_list(NAME) == ["a", "b"]
+    monkeypatch.setenv(NAME, "Off")
+    assert not read_bool(NAME, default=True)
+
+
+def test_a_database_is_named_by_host_or_by_socket() -> None:
+    over_tcp = read_database("postgresql://u%40x:p%3A@db.example:6432/muster?sslmode=require")
+    over_socket = read_database("postgresql://postgres@/muster?host=/run/pg&port=5433")
+
+    assert (over_tcp["HOST"], over_tcp["PORT"], over_tcp["USER"], over_tcp["PASSWORD"]) == ("db.example", "6432", "u@x", "p:")
+    assert over_tcp["OPTIONS"] == {"connect_timeout": "5", "sslmode": "require"}
+    assert (over_socket["HOST"], over_socket["PORT"], over_socket["NAME"]) == ("/run/pg", "5433", "muster")
+
+
+def test_another_kind_of_database_is_refused() -> None:
+    with pytest.raises(SettingError, match="postgresql://"):
+        read_database("sqlite:///db.sqlite3")
