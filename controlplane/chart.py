@@ -11,7 +11,7 @@ from gateway.services.traffic import Minute
 WIDTH = 720
 HEIGHT = 120
 GAP = 2
-NICE_STEPS = (1, 2, 5)
+NICE_STEPS = (1, 2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def draw_minutes(minutes: Sequence[Minute]) -> BarChart:
 
 
 def round_up(value: int) -> int:
-    """Return the smallest of 5, 10, 20, 50, 100, 200, … that is not below ``value``."""
+    """Return the smallest of 5, 6, 8, 10, 20, 30, 40, 50, 60, 80, 100, 200, … that is not below ``value``."""
     scale = 1
     while True:
         for step in NICE_STEPS:

@@ -89,7 +89,8 @@ class Admission:
             )
         if request.max_tokens is not None and request.max_tokens > entry.max_tokens:
             raise MaxTokensTooLarge(
-                f"max_tokens exceeds the limit: {request.max_tokens} > {entry.max_tokens} maximum.", param="max_tokens"
+                f"{request.max_tokens_field} exceeds the limit: {request.max_tokens} > {entry.max_tokens} maximum.",
+                param=request.max_tokens_field,
             )
         return entry
 

@@ -242,7 +242,8 @@ class Pipeline:
             record.tokens_estimated = True
             record.prompt_tokens = record.prompt_tokens_est
             events = max(0, exchange.events - 1)
-            record.completion_tokens = events if record.is_streaming else exchange.bytes_out // _CHARS_PER_TOKEN
+            said = outcome.text_chars if outcome.text_chars is not None else exchange.bytes_out
+            record.completion_tokens = events if record.is_streaming else -(-said // _CHARS_PER_TOKEN)
 
     # records
 

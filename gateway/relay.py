@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -28,8 +28,10 @@ from gateway.errors import (
 )
 from gateway.values import Limits
 from nodes.links import EndKind, LinkEnd, Stream
+from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest
 from wire.bridge import CANCEL_CLIENT_DISCONNECT, CANCEL_TIMEOUT, TokenCounts
+from wire.usage import write_token_counts
 
 _HOLD_LIMIT_BYTES = 1024 * 1024
 _DROPPED_HEADERS = frozenset(
@@ -92,6 +94,8 @@ class Served:
 
     status: int
     usage: TokenCounts | None
+    text_chars: int | None = field(default=None, compare=False)
+    """Characters of an unstreamed answer without usage, to estimate from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,12 +283,18 @@ class Exchange:
         usage = end.detail.usage if end.detail is not None and end.detail.usage is not None else None
         if not client.started:
             body = b"".join(self._held)
-            usage = usage or (_read_usage(body) if self._status < 400 else None)
+            text_chars = None
+            if usage is None and self._status < 400:
+                usage = _read_usage(body)
+                text_chars = _count_text(body) if usage is None else None
             client.respond(self._status, self._head(), body)
-        else:
-            if usage is None and self._usage_data:
-                usage = _find_usage(self._usage_data)
-            client.finish()
+            self._end(Served(self._status, usage, text_chars))
+            return
+        if usage is None and self._usage_data:
+            usage = _find_usage(self._usage_data)
+        if usage is not None and self._surface is None and self._is_event_stream:
+            client.write(USAGE_COMMENT + write_token_counts(usage) + b"\n\n")  # for the peer's records
+        client.finish()
         self._end(Served(self._status, usage))
 
     def _take_deadline(self) -> None:
@@ -348,6 +358,32 @@ def _read_usage(body: bytes) -> TokenCounts | None:
         return _counts(_body_decoder.decode(body).usage)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message | None = None
+    text: str | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_choices_decoder = msgspec.json.Decoder(_Choices)
+
+
+def _count_text(body: bytes) -> int:
+    """Return the characters an unstreamed completion says, or of the whole body when it is none."""
+    try:
+        choices = _choices_decoder.decode(body).choices
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return len(body)
+    said = [choice.message.content if choice.message is not None else choice.text for choice in choices]
+    return sum(len(text) for text in said if text is not None)
 
 
 def _find_usage(data: bytes) -> TokenCounts | None:

@@ -21,7 +21,7 @@ from django.conf import settings
 from django.db import DatabaseError, InterfaceError
 from django.utils import timezone
 
-from gateway import metrics
+from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue, KeyEntry, ModelEntry, read_database_time, store_key_use
@@ -37,8 +37,9 @@ from nodes.errors import NodeError
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import LinkKeeper
+from nodes.links.relay import RelayLink
 from nodes.offload import run_in_database
-from nodes.services.sessions import load_node_rows, write_presences
+from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.states import NodeRow
 from wire.ids import new_uuid7
 
@@ -96,8 +97,8 @@ class GatewayRuntime:
         self._targets: dict[str, HttpTarget] = {}
         self._keys_read_at: datetime | None = None
         self._keys_full_at = 0.0
+        self._resolving: asyncio.Task[None] | None = None
         self._refresh = asyncio.Event()
-        self._last = {"presence": 0.0, "reconcile": 0.0}
 
     def is_known_model(self, name: str) -> bool:
         """Whether any box ever declared the model or an operator named it."""
@@ -109,7 +110,8 @@ class GatewayRuntime:
         await run_in_database(self._register_process)
         await self._sweep()
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(job) for job in (self._run_sweeps(), self._run_ticks(), self._run_hints())]
+        jobs = (self._run_sweeps(), self._run_reports(), self._run_reconciler(), self._run_ticks(), self._run_hints())
+        self._tasks = [loop.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._take_dead_task)
         logger.info("gateway.started id=%s pid=%d", self.gateway_id, os.getpid())
@@ -132,9 +134,10 @@ class GatewayRuntime:
     async def stop(self) -> None:
         """Let go of the boxes, write every record, say good-bye."""
         self.begin_stop()
-        for task in self._tasks:
+        tasks = self._tasks if self._resolving is None else [*self._tasks, self._resolving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for link in self.registry:
             link.close("server shutdown")
             self.registry.remove(link, "the gateway is stopping")
@@ -165,6 +168,25 @@ class GatewayRuntime:
             except (DatabaseError, InterfaceError, OSError) as error:
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
 
+    async def _run_reports(self) -> None:
+        """Write heartbeat and presences on a clock of their own: what holds a sweep up must not make us look dead."""
+        while True:
+            used, self.keys.used = self.keys.used, {}
+            try:
+                await run_in_database(self._write_back, used)
+            except (DatabaseError, InterfaceError, OSError) as error:
+                self.keys.used = used | self.keys.used
+                logger.warning("gateway.report_failed error=%s", type(error).__name__)
+            await asyncio.sleep(_PRESENCE_S)
+
+    async def _run_reconciler(self) -> None:
+        while True:
+            await asyncio.sleep(_RECONCILE_S)
+            try:
+                await run_in_database(close_orphaned_requests)
+            except (DatabaseError, InterfaceError, OSError) as error:
+                logger.warning("gateway.reconcile_failed error=%s", type(error).__name__)
+
     async def _run_ticks(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
@@ -192,27 +214,48 @@ class GatewayRuntime:
     async def _sweep(self) -> None:
         now = time.monotonic()
         full = now - self._keys_full_at > _FULL_RELOAD_S
-        read_at, keys, models, rows, peers = await run_in_database(self._load, None if full else self._keys_read_at)
+        read_at, keys, models, rows, peers, revoked = await run_in_database(
+            self._load, None if full else self._keys_read_at, self._credentials_in_use()
+        )
         self.catalogue.apply_keys(keys, replace=full)
         self.catalogue.apply_models(models)
         self._keys_read_at = read_at
         if full:
             self._keys_full_at = now
-        targets = await run_in_database(self._resolve, rows)
-        self.keeper.apply(rows, targets=targets, peers=peers)
-        if now - self._last["presence"] >= _PRESENCE_S:
-            self._last["presence"] = now
-            used, self.keys.used = self.keys.used, {}
-            await run_in_database(self._write_back, used)
-        if now - self._last["reconcile"] >= _RECONCILE_S:
-            self._last["reconcile"] = now
-            await run_in_database(close_orphaned_requests)
+        declared = {name for row in rows for name in row.model_names}.difference(self.catalogue.models)
+        if declared:  # operators then see them, with a button that allows them
+            await run_in_database(services.remember_models, names=sorted(declared))
+        self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers)
+        self.keeper.cut_off(revoked)
+
+    def _credentials_in_use(self) -> list[int]:
+        return [link.credential_id for link in self.registry if isinstance(link, RelayLink)]
+
+    def _known_targets(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
+        """Return the addresses that are known, and have the others looked up beside: a name server may be slow."""
+        direct = {row.node_id: row.public_base_url for row in rows if row.is_direct}
+        wanted = set(direct.values())
+        for url in self._targets.keys() - wanted:
+            del self._targets[url]
+        missing = wanted - self._targets.keys()
+        if missing and (self._resolving is None or self._resolving.done()):
+            self._resolving = asyncio.get_running_loop().create_task(self._resolve(missing))
+            self._resolving.add_done_callback(self._take_dead_task)
+        return {node_id: self._targets[url] for node_id, url in direct.items() if url in self._targets}
+
+    async def _resolve(self, urls: set[str]) -> None:
+        found = await run_in_database(_resolve_targets, urls)
+        if found:
+            self._targets |= found
+            self._refresh.set()
 
     # in a database thread
 
     def _load(
-        self, keys_since: datetime | None
-    ) -> tuple[datetime, list[tuple[str, KeyEntry]], list[ModelEntry], list[NodeRow], dict[uuid.UUID, HttpTarget]]:
+        self, keys_since: datetime | None, credentials: list[int]
+    ) -> tuple[
+        datetime, list[tuple[str, KeyEntry]], list[ModelEntry], list[NodeRow], dict[uuid.UUID, HttpTarget], set[int]
+    ]:
         read_at = read_database_time()
         return (
             read_at,
@@ -220,6 +263,7 @@ class GatewayRuntime:
             self.catalogue.load_models(),
             load_node_rows(),
             self._load_peers(),
+            find_revoked(credentials),
         )
 
     def _load_peers(self) -> dict[uuid.UUID, HttpTarget]:
@@ -241,26 +285,6 @@ class GatewayRuntime:
             )
         return peers
 
-    def _resolve(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
-        """Resolve the URL of each direct node once; the address is checked against the allow-list and kept."""
-        wanted = {row.public_base_url for row in rows if row.is_direct}
-        for url in wanted - self._targets.keys():
-            try:
-                target = resolve_direct_target(url)
-            except NodeError as error:
-                logger.warning("node.address_refused reason=%s", error.message)
-                continue
-            self._targets[url] = HttpTarget(
-                scheme=target.scheme,
-                host=target.host,
-                address=str(target.address),
-                port=target.port,
-                base_path=target.base_path,
-            )
-        for url in self._targets.keys() - wanted:
-            del self._targets[url]
-        return {row.node_id: self._targets[row.public_base_url] for row in rows if row.public_base_url in self._targets}
-
     def _write_back(self, used: dict[uuid.UUID, float]) -> None:
         now = timezone.now()
         GatewayProcess.objects.filter(pk=self.gateway_id).update(heartbeat_at=now)
@@ -279,3 +303,22 @@ class GatewayRuntime:
     def _unregister_process(self) -> None:
         now = timezone.now()
         GatewayProcess.objects.filter(pk=self.gateway_id).update(stopped_at=now, heartbeat_at=now)
+
+
+def _resolve_targets(urls: set[str]) -> dict[str, HttpTarget]:
+    """Resolve URLs of direct nodes once each; an address is checked against the allow-list and kept."""
+    found: dict[str, HttpTarget] = {}
+    for url in urls:
+        try:
+            target = resolve_direct_target(url)
+        except NodeError as error:
+            logger.warning("node.address_refused reason=%s", error.message)
+            continue
+        found[url] = HttpTarget(
+            scheme=target.scheme,
+            host=target.host,
+            address=str(target.address),
+            port=target.port,
+            base_path=target.base_path,
+        )
+    return found

@@ -61,3 +61,4 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_chars: int
     body: bytes
     headers: dict[str, str]
+    max_tokens_field: str = "max_tokens"

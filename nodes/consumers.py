@@ -10,12 +10,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, assert_never
 from urllib.parse import parse_qs
 
 import msgspec
-from django.db import DatabaseError, DataError
+from django.db import DatabaseError, DataError, InterfaceError
 
 from nodes import services
 from nodes.errors import EnrolmentRefused
@@ -75,6 +75,8 @@ class WorkerEndpoint:
         self.gateway_id = gateway_id
         self.advertised_gateways = advertised_gateways
         self.throttle = AuthThrottle(sockets)
+        self.registering = asyncio.Lock()
+        """Held from choosing a node to linking it: bridge workers that share a name must see each other."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one socket until it closes."""
@@ -172,7 +174,11 @@ class _Session:
         (effect,) = self.protocol.receive_text(text)
         if not isinstance(effect, Registered):
             raise ProtocolError("the first frame must be register")
-        opened = await self._open_session(effect)
+        async with self.endpoint.registering:
+            opened = await self._open_session(effect)
+            self._connect(effect, opened)
+
+    def _connect(self, effect: Registered, opened: sessions.OpenedSession) -> None:
         link = RelayLink(
             node_id=opened.node_id,
             node_name=opened.node_name,
@@ -187,7 +193,8 @@ class _Session:
         link.agent_version = effect.message.agent_version or ""
         link.peer_address = self.address
         link.provider = link.policy.provider = self.credential.provider.name
-        link.external_load = max(0, effect.message.current_load)
+        link.credential_id = self.credential.pk
+        link.report_load(effect.message.current_load)
         health = self.endpoint.health
         if self.protocol.speaks_muster:
             link.stale_after_s, link.offline_after_s = health.stale_after_s, health.offline_after_s
@@ -212,6 +219,7 @@ class _Session:
             protocol=effect.protocol,
             gateway_id=self.endpoint.gateway_id,
             live_nodes=frozenset(link.node_id for link in self.endpoint.registry if isinstance(link, RelayLink)),
+            other_gateways=self.endpoint.keeper.other_gateways,
             peer_address=self.address,
             message=effect.message,
         )
@@ -288,30 +296,30 @@ class _Session:
         if link.policy.reclaimed:
             link.policy.drain_deadline_at = time.monotonic() + self.endpoint.health.reclaim_grace_s
         self.endpoint.registry.announce(link)
-        task = asyncio.get_running_loop().create_task(self._store_mode(link, effect))
-        _background.add(task)
-        task.add_done_callback(_background.discard)
+        is_storing, link.wanted_mode = link.wanted_mode is not None, effect
+        if not is_storing:
+            _run_beside(self._store_mode(link))
 
-    async def _store_mode(self, link: RelayLink, effect: ModeRequested) -> None:
-        try:
-            await run_in_database(
-                services.set_mode,
-                node_id=link.node_id,
-                mode=NodeMode(effect.mode),
-                reason=effect.reason or "owner at the box",
-                actor=f"node:{link.node_name}",
-            )
-        except DatabaseError:
-            logger.exception("node.mode_not_stored node=%s", link.node_name)
+    async def _store_mode(self, link: RelayLink) -> None:
+        """Write the owner's newest decision down, however long the database is away; until then rows do not undo it."""
+        while (wanted := link.wanted_mode) is not None and not link.closed:
+            reason, actor = (wanted.reason or "owner at the box")[:200], f"node:{link.node_name}"
+            try:
+                mode = NodeMode(wanted.mode)
+                await run_in_database(services.set_mode, node_id=link.node_id, mode=mode, reason=reason, actor=actor)
+            except (DatabaseError, InterfaceError):
+                logger.warning("node.mode_not_stored node=%s; trying again", link.node_name)
+                await asyncio.sleep(1.0)
+                continue
+            if link.wanted_mode is wanted:
+                link.wanted_mode = None
 
     def _kick(self, code: int, reason: str) -> None:
         """Close the socket from outside of ``run``, e.g. when the node is replaced or stopped answering."""
         if self._closing:
             return
         self.close_reason = reason
-        task = asyncio.get_running_loop().create_task(self._close(code, reason))
-        _background.add(task)
-        task.add_done_callback(_background.discard)
+        _run_beside(self._close(code, reason))
 
     async def _close(self, code: int, reason: str) -> None:
         if self._closing:
@@ -342,7 +350,13 @@ class _Session:
 
 
 _background: set[asyncio.Task[None]] = set()
-"""Tasks that outlive the call that made them; each is bounded by its own time-out."""
+"""Tasks that outlive the call that made them; each is bounded by its own time-out or by its link."""
+
+
+def _run_beside(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.get_running_loop().create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)
 
 
 def presence_reports(registry: LinkRegistry) -> list[sessions.PresenceReport]:

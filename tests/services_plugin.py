@@ -14,12 +14,14 @@ from collections import Counter
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from controlplane.launcher.embedded import EmbeddedServers
 
 DATABASE_VARIABLE = "MUSTER_TEST_DATABASE_URL"
 REDIS_VARIABLE = "MUSTER_TEST_REDIS_URL"
 _HIGHEST_REDIS_DATABASE = 15
+_SHARED = "tests/contract/"
 
 _servers: EmbeddedServers | None = None
 
@@ -56,6 +58,23 @@ def redis_url_of_worker(url: str, worker: str) -> str:
 
 
 _start()
+
+
+class SharedServerScheduling(LoadScopeScheduling):
+    """Gives each worker of xdist whole files, and all of tests/contract to one: its tests share one running system.
+
+    ``--dist loadgroup`` would do it by marks, but xdist 3.8 writes them where pytest 9.2 no longer looks.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return _SHARED if path.startswith(_SHARED) else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedServerScheduling:
+    """Schedule by what tests share."""
+    return SharedServerScheduling(config, log)
 
 
 def pytest_unconfigure() -> None:

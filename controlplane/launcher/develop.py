@@ -64,8 +64,8 @@ def _choose_tests(arguments: Sequence[str], *, fast: bool) -> list[str]:
     if fast:
         chosen += _FAST_PATHS
     if not _names_tests(arguments) and not _names_workers(arguments):
-        # Two workers, and tests that share a server stay together (@pytest.mark.xdist_group).
-        chosen += ["-n", "2", "--dist", "loadgroup"]
+        # Two workers; tests/services_plugin.py keeps together what shares a server.
+        chosen += ["-n", "2", "--dist", "loadscope"]
     return chosen
 
 

@@ -8,7 +8,6 @@ import msgspec
 
 from gateway.errors import BadRequest
 
-_EXACT_COUNT_FROM_BYTES = 64 * 1024
 _PATH_RE = re.compile(r"at `\$\.?([^`]*)`")
 _MISSING_RE = re.compile(r"missing required field `([^`]*)`")
 _IMAGE_URL_PREFIX = "data:"
@@ -36,10 +35,14 @@ class RequestBody(msgspec.Struct):
     documents: msgspec.Raw = msgspec.Raw()
 
     @property
-    def token_limit(self) -> int | None:
-        """The largest number of output tokens the caller asks for."""
-        asked = [n for n in (self.max_tokens, self.max_completion_tokens, self.max_output_tokens) if n is not None]
-        return max(asked) if asked else None
+    def token_limit(self) -> tuple[int | None, str]:
+        """The largest number of output tokens the caller asks for, and the field that asks for it."""
+        limit, field = self.max_tokens, "max_tokens"
+        if self.max_completion_tokens is not None and (limit is None or self.max_completion_tokens > limit):
+            limit, field = self.max_completion_tokens, "max_completion_tokens"
+        if self.max_output_tokens is not None and (limit is None or self.max_output_tokens > limit):
+            limit, field = self.max_output_tokens, "max_output_tokens"
+        return limit, field
 
 
 _decoder = msgspec.json.Decoder(RequestBody)
@@ -72,19 +75,35 @@ def require_list(raw: msgspec.Raw, name: str) -> None:
         raise BadRequest(f"The field '{name}' must not be empty.", param=name)
 
 
-def count_prompt_chars(*parts: msgspec.Raw) -> int:
-    """Return how many characters of text the prompt has. Small prompts are counted with their JSON around them.
+class _Part(msgspec.Struct):
+    text: str | None = None
 
-    Images and files given as data URLs are not text and do not count.
-    """
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+
+
+_messages_decoder = msgspec.json.Decoder(list[_Message])
+
+
+def count_prompt_chars(messages: msgspec.Raw, *others: msgspec.Raw) -> int:
+    """Return how many characters of text the prompt has. Images and files given as data URLs are not text."""
     total = 0
-    for raw in parts:
-        data = bytes(raw)
-        if len(data) < _EXACT_COUNT_FROM_BYTES:
-            total += len(data)
-        else:
+    if data := bytes(messages):
+        try:
+            total = sum(_count_content(message.content) for message in _messages_decoder.decode(data))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            total = _count_text(_decode(data))
+    for raw in others:
+        if data := bytes(raw):
             total += _count_text(_decode(data))
     return total
+
+
+def _count_content(content: str | list[_Part] | None) -> int:
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.text) for part in content or () if part.text is not None)
 
 
 def _decode(data: bytes) -> object:

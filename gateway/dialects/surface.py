@@ -32,9 +32,9 @@ class Surface:
         self.check(fields)
         if not fields.model or len(fields.model) > 200 or not fields.model.isprintable():
             raise BadRequest("The field 'model' must be a name of 1 to 200 printable characters.", param="model")
-        limit = fields.token_limit
+        limit, limit_field = fields.token_limit
         if limit is not None and limit < 0:
-            raise BadRequest("The token limit must not be negative.", param="max_tokens")
+            raise BadRequest(f"The field '{limit_field}' must not be negative.", param=limit_field)
         options = fields.stream_options
         return InferenceRequest(
             endpoint=self.path,
@@ -42,6 +42,7 @@ class Surface:
             is_streaming=bool(fields.stream),
             wants_usage=bool(options is not None and options.include_usage),
             max_tokens=limit,
+            max_tokens_field=limit_field,
             prompt_chars=count_prompt_chars(
                 fields.messages, fields.input, fields.prompt, fields.system, fields.documents
             ),

@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from nodes.links.http1 import Connection, ConnectionPool
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import OpenRequest
+from wire.bridge import TokenCounts
+from wire.frames import End
+from wire.usage import StreamReader, ask_for_usage, read_token_counts
 
 _DROPPED_RESPONSE_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"})
+USAGE_COMMENT = b": muster-usage "
+"""Begins the last event of a peer's answer: a comment with the token counts, which never reaches the client."""
 END_HEADER = "x-muster-end"
 """A peer gateway's word for why it could not start a stream: ``busy`` or ``gone``."""
 
@@ -32,11 +37,27 @@ class HttpTarget:
 class HttpStream:
     """One request on an HTTP link; also the handler of its response."""
 
-    __slots__ = ("_connection", "_link", "_paused", "_request", "_retried", "_task", "_window", "finished", "sink")
+    __slots__ = (
+        "_asked",
+        "_connection",
+        "_link",
+        "_paused",
+        "_reader",
+        "_request",
+        "_retried",
+        "_task",
+        "_usage",
+        "_window",
+        "finished",
+        "sink",
+    )
 
-    def __init__(self, link: HttpLink, request: bytes, sink: Sink) -> None:
+    def __init__(self, link: HttpLink, request: bytes, sink: Sink, *, asked: bool) -> None:
         self._link = link
         self._request = request
+        self._asked = asked
+        self._reader: StreamReader | None = None
+        self._usage: TokenCounts | None = None
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._window = link.window_bytes
@@ -96,6 +117,8 @@ class HttpStream:
             kind = EndKind.BUSY if refusal == "busy" else EndKind.LINK_LOST
             self.sink.on_end(LinkEnd(kind=kind, message="the other gateway could not start it", retryable=True))
             return
+        if not self._link.is_peer and headers.get("content-type", "").startswith("text/event-stream"):
+            self._reader = StreamReader(drops_usage=self._asked)
         self.sink.on_head(status, {k: v for k, v in headers.items() if k not in _DROPPED_RESPONSE_HEADERS})
 
     def on_response_data(self, data: bytes) -> None:
@@ -106,7 +129,12 @@ class HttpStream:
         if self._window <= 0 and not self._paused and self._connection is not None:
             self._paused = True
             self._connection.pause()
-        self.sink.on_data(data)
+        if self._link.is_peer and USAGE_COMMENT in data:
+            data, _, usage = data.rpartition(USAGE_COMMENT)
+            self._usage = read_token_counts(usage)
+        kept = self._reader.feed(data) if self._reader is not None else data
+        if kept:
+            self.sink.on_data(kept)
 
     def on_response_end(self, error: str | None) -> None:
         """Pass on the end; a kept connection that turned out dead gets one fresh try."""
@@ -121,11 +149,19 @@ class HttpStream:
             return
         self._finish()
         if error is None:
-            self.sink.on_end(LinkEnd(kind=EndKind.COMPLETE))
+            self._pass_rest()
+            detail = End(usage=self._usage) if self._usage is not None else None
+            self.sink.on_end(LinkEnd(kind=EndKind.COMPLETE, detail=detail))
         elif self._link.is_peer:
             self.sink.on_end(LinkEnd(kind=EndKind.LINK_LOST, message=error, retryable=True))
         else:
             self.sink.on_end(LinkEnd(kind=EndKind.ENGINE_FAILED, message=error, retryable=not head_seen))
+
+    def _pass_rest(self) -> None:
+        if self._reader is not None:
+            if rest := self._reader.finish():
+                self.sink.on_data(rest)
+            self._usage = self._reader.usage()
 
     async def _dial(self) -> None:
         try:
@@ -184,7 +220,8 @@ class HttpLink(Link):
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> HttpStream:
         """Send the request to the box."""
-        stream = HttpStream(self, self._render(request), sink)
+        body, asked = (request.body, False) if self.is_peer else ask_for_usage(request.path, request.body)
+        stream = HttpStream(self, self._render(request, body), sink, asked=asked)
         self._streams.add(stream)
         stream.start()
         return stream
@@ -205,7 +242,7 @@ class HttpLink(Link):
         if self._on_close is not None:
             self._on_close()
 
-    def _render(self, request: OpenRequest) -> bytes:
+    def _render(self, request: OpenRequest, body: bytes) -> bytes:
         path = self.target.base_path + (f"/{self.node_id.hex}" if self.is_peer else "") + request.path
         lines = [f"POST {path} HTTP/1.1\r\n", self._host_line, self._extra]
         lines += [f"{name}: {value}\r\n" for name, value in request.headers.items()]
@@ -214,5 +251,5 @@ class HttpLink(Link):
             lines.append(f"x-muster-model: {request.model}\r\nx-muster-attempt: {request.attempt}\r\n")
             lines.append(f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-tenant: {request.tenant}\r\n")
             lines.append(f"x-muster-streaming: {int(request.is_streaming)}\r\n")
-        lines.append(f"content-length: {len(request.body)}\r\n\r\n")
-        return "".join(lines).encode("latin-1", "replace") + request.body
+        lines.append(f"content-length: {len(body)}\r\n\r\n")
+        return "".join(lines).encode("latin-1", "replace") + body

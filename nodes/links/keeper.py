@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
@@ -34,6 +34,7 @@ class LinkKeeper:
         self.rows: dict[uuid.UUID, NodeRow] = {}
         self.known_models: frozenset[str] = frozenset()
         self.disabled_models: frozenset[str] = frozenset()
+        self.other_gateways: frozenset[uuid.UUID] = frozenset()
         self._cluster_secret = cluster_secret
         self._connect_s = connect_s
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
@@ -48,6 +49,7 @@ class LinkKeeper:
     ) -> None:
         """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the other live gateways."""
         self.rows = {row.node_id: row for row in rows}
+        self.other_gateways = frozenset(peers)
         self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
         open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
         self.disabled_models = self.known_models - open_to
@@ -55,6 +57,14 @@ class LinkKeeper:
             self._apply_row(row, targets.get(row.node_id), peers)
         self.registry.announce(None)
         self.tick()
+
+    def cut_off(self, credentials: Collection[int]) -> None:
+        """Let go of every box that connected with one of these credentials: they were revoked."""
+        for link in self.registry:
+            if isinstance(link, RelayLink) and link.credential_id in credentials:
+                logger.info("node.credential_revoked node=%s", link.node_name)
+                self.registry.remove(link, "the credential of the node was revoked")
+                link.close("worker credential was revoked", code=1008)
 
     def adopt(self, link: Link, row_policy: NodeRow | None = None) -> None:
         """Give a new link the policy of its row, before it can receive work."""
@@ -142,10 +152,11 @@ class LinkKeeper:
         policy.provider_enabled = row.provider_state == "enabled"
         policy.cordoned = row.cordoned
         policy.draining = row.draining
-        policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
-        remaining = row.drain_remaining_s
-        stopping = policy.draining or policy.reclaimed
-        policy.drain_deadline_at = time.monotonic() + remaining if stopping and remaining is not None else None
+        if not isinstance(link, RelayLink) or link.wanted_mode is None:  # else the owner's word is newer than the row
+            policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
+            remaining = row.drain_remaining_s
+            stopping = policy.draining or policy.reclaimed
+            policy.drain_deadline_at = time.monotonic() + remaining if stopping and remaining is not None else None
         if row.provider_state == "deleted" and isinstance(link, RelayLink):
             self.registry.remove(link, "the provider was deleted")
             link.close("provider was deleted")

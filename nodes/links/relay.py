@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from nodes.links.outbox import AsgiMessage, AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
-from nodes.session import DataArrived, HeadArrived, OpenRequest, ServerSession, StreamEnded
+from nodes.session import DataArrived, HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded
 from wire import bridge
 from wire.frames import DEFAULT_WINDOW_BYTES, End
 
@@ -64,6 +64,9 @@ class RelayLink(Link):
         self.session = session
         self.reports_usage = session.speaks_muster
         self.epoch = 0
+        self.credential_id = 0
+        self.wanted_mode: ModeRequested | None = None
+        """What the owner said at the box and the database does not know yet."""
         self.instance_id = ""
         self.telemetry: bridge.Telemetry | None = None
         self.agent_version = ""
@@ -102,9 +105,9 @@ class RelayLink(Link):
                 self.send_frames(self.session.cancel_stream(stream.number, reason))
             stream.sink.on_end(LinkEnd(kind=kind, message=message, retryable=True))
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, code: int = 1000) -> None:
         """Close the socket in good order."""
-        self._kick(1000, reason)
+        self._kick(code, reason)
 
     def send_message(self, message: bridge.Message) -> None:
         """Send one JSON control message."""

@@ -26,7 +26,10 @@ logger = logging.getLogger("muster.nodes")
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What a box said when it registered; names are sanitized already. ``live_nodes`` are linked here at the moment."""
+    """What a box said when it registered; names are sanitized already.
+
+    ``live_nodes`` are linked here at the moment; ``other_gateways`` are alive and may hold others.
+    """
 
     credential_id: int
     worker_name: str
@@ -35,6 +38,7 @@ class SessionRequest:
     protocol: str
     gateway_id: uuid.UUID
     live_nodes: frozenset[uuid.UUID]
+    other_gateways: frozenset[uuid.UUID]
     peer_address: str
     message: bridge.Register
 
@@ -125,10 +129,15 @@ def open_session(request: SessionRequest) -> OpenedSession:
 
 
 def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
-    taken_elsewhere = Q(presence__connected=True) & Q(presence__last_heartbeat_at__gte=Now() - timedelta(seconds=15))
-    shared_name = request.message.instance_id is None
+    taken_elsewhere = Q(
+        presence__connected=True,
+        presence__gateway_id__in=request.other_gateways,
+        presence__last_heartbeat_at__gte=Now() - timedelta(seconds=15),
+    )
+    # With a credential for one box there is no second one that could share the name.
+    shared_name = request.message.instance_id is None and credential.max_nodes > 1
     for number in range(1, _NAME_TRIES + 1):
-        name = request.worker_name if number == 1 else f"{request.worker_name}-{number}"
+        name = request.worker_name if number == 1 else f"{request.worker_name[:110]}-{number}"
         node = Node.objects.select_for_update().filter(credential=credential, name=name).first()
         if node is None:
             if credential.nodes.count() >= credential.max_nodes:
@@ -137,7 +146,7 @@ def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
         if not shared_name:
             return node
         busy_here = node.pk in request.live_nodes
-        busy_there = Node.objects.filter(taken_elsewhere, pk=node.pk).exclude(presence__gateway_id=request.gateway_id).exists()
+        busy_there = Node.objects.filter(taken_elsewhere, pk=node.pk).exists()
         if not busy_here and not busy_there:
             return node
     raise EnrolmentRefused(f"more than {_NAME_TRIES} live workers are called {request.worker_name!r}")
@@ -196,6 +205,12 @@ def _sum_gpus(gpus: list[dict[str, object]]) -> dict[str, object]:
         "vram_free_mb": max(0, sum(total) - sum(used)) if used and total else None,
         "gpu_util_percent": max(busy) if busy else None,
     }
+
+
+def find_revoked(credential_ids: list[int]) -> set[int]:
+    """Return which of the credentials were revoked."""
+    revoked = NodeCredential.objects.filter(pk__in=credential_ids, revoked_at__isnull=False)
+    return set(revoked.values_list("pk", flat=True))
 
 
 def load_node_rows() -> list[NodeRow]:

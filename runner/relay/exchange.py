@@ -13,11 +13,11 @@ from yarl import URL
 
 from runner.admission import Admission
 from runner.errors import BoxBusy, SessionLost, StreamClosed
-from runner.relay.events import find_boundary
 from runner.relay.headers import METHODS, headers_to_engine, headers_to_gateway, is_allowed_path
-from runner.relay.usage import BodyReader, StreamReader, ask_for_usage
 from runner.session import Stream
+from wire.events import find_boundary
 from wire.frames import MAX_PAYLOAD_BYTES, End, Head
+from wire.usage import BodyReader, StreamReader, ask_for_usage
 
 log = logging.getLogger(__name__)
 

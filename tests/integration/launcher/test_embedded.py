@@ -19,7 +19,6 @@ from controlplane.launcher.embedded import EmbeddedServers, Postgres
 from controlplane.launcher.embedded.servers import RunningServer
 from controlplane.launcher.processes import find_by_directory, identify, wait_gone
 
-pytestmark = pytest.mark.xdist_group("embedded")
 RECOVERY_S = 10.0
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows whose process is whose")
 

@@ -21,7 +21,7 @@ import pytest
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.processes import find_by_directory, identify
 
-pytestmark = [pytest.mark.xdist_group("up"), pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 READY_S = 90.0
 BACK_S = 25.0  # the promise is 10 s on an idle machine; tests share theirs with other tests
 KEYS = {

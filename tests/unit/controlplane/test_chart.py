@@ -17,7 +17,7 @@ def minutes(*counts: tuple[int, int]) -> list[Minute]:
     return [Minute(START + timedelta(minutes=step), requests, faults) for step, (requests, faults) in enumerate(counts)]
 
 
-@pytest.mark.parametrize(("value", "top"), [(0, 5), (5, 5), (6, 10), (11, 20), (21, 50), (51, 100), (1001, 2000)])
+@pytest.mark.parametrize(("value", "top"), [(0, 5), (5, 5), (7, 8), (9, 10), (11, 20), (21, 30), (51, 60), (1001, 2000)])
 def test_the_scale_ends_at_a_round_number(value: int, top: int) -> None:
     assert round_up(value) == top
 

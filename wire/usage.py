@@ -1,7 +1,8 @@
 """Token usage: asking an engine for it in streams, taking it out of answers. Pure.
 
 OpenAI streams report usage only when ``stream_options.include_usage`` is set, in one extra chunk with empty
-``choices``. When the client did not ask, the box asks in its stead and keeps that chunk to itself.
+``choices``. When the client did not ask, whoever stands next to the engine (the box, or the gateway for a box it calls
+over HTTP) asks in its stead and keeps that chunk to itself.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import re
 
 import msgspec
 
-from runner.relay.events import EventCutter
 from wire.bridge import TokenCounts
+from wire.events import EventCutter
 
 MAX_PARSED_BYTES = 1024 * 1024
 """A larger unstreamed answer is passed on without looking for its usage."""
@@ -50,6 +51,7 @@ class _Answer(msgspec.Struct):
 _asked_decoder = msgspec.json.Decoder(_Asked)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _answer_decoder = msgspec.json.Decoder(_Answer)
+_counts_decoder = msgspec.json.Decoder(TokenCounts)
 
 
 def ask_for_usage(path: str, body: bytes) -> tuple[bytes, bool]:
@@ -61,7 +63,7 @@ def ask_for_usage(path: str, body: bytes) -> tuple[bytes, bool]:
         return body, False
     try:
         asked = _asked_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body, False
     if not asked.stream or (asked.stream_options or {}).get("include_usage") is True:
         return body, False
@@ -166,7 +168,7 @@ def _parse_event(event: bytes) -> _Answer | None:
 def _parse_answer(data: bytes) -> _Answer | None:
     try:
         return _answer_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -193,3 +195,16 @@ def _count_tokens(found: dict[str, int]) -> TokenCounts | None:
         return None
     prompt, completion = found.get("prompt", 0), found.get("completion", 0)
     return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=found.get("total", prompt + completion))
+
+
+def read_token_counts(data: bytes) -> TokenCounts | None:
+    """Parse token counts that ``write_token_counts`` wrote; None when they are not."""
+    try:
+        return _counts_decoder.decode(data.strip())
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def write_token_counts(usage: TokenCounts) -> bytes:
+    """Return token counts as JSON."""
+    return msgspec.json.encode(usage)
