@@ -7,14 +7,12 @@ another box may still take over. After the first byte there is one more thing to
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import msgspec
-
+from gateway.answers import count_answer_chars, find_usage, read_usage
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dispatch import Job, Lease
@@ -58,25 +56,6 @@ _DROPPED_HEADERS = frozenset(
 )
 _SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 _SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
-_USAGE = b'"usage"'
-_USAGE_BYTES = 4096
-_USAGE_TRIES = 4
-"""An engine chooses the bytes, and the event loop waits while they are searched: so few places, of bounded size."""
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-
-
-class _Body(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_prefix_decoder = json.JSONDecoder()
-_body_decoder = msgspec.json.Decoder(_Body)
 
 
 class RetryReason(StrEnum):
@@ -203,7 +182,7 @@ class Exchange:
         if self.bytes_out > self._limits.max_stream_bytes:
             self._fail(StreamTooLarge())
             return
-        if self._sniff and _USAGE in data and not (self._usage_data and b'"usage":null' in data):
+        if self._sniff and b'"usage"' in data and not (self._usage_data and b'"usage":null' in data):
             self._usage_data = data
         if self.first_byte_at is None:
             self.first_byte_at = time.monotonic()
@@ -285,13 +264,13 @@ class Exchange:
             body = b"".join(self._held)
             text_chars = None
             if usage is None and self._status < 400:
-                usage = _read_usage(body)
-                text_chars = _count_text(body) if usage is None else None
+                usage = read_usage(body)
+                text_chars = count_answer_chars(body) if usage is None else None
             client.respond(self._status, self._head(), body)
             self._end(Served(self._status, usage, text_chars))
             return
         if usage is None and self._usage_data:
-            usage = _find_usage(self._usage_data)
+            usage = find_usage(self._usage_data)
         if usage is not None and self._surface is None and self._is_event_stream:
             client.write(USAGE_COMMENT + write_token_counts(usage) + b"\n\n")  # for the peer's records
         client.finish()
@@ -351,67 +330,3 @@ def _judge(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
             return RequestTimeout(), None
         case EndKind.ENGINE_FAILED | EndKind.COMPLETE:
             return ForwardedRequestFailed(), RetryReason.ENGINE if end.retryable else None
-
-
-def _read_usage(body: bytes) -> TokenCounts | None:
-    try:
-        return _counts(_body_decoder.decode(body).usage)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message | None = None
-    text: str | None = None
-
-
-class _Choices(msgspec.Struct):
-    choices: list[_Choice] = []
-
-
-_choices_decoder = msgspec.json.Decoder(_Choices)
-
-
-def _count_text(body: bytes) -> int:
-    """Return the characters an unstreamed completion says, or of the whole body when it is none."""
-    try:
-        choices = _choices_decoder.decode(body).choices
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return len(body)
-    said = [choice.message.content if choice.message is not None else choice.text for choice in choices]
-    return sum(len(text) for text in said if text is not None)
-
-
-def _find_usage(data: bytes) -> TokenCounts | None:
-    """Return the last usage object in a piece of an event stream."""
-    end = len(data)
-    for _ in range(_USAGE_TRIES):
-        end = data.rfind(_USAGE, 0, end)
-        if end < 0:
-            break
-        start = end + len(_USAGE)
-        text = data[start : start + _USAGE_BYTES].decode("latin-1").lstrip()
-        try:
-            value, _rest = _prefix_decoder.raw_decode(text.removeprefix(":").lstrip())
-            counts = _counts(msgspec.convert(value, _Usage | None))
-        except (ValueError, RecursionError):
-            continue
-        if counts is not None:
-            return counts
-    return None
-
-
-def _counts(usage: _Usage | None) -> TokenCounts | None:
-    if usage is None:
-        return None
-    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
-    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-    if prompt is None and completion is None:
-        return None
-    return TokenCounts(
-        prompt_tokens=prompt or 0, completion_tokens=completion or 0, total_tokens=(prompt or 0) + (completion or 0)
-    )

@@ -86,7 +86,7 @@ class WorkerEndpoint:
         try:
             credential = await self._authenticate(scope, address)
         except _Refused as refusal:
-            await send({"type": "websocket.close", "code": refusal.code, "reason": _short_reason(refusal.reason)})
+            await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
             return
         session = _Session(self, send, address, credential)
         await session.run(receive)
@@ -329,8 +329,9 @@ class _Session:
         if self.link is not None:
             self.endpoint.registry.remove(self.link, reason)
         try:
+            short = reason.encode()[:120].decode(errors="ignore")  # RFC 6455 section 5.5 allows 123 bytes
             async with asyncio.timeout(2.0):
-                await self.send({"type": "websocket.close", "code": code, "reason": _short_reason(reason)})
+                await self.send({"type": "websocket.close", "code": code, "reason": short})
         except (OSError, RuntimeError, TimeoutError):
             logger.debug("worker.close_unsent address=%s", self.address)
 
@@ -388,11 +389,6 @@ def _status_of(link: RelayLink) -> str:
     if link.box_draining:
         return "draining"
     return "available" if link.has_slot() else "busy"
-
-
-def _short_reason(reason: str) -> str:
-    """Return as much of a close reason as fits into the 123 bytes of RFC 6455 section 5.5."""
-    return reason.encode()[:120].decode(errors="ignore")
 
 
 def _query(scope: Scope, name: str) -> str:

@@ -40,11 +40,13 @@ def install(python: Path, requirements: Path, installer_requirements: Path) -> N
     if _install_uv(pip, python, installer_requirements, environment):
         command = [str(python), "-m", "uv", "pip", "install", "-v", "--color", "never", "--python", str(python)]
         command += ["--require-hashes", "-r", str(requirements), *uv_options(settings)]
-        failure = _run(command, environment | uv_environment(settings), total)
+        failure = run_installer(command, environment | uv_environment(settings), total)
         if failure is None:
             return
         complain(f"uv could not install ({failure}); trying pip")
-    failure = _run([*pip, "install", "--progress-bar", "off", "--require-hashes", "-r", str(requirements)], environment, total)
+    failure = run_installer(
+        [*pip, "install", "--progress-bar", "off", "--require-hashes", "-r", str(requirements)], environment, total
+    )
     if failure is not None:
         raise LauncherError(
             f"cannot install {requirements.name}: {failure}. Check the network and pip's index settings, then try again"
@@ -115,10 +117,10 @@ def _install_uv(pip: Sequence[str], python: Path, requirements: Path, environmen
     if subprocess.run([str(python), "-m", "uv", "--version"], capture_output=True, check=False).returncode == 0:
         return True
     command = [*pip, "install", "--quiet", "--require-hashes", "-r", str(requirements)]
-    return _run(command, environment, 1, what="the installer uv") is None
+    return run_installer(command, environment, 1, what="the installer uv") is None
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], total: int, *, what: str = "packages") -> str | None:
+def run_installer(command: Sequence[str], environment: Mapping[str, str], total: int, *, what: str = "packages") -> str | None:
     """Run an installer, say how far it is every two seconds. Returns None when it succeeded, else its last words."""
     began = shown_at = time.monotonic()
     tail: deque[str] = deque(["nothing said yet"], maxlen=5)

@@ -66,6 +66,11 @@ class Place:
         except OSError as error:
             raise LauncherError(f"cannot make {self.sockets}: {error.strerror}. Choose another --data DIR") from None
 
+    def remove_socket_directory(self) -> None:
+        """Delete a ``sockets`` that lies under /tmp, when nothing runs any more."""
+        if self.sockets.parent == _TEMPORARY:
+            shutil.rmtree(self.sockets, ignore_errors=True)
+
 
 def default_data() -> Path:
     """Return the directory used when ``--data`` is not given: ``.muster`` beside the script."""

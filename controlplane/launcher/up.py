@@ -161,6 +161,7 @@ class _Session:
         for path in (self.place.installation, self.place.children, self.options.ready_file):
             if path is not None:
                 path.unlink(missing_ok=True)
+        self.place.remove_socket_directory()
 
     def _start_servers(self) -> tuple[str, str]:
         """Start the embedded servers that no variable replaces; return DATABASE_URL and REDIS_URL."""

@@ -6,7 +6,6 @@ rows are made and read by ``in_database``, in a thread without a loop.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ from django.db import connection
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, sync_playwright
 from pytest_django import DjangoDbBlocker
 
+from controlplane.launcher.browsers import find_chromium
 from controlplane.models import User
 from tests.control_process import ServerProcess, serve_control
 
 Result = TypeVar("Result")
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PASSWORD = "a password for tests only"
 REPORTER = """
 document.addEventListener("securitypolicyviolation", (event) => {
@@ -65,9 +64,9 @@ class Visit:
 def browser(control: ServerProcess, transactional_db: None) -> Iterator[Browser]:
     """Chromium of the system (nothing is downloaded), and an operator who may sign in."""
     User.objects.create_superuser("ada", password=PASSWORD)
-    program = next((path for path in map(shutil.which, NAMES) if path), None)
-    if program is None:
-        pytest.skip("no Chromium on PATH")
+    program = find_chromium()
+    if not program:
+        pytest.skip("there is no Chromium on this machine; ./muster test installs one")
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield started

@@ -15,7 +15,15 @@ from urllib.parse import quote
 from controlplane.launcher.embedded.server import package_directory
 from controlplane.launcher.embedded.unprivileged import choose_user, place_binaries
 from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.processes import Command, UserIdentity, find_by_directory, identify, send, wait_gone
+from controlplane.launcher.processes import (
+    Command,
+    UserIdentity,
+    find_by_directory,
+    identify,
+    read_command_line,
+    send,
+    wait_gone,
+)
 
 _ROLE = "muster"
 _DATABASE = "muster"
@@ -100,9 +108,8 @@ class Postgres:
                 send(pid, signal.SIGKILL)
             if not wait_gone(lambda: not self._own_processes(), 5.0):
                 raise LauncherError(f"a PostgreSQL process of {self.data} cannot be ended: {self._own_processes()}")
-        if Path("/proc/self").exists():
-            # Nobody of ours is left, so the file can only name a stranger that got the same process id.
-            (self.data / "postmaster.pid").unlink(missing_ok=True)
+        # Nobody of ours is left, so the file can only name a stranger that got the same process id.
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
 
     def command(self) -> Command:
         """Return the postmaster's command line."""
@@ -202,10 +209,14 @@ class Postgres:
             return 0
 
     def _own_processes(self) -> list[int]:
-        if Path("/proc/self").exists():
-            return find_by_directory(self.data)
+        """Return the PostgreSQL processes of this data directory.
+
+        Where working directories cannot be read (macOS, root without CAP_SYS_PTRACE) it is the postmaster alone, by its command
+        line. Its backends end by themselves then, and PostgreSQL's own interlock refuses to start beside one that has not.
+        """
         pid = self._read_pid_file_pid()
-        return [pid] if pid and identify(pid) else []
+        postmaster = {pid} if pid and identify(pid) and str(self.data) in read_command_line(pid) else set()
+        return sorted(postmaster | set(find_by_directory(self.data)))
 
     def _binary(self, name: str) -> Path:
         if self._tree is None:

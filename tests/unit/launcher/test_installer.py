@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 
 from controlplane.launcher.environment import SETS, lock_file
-from controlplane.launcher.installer import count_pins, parse_pip_settings, uv_environment, uv_options
+from controlplane.launcher.installer import count_pins, parse_pip_settings, run_installer, uv_environment, uv_options
 
 
 def test_variables_win_over_install_files_and_those_over_global_files() -> None:
@@ -72,3 +74,12 @@ def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
 
     for smaller, bigger in itertools.pairwise(SETS):
         assert pins(smaller) <= pins(bigger), f"requirements/{bigger}.txt lacks pins of {smaller}.txt: run requirements/lock.sh"
+
+
+def test_an_installer_that_fails_leaves_its_last_words() -> None:
+    program = "print('Collecting a'); print('DEBUG noise'); print('no network'); raise SystemExit(3)"
+    assert run_installer([sys.executable, "-c", program], os.environ, 1) == "nothing said yet / Collecting a / no network"
+
+
+def test_an_installer_that_succeeds_has_no_last_words() -> None:
+    assert run_installer([sys.executable, "-c", "print('fine')"], os.environ, 1) is None

@@ -1,0 +1,238 @@
+"""Client keys in memory and in rows: lookups, misses, revocation, expiry, and incremental loading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from gateway.auth import KeyRing
+from gateway.catalogue import Catalogue, read_database_time, store_key_use
+from gateway.errors import InvalidApiKey
+from gateway.models import ApiKey, Tenant
+from gateway.services import allow_model, create_api_key, create_tenant, disable_tenant, disallow_model, revoke_api_key
+from gateway.values import Caller, Limits
+from wire.credentials import CredentialKind, mint_credential
+
+ACTOR = "user:ada"
+LIMITS = Limits(requests_per_minute=77, max_tokens_cap=1000, max_prompt_chars=2000, max_queue=3)
+
+
+class CountingCatalogue(Catalogue):
+    """A catalogue that counts how often it is asked for one key."""
+
+    def __init__(self) -> None:
+        super().__init__(LIMITS)
+        self.lookups = 0
+
+    def load_key(self, keyid: str):  # type: ignore[no-untyped-def]  # the type of the base
+        self.lookups += 1
+        return super().load_key(keyid)
+
+
+def make_key(name: str = "k", tenant: str = "acme", **changes: object) -> tuple[ApiKey, str]:
+    if not Tenant.objects.filter(name=tenant).exists():
+        create_tenant(name=tenant, actor=ACTOR)
+    return create_api_key(name=name, tenant_name=tenant, actor=ACTOR, **changes)  # type: ignore[arg-type]  # its keywords
+
+
+async def identify(ring: KeyRing, text: str, **options: bool) -> Caller:
+    return await ring.identify({"authorization": f"Bearer {text}"}, allow_x_api_key=options.get("allow_x_api_key", True))
+
+
+async def refuse(ring: KeyRing, headers: dict[str, str], *, allow_x_api_key: bool = True) -> InvalidApiKey:
+    with pytest.raises(InvalidApiKey) as caught:
+        await ring.identify(headers, allow_x_api_key=allow_x_api_key)
+    return caught.value
+
+
+@pytest.fixture
+async def _close_connections() -> AsyncIterator[None]:
+    yield
+    await sync_to_async(connections.close_all)()
+
+
+# the ring, over committed rows
+
+over_rows = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("_close_connections")]
+
+
+class TestKeyRing:
+    pytestmark = over_rows
+
+    async def test_a_key_that_memory_does_not_have_is_looked_up_once(self) -> None:
+        key, text = await sync_to_async(make_key)(requests_per_minute=5, allowed_models=["m"])
+        catalogue = CountingCatalogue()
+        ring = KeyRing(catalogue)
+        for _ in range(3):
+            caller = await identify(ring, text)
+        assert caller == Caller(
+            key_id=key.pk, key_name="k", tenant="acme", requests_per_minute=5, allowed_models=frozenset({"m"})
+        )
+        assert catalogue.lookups == 1
+        assert ring.used.keys() == {key.pk}
+
+    async def test_an_unknown_key_is_asked_for_once_until_keys_change(self) -> None:
+        catalogue = CountingCatalogue()
+        ring = KeyRing(catalogue)
+        unknown = mint_credential(CredentialKind.CLIENT).text
+        for _ in range(5):
+            await refuse(ring, {"authorization": f"Bearer {unknown}"})
+        assert catalogue.lookups == 1
+        ring.forget_unknown()
+        await refuse(ring, {"authorization": f"Bearer {unknown}"})
+        assert catalogue.lookups == 2
+        assert ring.used == {}
+
+    async def test_noise_costs_no_query(self) -> None:
+        _, text = await sync_to_async(make_key)()
+        catalogue = CountingCatalogue()
+        ring = KeyRing(catalogue)
+        changed = text[:-1] + ("a" if text[-1] != "a" else "b")
+        others = [mint_credential(kind).text for kind in (CredentialKind.WORKER, CredentialKind.ADMIN)]
+        for wrong in ("", "x", "sk-1234", changed, text + "a", *others, "é", "mst_" * 50):
+            error = await refuse(ring, {"authorization": f"Bearer {wrong}"})
+            assert wrong not in error.message or not wrong or wrong == "x"
+        assert catalogue.lookups == 0
+
+    async def test_the_right_key_id_with_another_secret_is_refused(self) -> None:
+        key, text = await sync_to_async(make_key)()
+        ring = KeyRing(CountingCatalogue())
+        await identify(ring, text)
+        forged = mint_credential(CredentialKind.CLIENT).text
+        await refuse(ring, {"authorization": f"Bearer mst_{key.keyid}{forged[16:]}"})
+
+    async def test_where_a_key_may_stand(self) -> None:
+        _, text = await sync_to_async(make_key)()
+        ring = KeyRing(CountingCatalogue())
+        for headers in ({"authorization": f"bearer  {text} "}, {"x-api-key": f" {text}"}):
+            assert (await ring.identify(headers, allow_x_api_key=True)).tenant == "acme"
+        assert (await refuse(ring, {"x-api-key": text}, allow_x_api_key=False)).message == "API key is missing."
+        assert (await refuse(ring, {})).message == "API key is missing."
+        await refuse(ring, {"authorization": f"Basic {text}"})
+        await refuse(ring, {"authorization": text})
+
+    async def test_a_revoked_key_stops_with_the_next_sweep(self) -> None:
+        key, text = await sync_to_async(make_key)()
+        catalogue = CountingCatalogue()
+        ring = KeyRing(catalogue)
+        read_at = await sync_to_async(read_database_time)()
+        await identify(ring, text)
+        await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
+        catalogue.apply_keys(await sync_to_async(catalogue.load_keys)(read_at), replace=False)
+        await refuse(ring, {"authorization": f"Bearer {text}"})
+        assert catalogue.lookups == 1
+
+    async def test_many_requests_with_a_new_key_at_once_all_pass(self) -> None:
+        _, text = await sync_to_async(make_key)()
+        ring = KeyRing(CountingCatalogue())
+        callers = await asyncio.gather(*(identify(ring, text) for _ in range(20)))
+        assert len(set(callers)) == 1
+
+
+# the catalogue
+
+
+@pytest.mark.django_db
+def test_expired_and_revoked_keys_and_those_of_a_closed_tenant_are_not_usable() -> None:
+    now = timezone.now()
+    make_key("fine")
+    make_key("later", expires_at=now + timedelta(hours=1))
+    expired, _ = make_key("expired", expires_at=now + timedelta(hours=1))
+    ApiKey.objects.filter(pk=expired.pk).update(expires_at=now - timedelta(seconds=1))
+    revoke_api_key(key_id=make_key("revoked")[0].pk, actor=ACTOR)
+    make_key("closed", tenant="gone")
+    disable_tenant(name="gone", actor=ACTOR)
+    entries = dict(Catalogue(LIMITS).load_keys(None)).values()
+    usable = {entry.caller.key_name for entry in entries if entry.is_usable(now.timestamp())}
+    assert usable == {"fine", "later"}
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(("key", "tenant", "limit"), [(5, 9, 5), (None, 9, 9), (None, None, 77)])
+def test_the_rate_of_a_key_is_its_own_else_its_tenants_else_the_settings(key: int | None, tenant: int | None, limit: int) -> None:
+    create_tenant(name="acme", actor=ACTOR, requests_per_minute=tenant)
+    make_key(requests_per_minute=key)
+    ((_, entry),) = Catalogue(LIMITS).load_keys(None)
+    assert entry.caller.requests_per_minute == limit
+
+
+@pytest.mark.django_db
+def test_only_what_changed_is_loaded_again_and_a_tenant_counts_as_part_of_its_keys() -> None:
+    make_key("old")
+    make_key("other", tenant="quiet")
+    long_ago = timezone.now() - timedelta(hours=1)
+    ApiKey.objects.update(updated_at=long_ago)
+    Tenant.objects.update(updated_at=long_ago)
+    catalogue = Catalogue(LIMITS)
+    since = read_database_time()
+    assert catalogue.load_keys(since) == []
+    new, _ = make_key("new", tenant="fresh")
+    assert [keyid for keyid, _ in catalogue.load_keys(since)] == [new.keyid]
+    disable_tenant(name="acme", actor=ACTOR)
+    changed = dict(catalogue.load_keys(since))
+    assert {entry.caller.key_name for entry in changed.values()} == {"new", "old"}
+
+
+@pytest.mark.django_db
+def test_a_change_that_commits_late_is_still_seen() -> None:
+    make_key("late")
+    ApiKey.objects.update(updated_at=timezone.now() - timedelta(seconds=20))
+    Tenant.objects.update(updated_at=timezone.now() - timedelta(hours=1))
+    assert len(Catalogue(LIMITS).load_keys(read_database_time())) == 1
+
+
+@pytest.mark.django_db
+def test_the_database_tells_the_time_also_when_it_is_empty() -> None:
+    assert abs((read_database_time() - timezone.now()).total_seconds()) < 5
+
+
+@pytest.mark.django_db
+def test_caps_of_a_model_are_its_own_else_the_settings() -> None:
+    allow_model(name="capped", actor=ACTOR, max_tokens=5, max_prompt_chars=6, max_queue=7)
+    allow_model(name="plain", actor=ACTOR)
+    allow_model(name="off", actor=ACTOR)
+    disallow_model(name="off", actor=ACTOR)
+    catalogue = Catalogue(LIMITS)
+    catalogue.apply_models(catalogue.load_models())
+    capped, plain = catalogue.models["capped"], catalogue.models["plain"]
+    assert (capped.max_tokens, capped.max_prompt_chars, capped.max_queue) == (5, 6, 7)
+    assert (plain.max_tokens, plain.max_prompt_chars, plain.max_queue) == (1000, 2000, 3)
+    assert not catalogue.models["off"].allowed
+
+
+@pytest.mark.django_db
+def test_a_full_load_forgets_what_is_gone_and_an_incremental_one_does_not() -> None:
+    key, _ = make_key()
+    catalogue = Catalogue(LIMITS)
+    catalogue.apply_keys(catalogue.load_keys(None), replace=True)
+    catalogue.apply_keys([], replace=False)
+    assert catalogue.keys.keys() == {key.keyid}
+    catalogue.apply_keys([], replace=True)
+    assert catalogue.keys == {}
+
+
+@pytest.mark.django_db
+def test_loading_costs_one_query_however_many_keys() -> None:
+    for number in range(5):
+        make_key(f"k{number}", tenant=f"t{number}")
+    with CaptureQueriesContext(connections["default"]) as queries:
+        assert len(Catalogue(LIMITS).load_keys(None)) == 5
+    assert len(queries) == 1
+
+
+@pytest.mark.django_db
+def test_use_of_a_key_is_stored_without_looking_like_a_change_and_never_backwards() -> None:
+    key, _ = make_key()
+    store_key_use({key.pk: 2_000_000_000.0})
+    store_key_use({key.pk: 1_000_000_000.0})
+    again = ApiKey.objects.get(pk=key.pk)
+    assert again.last_used_at is not None
+    assert again.last_used_at.timestamp() == 2_000_000_000.0
+    assert again.updated_at == key.updated_at

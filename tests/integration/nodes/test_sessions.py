@@ -1,0 +1,324 @@
+"""What a worker session does to the database: enrolment, fencing, presence, and the rows that routing reads."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from nodes.errors import EnrolmentRefused
+from nodes.models import Node, NodeCredential, NodePresence, Reach
+from nodes.services import (
+    cordon_node,
+    delete_provider,
+    disable_provider,
+    drain_node,
+    revoke_credential,
+    set_mode,
+)
+from nodes.services.sessions import (
+    OpenedSession,
+    PresenceReport,
+    SessionRequest,
+    close_session,
+    find_revoked,
+    is_provider_open,
+    load_node_rows,
+    open_session,
+    write_presences,
+)
+from tests.integration.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence, make_provider
+from wire import bridge
+from wire.contract import NodeMode
+
+pytestmark = pytest.mark.django_db
+
+HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+def ask(
+    credential: NodeCredential,
+    name: str = "worker",
+    *,
+    live: frozenset[uuid.UUID] = frozenset(),
+    others: frozenset[uuid.UUID] = frozenset(),
+    gateway: uuid.UUID = HERE,
+    **fields: object,
+) -> OpenedSession:
+    """Open a session as a box of that name."""
+    message = bridge.Register(worker_name=name, **fields)  # type: ignore[arg-type]  # names of its fields
+    return open_session(
+        SessionRequest(
+            credential_id=credential.pk,
+            worker_name=name,
+            models=("m",),
+            max_concurrent=3,
+            protocol=bridge.MUSTER_V1,
+            gateway_id=gateway,
+            live_nodes=live,
+            other_gateways=others,
+            peer_address="10.0.0.1",
+            message=message,
+        )
+    )
+
+
+def test_a_new_box_is_enrolled_with_what_it_said() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    gpu = bridge.GpuInfo(index=0, name="RTX 4090", memory_total_mb=24_000)
+    opened = ask(credential, "rig", instance_id="i1", agent_version="1.2", owner_name="ada", gpus=[gpu], current_load=2)
+    node = Node.objects.select_related("presence").get(pk=opened.node_id)
+    assert (opened.node_name, opened.epoch, opened.mode, opened.cordoned, opened.draining) == ("rig", 1, "spare_on", False, False)
+    assert (node.reach, node.model_names, node.max_concurrent, node.epoch) == (Reach.RELAY, ["m"], 3, 1)
+    assert (node.gpu_name, node.vram_total_mb, node.agent_version, node.owner_name) == ("RTX 4090", 24_000, "1.2", "ada")
+    presence = node.presence
+    assert (presence.connected, presence.gateway_id, presence.active_requests) == (True, HERE, 2)
+    assert (presence.protocol, presence.peer_address) == (bridge.MUSTER_V1, "10.0.0.1")
+    (event,) = audited("node.connect")
+    assert event.detail == {"protocol": bridge.MUSTER_V1, "epoch": 1, "credential": "box"}
+
+
+def test_a_box_that_comes_back_keeps_its_row_and_what_was_decided_about_it() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="i1")
+    cordon_node(node_id=first.node_id, actor=ACTOR)
+    drain_node(node_id=first.node_id, actor=ACTOR, reason="fans")
+    set_mode(node_id=first.node_id, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
+    again = ask(credential, "rig", instance_id="i2", live=frozenset({first.node_id}))
+    assert again == replace(first, epoch=2, mode="spare_off", cordoned=True, draining=True)
+    assert Node.objects.count() == 1
+
+
+def test_workers_that_share_a_name_get_numbers_while_they_live() -> None:
+    credential, _ = make_credential(max_nodes=5)
+    live: set[uuid.UUID] = set()
+    for name in ("worker", "worker-2", "worker-3"):
+        opened = ask(credential, live=frozenset(live))
+        assert opened.node_name == name
+        live.add(opened.node_id)
+    two = Node.objects.get(name="worker-2").pk
+    assert ask(credential, live=frozenset(live - {two})).node_id == two
+
+
+def test_a_worker_comes_back_at_once_after_its_gateway_was_killed() -> None:
+    """The presence of the dead gateway still looks fresh; that must not make a second node of the same box."""
+    for max_nodes in (1, 5):
+        credential, _ = make_credential(f"c{max_nodes}", max_nodes=max_nodes)
+        before = ask(credential, gateway=THERE)
+        assert NodePresence.objects.get(node_id=before.node_id).connected
+        after = ask(credential, gateway=HERE)
+        assert (after.node_id, after.epoch) == (before.node_id, 2)
+
+
+def test_a_name_that_lives_on_another_gateway_is_taken() -> None:
+    credential, _ = make_credential(max_nodes=5)
+    there = ask(credential, gateway=THERE)
+    assert ask(credential, others=frozenset({THERE})).node_name == "worker-2"
+    NodePresence.objects.filter(node_id=there.node_id).update(last_heartbeat_at=timezone.now() - timedelta(seconds=16))
+    assert ask(credential, others=frozenset({THERE})).node_id == there.node_id
+
+
+def test_a_credential_for_one_box_lets_the_newer_session_take_over() -> None:
+    credential, _ = make_credential(max_nodes=1)
+    first = ask(credential)
+    second = ask(credential, live=frozenset({first.node_id}))
+    assert (second.node_id, second.epoch) == (first.node_id, 2)
+
+
+def test_a_credential_enrols_no_more_boxes_than_it_may() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    ask(credential, "a", instance_id="1")
+    ask(credential, "b", instance_id="2")
+    with pytest.raises(EnrolmentRefused, match="2"):
+        ask(credential, "c", instance_id="3")
+    assert ask(credential, "a", instance_id="4").epoch == 2
+    assert Node.objects.count() == 2
+
+
+def test_the_same_name_under_two_credentials_is_two_boxes() -> None:
+    one, _ = make_credential("one")
+    two, _ = make_credential("two")
+    assert ask(one).node_id != ask(two).node_id
+
+
+def test_a_bound_credential_speaks_for_its_node_whatever_name_the_box_says() -> None:
+    node = make_node("rig")
+    bound, _ = make_credential("bound", node_id=node.pk)
+    opened = ask(bound, "another name")
+    assert (opened.node_id, opened.node_name) == (node.pk, "rig")
+    assert Node.objects.count() == 1
+
+
+def test_a_revoked_credential_opens_nothing_even_if_it_was_checked_a_moment_ago() -> None:
+    credential, _ = make_credential()
+    revoke_credential(credential_id=credential.pk, actor=ACTOR)
+    with pytest.raises(EnrolmentRefused, match="revoked"):
+        ask(credential)
+    assert Node.objects.count() == 0
+
+
+def test_revoked_credentials_are_found_among_those_in_use() -> None:
+    kept, _ = make_credential("kept")
+    revoked, _ = make_credential("revoked")
+    revoke_credential(credential_id=revoked.pk, actor=ACTOR)
+    assert find_revoked([kept.pk, revoked.pk]) == {revoked.pk}
+    assert find_revoked([]) == set()
+
+
+def test_long_texts_of_a_box_are_cut_to_their_columns() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    gpu = bridge.GpuInfo(index=0, name="g" * 900)
+    long = "x" * 900
+    opened = ask(credential, "n" * 120, instance_id=long, agent_version=long, owner_name=long, gpus=[gpu], current_load=10**30)
+    node = Node.objects.get(pk=opened.node_id)
+    assert (len(node.instance_id), len(node.agent_version), len(node.owner_name), len(node.gpu_name)) == (64, 60, 120, 200)
+
+
+def test_a_long_shared_name_leaves_room_for_its_number() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    first = ask(credential, "n" * 120)
+    second = ask(credential, "n" * 120, live=frozenset({first.node_id}))
+    assert second.node_id != first.node_id
+    assert second.node_name.endswith("n-2")
+
+
+@pytest.mark.parametrize("state", ["enabled", "disabled", "deleted"])
+def test_only_an_enabled_provider_is_open(state: str) -> None:
+    make_provider("lab")
+    if state == "disabled":
+        disable_provider(name="lab", actor=ACTOR)
+    if state == "deleted":
+        delete_provider(name="lab", actor=ACTOR)
+    assert is_provider_open("lab") == (state == "enabled")
+    assert not is_provider_open("nobody")
+
+
+# closing and reporting
+
+
+def report(opened: OpenedSession, **changes: object) -> PresenceReport:
+    """Return what a gateway would say of the box."""
+    base = PresenceReport(
+        node_id=opened.node_id,
+        epoch=opened.epoch,
+        age_s=2.0,
+        active=1,
+        max_concurrent=3,
+        models=("m",),
+        status="available",
+        last_error="",
+        gpus=None,
+        replicas=None,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
+
+
+def presence_of(opened: OpenedSession) -> NodePresence:
+    return NodePresence.objects.get(node_id=opened.node_id)
+
+
+def test_closing_marks_the_node_as_gone() -> None:
+    opened = ask(make_credential()[0])
+    close_session(node_id=opened.node_id, epoch=opened.epoch, reason="x" * 500)
+    presence = presence_of(opened)
+    assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
+    (event,) = audited("node.disconnect")
+    assert event.detail["epoch"] == 1
+    assert len(event.detail["reason"]) == 200
+
+
+def test_an_older_session_closes_and_reports_nothing() -> None:
+    credential, _ = make_credential()
+    old = ask(credential)
+    new = ask(credential)
+    close_session(node_id=old.node_id, epoch=old.epoch, reason="late")
+    write_presences([report(old, active=9, models=("x",))], gateway_id=THERE)
+    presence = presence_of(new)
+    assert (presence.connected, presence.gateway_id, presence.active_requests) == (True, HERE, 0)
+    assert Node.objects.get(pk=new.node_id).model_names == ["m"]
+    assert audited("node.disconnect") == []
+
+
+def test_a_report_is_written_with_the_age_of_its_news() -> None:
+    opened = ask(make_credential()[0])
+    gpus = [
+        {"index": 0, "name": "a", "memory_total_mb": 10, "memory_used_mb": 4, "utilization_percent": 30.0},
+        {"index": 1, "name": "b", "memory_total_mb": 20, "memory_used_mb": 1, "utilization_percent": 70.5},
+    ]
+    before = timezone.now()
+    write_presences([report(opened, status="busy", last_error="e" * 900, gpus=gpus, replicas=[{"model": "m"}])], gateway_id=HERE)
+    presence = presence_of(opened)
+    assert presence.last_heartbeat_at is not None
+    assert abs((before - presence.last_heartbeat_at).total_seconds() - 2.0) < 1.0
+    assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpu_util_percent) == (5, 25, 70.5)
+    assert (presence.reported_status, presence.active_requests, len(presence.last_error)) == ("busy", 1, 500)
+    assert (presence.gpus, presence.replicas) == (gpus, [{"model": "m"}])
+
+
+def test_a_report_without_gpus_leaves_them_alone() -> None:
+    opened = ask(make_credential()[0])
+    write_presences([report(opened, gpus=[{"index": 0, "name": "a", "memory_used_mb": 4}])], gateway_id=HERE)
+    write_presences([report(opened)], gateway_id=HERE)
+    presence = presence_of(opened)
+    assert (presence.vram_used_mb, presence.vram_free_mb, len(presence.gpus)) == (4, None, 1)
+
+
+def test_new_models_touch_the_node_and_the_same_ones_do_not() -> None:
+    opened = ask(make_credential()[0])
+    before = Node.objects.get(pk=opened.node_id).updated_at
+    write_presences([report(opened)], gateway_id=HERE)
+    assert Node.objects.get(pk=opened.node_id).updated_at == before
+    write_presences([report(opened, models=("a", "b"))], gateway_id=HERE)
+    node = Node.objects.get(pk=opened.node_id)
+    assert node.model_names == ["a", "b"]
+    assert node.updated_at > before
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"last_error": "a\x00b"},
+        {"active": 10**30},
+        {"gpus": [{"index": 0, "name": "a\x00b"}]},
+        {"gpus": [{"index": 0, "name": "a", "memory_used_mb": 10**30}]},
+        {"replicas": [{"model": "a\x00"}]},
+    ],
+    ids=lambda poison: next(iter(poison)),
+)
+def test_a_report_that_cannot_be_stored_does_not_hold_the_others_up(poison: dict[str, object]) -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first, bad, last = (ask(credential, name, instance_id="i") for name in "abc")
+    write_presences([report(first), report(bad, **poison), report(last)], gateway_id=THERE)
+    assert [presence_of(opened).gateway_id for opened in (first, bad, last)] == [THERE, HERE, THERE]
+
+
+# rows for routing
+
+
+def test_rows_say_what_routing_needs_in_one_query() -> None:
+    credential, _ = make_credential(max_nodes=9)
+    opened = ask(credential, "b", instance_id="i1")
+    drain_node(node_id=opened.node_id, actor=ACTOR, reason="fans", timeout_s=60)
+    write_presences([report(opened)], gateway_id=HERE)
+    direct = make_node("a", reach=Reach.DIRECT, public_base_url="https://box.example/v1", model_names=["x"], credential=credential)
+    make_presence(direct, age_s=3.0, is_accepting_jobs=False)
+    make_node("c", credential=credential, reach=Reach.DIRECT)
+    with CaptureQueriesContext(connection, ) as queries:
+        rows = load_node_rows()
+    assert len(queries) == 1
+    one, two, three = rows
+    assert (one.name, one.is_direct, one.public_base_url, one.model_names) == ("a", True, "https://box.example/v1", ("x",))
+    assert one.heartbeat_age_s is not None
+    assert 3.0 <= one.heartbeat_age_s < 10.0
+    assert not one.is_accepting_jobs
+    assert (two.name, two.draining, two.drain_reason, two.epoch, two.instance_id) == ("b", True, "fans", 1, "i1")
+    assert two.drain_remaining_s is not None
+    assert 55 < two.drain_remaining_s <= 60
+    assert (two.connected, two.gateway_id, two.is_direct) == (True, HERE, False)
+    assert (three.is_direct, three.heartbeat_age_s, three.connected, three.reported_status) == (False, None, False, "offline")

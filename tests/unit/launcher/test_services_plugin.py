@@ -1,0 +1,78 @@
+"""The plugin that gives the tests their servers, and keeps tests from leaking rows into each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controlplane.launcher.environment import ROOT
+from tests.services_plugin import SharedServerScheduling, redis_url_of_worker
+
+_LEAKING = """
+import pytest
+
+@pytest.mark.django_db
+async def test_leaks():
+    pass
+
+async def test_leaks_by_fixture(db):
+    pass
+
+async def test_needs_no_rows():
+    pass
+
+@pytest.mark.browser
+def test_of_a_page():
+    pytest.skip("no browser")
+"""
+
+
+@pytest.mark.parametrize(
+    ("url", "worker", "expected"),
+    [
+        ("unix:///run/v.sock?db=0", "", "unix:///run/v.sock?db=0"),
+        ("unix:///run/v.sock?db=0", "gw1", "unix:///run/v.sock?db=2"),
+        ("redis://127.0.0.1:6379/0", "gw0", "redis://127.0.0.1:6379/1"),
+        ("redis://127.0.0.1:6379", "gw14", "redis://127.0.0.1:6379/15"),
+    ],
+)
+def test_each_worker_has_a_database_of_its_own(url: str, worker: str, expected: str) -> None:
+    assert redis_url_of_worker(url, worker) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "scope"),
+    [
+        ("tests/contract/behaviours/test_a.py::test_x[1]", "tests/contract/"),
+        ("tests/contract/test_b.py::test_y", "tests/contract/"),
+        ("tests/unit/wire/test_c.py::TestZ::test_z", "tests/unit/wire/test_c.py"),
+    ],
+)
+def test_tests_that_share_a_server_share_a_worker(nodeid: str, scope: str) -> None:
+    scheduling = SharedServerScheduling.__new__(SharedServerScheduling)
+    assert scheduling._split_scope(nodeid) == scope
+
+
+def test_leaking_tests_fail_and_skipped_pages_fail_in_ci(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(_LEAKING)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "pyproject.toml",
+        str(tmp_path / "test_sample.py"),
+    ]
+    environment = {**os.environ, "CI": "true"}
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=120)
+    assert answer.returncode == 1
+    assert "1 passed, 1 skipped, 2 errors" in answer.stdout, answer.stdout + answer.stderr
+    assert answer.stdout.count("an async test commits for real") >= 2
+    assert "1 × no browser" in answer.stdout
+    assert "CI: browser tests were skipped" in answer.stdout
