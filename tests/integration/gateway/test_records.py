@@ -167,7 +167,7 @@ async def test_thousands_of_requests_at_once_each_reach_their_final_state(writer
 
     records = await asyncio.gather(*(live(number) for number in range(3000)))
     await written(writer)
-    found = dict(rows.execute("SELECT id, state FROM gateway_requestrecord").fetchall())
+    found = {key: state for key, state in rows.execute("SELECT id, state FROM gateway_requestrecord").fetchall()}  # noqa: C416
     assert {record.id: record.state.value for record in records}.items() <= found.items()
     newest_last = rows.execute("SELECT id FROM gateway_requestrecord WHERE id = ANY(%s) ORDER BY created_at, id", [[*found]])
     mine = {record.id for record in records}

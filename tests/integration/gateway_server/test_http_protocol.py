@@ -240,9 +240,10 @@ async def test_an_error_never_lands_in_the_middle_of_another_answer() -> None:
                 assert (await visitor.head())[0] == 200
                 await streaming.wait()
                 await visitor.say(next_request)
-                with pytest.raises(ConnectionResetError):
-                    assert await visitor.rest() == b"4\r\ndata\r\n"
-                    raise ConnectionResetError  # a close in order is as good: the chunked answer is not whole
+                try:
+                    assert await visitor.rest() == b"4\r\ndata\r\n"  # not whole: it has no last chunk
+                except ConnectionResetError:
+                    pass
 
 
 # the handle
@@ -311,7 +312,6 @@ async def test_abort_resets_the_connection() -> None:
     async with serve(app) as door, door.visit() as visitor:
         await visitor.say(GET)
         with pytest.raises(ConnectionResetError):
-            await visitor.head()
             await visitor.rest()
 
 

@@ -59,6 +59,12 @@ async def fragments(client: ClientConnection) -> list[str | bytes]:
         return [part async for part in client.recv_streaming()]
 
 
+async def read_all(client: ClientConnection) -> None:
+    """Read until the connection ends. Raises ConnectionClosed."""
+    while True:
+        await client.recv()
+
+
 @pytest.mark.parametrize("size", [0, 1, MEGABYTE, MEGABYTE + 1, 20 * MEGABYTE + 3])
 @pytest.mark.parametrize("kind", ["text", "bytes"])
 async def test_no_frame_is_larger_than_a_worker_takes(size: int, kind: str) -> None:
@@ -160,8 +166,7 @@ async def test_a_worker_that_reads_nothing_is_cut_off_by_a_close() -> None:
             await gone.wait()
         client.transport.resume_reading()
         with pytest.raises(websockets.ConnectionClosed):
-            while True:
-                await client.recv()
+            await read_all(client)
         await client.close()
 
 

@@ -49,6 +49,15 @@ class OpenStream:
         self.attempt = attempt
         self.frames: asyncio.Queue[frames.Frame] = asyncio.Queue()
 
+    def take(self, frame: frames.Frame) -> None:
+        """Queue a frame; a whole answer counts as the three frames that it stands for."""
+        if frame.kind != frames.REPLY:
+            self.frames.put_nowait(frame)
+            return
+        head, body, end = frames.decode_reply(frame.payload)
+        for kind, payload in ((frames.HEAD, frames.encode_json(head)), (frames.DATA, body), (frames.END, frames.encode_json(end))):
+            self.frames.put_nowait(frame._replace(kind=kind, payload=payload))
+
     async def next(self) -> frames.Frame:
         return await asyncio.wait_for(self.frames.get(), DEADLINE_S)
 
@@ -145,7 +154,7 @@ class ConnectedBox:
                 async with self.news:
                     if isinstance(data, bytes):
                         frame = frames.decode_frame(data)
-                        self.streams[frame.stream].frames.put_nowait(frame)
+                        self.streams[frame.stream].take(frame)
                     else:
                         self.messages.append(bridge.decode_worker_message(data))
                     self.news.notify_all()

@@ -164,7 +164,7 @@ async def test_the_place_of_a_client_that_left_goes_to_the_next() -> None:
     await settle()
     assert floor.dispatcher.depth == 1
     lease.release()
-    assert third.result()
+    assert third.result().link.active == 1
     assert isinstance(second.exception(), ClientLeft)
 
 

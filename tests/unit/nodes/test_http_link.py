@@ -14,6 +14,7 @@ from nodes.session import OpenRequest
 from tests.unit.nodes.upstream import Answer, Visit, run_upstream
 
 OK = b"HTTP/1.1 200 OK\r\n"
+EARLY = b"HTTP/1.1 103 Early\r\nx: y\r\n\r\n"
 
 
 class Recorder:
@@ -135,7 +136,7 @@ async def test_a_peer_is_told_node_attempt_deadline_and_tenant() -> None:
         ([OK + b"\r\nhe", b"llo"], True, False),
         ([OK + b"connection: close\r\ncontent-length: 5\r\n\r\nhello"], True, False),
         ([b"HTTP/1.0 200 OK\r\n\r\nhello"], True, False),
-        ([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\nx: y\r\n\r\n" + OK + b"content-length: 5\r\n\r\nhello"], False, True),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n", EARLY + OK + b"content-length: 5\r\n\r\nhello"], False, True),
     ],
     ids=["sized", "chunked", "until close", "connection close", "http 1.0", "interim responses"],
 )

@@ -149,7 +149,7 @@ async def test_a_bridge_worker_is_asked_to_leave_once_and_closed_when_it_is_idle
 
 
 @pytest.mark.parametrize("reason", [{"draining": True}, {"mode": "spare_off"}])
-async def test_work_that_outlives_the_deadline_of_a_drain_ends_as_reclaimed(setting: Setting, reason: dict[str, object]) -> None:
+async def test_work_that_outlives_a_drains_deadline_ends_as_reclaimed(setting: Setting, reason: dict[str, object]) -> None:
     box = setting.box()
     ends = run_on(box.link)
     setting.apply(make_row(box.link.node_id, drain_remaining_s=5.0, **reason))

@@ -276,3 +276,14 @@ def as_bytes(frame: str | bytes) -> bytes:
     """Return a frame that must be binary."""
     assert isinstance(frame, bytes)
     return frame
+
+
+def test_a_whole_answer_leaves_in_one_frame_and_closes_the_stream() -> None:
+    session = accepted_session()
+    stream = open_stream(session)
+    frame = frames.decode_frame(stream.reply(frames.Head(status=200), b"{}", frames.End()))
+    assert frame.kind == frames.REPLY
+    assert frames.decode_reply(frame.payload) == (frames.Head(status=200), b"{}", frames.End())
+    assert not stream.is_open
+    with pytest.raises(StreamClosed):
+        stream.end(frames.End())

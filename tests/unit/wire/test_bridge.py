@@ -26,8 +26,10 @@ GOLDEN: list[tuple[bridge.Message, str]] = [
             body='{"a":1}',
             headers={"content-type": "application/json"},
         ),
-        '{"type":"request","request_id":"request-1","model":"m","endpoint_path":"/v1/chat/completions",'
-        '"is_streaming":false,"body":"{\\"a\\":1}","headers":{"content-type":"application/json"}}',
+        (
+            '{"type":"request","request_id":"request-1","model":"m","endpoint_path":"/v1/chat/completions",'
+            '"is_streaming":false,"body":"{\\"a\\":1}","headers":{"content-type":"application/json"}}'
+        ),
     ),
     (
         bridge.Request(request_id="r", model="m", endpoint_path="/x", is_streaming=True, body=""),
@@ -52,8 +54,10 @@ GOLDEN: list[tuple[bridge.Message, str]] = [
 
 WORKER_FRAMES: list[tuple[str, bridge.WorkerMessage]] = [
     (
-        '{"type":"register","worker_name":"worker","models":["default"],"max_concurrent":1,'
-        '"protocol_version":"2026-04-bridge-v1","current_load":0}',
+        (
+            '{"type":"register","worker_name":"worker","models":["default"],"max_concurrent":1,'
+            '"protocol_version":"2026-04-bridge-v1","current_load":0}'
+        ),
         bridge.Register(models=["default"], protocol_version=bridge.BRIDGE_V1),
     ),
     ('{"type":"register"}', bridge.Register()),
@@ -62,8 +66,10 @@ WORKER_FRAMES: list[tuple[str, bridge.WorkerMessage]] = [
         bridge.ResponseChunk(request_id="request-1", chunk="data: {}\n\n"),
     ),
     (
-        '{"type":"response_complete","request_id":"request-1","status_code":200,"headers":{"content-type":"x"},"body":"b",'
-        '"token_counts":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}',
+        (
+            '{"type":"response_complete","request_id":"request-1","status_code":200,"headers":{"content-type":"x"},'
+            '"body":"b","token_counts":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'
+        ),
         bridge.ResponseComplete(
             request_id="request-1",
             status_code=200,

@@ -148,3 +148,23 @@ def test_credit_of_another_size_is_refused(payload: bytes) -> None:
 def test_a_head_of_another_shape_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="HEAD"):
         frames.decode_head(payload)
+
+
+@given(head=HEADS, body=st.binary(max_size=200), end=ENDS)
+def test_a_whole_answer_comes_back_as_it_went(head: frames.Head, body: bytes, end: frames.End) -> None:
+    frame = frames.decode_frame(frames.encode_reply(7, 2, head, body, end))
+    assert (frame.kind, frame.stream, frame.attempt) == (frames.REPLY, 7, 2)
+    assert frames.decode_reply(frame.payload) == (head, body, end)
+
+
+@given(head=HEADS, body=st.binary(max_size=50), end=ENDS, cut=st.integers(0, 400))
+def test_a_whole_answer_cut_short_is_a_protocol_error_or_a_shorter_body(
+    head: frames.Head, body: bytes, end: frames.End, cut: int
+) -> None:
+    payload = frames.decode_frame(frames.encode_reply(7, 2, head, body, end)).payload
+    kept = payload[: max(0, len(payload) - 1 - cut)]
+    try:
+        _head, rest, _end = frames.decode_reply(kept)
+    except ProtocolError:
+        return
+    assert body.startswith(rest) and len(rest) < len(body)

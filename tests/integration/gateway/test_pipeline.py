@@ -1,0 +1,391 @@
+"""The life of a request from its bytes to its record, over a real writer and boxes played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from datetime import datetime
+from typing import Any
+
+import psycopg
+import pytest
+
+from gateway.admission import Admission, RateLimiter
+from gateway.auth import KeyRing
+from gateway.catalogue import Catalogue, KeyEntry, ModelEntry
+from gateway.dialects import SURFACES
+from gateway.dispatch import Dispatcher
+from gateway.errors import ShuttingDown
+from gateway.pipeline import Pipeline
+from gateway.records import RecordWriter
+from gateway.values import Caller, Limits, Timeouts
+from nodes.links import EndKind, LinkRegistry
+from nodes.links.keeper import LinkKeeper
+from nodes.states import HealthPolicy
+from tests.unit.gateway.asgi_client import MemoryClient
+from tests.unit.nodes.link_fakes import FakeLink, FakeStream
+from wire.credentials import CredentialKind, mint_credential
+from wire.ids import parse_id
+
+Rows = psycopg.Connection[tuple[object, ...]]
+CHAT = SURFACES["/v1/chat/completions"]
+SSE = {"content-type": "text/event-stream"}
+ANSWER = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}'
+
+
+class Gateway:
+    """A pipeline with everything it holds, one key and one allowed model ``m``."""
+
+    def __init__(self, rows: Rows, *, timeouts: Timeouts | None = None, per_minute: int = 1000, max_queue: int = 10) -> None:
+        self.rows = rows
+        self.timeouts = timeouts or Timeouts()
+        self.limits = Limits()
+        self.registry = LinkRegistry()
+        gateway_id = uuid.uuid4()
+        keeper = LinkKeeper(
+            self.registry, health=HealthPolicy(), gateway_id=gateway_id, cluster_secret="", connect_s=1.0
+        )
+        catalogue = Catalogue(self.limits)
+        minted = mint_credential(CredentialKind.CLIENT)
+        self.key = minted.text
+        caller = Caller(
+            key_id=uuid.uuid4(), key_name="k", tenant="t", requests_per_minute=per_minute, allowed_models=frozenset()
+        )
+        catalogue.apply_keys([(minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None))], replace=True)
+        entry = ModelEntry(
+            name="m", allowed=True, owned_by="x", max_tokens=100, max_prompt_chars=1000, max_queue=max_queue, created=0
+        )
+        catalogue.apply_models([entry])
+        self.records = RecordWriter(accept_s=5.0, max_pending=1000)
+        self.records.start()
+        self.dispatcher = Dispatcher(self.registry, keeper, self.timeouts)
+        self.pipeline = Pipeline(
+            gateway_id=gateway_id,
+            keys=KeyRing(catalogue),
+            limiter=RateLimiter(),
+            admission=Admission(catalogue, lambda name: False),
+            dispatcher=self.dispatcher,
+            records=self.records,
+            limits=self.limits,
+            timeouts=self.timeouts,
+        )
+
+    def link(self, *, slots: int = 1) -> FakeLink:
+        link = FakeLink("m", slots=slots)
+        self.registry.add(link)
+        return link
+
+    def ask(self, key: str = "", /, **fields: object) -> Request:
+        """Send a chat request."""
+        content = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+        headers = {"authorization": f"Bearer {key or self.key}", "content-type": "application/json"}
+        client = MemoryClient(body=[content], headers=headers, limits=self.limits, timeouts=self.timeouts)
+        return Request(self, client, asyncio.create_task(self.pipeline.serve(client.connection, CHAT)))
+
+
+class Request:
+    """A request under way."""
+
+    def __init__(self, gateway: Gateway, client: MemoryClient, task: asyncio.Task[None]) -> None:
+        self.gateway = gateway
+        self.client = client
+        self.task = task
+
+    async def on(self, link: FakeLink) -> FakeStream:
+        """Wait until it is on that box."""
+        await self.client.wait(lambda: link.streams or self.task.done())
+        return link.streams[0]
+
+    async def done(self) -> None:
+        async with asyncio.timeout(10):
+            await self.task
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.client.body)["error"]
+        return error
+
+    async def record(self, *columns: str) -> tuple[object, ...]:
+        """Return columns of its row, once it is final."""
+        row_id = parse_id("req", self.client.headers["x-request-id"])
+        return await self.gateway_record(row_id, *columns)
+
+    async def gateway_record(self, row_id: uuid.UUID | None, *columns: str) -> tuple[object, ...]:
+        query = f"SELECT {', '.join(columns)} FROM gateway_requestrecord WHERE id = %s AND finished_at IS NOT NULL"
+        async with asyncio.timeout(10):
+            while (row := self.gateway.rows.execute(query, [row_id]).fetchone()) is None:
+                await asyncio.sleep(0.005)
+        return row
+
+
+@pytest.fixture
+async def make_gateway(rows: Rows) -> AsyncIterator[Callable[..., Gateway]]:
+    made: list[Gateway] = []
+
+    def make(**options: Any) -> Gateway:
+        made.append(Gateway(rows, **options))
+        return made[-1]
+
+    yield make
+    for gateway in made:
+        assert all(link.active == 0 for link in gateway.registry)
+        assert gateway.dispatcher.depth == 0
+        await gateway.records.stop()
+
+
+Make = Callable[..., Gateway]
+
+
+async def test_an_answer_and_its_record(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(max_tokens=9)
+    stream = await request.on(link)
+    assert gateway.rows.execute("SELECT state, node_name FROM gateway_requestrecord").fetchall()
+    stream.answer(ANSWER)
+    await request.done()
+    assert (request.client.status, request.client.body) == (200, ANSWER)
+    assert request.client.headers["x-ratelimit-remaining-requests"] == "999"
+    row = await request.record(
+        "state", "status_code", "node_name", "attempts", "prompt_tokens", "completion_tokens", "tokens_estimated", "max_tokens"
+    )
+    assert row == ("completed", 200, link.node_name, 1, 3, 4, False, 9)
+    created, finished = await request.record("created_at", "finished_at")
+    assert isinstance(created, datetime)
+    assert isinstance(finished, datetime)
+    assert created <= finished
+
+
+async def test_an_engines_error_is_passed_on_and_recorded_as_a_failure(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask()
+    (await request.on(link)).answer(b'{"error":"oom"}', status=500)
+    await request.done()
+    assert (request.client.status, request.client.body) == (500, b'{"error":"oom"}')
+    assert await request.record("state", "status_code", "error_code") == ("failed", 500, "FORWARDED_REQUEST_FAILED")
+
+
+async def test_a_lost_box_before_the_first_byte_is_another_boxs_turn(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    first, second = gateway.link(), gateway.link()
+    request = gateway.ask()
+    await request.on(first)
+    gateway.registry.remove(first)
+    (await request.on(second)).answer(ANSWER)
+    await request.done()
+    assert request.client.status == 200
+    assert await request.record("state", "attempts", "node_name") == ("completed", 2, second.node_name)
+
+
+async def test_after_three_more_boxes_it_is_given_up(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    request = gateway.ask()
+    for _ in range(4):
+        link = gateway.link()
+        await request.on(link)
+        gateway.registry.remove(link)
+    await request.done()
+    assert (request.client.status, request.error["code"]) == (503, "REQUEST_INTERRUPTED")
+    assert await request.record("state", "attempts") == ("interrupted", 4)
+
+
+async def test_a_busy_box_costs_no_attempt_of_the_four(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask()
+    for _ in range(6):
+        (await request.on(link)).end(EndKind.BUSY)
+    (await request.on(link)).answer(ANSWER)
+    await request.done()
+    assert request.client.status == 200
+    assert await request.record("state", "attempts") == ("completed", 7)
+
+
+async def test_a_stream_that_broke_is_told_and_recorded(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(stream=True)
+    stream = await request.on(link)
+    stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
+    gateway.registry.remove(link)
+    await request.done()
+    assert request.client.body.count(b"REQUEST_INTERRUPTED") == 1
+    assert await request.record("state", "error_code") == ("interrupted", "REQUEST_INTERRUPTED")
+
+
+@pytest.mark.parametrize("moment", ["queued", "waiting", "streaming"])
+async def test_a_client_that_leaves_is_recorded_as_cancelled(make_gateway: Make, moment: str) -> None:
+    gateway = make_gateway()
+    link = gateway.link() if moment != "queued" else None
+    request = gateway.ask(stream=True)
+    if link is None:
+        await request.client.wait(lambda: gateway.dispatcher.depth)
+    else:
+        stream = await request.on(link)
+        if moment == "streaming":
+            stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
+    ((row_id,),) = gateway.rows.execute("SELECT id FROM gateway_requestrecord").fetchall()
+    request.client.leave()
+    await request.done()
+    row = await request.gateway_record(uuid.UUID(str(row_id)), "state", "error_code", "status_code")
+    assert row == ("cancelled", "CLIENT_CLOSED_REQUEST", 499)
+
+
+async def test_a_client_that_reads_late_is_waited_for_before_the_end(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(stream=True)
+    stream = await request.on(link)
+    request.client.reading.clear()
+    stream.answer(b"data: 1\n\n", b"data: [DONE]\n\n", headers=SSE)
+    assert link.active == 0  # the slot does not wait for the client
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not request.task.done()
+    request.client.reading.set()
+    await request.done()
+    assert request.client.is_whole
+    assert await request.record("state") == ("completed",)
+
+
+async def test_a_task_that_is_cancelled_as_its_slot_is_granted_gives_it_back(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    request = gateway.ask()
+    await request.client.wait(lambda: gateway.dispatcher.depth)
+    link = gateway.link()
+    assert link.active == 1
+    request.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request.task
+    assert link.active == 0
+
+
+REFUSALS: list[tuple[dict[str, object], int, str]] = [
+    ({"model": "nobody"}, 404, "MODEL_NOT_ALLOWED"),
+    ({"model": "a\x00b"}, 400, "BAD_REQUEST"),
+    ({"messages": []}, 400, "BAD_REQUEST"),
+    ({"max_tokens": 10**40}, 400, "MAX_TOKENS_TOO_LARGE"),
+    ({"max_tokens": 2**31}, 400, "MAX_TOKENS_TOO_LARGE"),
+    ({"messages": [{"role": "user", "content": "x" * 2000}]}, 400, "PROMPT_TOO_LARGE"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "code"), REFUSALS, ids=lambda value: str(value)[:20])
+async def test_a_refusal_is_said_and_recorded_and_harms_nobody(
+    make_gateway: Make, fields: dict[str, object], status: int, code: str
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(**fields)
+    await request.done()
+    assert (request.client.status, request.error["code"]) == (status, code)
+    assert await request.record("state", "status_code", "error_code") == ("rejected", status, code)
+    other = gateway.ask()
+    (await other.on(link)).answer(ANSWER)
+    await other.done()
+    assert await other.record("state") == ("completed",)
+    assert gateway.records.is_healthy
+
+
+async def test_an_unknown_key_is_refused_without_a_record(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    request = gateway.ask("sk-x")
+    await request.done()
+    assert (request.client.status, request.error["code"]) == (401, "INVALID_API_KEY")
+    assert request.client.headers["www-authenticate"] == "Bearer"
+    assert gateway.rows.execute("SELECT count(*) FROM gateway_requestrecord").fetchone() == (0,)
+
+
+async def test_a_key_over_its_rate_is_told_when_to_come_back(make_gateway: Make) -> None:
+    gateway = make_gateway(per_minute=1)
+    link = gateway.link()
+    first = gateway.ask()
+    (await first.on(link)).answer(ANSWER)
+    await first.done()
+    second = gateway.ask()
+    await second.done()
+    assert (second.client.status, second.error["code"]) == (429, "RATE_LIMITED")
+    assert 1 <= int(second.client.headers["retry-after"]) <= 60
+    assert second.client.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_a_full_queue_refuses_before_anything_is_accepted(make_gateway: Make) -> None:
+    gateway = make_gateway(max_queue=1)
+    link = gateway.link()
+    running = gateway.ask()
+    stream = await running.on(link)
+    waiting = gateway.ask()
+    await waiting.client.wait(lambda: gateway.dispatcher.depth)
+    refused = gateway.ask()
+    await refused.done()
+    assert (refused.client.status, refused.error["code"]) == (503, "NO_AVAILABLE_NODE")
+    assert "retry-after" in refused.client.headers
+    assert await refused.record("state") == ("rejected",)
+    stream.answer(ANSWER)
+    (await waiting.on(link)).answer(ANSWER)
+    await asyncio.gather(running.done(), waiting.done())
+
+
+async def test_nobody_to_serve_the_model_is_said_after_a_short_wait(make_gateway: Make) -> None:
+    gateway = make_gateway(timeouts=Timeouts(no_node_wait_s=0.02))
+    request = gateway.ask()
+    began = time.monotonic()
+    await request.done()
+    assert time.monotonic() - began < 5
+    assert (request.client.status, request.error["code"]) == (503, "NO_AVAILABLE_NODE")
+    assert await request.record("state") == ("failed",)
+
+
+async def test_stopping_sends_the_waiting_away_and_takes_nothing_new(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    waiting = gateway.ask()
+    await waiting.client.wait(lambda: gateway.dispatcher.depth)
+    gateway.pipeline.is_stopping = True
+    gateway.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
+    late = gateway.ask()
+    await asyncio.gather(waiting.done(), late.done())
+    assert [request.client.status for request in (waiting, late)] == [503, 503]
+    assert await waiting.record("state") == ("interrupted",)
+
+
+async def test_usage_beyond_all_reason_is_clamped(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask()
+    (await request.on(link)).answer(b'{"usage":{"prompt_tokens":-5,"completion_tokens":%d}}' % 10**30)
+    await request.done()
+    assert await request.record("state", "prompt_tokens", "completion_tokens") == ("completed", 0, 2**31 - 1)
+
+
+async def test_many_requests_over_boxes_that_come_and_go_all_end_in_one_state(make_gateway: Make) -> None:
+    gateway = make_gateway(max_queue=1000)
+    requests = [gateway.ask(stream=number % 2 == 0) for number in range(120)]
+    pending = {request.task for request in requests}
+    turn = 0
+    while pending:
+        links = [link for link in gateway.registry if isinstance(link, FakeLink)]
+        if len(links) < 3:
+            links.append(gateway.link(slots=3))
+        turn += 1
+        for link in links:
+            for stream in list(link.streams)[: 1 + turn % 3]:
+                stream.answer(ANSWER)
+        if turn % 7 == 0:
+            gateway.registry.remove(links[turn % len(links)])
+        if turn % 5 == 0 and turn < 60:
+            requests[turn].client.leave()
+        await asyncio.sleep(0.001)
+        pending = {task for task in pending if not task.done()}
+    await asyncio.gather(*(request.task for request in requests))
+    async with asyncio.timeout(10):
+        while gateway.records.pending:
+            await asyncio.sleep(0.005)
+    await gateway.records.stop()
+    states = [state for (state,) in gateway.rows.execute("SELECT state FROM gateway_requestrecord").fetchall()]
+    assert len(states) == 120
+    assert set(states) <= {"completed", "cancelled", "interrupted"}
+    assert states.count("completed") > 80

@@ -1,0 +1,112 @@
+"""A gateway's background: start, staying in step with the rows, and stopping when a part of it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections
+
+from gateway.models import ApiKey, GatewayProcess
+from gateway.runtime import GatewayRuntime
+from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
+from wire.credentials import CredentialKind, parse_keyid
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ACTOR = "user:ada"
+
+
+@pytest.fixture(autouse=True)
+async def _close_connections() -> AsyncIterator[None]:
+    yield
+    await sync_to_async(connections.close_all)()
+
+
+@asynccontextmanager
+async def run_gateway() -> AsyncIterator[GatewayRuntime]:
+    runtime = GatewayRuntime()
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.stop()
+
+
+@sync_to_async
+def make_key() -> tuple[ApiKey, str]:
+    create_tenant(name="acme", actor=ACTOR)
+    return create_api_key(name="k", tenant_name="acme", actor=ACTOR)
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_knows_keys_and_models_when_it_has_started_and_says_good_bye() -> None:
+    key, _ = await make_key()
+    await sync_to_async(allow_model)(name="m", actor=ACTOR)
+    async with run_gateway() as runtime:
+        assert key.keyid in runtime.catalogue.keys
+        assert runtime.catalogue.models["m"].allowed
+        assert runtime.is_known_model("m")
+        process = await GatewayProcess.objects.aget(pk=runtime.gateway_id)
+        assert process.stopped_at is None
+    assert (await GatewayProcess.objects.aget(pk=runtime.gateway_id)).stopped_at is not None
+
+
+async def test_a_revoked_key_stops_working_within_five_seconds() -> None:
+    async with run_gateway() as runtime:
+        key, text = await make_key()
+        keyid = parse_keyid(text, CredentialKind.CLIENT)
+        assert keyid is not None
+        await until(lambda: keyid in runtime.catalogue.keys)
+        await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
+        await until(lambda: runtime.catalogue.keys[keyid].revoked)
+
+
+async def test_a_change_without_a_hint_is_found_by_the_sweep() -> None:
+    async with run_gateway() as runtime:
+        key, _ = await make_key()
+        await until(lambda: key.keyid in runtime.catalogue.keys)
+        now = runtime.catalogue.keys[key.keyid]
+        await ApiKey.objects.filter(pk=key.pk).aupdate(requests_per_minute=3)
+        await until(lambda: runtime.catalogue.keys[key.keyid] != now)
+        assert runtime.catalogue.keys[key.keyid].caller.requests_per_minute == 3
+
+
+async def test_the_heartbeat_goes_on() -> None:
+    async with run_gateway() as runtime:
+        row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
+        first = (await row.aget()).heartbeat_at
+        async with asyncio.timeout(5):
+            while (await row.aget()).heartbeat_at == first:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_gateway_whose_background_dies_stops_itself() -> None:
+    stopped: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    try:
+        async with run_gateway() as runtime:
+            sweeps = runtime._tasks[0]
+            runtime.keeper.apply = None  # type: ignore[method-assign, assignment]  # whatever bug there may be
+            await until(sweeps.done)
+            await until(lambda: stopped)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert stopped == [signal.SIGTERM]
+
+
+async def test_stopping_leaves_no_task_behind() -> None:
+    before = asyncio.all_tasks()
+    async with run_gateway():
+        assert len(asyncio.all_tasks()) > len(before)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before
