@@ -49,6 +49,8 @@ class RateLimiter:
         start = now - _WINDOW_S
         while window and window[0] <= start:
             window.popleft()
+        if limit < 1:
+            raise RateLimited("This key may send no requests.", retry_after_s=_WINDOW_S)
         if len(window) >= limit:
             wait = window[len(window) - limit] + _WINDOW_S - now
             raise RateLimited(
@@ -99,12 +101,8 @@ class Admission:
         entry = self._catalogue.models.get(name)
         if entry is None or not entry.allowed:
             if entry is None and not self._is_known_model(name):
-                raise ModelUnknown(
-                    f"The model '{name}' does not exist. GET /v1/models lists what can be used.", param="model"
-                )
-            raise ModelNotAllowed(
-                f"The model '{name}' is not allow-listed here; ask an operator to allow it.", param="model"
-            )
+                raise ModelUnknown(f"The model '{name}' does not exist. GET /v1/models lists what can be used.", param="model")
+            raise ModelNotAllowed(f"The model '{name}' is not allow-listed here; ask an operator to allow it.", param="model")
         if caller.allowed_models and name not in caller.allowed_models:
             raise ModelNotAllowed(f"This API key may not use the model '{name}'.", param="model")
         return entry

@@ -51,12 +51,8 @@ class RequestListView(APIView):
     @extend_schema(
         operation_id="list_requests",
         parameters=[
-            OpenApiParameter(
-                "limit", int, description=f"How many at most, 1 to {MAX_LIMIT}; {DEFAULT_LIMIT} by default"
-            ),
-            OpenApiParameter(
-                "status", str, enum=[state.value for state in RequestState], description="Only this status"
-            ),
+            OpenApiParameter("limit", int, description=f"How many at most, 1 to {MAX_LIMIT}; {DEFAULT_LIMIT} by default"),
+            OpenApiParameter("status", str, enum=[state.value for state in RequestState], description="Only this status"),
             OpenApiParameter("node_id", str, description="Only requests that this box served"),
         ],
         responses={200: RequestListSerializer, 400: ErrorSerializer, 401: ErrorSerializer},

@@ -35,9 +35,7 @@ class ApiKey(models.Model):
     tenant = models.ForeignKey(Tenant, on_delete=models.PROTECT, related_name="keys")
     keyid = models.CharField(max_length=12, unique=True)
     digest = models.BinaryField(max_length=32, editable=False)
-    requests_per_minute = models.PositiveIntegerField(
-        null=True, blank=True, help_text="Empty = the tenant's, else the setting"
-    )
+    requests_per_minute = models.PositiveIntegerField(null=True, blank=True, help_text="Empty = the tenant's, else the setting")
     allowed_models = ArrayField(
         models.CharField(max_length=200), default=list, blank=True, help_text="Empty = every allow-listed model"
     )

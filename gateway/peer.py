@@ -18,9 +18,7 @@ _sequence = count(1)
 _NO_HEADERS: list[Header] = []
 
 
-async def serve_peer(
-    *, dispatcher: Dispatcher, limits: Limits, client: ClientConnection, link: Link, surface: Surface
-) -> None:
+async def serve_peer(*, dispatcher: Dispatcher, limits: Limits, client: ClientConnection, link: Link, surface: Surface) -> None:
     """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut."""
     body = await client.read_body()
     headers = client.headers

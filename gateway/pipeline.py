@@ -78,9 +78,7 @@ class Pipeline:
             record, job = await self._admit(client, surface, caller, body, record_id, extra)
             while True:
                 lease = await self._find_slot(client, job, record)
-                exchange = Exchange(
-                    job=job, lease=lease, client=client, surface=surface, limits=self.limits, extra=extra
-                )
+                exchange = Exchange(job=job, lease=lease, client=client, surface=surface, limits=self.limits, extra=extra)
                 outcome = await exchange.run()
                 if not self._should_retry(outcome, job, lease):
                     break
@@ -122,9 +120,7 @@ class Pipeline:
             self._record_refusal(error, caller, surface, request, record_id)
             raise
         request_id = format_id("req", record_id)
-        job = self.dispatcher.new_job(
-            request_id=request_id, request=request, tenant=caller.tenant, max_queue=model.max_queue
-        )
+        job = self.dispatcher.new_job(request_id=request_id, request=request, tenant=caller.tenant, max_queue=model.max_queue)
         record = self._new_record(record_id, caller, request)
         client.watch()
         metrics.TALLY.in_flight += 1
@@ -294,9 +290,7 @@ class Pipeline:
         self.records.add_final(record)
 
 
-def send_error(
-    client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]
-) -> None:
+def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:
     """Send an error as a whole response in the surface's dialect."""
     headers: list[Header] = [(b"content-type", b"application/json"), *extra]
     if surface.is_anthropic:

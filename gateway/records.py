@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from datetime import UTC, datetime
 
 import msgspec
@@ -116,13 +117,18 @@ _NOT_OF_LIBPQ = {"context", "cursor_factory", "prepare_threshold", "options"}
 class _Accept:
     """A row on its way in and the future of whoever waits for it (None: nobody does)."""
 
-    __slots__ = ("future", "given_up", "record", "timer")
+    __slots__ = ("due_at", "future", "given_up", "record")
 
     def __init__(self, record: Record, future: asyncio.Future[None] | None) -> None:
         self.record = record
         self.future = future
         self.given_up = False
-        self.timer: asyncio.TimerHandle | None = None
+        self.due_at = 0.0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether nobody waits any more."""
+        return self.future is None or self.future.done()
 
 
 class RecordWriter:
@@ -136,6 +142,8 @@ class RecordWriter:
         self._updates: dict[uuid.UUID, Record] = {}
         self._lock = threading.Lock()
         """Held while the two above change hands: a dict insertion may yield to the other thread half-way (UUID.__hash__)."""
+        self._outstanding: deque[_Accept] = deque()
+        self._watch: asyncio.TimerHandle | None = None
         self._wake = threading.Event()
         self._lingering: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -170,7 +178,10 @@ class RecordWriter:
         with self._lock:
             self._inserts.append(entry)
         self._wake.set()
-        entry.timer = self._loop.call_later(self._accept_s, self._give_up, entry)
+        entry.due_at = self._loop.time() + self._accept_s
+        self._outstanding.append(entry)
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding)
         return future
 
     def touch(self, record: Record) -> None:
@@ -203,16 +214,21 @@ class RecordWriter:
         self._lingering = None
         self._wake.set()
 
-    def _give_up(self, entry: _Accept) -> None:
-        if entry.future is not None and not entry.future.done():
-            entry.given_up = True
-            entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
+    def _check_outstanding(self) -> None:
+        """Give up on what waits too long. One timer for all: requests are many, and a stuck database is rare."""
+        assert self._loop is not None
+        now = self._loop.time()
+        outstanding = self._outstanding
+        while outstanding and (outstanding[0].is_answered or outstanding[0].due_at <= now):
+            entry = outstanding.popleft()
+            if entry.future is not None and not entry.future.done():
+                entry.given_up = True
+                entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
+        self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if outstanding else None
 
     def _resolve(self, entries: list[_Accept]) -> None:
         self._reject([entry for entry in entries if entry.given_up])  # it got in after all, and nobody serves it
         for entry in entries:
-            if entry.timer is not None:
-                entry.timer.cancel()
             if entry.future is not None and not entry.future.done():
                 entry.future.set_result(None)
 

@@ -32,13 +32,14 @@ from gateway.pipeline import Pipeline
 from gateway.reconciler import close_orphaned_requests
 from gateway.records import RecordWriter
 from nodes.addresses import resolve_direct_target
-from nodes.consumers import WorkerEndpoint, presence_reports
+from nodes.consumers import WorkerEndpoint
 from nodes.errors import NodeError
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
 from nodes.offload import run_in_database
+from nodes.presence import presence_reports
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.states import NodeRow
 from wire.ids import new_uuid7
@@ -253,9 +254,7 @@ class GatewayRuntime:
 
     def _load(
         self, keys_since: datetime | None, credentials: list[int]
-    ) -> tuple[
-        datetime, list[tuple[str, KeyEntry]], list[ModelEntry], list[NodeRow], dict[uuid.UUID, HttpTarget], set[int]
-    ]:
+    ) -> tuple[datetime, list[tuple[str, KeyEntry]], list[ModelEntry], list[NodeRow], dict[uuid.UUID, HttpTarget], set[int]]:
         read_at = read_database_time()
         return (
             read_at,

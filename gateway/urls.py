@@ -10,6 +10,7 @@ from channels.routing import ProtocolTypeRouter, URLRouter
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 
+from gateway.client import Receive, Scope, Send
 from gateway.dialects import SURFACES
 from gateway.runtime import GatewayRuntime
 from gateway.views.admin import AdminViews
@@ -29,7 +30,8 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
         return make_endpoint(runtime, {"GET": handler, "HEAD": handler})
 
     everything = make_endpoint(runtime, dict.fromkeys(_METHODS, public.not_found))
-    http = [_route(re.escape(surface.path[1:]), make_inference(runtime, surface)) for surface in SURFACES.values()]
+    inference = {surface.path: make_inference(runtime, surface) for surface in SURFACES.values()}
+    http = [_route(re.escape(surface.path[1:]), inference[surface.path]) for surface in SURFACES.values()]
     http += [
         _route("v1/models", get(public.list_models)),
         _route("models", get(public.list_models)),
@@ -44,7 +46,23 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
         _route(".*", everything),
     ]
     sockets = [_route("v1/worker/connect", runtime.workers)]
-    return ProtocolTypeRouter({"http": URLRouter(http), "websocket": URLRouter(sockets)})
+    return ProtocolTypeRouter({"http": _ExactFirstRouter(http, exact=inference), "websocket": URLRouter(sockets)})
+
+
+class _ExactFirstRouter(URLRouter):  # type: ignore[misc]  # channels ships no types
+    """Channels' router with a table of literal paths in front: the inference paths need no pattern."""
+
+    def __init__(self, routes: list[URLPattern], *, exact: dict[str, Application]) -> None:
+        super().__init__(routes)
+        self._exact = exact
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a scope."""
+        application = self._exact.get(scope["path"])
+        if application is not None:
+            await application(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def _route(pattern: str, application: Application) -> URLPattern:

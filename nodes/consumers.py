@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, assert_never
 from urllib.parse import parse_qs
 
-import msgspec
 from django.db import DatabaseError, DataError, InterfaceError
 
 from nodes import services
@@ -22,6 +21,7 @@ from nodes.errors import EnrolmentRefused
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
+from nodes.links.source import SCOPE_FRAMES, FrameSource
 from nodes.metrics import AUTH_FAILURES, FRAMES_DROPPED, SESSIONS
 from nodes.models import NodeCredential
 from nodes.offload import run_in_database
@@ -80,7 +80,7 @@ class WorkerEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one socket until it closes."""
-        await receive()  # websocket.connect
+        await receive()
         await send({"type": "websocket.accept"})
         address = str((scope.get("client") or ("unknown", 0))[0])
         try:
@@ -88,7 +88,7 @@ class WorkerEndpoint:
         except _Refused as refusal:
             await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
             return
-        session = _Session(self, send, address, credential)
+        session = _Session(self, send, address, credential, scope.get("extensions", {}).get(SCOPE_FRAMES))
         await session.run(receive)
 
     async def _authenticate(self, scope: Scope, address: str) -> NodeCredential:
@@ -135,9 +135,18 @@ class _Refused(Exception):
 class _Session:
     """One authenticated socket."""
 
-    def __init__(self, endpoint: WorkerEndpoint, send: Send, address: str, credential: NodeCredential) -> None:
+    def __init__(
+        self,
+        endpoint: WorkerEndpoint,
+        send: Send,
+        address: str,
+        credential: NodeCredential,
+        frames: FrameSource | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.send = send
+        self.frames = frames
+        self._is_broken = False
         self.address = address
         self.credential = credential
         self.protocol = ServerSession(endpoint.sockets)
@@ -154,8 +163,12 @@ class _Session:
             if first["type"] != "websocket.receive":
                 return
             await self._register(first)
-            while (event := await receive())["type"] == "websocket.receive":
+            while not self._take_over():
+                event = await receive()
+                if event["type"] != "websocket.receive":
+                    return
                 self._take(event)
+            await receive()  # from here on only a disconnect can come
         except TimeoutError:
             await self._close(1008, "no register frame in time")
         except ProtocolError as error:
@@ -166,6 +179,20 @@ class _Session:
             await self._close(refusal.code, refusal.reason)
         finally:
             await self._leave()
+
+    def _take_over(self) -> bool:
+        """Have the server call us with each frame, if it can and nothing waits before it."""
+        return self.frames is not None and self.frames.take_over(self._take_directly)
+
+    def _take_directly(self, event: dict[str, Any]) -> None:
+        if self._closing or self._is_broken:
+            return
+        try:
+            self._take(event)
+        except ProtocolError as error:
+            self._is_broken = True
+            logger.warning("worker.protocol_error address=%s error=%s", self.address, error)
+            self._kick(1002, "worker protocol error")
 
     async def _register(self, event: dict[str, Any]) -> None:
         text = event.get("text")
@@ -342,10 +369,10 @@ class _Session:
         link.outbox.stop()
         self.endpoint.registry.remove(link, "the connection to the node was lost")
         logger.info("worker.disconnected node=%s reason=%s", link.node_name, self.close_reason)
+        if self.endpoint.registry.get(link.node_id) is not None:
+            return  # a newer session of the same box is here; its presence stands
         try:
-            await run_in_database(
-                sessions.close_session, node_id=link.node_id, epoch=self.epoch, reason=self.close_reason
-            )
+            await run_in_database(sessions.close_session, node_id=link.node_id, epoch=self.epoch, reason=self.close_reason)
         except DatabaseError:
             logger.warning("worker.disconnect_not_stored node=%s; its presence will time out", link.node_name)
 
@@ -360,40 +387,6 @@ def _run_beside(work: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(_background.discard)
 
 
-def presence_reports(registry: LinkRegistry) -> list[sessions.PresenceReport]:
-    """Return what this process knows of the boxes on its sockets, for writing to the database."""
-    now = time.monotonic()
-    reports = []
-    for link in registry:
-        if not isinstance(link, RelayLink):
-            continue
-        telemetry = link.telemetry
-        reports.append(
-            sessions.PresenceReport(
-                node_id=link.node_id,
-                epoch=link.epoch,
-                age_s=now - link.last_seen,
-                active=link.load,
-                max_concurrent=link.max_concurrent,
-                models=tuple(sorted(link.models)),
-                status=_status_of(link),
-                last_error=(telemetry.last_error or "") if telemetry is not None else "",
-                gpus=msgspec.to_builtins(telemetry.gpus) if telemetry is not None else None,
-                replicas=msgspec.to_builtins(telemetry.replicas) if telemetry is not None else None,
-            )
-        )
-    return reports
-
-
-def _status_of(link: RelayLink) -> str:
-    if link.box_draining:
-        return "draining"
-    return "available" if link.has_slot() else "busy"
-
-
 def _query(scope: Scope, name: str) -> str:
     values = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(name)
     return values[0] if values else ""
-
-
-__all__ = ["WorkerEndpoint", "presence_reports"]

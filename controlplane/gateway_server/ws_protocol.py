@@ -1,20 +1,81 @@
-"""uvicorn's WebSocket protocol with large messages cut into fragments: workers refuse single frames over 16 MiB."""
+"""uvicorn's WebSocket protocol for worker sockets: frames by callback, large messages in fragments.
+
+A frame that goes through uvicorn's queue costs a task switch and two changes of the poll set, which is more than relaying
+it does; ``SCOPE_FRAMES`` hands it over where it was parsed. Workers refuse single frames over 16 MiB, hence the fragments.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
+from websockets.http11 import Request
+
+from nodes.links.source import SCOPE_FRAMES
 
 _FRAGMENT_BYTES = 1024 * 1024
 
 
+class FrameSource:
+    """What the scope carries: lets the application take frames by callback (``nodes.links.source.FrameSource``)."""
+
+    __slots__ = ("_protocol",)
+
+    def __init__(self, protocol: GatewayWebSocketProtocol) -> None:
+        self._protocol = protocol
+
+    def take_over(self, receiver: Callable[[dict[str, Any]], None]) -> bool:
+        """Have ``receiver`` called with each later message event; False while earlier ones still wait in the queue."""
+        return self._protocol.set_receiver(receiver)
+
+
 class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
     """One worker socket."""
+
+    _receiver: Callable[[dict[str, Any]], None] | None = None
+
+    def handle_connect(self, event: Request) -> None:
+        """Begin the handshake; the scope gets a way to take frames directly."""
+        super().handle_connect(event)
+        if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            self.scope["extensions"][SCOPE_FRAMES] = FrameSource(self)  # type: ignore[assignment]  # a private extension
+
+    def set_receiver(self, receiver: Callable[[dict[str, Any]], None]) -> bool:
+        """Switch to the callback unless messages wait in the queue: they come first."""
+        if not self.queue.empty():
+            return False
+        self._receiver = receiver
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        return True
+
+    def send_receive_event_to_app(self) -> None:
+        """Hand a message to the callback, or to uvicorn's queue as long as there is none."""
+        if self._receiver is None:
+            super().send_receive_event_to_app()
+            return
+        data = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+        self.frames = []
+        if self.close_sent:
+            return
+        if self.curr_msg_data_type == "bytes":
+            self._receiver({"type": "websocket.receive", "bytes": data})
+            return
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            self.conn.send_close(1007)
+            self.handle_parser_exception()
+            return
+        self._receiver({"type": "websocket.receive", "text": text})
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up the connection without Nagle: a cancel must not wait behind an acknowledgement."""

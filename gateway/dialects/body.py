@@ -81,6 +81,7 @@ class _Part(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
+    tool_calls: msgspec.Raw = msgspec.Raw()
 
 
 _messages_decoder = msgspec.json.Decoder(list[_Message])
@@ -91,7 +92,9 @@ def count_prompt_chars(messages: msgspec.Raw, *others: msgspec.Raw) -> int:
     total = 0
     if data := bytes(messages):
         try:
-            total = sum(_count_content(message.content) for message in _messages_decoder.decode(data))
+            total = sum(
+                _count_content(message.content) + len(bytes(message.tool_calls)) for message in _messages_decoder.decode(data)
+            )
         except (msgspec.DecodeError, UnicodeDecodeError):
             total = _count_text(_decode(data))
     for raw in others:

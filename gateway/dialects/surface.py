@@ -43,9 +43,7 @@ class Surface:
             wants_usage=bool(options is not None and options.include_usage),
             max_tokens=limit,
             max_tokens_field=limit_field,
-            prompt_chars=count_prompt_chars(
-                fields.messages, fields.input, fields.prompt, fields.system, fields.documents
-            ),
+            prompt_chars=count_prompt_chars(fields.messages, fields.input, fields.prompt, fields.system, fields.documents),
             body=body,
             headers={name: headers[name] for name in self.forwarded if name in headers},
         )

@@ -81,9 +81,7 @@ class Migration(migrations.Migration):
                 ("owned_by", models.CharField(default="muster", max_length=80)),
                 (
                     "max_tokens",
-                    models.PositiveIntegerField(
-                        blank=True, help_text="Cap on max_tokens; empty = the setting", null=True
-                    ),
+                    models.PositiveIntegerField(blank=True, help_text="Cap on max_tokens; empty = the setting", null=True),
                 ),
                 (
                     "max_prompt_chars",
@@ -109,9 +107,7 @@ class Migration(migrations.Migration):
                     fields=[
                         (
                             "id",
-                            models.UUIDField(
-                                default=wire.ids.new_uuid7, editable=False, primary_key=True, serialize=False
-                            ),
+                            models.UUIDField(default=wire.ids.new_uuid7, editable=False, primary_key=True, serialize=False),
                         ),
                         ("created_at", models.DateTimeField()),
                         ("gateway_id", models.UUIDField()),
@@ -159,9 +155,7 @@ class Migration(migrations.Migration):
                     },
                 ),
             ],
-            database_operations=[
-                migrations.RunSQL(sql=CREATE_REQUEST_RECORDS, reverse_sql="DROP TABLE gateway_requestrecord")
-            ],
+            database_operations=[migrations.RunSQL(sql=CREATE_REQUEST_RECORDS, reverse_sql="DROP TABLE gateway_requestrecord")],
         ),
         migrations.CreateModel(
             name="Tenant",
@@ -191,9 +185,7 @@ class Migration(migrations.Migration):
                 ("digest", models.BinaryField(max_length=32)),
                 (
                     "requests_per_minute",
-                    models.PositiveIntegerField(
-                        blank=True, help_text="Empty = the tenant's, else the setting", null=True
-                    ),
+                    models.PositiveIntegerField(blank=True, help_text="Empty = the tenant's, else the setting", null=True),
                 ),
                 (
                     "allowed_models",
@@ -212,9 +204,7 @@ class Migration(migrations.Migration):
                 ("revoked_at", models.DateTimeField(blank=True, null=True)),
                 (
                     "tenant",
-                    models.ForeignKey(
-                        on_delete=django.db.models.deletion.PROTECT, related_name="keys", to="gateway.tenant"
-                    ),
+                    models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name="keys", to="gateway.tenant"),
                 ),
             ],
             options={

@@ -67,9 +67,7 @@ def send_answer(client: ClientConnection, status: int, content: object) -> None:
     client.respond(status, [_JSON_TYPE], _json.encode(content))
 
 
-def send_failure(
-    client: ClientConnection, error: GatewayError, surface: Surface, extra: list[Header] | None = None
-) -> None:
+def send_failure(client: ClientConnection, error: GatewayError, surface: Surface, extra: list[Header] | None = None) -> None:
     """Send an error under a fresh request id."""
     request_id = format_id("req", new_uuid7())
     send_error(client, surface, error, request_id, [(b"x-request-id", request_id.encode()), *(extra or [])])

@@ -38,9 +38,7 @@ def make_peer_door(runtime: GatewayRuntime) -> Application:
             refuse_peer(client, b"gone")
             return
         try:
-            await serve_peer(
-                dispatcher=runtime.dispatcher, limits=runtime.limits, client=client, link=link, surface=surface
-            )
+            await serve_peer(dispatcher=runtime.dispatcher, limits=runtime.limits, client=client, link=link, surface=surface)
         except GatewayError as error:
             if not client.started and not client.is_gone:
                 send_failure(client, error, DEFAULT_SURFACE)

@@ -135,11 +135,7 @@ class Link:
 
     def can_take(self, now: float) -> bool:
         """Whether a request can be placed here right now."""
-        return (
-            self.active < self.max_concurrent
-            and now >= self.busy_until
-            and self.condition(now) is LinkCondition.READY
-        )
+        return self.active < self.max_concurrent and now >= self.busy_until and self.condition(now) is LinkCondition.READY
 
     def report_load(self, load: int) -> None:
         """Take the box's own count of running requests."""

@@ -83,8 +83,8 @@ def open_session(request: SessionRequest) -> OpenedSession:
     An enrolment credential is shared by many boxes and bridge v1 workers often share a name too, so a name that is
     live already gets a number; a muster v1 box that comes back under its name replaces its older session.
     """
-    credential = NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node").get(
-        pk=request.credential_id
+    credential = (
+        NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node").get(pk=request.credential_id)
     )
     if credential.revoked_at is not None:
         raise EnrolmentRefused("the credential was revoked")
@@ -94,7 +94,8 @@ def open_session(request: SessionRequest) -> OpenedSession:
     node.reach = Reach.RELAY
     node.max_concurrent = request.max_concurrent
     node.model_names = list(request.models)
-    node.epoch += 1
+    if not (message.instance_id and node.instance_id == message.instance_id[:64]):
+        node.epoch += 1  # one box on the sockets of several gateways is one session; another program fences it
     node.instance_id = (message.instance_id or "")[:64]
     node.agent_version = (message.agent_version or "")[:60]
     if message.owner_name:
@@ -215,11 +216,7 @@ def find_revoked(credential_ids: list[int]) -> set[int]:
 
 def load_node_rows() -> list[NodeRow]:
     """Return every node as routing needs it; one query."""
-    query = (
-        Node.objects.select_related("provider", "presence")
-        .annotate(database_now=Now())
-        .order_by("name", "pk")
-    )
+    query = Node.objects.select_related("provider", "presence").annotate(database_now=Now()).order_by("name", "pk")
     rows: list[NodeRow] = []
     for node in query:
         now: datetime = node.database_now

@@ -15,12 +15,13 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
 
-from nodes.consumers import WorkerEndpoint, presence_reports
+from nodes.consumers import WorkerEndpoint
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import LinkEnd
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
+from nodes.presence import presence_reports
 from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
 from nodes.services.sessions import find_revoked, load_node_rows
 from nodes.session import OpenRequest

@@ -55,7 +55,8 @@ class OpenStream:
             self.frames.put_nowait(frame)
             return
         head, body, end = frames.decode_reply(frame.payload)
-        for kind, payload in ((frames.HEAD, frames.encode_json(head)), (frames.DATA, body), (frames.END, frames.encode_json(end))):
+        parts = ((frames.HEAD, frames.encode_json(head)), (frames.DATA, body), (frames.END, frames.encode_json(end)))
+        for kind, payload in parts:
             self.frames.put_nowait(frame._replace(kind=kind, payload=payload))
 
     async def next(self) -> frames.Frame:

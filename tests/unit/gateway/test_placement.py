@@ -20,9 +20,7 @@ class Box:
         return self.is_free
 
 
-BOXES = st.lists(
-    st.builds(Box, load=st.integers(0, 4), last_served=st.integers(0, 4), is_free=st.booleans()), max_size=8
-)
+BOXES = st.lists(st.builds(Box, load=st.integers(0, 4), last_served=st.integers(0, 4), is_free=st.booleans()), max_size=8)
 
 
 def test_nobody_free_is_nobody() -> None:

@@ -63,9 +63,7 @@ def make_link(port: int, *, is_peer: bool = False, **headers: str) -> HttpLink:
         node_name="n",
         models=frozenset({"m"}),
         max_concurrent=4,
-        target=HttpTarget(
-            scheme="http", host="localhost", address="127.0.0.1", port=port, base_path="/base", headers=headers
-        ),
+        target=HttpTarget(scheme="http", host="localhost", address="127.0.0.1", port=port, base_path="/base", headers=headers),
         connect_s=2.0,
         is_peer=is_peer,
     )

@@ -168,9 +168,7 @@ def test_reports_become_effects() -> None:
     session = make_session(MUSTER_V1)
     assert session.receive_text('{"type":"pong","current_load":4}') == [LoadReported(4)]
     assert session.receive_text('{"type":"pong","current_load":-4}') == [LoadReported(0)]
-    assert session.receive_text('{"type":"telemetry","current_load":1}') == [
-        TelemetryArrived(bridge.Telemetry(current_load=1))
-    ]
+    assert session.receive_text('{"type":"telemetry","current_load":1}') == [TelemetryArrived(bridge.Telemetry(current_load=1))]
     assert session.receive_text('{"type":"mode_change","mode":"spare_off","reason":"r"}') == [ModeRequested("spare_off", "r")]
     assert session.receive_text('{"type":"draining","reason":"r"}') == [BoxLeaving("r")]
     assert session.receive_text('{"type":"error","message":"disk full"}') == []

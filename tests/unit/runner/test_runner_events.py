@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wire.bridge import TokenCounts
 from wire.events import MAX_HELD_BYTES, EventCutter, find_boundary
 from wire.usage import MAX_PARSED_BYTES, BodyReader, StreamReader, ask_for_usage
-from wire.bridge import TokenCounts
 
 CHAT = "/v1/chat/completions"
 STREAMS = st.lists(
