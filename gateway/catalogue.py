@@ -55,7 +55,6 @@ class Catalogue:
         self._limits = limits
         self.keys: dict[str, KeyEntry] = {}
         self.models: dict[str, ModelEntry] = {}
-        self.loaded = False
 
     def load_keys(self, since: datetime | None) -> list[tuple[str, KeyEntry]]:
         """Return the keys changed since then (None = all of them); tenants count as part of their keys."""
@@ -96,7 +95,6 @@ class Catalogue:
     def apply_models(self, entries: list[ModelEntry]) -> None:
         """Take loaded models."""
         self.models = {entry.name: entry for entry in entries}
-        self.loaded = True
 
     def _key_entry(self, key: ApiKey) -> KeyEntry:
         tenant = key.tenant

@@ -188,20 +188,14 @@ class RecordWriter:
         """Write a row's new content soon."""
         with self._lock:
             self._updates[record.id] = record
-        if self._lingering is None and self._loop is not None:
-            self._lingering = self._loop.call_later(_LINGER_S, self._end_linger)
+        self._arrange_flush()
 
     def add_final(self, record: Record) -> None:
         """Insert a row that is final from the start (a refusal); nobody waits for it and overload drops it."""
         if self.is_healthy and len(self._inserts) < self._max_pending:
             with self._lock:
                 self._inserts.append(_Accept(record, None))
-            self.touch_nothing()
-
-    def touch_nothing(self) -> None:
-        """Arrange a flush soon without a new change."""
-        if self._lingering is None and self._loop is not None:
-            self._lingering = self._loop.call_later(_LINGER_S, self._end_linger)
+            self._arrange_flush()
 
     @property
     def pending(self) -> int:
@@ -209,6 +203,11 @@ class RecordWriter:
         return len(self._inserts) + len(self._updates)
 
     # event loop
+
+    def _arrange_flush(self) -> None:
+        """Have the thread write soon, together with what comes until then."""
+        if self._lingering is None and self._loop is not None:
+            self._lingering = self._loop.call_later(_LINGER_S, self._end_linger)
 
     def _end_linger(self) -> None:
         self._lingering = None

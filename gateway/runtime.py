@@ -68,7 +68,6 @@ class GatewayRuntime:
             self.registry,
             health=settings.NODE_HEALTH,
             gateway_id=self.gateway_id,
-            cluster_secret=settings.CLUSTER_SECRET,
             connect_s=self.timeouts.upstream_connect_s,
         )
         self.catalogue = Catalogue(self.limits)

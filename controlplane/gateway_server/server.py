@@ -9,6 +9,7 @@ import socket
 import time
 
 import uvicorn
+from django.conf import settings
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
@@ -18,7 +19,6 @@ from gateway.urls import make_application
 
 logger = logging.getLogger("muster.gateway")
 
-_WS_MAX_BYTES = 64 * 1024 * 1024
 _BACKLOG = 2048
 _GRACE_POLL_S = 0.05
 _GC_THRESHOLDS = (20_000, 20, 20)
@@ -100,7 +100,7 @@ def serve(*, host: str, port: int) -> None:
         backlog=_BACKLOG,
         timeout_keep_alive=int(runtime.timeouts.keep_alive_s),
         timeout_graceful_shutdown=5,
-        ws_max_size=_WS_MAX_BYTES,
+        ws_max_size=settings.NODE_SOCKETS.max_message_bytes,
         ws_per_message_deflate=False,
         ws_ping_interval=20.0,
         ws_ping_timeout=40.0,

@@ -25,9 +25,7 @@ logger = logging.getLogger("muster.nodes")
 class LinkKeeper:
     """Applies node rows to links: policy, drains, fencing, and the links that are called over HTTP."""
 
-    def __init__(
-        self, registry: LinkRegistry, *, health: HealthPolicy, gateway_id: uuid.UUID, cluster_secret: str, connect_s: float
-    ) -> None:
+    def __init__(self, registry: LinkRegistry, *, health: HealthPolicy, gateway_id: uuid.UUID, connect_s: float) -> None:
         self.registry = registry
         self.health = health
         self.gateway_id = gateway_id
@@ -35,7 +33,6 @@ class LinkKeeper:
         self.known_models: frozenset[str] = frozenset()
         self.disabled_models: frozenset[str] = frozenset()
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
-        self._cluster_secret = cluster_secret
         self._connect_s = connect_s
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
         self._shutdown_sent: set[uuid.UUID] = set()
@@ -65,12 +62,6 @@ class LinkKeeper:
                 logger.info("node.credential_revoked node=%s", link.node_name)
                 self.registry.remove(link, "the credential of the node was revoked")
                 link.close("worker credential was revoked", code=1008)
-
-    def adopt(self, link: Link, row_policy: NodeRow | None = None) -> None:
-        """Give a new link the policy of its row, before it can receive work."""
-        row = row_policy or self.rows.get(link.node_id)
-        if row is not None:
-            self._set_policy(link, row)
 
     def tick(self) -> None:
         """Look at everything that has a deadline. Called about once a second and after every ``apply``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any
 
 AsgiMessage = dict[str, Any]
@@ -112,11 +112,6 @@ class Outbox:
             return
         self._waiting_bytes += size
         self._task = asyncio.get_running_loop().create_task(self._drain(_Rest(coroutine, suspended), size))
-
-    def put_all(self, messages: Iterable[tuple[AsgiMessage, int]]) -> None:
-        """Write several messages in order."""
-        for message, size in messages:
-            self.put(message, size)
 
     def stop(self) -> None:
         """Write nothing more and forget what waits."""

@@ -17,7 +17,7 @@ from nodes.errors import EnrolmentRefused
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
-from wire.contract import NodeMode, NodeStatus
+from wire.contract import NodeStatus
 
 _NAME_TRIES = 64
 
@@ -249,8 +249,3 @@ def load_node_rows() -> list[NodeRow]:
             )
         )
     return rows
-
-
-def is_reclaimed(mode: str) -> bool:
-    """Return whether the owner has taken the box back."""
-    return mode == NodeMode.SPARE_OFF.value

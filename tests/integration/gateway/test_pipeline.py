@@ -45,7 +45,7 @@ class Gateway:
         self.limits = Limits()
         self.registry = LinkRegistry()
         gateway_id = uuid.uuid4()
-        keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=gateway_id, cluster_secret="", connect_s=1.0)
+        keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=gateway_id, connect_s=1.0)
         catalogue = Catalogue(self.limits)
         minted = mint_credential(CredentialKind.CLIENT)
         self.key = minted.text

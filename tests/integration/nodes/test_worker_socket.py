@@ -49,7 +49,7 @@ class Door:
     def __init__(self, sockets: SocketPolicy | None = None) -> None:
         self.registry = LinkRegistry()
         health = HealthPolicy()
-        self.keeper = LinkKeeper(self.registry, health=health, gateway_id=GATEWAY, cluster_secret="", connect_s=1.0)
+        self.keeper = LinkKeeper(self.registry, health=health, gateway_id=GATEWAY, connect_s=1.0)
         self.endpoint = WorkerEndpoint(
             registry=self.registry,
             keeper=self.keeper,

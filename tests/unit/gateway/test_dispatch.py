@@ -40,9 +40,7 @@ class Floor:
 
     def __init__(self, timeouts: Timeouts | None = None) -> None:
         self.registry = LinkRegistry()
-        self.keeper = LinkKeeper(
-            self.registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), cluster_secret="", connect_s=1.0
-        )
+        self.keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), connect_s=1.0)
         self.dispatcher = Dispatcher(self.registry, self.keeper, timeouts or Timeouts())
 
     def link(self, *models: str, slots: int = 1) -> FakeLink:

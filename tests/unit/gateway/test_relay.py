@@ -52,7 +52,7 @@ class Attempt:
         with_handle: bool = True,
     ) -> None:
         registry = LinkRegistry()
-        keeper = LinkKeeper(registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), cluster_secret="", connect_s=1.0)
+        keeper = LinkKeeper(registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), connect_s=1.0)
         dispatcher = Dispatcher(registry, keeper, Timeouts(request_s=deadline_s))
         self.link = FakeLink()
         registry.add(self.link)

@@ -85,7 +85,7 @@ class Setting:
 
     def __init__(self) -> None:
         self.registry = LinkRegistry()
-        self.keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=HERE, cluster_secret="secret", connect_s=1.0)
+        self.keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=HERE, connect_s=1.0)
 
     def apply(self, *rows: NodeRow) -> None:
         """Hand rows in, with an address for each."""
