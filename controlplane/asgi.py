@@ -22,7 +22,7 @@ from channels.routing import ProtocolTypeRouter, URLRouter
 from channels.security.websocket import AllowedHostsOriginValidator
 from django.urls import path
 
-from controlplane.live import OverviewConsumer
+from controlplane.live import BoxConsumer, OverviewConsumer
 
 Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open
 AsgiApplication = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
@@ -46,7 +46,14 @@ application = ProtocolTypeRouter(
         "http": _http_application,
         "websocket": isolate_threads(
             AllowedHostsOriginValidator(
-                AuthMiddlewareStack(URLRouter([path("ws/overview", OverviewConsumer.as_asgi())])),
+                AuthMiddlewareStack(
+                    URLRouter(
+                        [
+                            path("ws/overview", OverviewConsumer.as_asgi()),
+                            path("ws/nodes/<uuid:node_id>", BoxConsumer.as_asgi()),
+                        ]
+                    )
+                ),
             )
         ),
     }

@@ -204,6 +204,7 @@ GATEWAY_TIMEOUTS = Timeouts(
 GATEWAY_LIMITS = Limits(
     max_queue=read_int("MUSTER_MAX_QUEUE_LEN", 100),
     max_body_bytes=read_int("MUSTER_MAX_BODY_BYTES", 32 * 1024 * 1024, minimum=1024),
+    max_audio_bytes=read_int("MUSTER_MAX_AUDIO_MB", 64, minimum=1) * 1024 * 1024,
     max_prompt_chars=read_int("MUSTER_MAX_PROMPT_CHARS", 1_000_000, minimum=1),
     max_tokens_cap=read_int("MUSTER_MAX_TOKENS_CAP", 32_768, minimum=1),
     requests_per_minute=read_int("MUSTER_RATE_LIMIT_RPM", 6_000, minimum=1),

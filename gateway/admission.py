@@ -52,7 +52,8 @@ class RateLimiter:
         if limit < 1:
             raise RateLimited("This key may send no requests.", retry_after_s=_WINDOW_S)
         if len(window) >= limit:
-            wait = window[len(window) - limit] + _WINDOW_S - now
+            # Rounding may put a sum of floats a hair above the window.
+            wait = min(_WINDOW_S, window[len(window) - limit] + _WINDOW_S - now)
             raise RateLimited(
                 f"Rate limit of {limit} requests per minute exceeded; try again in {math.ceil(wait)} s.",
                 retry_after_s=wait,

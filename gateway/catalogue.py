@@ -15,7 +15,7 @@ from django.db.models import Q
 from django.utils import timezone
 
 from gateway.models import ApiKey, Model
-from gateway.values import Caller, Limits
+from gateway.values import Caller, Limits, Priority
 
 _OVERLAP_S = 30
 """A row is read again for this long after its change: its transaction may commit after a later one."""
@@ -107,6 +107,7 @@ class Catalogue:
                 tenant=tenant.name,
                 requests_per_minute=limit,
                 allowed_models=frozenset(key.allowed_models),
+                priority=Priority(key.priority),
             ),
             revoked=key.revoked_at is not None or not tenant.is_active,
             expires_at=key.expires_at.timestamp() if key.expires_at is not None else None,

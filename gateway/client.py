@@ -96,19 +96,19 @@ class ClientConnection:
         """Whether the client reads slower than the answer comes."""
         return self.outbox.is_blocked
 
-    async def read_body(self) -> bytes:
-        """Return the whole request body. Raises BodyTooLarge, ClientLeft, RequestTimeout."""
+    async def read_body(self, limit: int | None = None) -> bytes:
+        """Return the whole request body, of at most ``limit`` bytes. Raises BodyTooLarge, ClientLeft, RequestTimeout."""
+        limit = self._limits.max_body_bytes if limit is None else limit
         if self._handle is not None:
-            return await self._collect_body()  # the server watches the deadline of the body
+            return await self._collect_body(limit)  # the server watches the deadline of the body
         try:
             async with asyncio.timeout(self._timeouts.body_s):
-                return await self._collect_body()
+                return await self._collect_body(limit)
         except TimeoutError:
             self.close_after_response()
             raise RequestTimeout("The request body did not arrive in time") from None
 
-    async def _collect_body(self) -> bytes:
-        limit = self._limits.max_body_bytes
+    async def _collect_body(self, limit: int) -> bytes:
         declared = self.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
             self.close_after_response()

@@ -11,9 +11,11 @@ import asyncio
 import itertools
 import time
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gateway.errors import (
+    EndpointNotAnswered,
     GatewayError,
     NoAvailableNode,
     NodeDraining,
@@ -40,6 +42,7 @@ class Job:
     request_id: str
     request: InferenceRequest
     tenant: str
+    priority: str
     max_queue: int
     sequence: int
     accepted: float
@@ -72,6 +75,10 @@ class _Waiter:
     timer: asyncio.TimerHandle | None = None
 
 
+def _count(lanes: dict[str, list[_Waiter]]) -> int:
+    return sum(len(queue) for queue in lanes.values())
+
+
 def _sequence_of(waiter: _Waiter) -> int:
     return waiter.job.sequence
 
@@ -83,18 +90,20 @@ class Dispatcher:
         self._registry = registry
         self._keeper = keeper
         self._timeouts = timeouts
-        self._queues: dict[str, list[_Waiter]] = {}
+        self._queues: dict[str, dict[str, list[_Waiter]]] = {}
+        """Who waits, by model and API path: a box may answer a model on one path and not on another."""
         self._sequence = itertools.count(1)
         self._served = itertools.count(1)
         registry.subscribe(self._take_change)
 
-    def new_job(self, *, request_id: str, request: InferenceRequest, tenant: str, max_queue: int) -> Job:
-        """Return a job whose place in the queue and whose deadline count from now."""
+    def new_job(self, *, request_id: str, request: InferenceRequest, tenant: str, max_queue: int, priority: str = "") -> Job:
+        """Return a job whose place in the queue and whose deadline count from now. ``priority`` is for the box."""
         now = time.monotonic()
         return Job(
             request_id=request_id,
             request=request,
             tenant=tenant,
+            priority=priority,
             max_queue=max_queue,
             sequence=next(self._sequence),
             accepted=now,
@@ -104,18 +113,24 @@ class Dispatcher:
     @property
     def depth(self) -> int:
         """Requests waiting."""
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(self.depths().values())
 
     def depths(self) -> dict[str, int]:
         """Requests waiting, by model."""
-        return {model: len(queue) for model, queue in self._queues.items() if queue}
+        return {model: _count(lanes) for model, lanes in self._queues.items()}
 
-    def check_room(self, model: str, max_queue: int) -> None:
-        """Raise QueueFull if a new request for the model would find no place, before anything is written for it."""
-        queue = self._queues.get(model)
-        if queue and len(queue) >= max_queue:
+    def check_room(self, model: str, endpoint: str, max_queue: int) -> None:
+        """Refuse a new request that would find no place, before anything is written for it.
+
+        Raises EndpointNotAnswered when boxes serve the model and none on this path, QueueFull.
+        """
+        mismatch = self._find_mismatch(model, endpoint)
+        if mismatch is not None:
+            raise mismatch
+        lanes = self._queues.get(model)
+        if lanes and _count(lanes) >= max_queue:
             raise QueueFull(retry_after_s=1)
-        if max_queue == 0 and self._choose(model, set()) is None:
+        if max_queue == 0 and self._choose(model, endpoint, set()) is None:
             raise QueueFull(retry_after_s=1)
 
     def acquire(self, job: Job) -> Lease | asyncio.Future[Lease]:
@@ -124,13 +139,13 @@ class Dispatcher:
         The future fails with a GatewayError when the wait is over; cancelling it, or setting an exception on it, takes
         the request out of the queue.
         """
-        model = job.request.model
-        queue = self._queues.get(model)
-        if not queue:
-            link = self._choose(model, job.avoid)
+        model, endpoint = job.request.model, job.request.endpoint
+        lanes = self._queues.get(model)
+        if not lanes or endpoint not in lanes:
+            link = self._choose(model, endpoint, job.avoid)
             if link is not None:
                 return self._grant(link)
-        elif len(queue) >= job.max_queue and not job.attempts:
+        if lanes and _count(lanes) >= job.max_queue and not job.attempts:
             raise QueueFull(retry_after_s=1)
         return self._enqueue(job)
 
@@ -149,9 +164,8 @@ class Dispatcher:
 
     def fail_waiting(self, error: GatewayError) -> None:
         """End every wait, e.g. when the gateway stops."""
-        for queue in list(self._queues.values()):
-            for waiter in list(queue):
-                self._end(waiter, error)
+        for waiter in self._list_waiting(list(self._queues)):
+            self._end(waiter, error)
 
     def note_busy(self, link: Link) -> None:
         """The box itself refused a request: leave it alone for a moment, then try again."""
@@ -160,8 +174,17 @@ class Dispatcher:
 
     # inside
 
-    def _choose(self, model: str, avoid: set[Link]) -> Link | None:
-        return choose_link(self._registry.links_for(model), now=time.monotonic(), avoid=avoid)
+    def _choose(self, model: str, endpoint: str, avoid: set[Link]) -> Link | None:
+        return choose_link(self._registry.links_answering(model, endpoint), now=time.monotonic(), avoid=avoid)
+
+    def _find_mismatch(self, model: str, endpoint: str) -> GatewayError | None:
+        """Return an error when boxes serve the model and none of them on this path; that nobody serves it at all may pass."""
+        registry = self._registry
+        if registry.links_answering(model, endpoint) or not registry.links_for(model):
+            return None
+        answered = registry.endpoints_of(model)
+        instead = f"it answers {', '.join(answered)}." if answered else "its boxes answer other paths."
+        return EndpointNotAnswered(f"The model '{model}' does not answer {endpoint}; {instead}", param="model")
 
     def _grant(self, link: Link) -> Lease:
         link.active += 1
@@ -172,7 +195,8 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(job, loop.create_future())
         waiter.future.add_done_callback(lambda _future: self._forget(waiter))
-        insort(self._queues.setdefault(job.request.model, []), waiter, key=_sequence_of)
+        lanes = self._queues.setdefault(job.request.model, {})
+        insort(lanes.setdefault(job.request.endpoint, []), waiter, key=_sequence_of)
         QUEUE_DEPTH.inc()
         self._arm(waiter)
         return waiter.future
@@ -188,7 +212,7 @@ class Dispatcher:
     def _take_timer(self, waiter: _Waiter, is_last: bool) -> None:
         if waiter.future.done():
             return
-        reason = self.explain(waiter.job.request.model)
+        reason = self.explain(waiter.job.request)
         if reason is not None:
             self._end(waiter, reason)
         elif is_last:
@@ -201,10 +225,10 @@ class Dispatcher:
         if not waiter.future.done():
             waiter.future.set_exception(error)
 
-    def explain(self, model: str) -> GatewayError | None:
-        """Return why nobody can serve the model at all, or None when it is only a matter of waiting."""
-        now = time.monotonic()
-        conditions = {link.condition(now) for link in self._registry.links_for(model)}
+    def explain(self, request: InferenceRequest) -> GatewayError | None:
+        """Return why nobody can serve the request at all, or None when it is only a matter of waiting."""
+        now, model = time.monotonic(), request.model
+        conditions = {link.condition(now) for link in self._registry.links_answering(model, request.endpoint)}
         if LinkCondition.READY in conditions:
             return None
         if LinkCondition.STALE in conditions:
@@ -213,7 +237,8 @@ class Dispatcher:
             return NodeDraining(retry_after_s=10)
         if LinkCondition.UNHEALTHY in conditions:
             return NodeUnhealthy(retry_after_s=10)
-        return self._explain_rows(model) or NoAvailableNode(retry_after_s=5)
+        mismatch = self._find_mismatch(model, request.endpoint)
+        return mismatch or self._explain_rows(model) or NoAvailableNode(retry_after_s=5)
 
     def _explain_rows(self, model: str) -> GatewayError | None:
         rows = [row for row in self._keeper.rows.values() if model in row.model_names]
@@ -230,10 +255,14 @@ class Dispatcher:
     def _oldest_for(self, link: Link) -> _Waiter | None:
         best: _Waiter | None = None
         for model in self._queues.keys() & link.models:
-            head = self._queues[model][0]
-            if best is None or head.job.sequence < best.job.sequence:
-                best = head
+            for endpoint, queue in self._queues[model].items():
+                is_older = best is None or queue[0].job.sequence < best.job.sequence
+                if is_older and link.answers(model, endpoint):
+                    best = queue[0]
         return best
+
+    def _list_waiting(self, models: Iterable[str]) -> list[_Waiter]:
+        return [waiter for model in models for queue in self._queues[model].values() for waiter in queue]
 
     def _take_change(self, link: Link | None) -> None:
         if not self._queues:
@@ -245,10 +274,10 @@ class Dispatcher:
 
     def _fail_deleted(self) -> None:
         """Requests that wait for boxes of a deleted provider end now, not at their time-out."""
-        for model, queue in list(self._queues.items()):
+        for model in list(self._queues):
             rows = [row for row in self._keeper.rows.values() if model in row.model_names]
             if rows and all(row.provider_state == "deleted" for row in rows):
-                for waiter in list(queue):
+                for waiter in self._list_waiting([model]):
                     self._end(waiter, ProviderDeleted(retry_after_s=30))
 
     def _forget(self, waiter: _Waiter) -> None:
@@ -259,10 +288,14 @@ class Dispatcher:
         if waiter.timer is not None:
             waiter.timer.cancel()
             waiter.timer = None
-        queue = self._queues.get(waiter.job.request.model)
+        request = waiter.job.request
+        lanes = self._queues.get(request.model, {})
+        queue = lanes.get(request.endpoint)
         if queue is None or waiter not in queue:
             return
         queue.remove(waiter)
         QUEUE_DEPTH.dec()
         if not queue:
-            del self._queues[waiter.job.request.model]
+            del lanes[request.endpoint]
+        if not lanes:
+            del self._queues[request.model]

@@ -105,6 +105,10 @@ class ModelNotAllowed(ModelUnknown):
     anthropic_type = "invalid_request_error"
 
 
+class EndpointNotAnswered(BadRequest):
+    """Boxes serve the model, and none of them answers it on this path."""
+
+
 class PromptTooLarge(BadRequest):
     """The prompt is over the cap."""
 

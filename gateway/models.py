@@ -5,6 +5,7 @@ from __future__ import annotations
 from django.contrib.postgres.fields import ArrayField
 from django.db import models
 
+from gateway.values import Priority
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 
@@ -38,6 +39,13 @@ class ApiKey(models.Model):
     requests_per_minute = models.PositiveIntegerField(null=True, blank=True, help_text="Empty = the tenant's, else the setting")
     allowed_models = ArrayField(
         models.CharField(max_length=200), default=list, blank=True, help_text="Empty = every allow-listed model"
+    )
+    priority = models.CharField(
+        max_length=10,
+        choices=[(p.value, p.value) for p in Priority],
+        default=Priority.NORMAL.value,
+        db_default=Priority.NORMAL.value,
+        help_text="How a box orders what waits on it",
     )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)

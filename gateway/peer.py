@@ -20,7 +20,7 @@ _NO_HEADERS: list[Header] = []
 
 async def serve_peer(*, dispatcher: Dispatcher, limits: Limits, client: ClientConnection, link: Link, surface: Surface) -> None:
     """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut."""
-    body = await client.read_body()
+    body = await client.read_body(limits.max_audio_bytes if surface.is_form else None)
     headers = client.headers
     job = Job(
         request_id=headers.get("x-request-id", "")[:80],
@@ -35,6 +35,7 @@ async def serve_peer(*, dispatcher: Dispatcher, limits: Limits, client: ClientCo
             headers={name: value for name, value in headers.items() if name in surface.forwarded},
         ),
         tenant=headers.get("x-muster-tenant", "")[:80],
+        priority=headers.get("x-muster-priority", "")[:10],
         max_queue=0,
         sequence=next(_sequence),
         accepted=time.monotonic(),
@@ -43,6 +44,9 @@ async def serve_peer(*, dispatcher: Dispatcher, limits: Limits, client: ClientCo
     )
     if not link.can_take(time.monotonic()):
         refuse_peer(client, b"busy")
+        return
+    if not link.answers(job.request.model, surface.path):  # unloaded since the peer last looked
+        refuse_peer(client, b"gone")
         return
     link.active += 1
     lease = Lease(dispatcher, link)

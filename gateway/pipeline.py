@@ -27,12 +27,13 @@ from gateway.errors import (
 )
 from gateway.records import MAX_COUNT, Record, RecordWriter
 from gateway.relay import Broken, Exchange, Outcome, Retry, RetryReason, Served
-from gateway.values import Caller, InferenceRequest, Limits, Timeouts
+from gateway.values import Caller, InferenceRequest, Limits, Priority, Timeouts
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 
 _CHARS_PER_TOKEN = 4
 _RECORDED_REFUSALS_PER_MINUTE = 60
+_PARSED_BESIDE_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Pipeline:
             if self.is_stopping:
                 raise ShuttingDown(retry_after_s=2)
             caller = await self.keys.identify(client.headers, allow_x_api_key=True)
-            body = await client.read_body()
+            body = await client.read_body(self.limits.max_audio_bytes if surface.is_form else None)
             record, job = await self._admit(client, surface, caller, body, record_id, extra)
             while True:
                 lease = await self._find_slot(client, job, record)
@@ -110,17 +111,23 @@ class Pipeline:
         try:
             rate = self.limiter.take(caller.key_id, caller.requests_per_minute)
             extra += rate.headers()
-            request = surface.parse(body, client.headers)
+            request = await _parse(surface, body, client)
             model = self.admission.admit(caller, request)
             self.dispatcher.refuse_disabled(model.name)
-            self.dispatcher.check_room(model.name, model.max_queue)
+            self.dispatcher.check_room(model.name, request.endpoint, model.max_queue)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 extra += self.limiter.peek(caller.key_id, caller.requests_per_minute).headers()
             self._record_refusal(error, caller, surface, request, record_id)
             raise
         request_id = format_id("req", record_id)
-        job = self.dispatcher.new_job(request_id=request_id, request=request, tenant=caller.tenant, max_queue=model.max_queue)
+        job = self.dispatcher.new_job(
+            request_id=request_id,
+            request=request,
+            tenant=caller.tenant,
+            max_queue=model.max_queue,
+            priority="" if caller.priority is Priority.NORMAL else caller.priority.value,
+        )
         record = self._new_record(record_id, caller, request)
         client.watch()
         metrics.TALLY.in_flight += 1
@@ -167,9 +174,9 @@ class Pipeline:
         job.avoid.add(lease.link)
         if job.losses > self.limits.max_requeues:
             raise RequeueExhausted(retry_after_s=5) if isinstance(outcome.error, RequestInterrupted) else outcome.error
-        if outcome.reason is RetryReason.RECLAIMED and self.dispatcher.explain(job.request.model) is not None:
+        if outcome.reason is RetryReason.RECLAIMED and self.dispatcher.explain(job.request) is not None:
             raise RequestInterrupted(retry_after_s=5)
-        if outcome.reason is RetryReason.ENGINE and self.dispatcher.explain(job.request.model) is not None:
+        if outcome.reason is RetryReason.ENGINE and self.dispatcher.explain(job.request) is not None:
             raise ForwardedRequestFailed(retry_after_s=2)
         return True
 
@@ -288,6 +295,13 @@ class Pipeline:
         record.finished_at = record.created_at
         record.state = RequestState.REJECTED
         self.records.add_final(record)
+
+
+async def _parse(surface: Surface, body: bytes, client: ClientConnection) -> InferenceRequest:
+    """Read a body, a large form in a thread: it is walked in small steps, between which the event loop gets its turn."""
+    if surface.is_form and len(body) > _PARSED_BESIDE_BYTES:
+        return await asyncio.to_thread(surface.parse, body, client.headers)
+    return surface.parse(body, client.headers)
 
 
 def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:

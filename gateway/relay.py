@@ -153,6 +153,7 @@ class Exchange:
                 is_streaming=request.is_streaming,
                 deadline_ms=max(1, int(remaining * 1000)),
                 tenant=job.tenant,
+                priority=job.priority,
             )
             try:
                 self._stream = self._lease.link.open_stream(opening, self)

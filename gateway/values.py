@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
+
+
+class Priority(StrEnum):
+    """How a box orders what waits on it."""
+
+    HIGH = "high"
+    NORMAL = "normal"
+    LOW = "low"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,7 @@ class Limits:
 
     max_queue: int = 100
     max_body_bytes: int = 32 * 1024 * 1024
+    max_audio_bytes: int = 64 * 1024 * 1024
     max_prompt_chars: int = 1_000_000
     max_tokens_cap: int = 32_768
     requests_per_minute: int = 6_000
@@ -48,6 +58,7 @@ class Caller:
     tenant: str
     requests_per_minute: int
     allowed_models: frozenset[str]
+    priority: Priority = Priority.NORMAL
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -214,18 +214,16 @@ class _Session:
             session=self.protocol,
             send=self.send,
             kick=self._kick,
+            on_drained=lambda: self.endpoint.registry.announce(link),
         )
         link.epoch = self.epoch = opened.epoch
-        link.instance_id = (effect.message.instance_id or "")[:64]
-        link.agent_version = effect.message.agent_version or ""
+        link.take_register(effect.message)
         link.peer_address = self.address
         link.provider = link.policy.provider = self.credential.provider.name
         link.credential_id = self.credential.pk
-        link.report_load(effect.message.current_load)
         health = self.endpoint.health
         if self.protocol.speaks_muster:
             link.stale_after_s, link.offline_after_s = health.stale_after_s, health.offline_after_s
-            link.telemetry = bridge.Telemetry(gpus=effect.message.gpus, replicas=effect.message.replicas)
         else:
             link.stale_after_s = link.offline_after_s = health.bridge_pong_window_s
         link.policy.cordoned = opened.cordoned
@@ -295,7 +293,7 @@ class _Session:
                     link.report_load(effect.load)
                 case ModelsChanged():
                     link.report_load(effect.load)
-                    self.endpoint.registry.update_models(link, frozenset(effect.models))
+                    self._route(link, frozenset(effect.models))
                 case TelemetryArrived():
                     self._take_telemetry(link, effect.telemetry)
                 case ModeRequested():
@@ -314,8 +312,15 @@ class _Session:
             self.endpoint.registry.announce(link)
 
     def _take_telemetry(self, link: RelayLink, telemetry: bridge.Telemetry) -> None:
-        link.telemetry = telemetry
-        link.report_load(telemetry.current_load)
+        if link.take_telemetry(telemetry):
+            self._route(link, link.models)
+
+    def _route(self, link: RelayLink, models: frozenset[str]) -> None:
+        """Route by what the box declares from the next request on; what runs is left alone."""
+        endpoints = link.find_endpoints(models)
+        if models != link.models or endpoints != link.endpoints:
+            link.has_news = True
+            self.endpoint.registry.update_models(link, models, endpoints)
 
     def _change_mode(self, link: RelayLink, effect: ModeRequested) -> None:
         """The owner at the box decides: stop giving it work now, write it down beside."""

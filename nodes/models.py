@@ -76,6 +76,7 @@ class Node(models.Model):
     agent_version = models.CharField(max_length=60, blank=True)
     max_concurrent = models.PositiveIntegerField(default=1)
     model_names = ArrayField(models.CharField(max_length=200), default=list, blank=True)
+    model_endpoints = models.JSONField(null=True, blank=True, help_text="API paths by model; a model not in it answers any")
     # What operators and the owner decided. These survive reconnects.
     mode = models.CharField(max_length=10, choices=[(m.value, m.value) for m in NodeMode], default=NodeMode.SPARE_ON.value)
     cordoned = models.BooleanField(default=False)
@@ -116,6 +117,10 @@ class NodePresence(models.Model):
     spare_score = models.FloatField(null=True, blank=True)
     gpus = models.JSONField(default=list, blank=True)
     replicas = models.JSONField(default=list, blank=True)
+    available_models = models.JSONField(null=True, blank=True, help_text="On the box or to be fetched by it, not loaded")
+    memory = models.JSONField(null=True, blank=True, help_text="What its models share, in MiB")
+    queue_depth = models.PositiveIntegerField(null=True, blank=True, help_text="Requests that wait on the box itself")
+    avg_wait_ms = models.PositiveIntegerField(null=True, blank=True)
     last_error = models.CharField(max_length=500, blank=True)
     protocol = models.CharField(max_length=40, blank=True)
     peer_address = models.CharField(max_length=64, blank=True)

@@ -9,15 +9,21 @@ import msgspec
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.services import sessions
+from nodes.session import store_endpoints
+from wire import bridge
 
 
-def presence_reports(registry: LinkRegistry) -> list[sessions.PresenceReport]:
-    """Return what this process knows of the boxes on its sockets, for writing to the database."""
+def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list[sessions.PresenceReport]:
+    """Return what this process knows of the boxes on its sockets, for writing to the database.
+
+    ``news_only``: of those alone that said something which was not returned before.
+    """
     now = time.monotonic()
     reports = []
     for link in registry:
-        if not isinstance(link, RelayLink):
+        if not isinstance(link, RelayLink) or (news_only and not link.has_news):
             continue
+        link.has_news = False
         telemetry = link.telemetry
         reports.append(
             sessions.PresenceReport(
@@ -29,11 +35,22 @@ def presence_reports(registry: LinkRegistry) -> list[sessions.PresenceReport]:
                 models=tuple(sorted(link.models)),
                 status=_status_of(link),
                 last_error=(telemetry.last_error or "") if telemetry is not None else "",
-                gpus=msgspec.to_builtins(telemetry.gpus) if telemetry is not None else None,
-                replicas=msgspec.to_builtins(telemetry.replicas) if telemetry is not None else None,
+                endpoints=store_endpoints(link.endpoints),
+                said=_read_state(telemetry) if telemetry is not None else None,
             )
         )
     return reports
+
+
+def _read_state(telemetry: bridge.Telemetry) -> sessions.ReportedState:
+    return sessions.ReportedState(
+        gpus=msgspec.to_builtins(telemetry.gpus),
+        replicas=msgspec.to_builtins(telemetry.replicas),
+        available=list(telemetry.available),
+        memory=msgspec.to_builtins(telemetry.memory),
+        queue_depth=telemetry.queue_depth,
+        avg_wait_ms=telemetry.avg_wait_ms,
+    )
 
 
 def _status_of(link: RelayLink) -> str:

@@ -155,6 +155,12 @@ class NodeSerializer(serializers.Serializer[Node]):
     vram_used_mb = serializers.IntegerField(allow_null=True)
     agent_version = serializers.CharField()
     last_error = serializers.CharField()
+    replicas = serializers.ListField(child=serializers.DictField())
+    available_models = serializers.ListField(child=serializers.CharField())
+    memory = serializers.DictField(allow_null=True)
+    gpus = serializers.ListField(child=serializers.DictField())
+    queue_depth = serializers.IntegerField(allow_null=True)
+    avg_wait_ms = serializers.IntegerField(allow_null=True)
 
     def to_representation(self, instance: Node) -> dict[str, Any]:  # Any: JSON
         presence: NodePresence | None = getattr(instance, "presence", None)
@@ -184,6 +190,12 @@ class NodeSerializer(serializers.Serializer[Node]):
             "vram_used_mb": live.vram_used_mb,
             "agent_version": instance.agent_version,
             "last_error": live.last_error,
+            "replicas": live.replicas,
+            "available_models": live.available_models or [],
+            "memory": live.memory,
+            "gpus": live.gpus,
+            "queue_depth": live.queue_depth,
+            "avg_wait_ms": live.avg_wait_ms,
         }
 
 

@@ -6,6 +6,7 @@ Source: node and gateway contract v1, "Heartbeat Staleness Rules"; one table for
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -14,6 +15,8 @@ from wire.contract import NodeMode, NodeStatus
 
 MAX_REPORTED_LOAD = 1_000_000
 """A box may say anything of itself, and what it says goes to the database."""
+BINARY_ENDPOINTS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+"""API paths whose bodies hold a file; bridge v1 carries text alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,9 @@ class NodeRow:
     active_requests: int
     connected: bool
     gateway_id: uuid.UUID | None
+    endpoints: Mapping[str, frozenset[str]]
+    """API paths by model; a model that is not in it answers any."""
+    carries_bytes: bool
 
 
 def freshness_windows(policy: HealthPolicy, *, protocol: str) -> tuple[float, float]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
 
 from runner.app import run_box
-from runner.config import read_config
-from runner.errors import ConfigError
+from runner.config import RunnerConfig, read_config
+from runner.errors import ConfigError, InvalidSettings
+from runner.ledger import LedgerError
 
 
 def main() -> int:
@@ -19,12 +21,38 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"runner: {error}\n")
         return 2
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
-    with asyncio.Runner(loop_factory=_loop_factory()) as loop:
-        loop.run(run_box(config))
+    _start_log(config)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as loop:
+            loop.run(run_box(config))
+    except (ConfigError, InvalidSettings, LedgerError) as error:
+        sys.stderr.write(f"runner: {error}\n")
+        return 2
     return 0
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object per line, for log collectors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def _start_log(config: RunnerConfig) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
+    handler.setFormatter(_JsonLines() if config.log_json else text)
+    logging.basicConfig(level=(config.log_level or "info").upper(), handlers=[handler])
+    for noisy in ("httpx", "httpx2", "huggingface_hub", "uvicorn.error"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:

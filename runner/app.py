@@ -1,4 +1,4 @@
-"""The box: wires engine, relay, telemetry and gateways together, and leaves in order when told to."""
+"""The box: its parts, its doors (gateways and its own HTTP port), what it tells of itself, and leaving in order."""
 
 from __future__ import annotations
 
@@ -6,31 +6,20 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Literal
 
 import aiohttp
 
 from runner import AGENT_VERSION
-from runner.admission import Admission
-from runner.config import BackendConfig, RunnerConfig, normalise_gateway
+from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink
-from runner.engines.llamacpp import LlamaCpp
-from runner.engines.openai_server import OpenAIServer
-from runner.engines.port import Engine
-from runner.engines.supervisor import Supervisor
-from runner.errors import ConfigError
+from runner.errors import ConfigError, InvalidSettings, SettingsConflict
+from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
+from runner.report import list_endpoints, list_replicas, read_memory
 from runner.session import Stream
-from runner.telemetry import open_gpu_probe
-from wire.bridge import (
-    Draining,
-    ModeChange,
-    ModelsUpdate,
-    Register,
-    RegisterAck,
-    ReplicaInfo,
-    Telemetry,
-)
+from wire.bridge import Draining, ModeChange, ModelsUpdate, Register, RegisterAck, Telemetry
 from wire.ids import new_uuid7
 
 log = logging.getLogger(__name__)
@@ -41,61 +30,88 @@ ENGINE_KEEPALIVE_S = 4.0
 """Shorter than the 5 s after which llama.cpp and uvicorn close an idle connection, so none is reused half dead."""
 FAREWELL_S = 1.0
 SETTLE_S = 2.0
+MAX_AVAILABLE = 200
+"""Names of loadable models that a gateway is told."""
 
 
 class Box:
-    """One runner process. Implements ``connection.Host``."""
+    """One runner process towards its gateways. Implements ``connection.Host``."""
 
     def __init__(self, config: RunnerConfig, client: aiohttp.ClientSession) -> None:
         self._config = config
         self._client = client
         self._instance_id = new_uuid7().hex
-        self._engine = _make_engine(config, client)
-        self.supervisor = Supervisor(self._engine, silent_s=config.timeouts.engine_silent_s, on_change=self._engine_changed)
-        slots = config.max_concurrent
-        self._admission = Admission(slots=slots, queue_limit=max(2, slots))
-        self.relay = Relay(client=client, upstream=self.supervisor, admission=self._admission, on_load=self._report_soon)
-        self._probe = open_gpu_probe()
         self._links: dict[str, GatewayLink] = {}
         self._link_tasks: set[asyncio.Task[None]] = set()
         self._declared: list[str] = []
+        self._is_telling = False
         self._mode: Literal["spare_on", "spare_off"] | None = None
+        self._parts: Parts | None = None
+        self._relay: Relay | None = None
+        self._settled = asyncio.Event()
         self.is_leaving = False
+
+    @property
+    def parts(self) -> Parts:
+        """What the box is made of; there once it runs."""
+        assert self._parts is not None
+        return self._parts
+
+    @property
+    def relay(self) -> Relay:
+        """What serves the streams of gateways."""
+        assert self._relay is not None
+        return self._relay
 
     # What connections ask for
 
     @property
     def load(self) -> int:
-        """Requests that run or wait on this box."""
+        """Requests that run or wait on this box for its gateways."""
         return self.relay.load
 
     def describe(self) -> Register:
         """Return the registration of a new session."""
+        parts = self.parts
+        registry = parts.pool.registry
         return Register(
             worker_name=self._config.name,
-            models=self.supervisor.models,
+            models=registry.ready_ids(),
             max_concurrent=self._config.max_concurrent,
             current_load=self.load,
             instance_id=self._instance_id,
             agent_version=AGENT_VERSION,
             owner_name=self._config.owner or None,
-            endpoints=list(self._engine.endpoints),
-            gpus=self._probe.sample(),
-            replicas=self._replicas(),
+            endpoints=list_endpoints(registry.models),
+            gpus=parts.reading.gpus if parts.reading is not None else [],
+            replicas=list_replicas(registry.models),
+            available=registry.available_ids()[:MAX_AVAILABLE],
+            memory=read_memory(parts.reading, registry.models),
         )
 
     async def take_sample(self) -> Telemetry:
-        """Return a fresh reading of the GPUs, the engine and the load."""
-        gpus = await asyncio.to_thread(self._probe.sample) if self._probe.is_open else []
-        return Telemetry(current_load=self.load, gpus=gpus, replicas=self._replicas(), last_error=self.supervisor.last_error)
+        """Return a fresh reading of the machine, the models and the load."""
+        parts = self.parts
+        reading = await parts.look()
+        models = parts.pool.registry.models
+        return Telemetry(
+            current_load=self.load,
+            gpus=reading.gpus,
+            replicas=list_replicas(models),
+            available=parts.pool.registry.available_ids()[:MAX_AVAILABLE],
+            memory=read_memory(reading, models),
+            queue_depth=parts.budget.depth,
+            avg_wait_ms=round(parts.budget.avg_wait_ms),
+            last_error=next((model.last_error for model in models if model.last_error), None),
+        )
 
     def list_models(self) -> ModelsUpdate:
         """Return the models that can be served now."""
-        return ModelsUpdate(models=self.supervisor.models, current_load=self.load)
+        return ModelsUpdate(models=self.parts.pool.registry.ready_ids(), current_load=self.load)
 
     def refresh_models(self) -> None:
-        """Have the engine's models looked at now; a change is declared by itself."""
-        self.supervisor.check_soon()
+        """Have the models of an attached server looked at now; a change is declared by itself."""
+        self.parts.refresh_attached()
 
     def greet(self, link: GatewayLink, ack: RegisterAck) -> None:
         """Repeat the owner's wish to the gateway and dial the gateways it names."""
@@ -121,26 +137,27 @@ class Box:
     # Life of the process
 
     async def run(self, leave: asyncio.Event, hurry: asyncio.Event) -> None:
-        """Serve until ``leave`` is set, then finish what runs; ``hurry`` cuts that short."""
-        engine_task = asyncio.create_task(self.supervisor.run())
-        try:
-            # The tiny model loads within this, so that the first registration already names it.
-            await self.supervisor.wait_settled(SETTLE_S)
+        """Serve until ``leave`` is set, then finish what runs; ``hurry`` cuts that short. Raises ConfigError."""
+        async with AsyncExitStack() as stack:
+            self._parts = await stack.enter_async_context(
+                assemble(self._config, self._client, on_change=self._models_changed, on_load=self._report_soon)
+            )
+            self._relay = Relay(self._parts.door.open)
+            stack.push_async_callback(self._hang_up)
+            if self._config.api is not None:
+                from runner.api.server import serve_api  # its libraries weigh more than the rest of a box without a port
+
+                service = self._parts.settings.service
+                api = settle_api(self._config.api, host=service.host, port=service.port)
+                await stack.enter_async_context(serve_api(self._parts, api))
+            await self._parts.start_models()
+            await self._wait_settled()
+            self._parts.phase = Phase.SERVING
             for url in self._config.gateways:
                 self._add_link(url, give_up_s=None)
-            waiter = asyncio.create_task(leave.wait())
-            await asyncio.wait({waiter, engine_task}, return_when=asyncio.FIRST_COMPLETED)
-            waiter.cancel()
-            if engine_task.done():
-                await engine_task
+            await leave.wait()
+            self._parts.phase = Phase.STOPPING
             await self._drain(hurry)
-        finally:
-            await self.relay.close()
-            for task in self._link_tasks:
-                task.cancel()
-            engine_task.cancel()
-            await asyncio.gather(*self._link_tasks, engine_task, return_exceptions=True)
-            self._probe.close()
 
     def set_mode(self, mode: Literal["spare_on", "spare_off"]) -> None:
         """Tell every gateway, now and after reconnects, that the owner lends the box or takes it back."""
@@ -149,15 +166,41 @@ class Box:
         for link in self._links.values():
             link.post(ModeChange(mode=mode, reason="owner"))
 
+    async def reload(self) -> None:
+        """Read the settings files again; what is wrong with them goes to the log."""
+        try:
+            change = await self.parts.reload_settings()
+        except (InvalidSettings, SettingsConflict) as error:
+            log.error("settings were not taken over: %s", error)  # noqa: TRY400  # text for the owner
+        else:
+            log.info("settings taken over added=%s removed=%s updated=%s", change.added, change.removed, change.updated)
+
+    async def _wait_settled(self) -> None:
+        """Wait a moment for what starts quickly, so that the first registration already names it."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + SETTLE_S
+        while loop.time() < give_up_at and not self.parts.is_settled:
+            self._settled.clear()
+            try:
+                await asyncio.wait_for(self._settled.wait(), max(0.01, give_up_at - loop.time()))
+            except TimeoutError:
+                return
+
+    async def _hang_up(self) -> None:
+        await self.relay.close()
+        for task in self._link_tasks:
+            task.cancel()
+        await asyncio.gather(*self._link_tasks, return_exceptions=True)
+
     async def _drain(self, hurry: asyncio.Event) -> None:
         self.is_leaving = True
         log.info("leaving load=%s limit_s=%s", self.load, self._config.timeouts.drain_s)
         for link in self._links.values():
             link.post(Draining(reason="the box is shutting down"))
-        idle, rush = asyncio.create_task(self.relay.wait_idle()), asyncio.create_task(hurry.wait())
+        idle, rush = asyncio.create_task(self.parts.serving.wait_idle()), asyncio.create_task(hurry.wait())
         await asyncio.wait({idle, rush}, timeout=self._config.timeouts.drain_s, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
-            log.warning("leaving with requests unfinished load=%s", self.load)
+            log.warning("leaving with requests unfinished load=%s", self.parts.serving.load)
         idle.cancel()
         rush.cancel()
         await asyncio.gather(*(link.flush(FAREWELL_S) for link in self._links.values()))
@@ -195,8 +238,16 @@ class Box:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("gateway connection failed unexpectedly gateway=%s", url, exc_info=error)
 
-    def _engine_changed(self) -> None:
-        models = self.supervisor.models
+    def _models_changed(self) -> None:
+        """Tell the gateways, once for all changes of one turn of the loop."""
+        self._settled.set()
+        if self._parts is not None and not self._is_telling:
+            self._is_telling = True
+            asyncio.get_running_loop().call_soon(self._declare)
+
+    def _declare(self) -> None:
+        self._is_telling = False
+        models = self.parts.pool.registry.ready_ids()
         if models != self._declared:
             self._declared = models
             for link in self._links.values():
@@ -207,31 +258,12 @@ class Box:
         for link in self._links.values():
             link.report_soon()
 
-    def _replicas(self) -> list[ReplicaInfo]:
-        supervisor = self.supervisor
-        return [
-            ReplicaInfo(
-                model=model,
-                state=supervisor.state.value,
-                engine=self._engine.name,
-                slots=self._config.max_concurrent,
-                active=self._admission.active,
-                detail=supervisor.detail,
-            )
-            for model in supervisor.all_models
-        ]
-
-
-def _make_engine(config: RunnerConfig, client: aiohttp.ClientSession) -> Engine:
-    if isinstance(config.engine, BackendConfig):
-        return OpenAIServer(config.engine, client)
-    return LlamaCpp(config.engine, slots=config.max_concurrent, client=client)
-
 
 async def run_box(config: RunnerConfig) -> None:
-    """Run until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT. Raises ConfigError for settings files or a data folder that cannot be used."""
     leave, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
 
     def stop() -> None:
         if leave.is_set():
@@ -247,8 +279,14 @@ async def run_box(config: RunnerConfig) -> None:
     )
     async with client:
         box = Box(config, client)
+
+        def reload() -> None:
+            reloads.add(task := asyncio.create_task(box.reload()))
+            task.add_done_callback(reloads.discard)
+
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, stop)
+        loop.add_signal_handler(signal.SIGHUP, reload)
         loop.add_signal_handler(signal.SIGUSR1, box.set_mode, "spare_off")
         loop.add_signal_handler(signal.SIGUSR2, box.set_mode, "spare_on")
         await box.run(leave, hurry)

@@ -1,6 +1,12 @@
-"""What can go wrong on the box, one tree. Messages are for the owner of the box and never carry secrets or prompts."""
+"""What can go wrong on the box, one tree. Messages are for a person and never carry secrets, prompts or tokens.
+
+``RequestRefused`` and what follows it reach a client: each class carries its code and HTTP status (the names are those of
+the model-runner and llm-pool specifications where they have one); ``runner.api`` and ``runner.relay`` only render them.
+"""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 
 class RunnerError(Exception):
@@ -12,7 +18,11 @@ class ConfigError(RunnerError):
 
 
 class EngineError(RunnerError):
-    """The engine did not start or does not serve."""
+    """The engine did not start or does not serve; the text ends with its own last words where it left any."""
+
+
+class EngineSilent(EngineError):
+    """The engine took the connection and did not answer in time."""
 
 
 class SessionLost(RunnerError):
@@ -27,5 +37,213 @@ class StreamClosed(RunnerError):
     """The stream has already ended, so nothing more may be sent on it."""
 
 
-class BoxBusy(RunnerError):
-    """Every slot and every place in the local queue is taken, or the box is leaving."""
+class RequestRefused(RunnerError):
+    """A request that is not carried out. ``details`` are further members of the error object, camelCase as on the wire."""
+
+    code: ClassVar[str] = "invalid_request"
+    status: ClassVar[int] = 400
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        details: dict[str, object] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.details: dict[str, object] = details or {}
+
+
+class InvalidRequest(RequestRefused):
+    """Malformed body, wrong type, value out of range; ``param`` names the field."""
+
+
+class InvalidLoadRequest(RequestRefused):
+    """A load override that this backend does not know or that is out of its limits; ``param`` names the field."""
+
+    code = "invalid_load_request"
+
+
+class ModalityUnsupported(RequestRefused):
+    """The model does not serve this endpoint."""
+
+    code = "modality_unsupported"
+
+
+class RemoteNotAllowed(RequestRefused):
+    """The model is a remote one and the request does not say ``allow_remote``."""
+
+    code = "remote_not_allowed"
+    status = 403
+
+
+class OpTokenRefused(RequestRefused):
+    """The operation token does not hold; one text for every reason, the reason itself is in the box's log."""
+
+    code = "op_token_refused"
+    status = 403
+
+
+class OperationsDisabled(RequestRefused):
+    """No key is configured, so no lifecycle operation is carried out."""
+
+    code = "operations_disabled"
+    status = 403
+
+
+class AccessRefused(RequestRefused):
+    """The API key of this box is missing or wrong."""
+
+    code = "unauthorized"
+    status = 401
+
+
+class UnknownModel(RequestRefused):
+    """Nobody here has heard of the model."""
+
+    code = "unknown_model"
+    status = 404
+
+
+class UnknownTask(RequestRefused):
+    """There is no such load task."""
+
+    code = "unknown_task"
+    status = 404
+
+
+class WrongState(RequestRefused):
+    """The model is in a state in which this cannot be done."""
+
+    code = "model_not_loaded"
+    status = 409
+
+
+class ModelNotLoaded(WrongState):
+    """It is known but not loaded."""
+
+
+class ModelLoading(WrongState):
+    """It is being loaded."""
+
+    code = "model_loading"
+    retryable = True
+
+
+class ModelUnloading(WrongState):
+    """It is being unloaded; also what a waiting request hears when that begins."""
+
+    code = "model_unloading"
+
+
+class ModelFailed(WrongState):
+    """Its last load failed, or its engine is down."""
+
+    code = "model_failed"
+
+
+class OperationInterrupted(WrongState):
+    """The operation of this token was begun and cut off; it is not begun again."""
+
+    code = "operation_interrupted"
+
+
+class InsufficientMemory(WrongState):
+    """It cannot fit; ``details`` has ``requiredMB``, ``freeMB`` and ``suggestions``."""
+
+    code = "insufficient_memory"
+
+
+class SettingsConflict(WrongState):
+    """New settings would change a model that is loaded; ``details`` has ``conflicts``."""
+
+    code = "settings_reload_conflict"
+
+
+class InvalidSettings(RequestRefused):
+    """The settings files cannot be used."""
+
+    code = "invalid_settings"
+
+
+class TenantQueueFull(RequestRefused):
+    """The tenant has as many requests waiting for the model as it may."""
+
+    code = "fairness_key_queue_full"
+    status = 429
+    retryable = True
+
+
+class ModelQueueFull(RequestRefused):
+    """As many requests wait for the model as may."""
+
+    code = "executor_queue_full"
+    status = 429
+    retryable = True
+
+
+class RateLimitExceeded(RequestRefused):
+    """``details`` has ``limit``, ``remaining`` and ``resetAt`` (Unix seconds)."""
+
+    code = "rate_limit_exceeded"
+    status = 429
+    retryable = True
+
+
+class SpendingCapReached(RequestRefused):
+    """The tenant's monthly cap for remote models does not cover the request."""
+
+    code = "spending_cap_reached"
+    status = 429
+
+
+class QueueFull(RequestRefused):
+    """The box is saturated; ``details`` has ``queueDepth`` and ``avgWaitMs``."""
+
+    code = "queue_full"
+    status = 503
+    retryable = True
+
+
+class QueueTimeout(RequestRefused):
+    """The request waited for longer than QUEUE_TIMEOUT_MS."""
+
+    code = "queue_timeout"
+    status = 503
+    retryable = True
+
+
+class Unavailable(RequestRefused):
+    """The box is starting or stopping."""
+
+    code = "unavailable"
+    status = 503
+    retryable = True
+
+
+class EngineUnavailable(RequestRefused):
+    """The engine does not answer, or broke off."""
+
+    code = "engine_failed"
+    status = 502
+    retryable = True
+
+
+class RemoteRefused(RequestRefused):
+    """The provider of a remote model turns this box away, before it has done anything; only its owner can help."""
+
+    code = "remote_refused"
+    status = 502
+
+
+class DownloadFailed(RunnerError):
+    """Model files could not be fetched; the text says why and what would help."""
+
+
+class CorruptModel(RunnerError):
+    """A model file is damaged, cut short or not what its name says; the text names the file and what is wrong with it."""

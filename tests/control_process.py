@@ -93,6 +93,15 @@ def serve_control(log: Path, *options: str, env: Mapping[str, str] | None = None
         yield server
 
 
+@contextmanager
+def serve_gateway(log: Path) -> Iterator[ServerProcess]:
+    """Run a gateway on the database of the tests."""
+    port = free_port()
+    argv = ["-m", "controlplane.serve_gateway", "--port", str(port)]
+    with serve(argv, port=port, log=log, env={"DATABASE_URL": database_url_of_tests()}) as server:
+        yield server
+
+
 def wait_for_port(server: ServerProcess) -> None:
     """Return when the port accepts connections. Raises AssertionError with the log when the process ends before."""
     deadline = time.monotonic() + READY_WITHIN_S

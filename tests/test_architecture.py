@@ -147,7 +147,7 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def text_files() -> list[str]:
     """Return the files a person reads, lock files left out."""
-    locks = {f"requirements/{name}.txt" for name in ("dev", "installer", "runner", "server")}
+    locks = {f"requirements/{name}.txt" for name in ("dev", "engines", "installer", "runner", "server")}
     return [name for name in tree_files() if Path(name).suffix in TEXT_SUFFIXES and name not in locks | {"LICENSE"}]
 
 

@@ -42,7 +42,12 @@ class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One loaded (or loading) copy of a model on the box. ``state``: unloaded, loading, loaded, unloading or failed."""
+    """One loaded (or loading) copy of a model on the box. ``state``: unloaded, loading, loaded, unloading or failed.
+
+    ``detail``: what a load is doing, or why it failed. ``progress`` is the share of the load that is done, 0.0 to 1.0, and
+    ``eta_s`` the seconds it still takes. Memory in MiB: ``memory_mb`` is measured, ``weights_mb`` and ``kv_mb`` are its
+    known parts; None = unknown. ``endpoints`` are the API paths this model answers, empty = those of the registration.
+    """
 
     model: str
     state: str
@@ -50,6 +55,25 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     slots: int = 0
     active: int = 0
     detail: str = ""
+    progress: float | None = None
+    eta_s: float | None = None
+    memory_mb: int | None = None
+    weights_mb: int | None = None
+    kv_mb: int | None = None
+    endpoints: list[str] = []
+
+
+class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """The memory that models share on the box, in MiB: that of its GPUs, or of the host where it has none (``kind``).
+
+    ``weights_mb`` and ``kv_mb`` are what the loaded models are known to hold of ``used_mb``.
+    """
+
+    kind: str = "gpu"
+    total_mb: int | None = None
+    used_mb: int | None = None
+    weights_mb: int | None = None
+    kv_mb: int | None = None
 
 
 class TokenCounts(msgspec.Struct, kw_only=True):
@@ -130,7 +154,7 @@ class Register(Message, tag="register"):
 
     ``instance_id`` is random per process start: the same box may hold one session on each gateway with the same
     instance, while a second program with the same credential fences the first. ``endpoints`` lists the paths its
-    engine speaks natively.
+    engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``.
     """
 
     worker_name: str = "worker"
@@ -144,6 +168,8 @@ class Register(Message, tag="register"):
     endpoints: list[str] = []
     gpus: list[GpuInfo] = []
     replicas: list[ReplicaInfo] = []
+    available: list[str] = []
+    memory: MemoryInfo | None = None
 
 
 class ResponseChunk(Message, tag="response_chunk"):
@@ -191,6 +217,11 @@ class Telemetry(Message, tag="telemetry"):
     current_load: int = 0
     gpus: list[GpuInfo] = []
     replicas: list[ReplicaInfo] = []
+    available: list[str] = []
+    """Models that are on the box or that it may fetch, and that are not loaded."""
+    memory: MemoryInfo | None = None
+    queue_depth: int = 0
+    avg_wait_ms: int | None = None
     last_error: str | None = None
 
 

@@ -44,7 +44,10 @@ DEFAULT_WINDOW_BYTES = 512 * 1024
 
 
 class OpenMeta(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What the box must know of a request besides its body. ``deadline_ms`` is what remains when it is sent."""
+    """What the box must know of a request besides its body. ``deadline_ms`` is what remains when it is sent.
+
+    ``priority``: high, normal or low; empty = normal.
+    """
 
     request_id: str
     model: str
@@ -55,6 +58,7 @@ class OpenMeta(msgspec.Struct, omit_defaults=True, kw_only=True):
     window_bytes: int = DEFAULT_WINDOW_BYTES
     tenant: str = ""
     method: str = "POST"
+    priority: str = ""
 
 
 class Head(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -103,10 +103,13 @@ class StreamReader:
     def usage(self) -> TokenCounts | None:
         """Return the usage seen, later fields over earlier ones; None when the engine reported none."""
         found: dict[str, int] = {}
-        for source in dict.fromkeys((self._first, self._last)):
-            for event in _split_events(source):
-                found |= _usage_fields(_parse_event(event))
+        for event in self.noted_events():
+            found |= _usage_fields(_parse_event(event))
         return _count_tokens(found)
+
+    def noted_events(self) -> list[bytes]:
+        """Return the events seen that carry usage, oldest first: an engine puts its other numbers beside it."""
+        return [event for source in dict.fromkeys((self._first, self._last)) for event in _split_events(source)]
 
     def _note(self, out: bytes, *, is_whole: bool) -> bytes:
         if b"_tokens" in out:

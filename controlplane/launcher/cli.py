@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from controlplane.launcher import environment
 from controlplane.launcher.console import complain
@@ -46,7 +47,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if command == "manage":
             options.data, rest = _take_data(rest)
         elif command == "test":
-            options.fast, rest = "--fast" in rest, [word for word in rest if word != "--fast"]
+            options.fast, options.vllm = "--fast" in rest, "--vllm" in rest
+            rest = [word for word in rest if word not in {"--fast", "--vllm"}]
         return options, rest
     return parser.parse_args(argv), []
 
@@ -63,11 +65,13 @@ def build_parser() -> argparse.ArgumentParser:
     manage = _add(commands, "manage", "run a Django management command on a running installation", _run_manage)
     manage.usage = "./muster manage [--data DIR] COMMAND [argument ...]     e.g. ./muster manage allow_model NAME"
     _add_data(manage)
-    node = _add(commands, "node", "connect this machine's GPU, or an engine on it, to a gateway", _run_node)
-    node.usage = "./muster node --gateway URL --token TOKEN [option ...]"
+    node = _add(commands, "node", "serve models on this machine, for a gateway or alone (--standalone)", _run_node)
+    node.usage = "./muster node [--all-engines] (--gateway URL --token TOKEN | --standalone) [option ...]"
+    _add(commands, "sign", "make an operation token with a key file, for a box that trusts it", _run_sign)
     test = _add(commands, "test", "run the tests (installs what they need, a Chromium included)", _run_test)
-    test.usage = "./muster test [--fast] [pytest argument ...]"
+    test.usage = "./muster test [--fast | --vllm] [pytest argument ...]"
     test.add_argument("--fast", action="store_true", help="only unit and architecture tests, under a minute")
+    test.add_argument("--vllm", action="store_true", help="only the tests on a real vLLM (installs its CPU build, 2.5 GB)")
     _add(
         commands, "check", "format, lint, types, layers, migrations, then the tests", _run_check
     ).usage = "./muster check [pytest argument ...]"
@@ -76,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_PASSING_ON = {"manage", "node", "test", "check", "bench"}
+_PASSING_ON = {"manage", "node", "sign", "test", "check", "bench"}
 # The others have a --help of their own behind the hand-over.
 _OWN_HELP = {"manage", "test", "check"}
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
@@ -171,16 +175,26 @@ def _run_manage(options: argparse.Namespace, rest: list[str], argv: list[str]) -
 
 
 def _run_node(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    """Start the runner; ``--all-engines`` also installs CTranslate2 and faster-whisper."""
+    environment.enter("engines" if "--all-engines" in rest else "runner", argv)
+    _become_module("runner", [word for word in rest if word != "--all-engines"])
+
+
+def _run_sign(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     environment.enter("runner", argv)
+    _become_module("runner.operations.sign", rest)
+
+
+def _become_module(module: str, arguments: list[str]) -> NoReturn:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH", "")]))
-    os.execv(sys.executable, [sys.executable, "-m", "runner", *rest])
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
     from controlplane.launcher.develop import run_tests
 
-    return run_tests(rest, fast=options.fast)
+    return run_tests(rest, fast=options.fast, vllm=options.vllm)
 
 
 def _run_check(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:

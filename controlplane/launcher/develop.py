@@ -12,14 +12,22 @@ from controlplane.launcher.browsers import VARIABLE, ensure_chromium
 from controlplane.launcher.console import say
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.vllm_tests import TESTS as VLLM_TESTS
+from controlplane.launcher.vllm_tests import vllm_environment
 
 _FAST_PATHS = ("tests/unit", "tests/test_architecture.py", "tests/test_docker.py", "tests/test_docs.py")
 
 
-def run_tests(arguments: Sequence[str], *, fast: bool) -> int:
-    """Run pytest: all of the tests, only the fast ones, or what ``arguments`` name. Returns the exit status."""
-    command = [sys.executable, "-m", "pytest", *_choose_tests(arguments, fast=fast)]
+def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False) -> int:
+    """Run pytest: all of the tests, only the fast ones, those on a real vLLM, or what ``arguments`` name.
+
+    Returns the exit status.
+    """
     environment = _environment()
+    if vllm:
+        environment |= vllm_environment()
+        arguments = arguments if _names_tests(arguments) else [*arguments, VLLM_TESTS]
+    command = [sys.executable, "-m", "pytest", *_choose_tests(arguments, fast=fast)]
     if not fast and not _names_tests(arguments):
         environment[VARIABLE] = ensure_chromium()
     began = time.monotonic()

@@ -23,8 +23,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv"
 _STAMP = VENV / ".muster-installed.json"
 _LOCK = ROOT / ".venv.lock"
-# A set holds everything of the sets before it: lock.sh compiles the smaller ones with the bigger one as constraint.
-SETS = ("runner", "server", "dev")
+SETS: dict[str, tuple[str, ...]] = {
+    "runner": ("runner",),
+    "engines": ("runner", "engines"),
+    "server": ("runner", "server"),
+    "dev": ("runner", "engines", "server", "dev"),
+}
+"""Each set and those it holds whole: lock.sh compiles the smaller ones with the biggest one as constraint."""
 _INSTALL_PATIENCE_S = 900.0
 
 
@@ -81,7 +86,11 @@ def _install_set(name: str) -> None:
     if not _has_working_pip():
         _create_venv()
     install(venv_python(), lock_file(name), lock_file("installer"))
-    satisfied = {each: _checksum(each) for each in SETS[: SETS.index(name) + 1]}
+    satisfied = {each: _checksum(each) for each in SETS[name]}
+    stamp = read_json(_STAMP)
+    if stamp.get("python") == _python_tag() and isinstance(older := stamp.get("sets"), dict):
+        # A set is added to what is there, never cut back to itself.
+        satisfied = {**older, **satisfied}
     write_json(_STAMP, {"python": _python_tag(), "sets": satisfied})
     progress(f"Installed the {name} set in {time.monotonic() - began:.1f} s")
 

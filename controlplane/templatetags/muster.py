@@ -31,6 +31,20 @@ def compact(value: int) -> str:
     return str(value)
 
 
+@register.filter
+def memory(mb: int | None) -> str:
+    """Return MiB as a page shows them: 512 MiB, 17.5 GiB; a dash when not known."""
+    if mb is None:
+        return "–"
+    return f"{mb / 1024:.1f} GiB" if mb >= 1024 else f"{mb} MiB"
+
+
+@register.filter
+def duration(seconds: float) -> str:
+    """Return seconds in their largest fitting unit."""
+    return print_duration(seconds)
+
+
 def print_duration(duration_s: float) -> str:
     """Return a duration in its largest fitting unit."""
     for size, unit in _UNITS:

@@ -14,10 +14,21 @@ from gateway.admin.forms import DateInput, NameListField, limit_field
 from gateway.models import ApiKey, Tenant
 from gateway.services import ServiceError, change_key_limits, create_api_key, revoke_api_key
 from gateway.services.values import MAX_NAME_CHARS
+from gateway.values import Priority
 from governance.pages import Created, CreatingAdmin, RowChange, Values, column
 
 RATE_HELP = "Empty: the tenant's limit, else the installation's default."
 MODELS_HELP = "One name to a line. Empty: every allow-listed model."
+
+
+def _priority_field() -> forms.ChoiceField:
+    """Return the choice of a priority."""
+    return forms.ChoiceField(
+        choices=[(priority.value, priority.value) for priority in Priority],
+        initial=Priority.NORMAL.value,
+        widget=UnfoldAdminSelectWidget,
+        help_text="How a box orders what waits on it",
+    )
 
 
 class ApiKeyForm(forms.Form):
@@ -29,6 +40,7 @@ class ApiKeyForm(forms.Form):
     )
     requests_per_minute = limit_field("Requests per minute", RATE_HELP)
     allowed_models = NameListField(required=False, help_text=MODELS_HELP)
+    priority = _priority_field()
     last_day = forms.DateField(
         required=False,
         widget=DateInput,
@@ -42,6 +54,7 @@ class KeyLimitsForm(forms.Form):
 
     requests_per_minute = limit_field("Requests per minute", RATE_HELP)
     allowed_models = NameListField(required=False, help_text=MODELS_HELP)
+    priority = _priority_field()
 
 
 def _end_of(day: date | None) -> datetime | None:
@@ -58,6 +71,7 @@ def _limit(key: ApiKey, actor: str, values: Values) -> str:
         key_id=key.pk,
         requests_per_minute=values["requests_per_minute"],
         allowed_models=values["allowed_models"],
+        priority=values["priority"],
         actor=actor,
     )
     return f"Changed the limits of {key.name}."
@@ -78,6 +92,7 @@ class ApiKeyAdmin(CreatingAdmin):
         "show_state",
         "show_rate",
         "show_models",
+        "priority",
         "last_used_at",
         "created_at",
         "show_changes",
@@ -92,6 +107,7 @@ class ApiKeyAdmin(CreatingAdmin):
         "show_state",
         "requests_per_minute",
         "show_models",
+        "priority",
         "last_used_at",
         "created_at",
         "expires_at",
@@ -113,6 +129,7 @@ class ApiKeyAdmin(CreatingAdmin):
             read_initial=lambda key: {
                 "requests_per_minute": key.requests_per_minute,
                 "allowed_models": key.allowed_models,
+                "priority": key.priority,
             },
         ),
         RowChange(
@@ -132,6 +149,7 @@ class ApiKeyAdmin(CreatingAdmin):
             tenant_name=values["tenant"].name,
             requests_per_minute=values["requests_per_minute"],
             allowed_models=values["allowed_models"],
+            priority=values["priority"],
             expires_at=_end_of(values["last_day"]),
             actor=actor,
         )

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from gateway.dialects.body import RequestBody, count_prompt_chars, read_body, require_list
+from gateway.dialects.form import read_form
 from gateway.errors import BadRequest, GatewayError
 from gateway.values import InferenceRequest
 
 _json = msgspec.json.Encoder()
 
-_OPENAI_HEADERS = frozenset({"content-type", "openai-organization"})
-_ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta"})
+CACHE_MODE, CACHE_TAG = "x-cache-mode", "x-cache-tag"
+_CACHE_MODES = frozenset({"prefix", "none", "auto"})
+_CACHE_TAG_RE = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
+_OPENAI_HEADERS = frozenset({"content-type", "openai-organization", CACHE_MODE, CACHE_TAG})
+_ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta", CACHE_MODE, CACHE_TAG})
 
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """How one path is read and how it says errors. ``forwarded`` headers travel to the box; credentials never do."""
+    """How one path is read and how it says errors. ``forwarded`` headers travel to the box; credentials never do.
+
+    ``is_form``: the body is a multipart form with a file instead of JSON.
+    """
 
     path: str
     forwarded: frozenset[str]
     check: Callable[[RequestBody], None]
     is_anthropic: bool = False
+    is_form: bool = False
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> InferenceRequest:
         """Read a body. Raises BadRequest."""
+        forwarded = {name: headers[name] for name in self.forwarded if name in headers}
+        _check_cache_headers(forwarded)
+        if self.is_form:
+            return self._parse_form(body, forwarded)
         fields = read_body(body)
         self.check(fields)
-        if not fields.model or len(fields.model) > 200 or not fields.model.isprintable():
-            raise BadRequest("The field 'model' must be a name of 1 to 200 printable characters.", param="model")
+        _check_model(fields.model)
         limit, limit_field = fields.token_limit
         if limit is not None and limit < 0:
             raise BadRequest(f"The field '{limit_field}' must not be negative.", param=limit_field)
@@ -45,7 +57,23 @@ class Surface:
             max_tokens_field=limit_field,
             prompt_chars=count_prompt_chars(fields.messages, fields.input, fields.prompt, fields.system, fields.documents),
             body=body,
-            headers={name: headers[name] for name in self.forwarded if name in headers},
+            headers=forwarded,
+        )
+
+    def _parse_form(self, body: bytes, forwarded: dict[str, str]) -> InferenceRequest:
+        form = read_form(body, forwarded.get("content-type", ""))
+        _check_model(form.model)
+        if b"file" not in form.files:
+            raise BadRequest("The field 'file' is required and must be a file.", param="file")
+        return InferenceRequest(
+            endpoint=self.path,
+            model=form.model,
+            is_streaming=form.stream,
+            wants_usage=False,
+            max_tokens=None,
+            prompt_chars=0,
+            body=body,
+            headers=forwarded,
         )
 
     def render_error(self, error: GatewayError, request_id: str) -> bytes:
@@ -84,6 +112,19 @@ def _contract(error: GatewayError) -> dict[str, object]:
     return {"code": error.code, "retryable": error.retryable, "param": error.param}
 
 
+def _check_model(name: str) -> None:
+    if not name or len(name) > 200 or not name.isprintable():
+        raise BadRequest("The field 'model' must be a name of 1 to 200 printable characters.", param="model")
+
+
+def _check_cache_headers(headers: Mapping[str, str]) -> None:
+    mode, tag = headers.get(CACHE_MODE), headers.get(CACHE_TAG)
+    if mode is not None and mode not in _CACHE_MODES:
+        raise BadRequest("The header X-Cache-Mode must be prefix, none or auto.", param="X-Cache-Mode")
+    if tag is not None and not _CACHE_TAG_RE.match(tag):
+        raise BadRequest("The header X-Cache-Tag must have 1 to 64 characters of A-Z a-z 0-9 . _ : -", param="X-Cache-Tag")
+
+
 def _check_chat(body: RequestBody) -> None:
     require_list(body.messages, "messages")
 
@@ -99,6 +140,16 @@ def _check_input(body: RequestBody) -> None:
         raise BadRequest("The field 'input' is required.", param="input")
 
 
+def _check_prompt(body: RequestBody) -> None:
+    text = bytes(body.prompt).strip()
+    if not text or text == b"null":
+        raise BadRequest("The field 'prompt' is required.", param="prompt")
+    if not text.startswith(b'"'):
+        raise BadRequest("The field 'prompt' must be text.", param="prompt")
+    if text == b'""':
+        raise BadRequest("The field 'prompt' must not be empty.", param="prompt")
+
+
 def _check_nothing(body: RequestBody) -> None:
     del body
 
@@ -110,6 +161,9 @@ SURFACES: dict[str, Surface] = {
         Surface("/v1/completions", _OPENAI_HEADERS, _check_nothing),
         Surface("/v1/embeddings", _OPENAI_HEADERS, _check_input),
         Surface("/v1/responses", _OPENAI_HEADERS, _check_nothing),
+        Surface("/v1/audio/transcriptions", _OPENAI_HEADERS, _check_nothing, is_form=True),
+        Surface("/v1/audio/translations", _OPENAI_HEADERS, _check_nothing, is_form=True),
+        Surface("/v1/images/generations", _OPENAI_HEADERS, _check_prompt),
         Surface("/v1/messages", _ANTHROPIC_HEADERS, _check_messages, is_anthropic=True),
     )
 }

@@ -12,7 +12,8 @@ from django.utils import timezone
 from gateway.models import ApiKey
 from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
 from gateway.services.tenants import get_tenant
-from gateway.services.values import clean_limit, clean_model_name, clean_name
+from gateway.services.values import clean_limit, clean_model_name, clean_name, clean_priority
+from gateway.values import Priority
 from governance.audit import record_event
 from governance.hints import publish_hint
 from wire.credentials import CredentialKind, mint_credential
@@ -29,6 +30,7 @@ def create_api_key(
     requests_per_minute: int | None = None,
     allowed_models: Iterable[str] = (),
     expires_at: datetime | None = None,
+    priority: str = Priority.NORMAL.value,
 ) -> tuple[ApiKey, str]:
     """Create a key and return it with its text, which exists nowhere else and is shown once.
 
@@ -37,6 +39,7 @@ def create_api_key(
     cleaned = clean_name(name, what="key")
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
     models = _clean_models(allowed_models)
+    chosen = clean_priority(priority)
     if expires_at is not None and expires_at <= timezone.now():
         raise InvalidValue("The key must expire in the future, or never.", param="expires_at")
     minted = mint_credential(CredentialKind.CLIENT)
@@ -47,9 +50,16 @@ def create_api_key(
         digest=minted.digest,
         requests_per_minute=limit,
         allowed_models=models,
+        priority=chosen.value,
         expires_at=expires_at,
     )
-    detail = {"keyid": minted.keyid, "tenant": tenant_name, "requests_per_minute": limit, "allowed_models": models}
+    detail = {
+        "keyid": minted.keyid,
+        "tenant": tenant_name,
+        "requests_per_minute": limit,
+        "allowed_models": models,
+        "priority": chosen.value,
+    }
     record_event(actor=actor, action="api_key.create", target=cleaned, detail=detail)
     publish_hint("keys", str(key.pk))
     return key, minted.text
@@ -71,9 +81,14 @@ def revoke_api_key(*, key_id: uuid.UUID, actor: str) -> ApiKey:
 
 @transaction.atomic
 def change_key_limits(
-    *, key_id: uuid.UUID, requests_per_minute: int | None, allowed_models: Iterable[str], actor: str
+    *,
+    key_id: uuid.UUID,
+    requests_per_minute: int | None,
+    allowed_models: Iterable[str],
+    actor: str,
+    priority: str | None = None,
 ) -> ApiKey:
-    """Set a key's rate (None = the tenant's) and its models (empty = all allowed).
+    """Set a key's rate (None = the tenant's), its models (empty = all allowed) and its priority (None = as it is).
 
     Raises InvalidValue, KeyNotFound, KeyRevoked.
     """
@@ -84,10 +99,12 @@ def change_key_limits(
         raise KeyNotFound(f"There is no key {key_id}.", param="key_id")
     if key.revoked_at is not None:
         raise KeyRevoked(f"The key {key.name} is revoked; create another one.", param="key_id")
-    before = {"requests_per_minute": key.requests_per_minute, "allowed_models": key.allowed_models}
-    key.requests_per_minute, key.allowed_models = limit, models
-    key.save(update_fields=["requests_per_minute", "allowed_models", "updated_at"])
-    after = {"requests_per_minute": limit, "allowed_models": models}
+    chosen = clean_priority(priority if priority is not None else key.priority)
+    after = {"requests_per_minute": limit, "allowed_models": models, "priority": chosen.value}
+    before = {field: getattr(key, field) for field in after}
+    for field, value in after.items():
+        setattr(key, field, value)
+    key.save(update_fields=[*after, "updated_at"])
     record_event(actor=actor, action="api_key.limits", target=key.name, detail={"from": before, "to": after})
     publish_hint("keys", str(key.pk))
     return key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.services.errors import InvalidValue
+from gateway.values import Priority
 
 MAX_NAME_CHARS = 80
 MAX_MODEL_NAME_CHARS = 200
@@ -21,6 +22,14 @@ def clean_name(name: str, *, what: str, param: str = "name", max_chars: int = MA
 def clean_model_name(name: str, *, param: str = "name") -> str:
     """Return a model name. Raises InvalidValue."""
     return clean_name(name, what="model", param=param, max_chars=MAX_MODEL_NAME_CHARS)
+
+
+def clean_priority(value: str, *, param: str = "priority") -> Priority:
+    """Return a priority. Raises InvalidValue."""
+    try:
+        return Priority(value)
+    except ValueError:
+        raise InvalidValue(f"{param} must be one of {', '.join(Priority)}.", param=param) from None
 
 
 def clean_limit(value: int | None, *, param: str) -> int | None:

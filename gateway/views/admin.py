@@ -75,6 +75,7 @@ class AdminViews:
                 actor=actor,
                 requests_per_minute=wanted.requests_per_minute,
                 allowed_models=tuple(wanted.allowed_models),
+                priority=wanted.priority,
             )
             return {**_render_key(key), "secret": text}
 
@@ -101,6 +102,7 @@ class _NewKey(msgspec.Struct):
     tenant: str = "default"
     requests_per_minute: int | None = None
     allowed_models: list[str] = []
+    priority: str = "normal"
 
 
 def _render_key(key: ApiKey) -> dict[str, object]:

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 from django import forms
 from django.contrib import admin
+from django.contrib.admin.utils import unquote
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
 from django.utils import timezone
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget
 
@@ -16,6 +17,9 @@ from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services import (
     cordon_node,
+    count_replicas,
+    describe_box,
+    describe_counts,
     describe_gpus,
     drain_node,
     heartbeat_age_s,
@@ -109,9 +113,10 @@ class NodeAdmin(ShowingAdmin):
     list_filter = (StatusFilter, "provider", "mode")
     list_select_related = ("provider", "presence")
     search_fields = ("name", "owner_name", "gpu_name")
+    change_form_outer_before_template = "admin/muster/box.html"
     refusals = (NodeError,)
     fieldsets = (
-        ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_gpus", "show_replicas", "show_error")}),
+        ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error")}),
         ("Decided", {"fields": ("mode", "show_held_back", "drain_deadline_at", "drain_reason")}),
         ("Box", {"fields": ("name", "printed_id", "owner_name", "provider", "credential", "show_models")}),
         (
@@ -158,6 +163,18 @@ class NodeAdmin(ShowingAdmin):
         boxes: QuerySet[Node] = super().get_queryset(request)
         return boxes.select_related("provider", "presence", "credential").exclude(provider__state=ProviderState.DELETED)
 
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
+    ) -> HttpResponse:
+        """Show one box with what it has of models and memory, which then follows by itself."""
+        node = self.get_object(request, unquote(object_id)) if object_id else None
+        box = describe_box(node, now=timezone.now()) if node is not None else None
+        return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), "box": box})
+
     @column("Status", label=STATUS_COLOURS)
     def show_status(self, node: Node) -> str:
         """Return the contract status at this moment."""
@@ -171,9 +188,11 @@ class NodeAdmin(ShowingAdmin):
 
     @column("Models")
     def show_models(self, node: Node) -> str:
-        """Return the models it serves; a few of many."""
+        """Return the models it serves, a few of many, and how many copies it has loaded and is loading."""
         names = ", ".join(node.model_names[:3])
-        return f"{names} + {len(node.model_names) - 3} more" if len(node.model_names) > 3 else names or "-"
+        beyond = f" + {len(node.model_names) - 3} more" if len(node.model_names) > 3 else ""
+        counts = describe_counts(count_replicas(_presence(node)))
+        return " · ".join(part for part in (names + beyond, counts) if part) or "-"
 
     @column("Load", ordering="presence__active_requests")
     def show_load(self, node: Node) -> str:
@@ -191,13 +210,6 @@ class NodeAdmin(ShowingAdmin):
         """Return what operators decided against new work on it."""
         words = [word for word, is_so in (("cordoned", node.cordoned), ("draining", node.draining)) if is_so]
         return ", ".join(words)
-
-    @column("Replicas")
-    def show_replicas(self, node: Node) -> str:
-        """Return what the box says it has loaded."""
-        presence = _presence(node)
-        replicas = presence.replicas if presence is not None else []
-        return ", ".join(f"{replica.get('model', '?')}: {replica.get('state', '?')}" for replica in replicas) or "-"
 
     @column("Last error")
     def show_error(self, node: Node) -> str:

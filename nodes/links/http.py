@@ -250,6 +250,7 @@ class HttpLink(Link):
         if self.is_peer:
             lines.append(f"x-muster-model: {request.model}\r\nx-muster-attempt: {request.attempt}\r\n")
             lines.append(f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-tenant: {request.tenant}\r\n")
+            lines.append(f"x-muster-priority: {request.priority}\r\n")
             lines.append(f"x-muster-streaming: {int(request.is_streaming)}\r\n")
         lines.append(f"content-length: {len(body)}\r\n\r\n")
         return "".join(lines).encode("latin-1", "replace") + body

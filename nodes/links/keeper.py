@@ -109,11 +109,15 @@ class LinkKeeper:
                 is_peer=not row.is_direct,
             )
             self._refresh_http(link, row)
+            link.endpoints = row.endpoints
+            link.carries_bytes = row.carries_bytes
             self.registry.add(link)
             return
         self._refresh_http(link, row)
-        if link.models != frozenset(row.model_names):
-            self.registry.update_models(link, frozenset(row.model_names))
+        models = frozenset(row.model_names)
+        if (link.models, link.endpoints, link.carries_bytes) != (models, row.endpoints, row.carries_bytes):
+            link.carries_bytes = row.carries_bytes
+            self.registry.update_models(link, models, row.endpoints)
 
     def _wanted_target(
         self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]

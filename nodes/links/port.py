@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from nodes.session import OpenRequest
-from nodes.states import MAX_REPORTED_LOAD
+from nodes.states import BINARY_ENDPOINTS, MAX_REPORTED_LOAD
 from wire.frames import End
 
 
@@ -97,6 +97,10 @@ class Link:
         self.node_id = node_id
         self.node_name = node_name
         self.models = models
+        self.endpoints: Mapping[str, frozenset[str]] = {}
+        """API paths by model; a model that is not in it answers any."""
+        self.carries_bytes = True
+        """Whether a body that is no text can travel to the box."""
         self.max_concurrent = max_concurrent
         self.active = 0
         self.external_load = 0
@@ -115,6 +119,13 @@ class Link:
     def load(self) -> int:
         """Requests known to run on the box."""
         return self.active + self.external_load
+
+    def answers(self, model: str, endpoint: str) -> bool:
+        """Whether the box may be sent a request for this model on this API path."""
+        if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
+            return False
+        paths = self.endpoints.get(model)
+        return model in self.models and (paths is None or endpoint in paths)
 
     def has_slot(self) -> bool:
         """Whether one more request fits by our own count."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nodes.links.port import EndKind, Link, Listener
 
@@ -14,6 +14,8 @@ class LinkRegistry:
     def __init__(self) -> None:
         self._links: dict[uuid.UUID, Link] = {}
         self._by_model: dict[str, list[Link]] = {}
+        self._answering: dict[tuple[str, str], list[Link]] = {}
+        """Links by model and API path, worked out when first asked for after a change."""
         self._listeners: list[Listener] = []
 
     def __iter__(self) -> Iterator[Link]:
@@ -33,6 +35,21 @@ class LinkRegistry:
     def links_for(self, model: str) -> Sequence[Link]:
         """Return the links whose boxes declare ``model``."""
         return self._by_model.get(model, ())
+
+    def links_answering(self, model: str, endpoint: str) -> Sequence[Link]:
+        """Return the links whose boxes answer requests for ``model`` on that API path."""
+        lane = (model, endpoint)
+        found = self._answering.get(lane)
+        if found is None:
+            declaring = self._by_model.get(model)
+            if not declaring:
+                return ()  # not kept: clients choose such names
+            found = self._answering[lane] = [link for link in declaring if link.answers(model, endpoint)]
+        return found
+
+    def endpoints_of(self, model: str) -> list[str]:
+        """Return the API paths on which boxes say that they answer the model; empty when none says anything."""
+        return sorted({path for link in self.links_for(model) for path in link.endpoints.get(model, ())})
 
     def served_models(self) -> list[str]:
         """Return every model some linked box declares."""
@@ -57,15 +74,17 @@ class LinkRegistry:
         link.end_streams(EndKind.LINK_LOST, message)
         self.announce(None)
 
-    def update_models(self, link: Link, models: frozenset[str]) -> None:
-        """Replace what a box declares; work waiting for it may start at once."""
-        if self._links.get(link.node_id) is not link:
-            link.models = models
-            return
-        self._unindex(link)
+    def update_models(self, link: Link, models: frozenset[str], endpoints: Mapping[str, frozenset[str]] | None = None) -> None:
+        """Replace what a box declares; work waiting for it may start at once. ``endpoints`` None leaves them as they are."""
+        is_current = self._links.get(link.node_id) is link
+        if is_current:
+            self._unindex(link)
         link.models = models
-        self._index(link)
-        self.announce(link)
+        if endpoints is not None:
+            link.endpoints = endpoints
+        if is_current:
+            self._index(link)
+            self.announce(link)
 
     def announce(self, link: Link | None) -> None:
         """Tell the listeners that ``link`` (or, with None, anything) may have changed."""
@@ -73,10 +92,12 @@ class LinkRegistry:
             listener(link)
 
     def _index(self, link: Link) -> None:
+        self._answering.clear()
         for model in link.models:
             self._by_model.setdefault(model, []).append(link)
 
     def _unindex(self, link: Link) -> None:
+        self._answering.clear()
         for model in link.models:
             peers = self._by_model.get(model)
             if peers is not None and link in peers:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from nodes.links.outbox import AsgiMessage, AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
-from nodes.session import DataArrived, HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded
+from nodes.session import DataArrived, HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded, find_endpoints
 from wire import bridge
 from wire.frames import DEFAULT_WINDOW_BYTES, End
 
@@ -19,7 +19,9 @@ _END_KINDS = {
     "busy": EndKind.BUSY,
     "timeout": EndKind.TIMEOUT,
 }
-_SOCKET_BUFFER_BYTES = 128 * 1024 * 1024
+_SOCKET_BUFFER_BYTES = 256 * 1024 * 1024
+_FULL_SOCKET_BYTES = 32 * 1024 * 1024
+"""While this much waits for the box's line it gets nothing new: recordings are large, and some lines are slow."""
 _SOCKET_WRITE_TIMEOUT_S = 15.0
 
 
@@ -47,7 +49,10 @@ class RelayStream:
 
 
 class RelayLink(Link):
-    """The link of a box on a WebSocket. ``kick`` closes the socket with a code and a reason."""
+    """The link of a box on a WebSocket. ``kick`` closes the socket with a code and a reason.
+
+    ``on_drained`` is called when everything that waited for the box's line was taken: it may get new work again.
+    """
 
     def __init__(
         self,
@@ -59,16 +64,21 @@ class RelayLink(Link):
         session: ServerSession,
         send: AsgiSend,
         kick: Callable[[int, str], None],
+        on_drained: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(node_id=node_id, node_name=node_name, models=models, max_concurrent=max_concurrent)
         self.session = session
-        self.reports_usage = session.speaks_muster
+        self.reports_usage = self.carries_bytes = session.speaks_muster
         self.epoch = 0
         self.credential_id = 0
         self.wanted_mode: ModeRequested | None = None
         """What the owner said at the box and the database does not know yet."""
         self.instance_id = ""
         self.telemetry: bridge.Telemetry | None = None
+        self.registered_endpoints: tuple[str, ...] = ()
+        """API paths of every model whose replicas say nothing else; empty = any."""
+        self.has_news = False
+        """Whether the box said something that the database does not know yet."""
         self.agent_version = ""
         self.peer_address = ""
         self.provider = ""
@@ -81,7 +91,43 @@ class RelayLink(Link):
             limit_bytes=_SOCKET_BUFFER_BYTES,
             timeout_s=_SOCKET_WRITE_TIMEOUT_S,
             on_stuck=lambda reason: kick(1011, reason),
+            on_drained=on_drained,
         )
+
+    def can_take(self, now: float) -> bool:
+        """Whether a request can be placed here right now: a slot is free, and so is the line."""
+        return self.outbox.waiting_bytes < _FULL_SOCKET_BYTES and super().can_take(now)
+
+    def take_register(self, message: bridge.Register) -> None:
+        """Take what the box said of itself when it came; what only muster v1 has is left out of a bridge v1 session."""
+        self.instance_id = (message.instance_id or "")[:64]
+        self.agent_version = message.agent_version or ""
+        self.report_load(message.current_load)
+        if not self.session.speaks_muster:
+            return
+        self.telemetry = bridge.Telemetry(
+            current_load=message.current_load,
+            gpus=message.gpus,
+            replicas=message.replicas,
+            available=message.available,
+            memory=message.memory,
+        )
+        self.registered_endpoints = tuple(message.endpoints)
+        self.endpoints = self.find_endpoints(self.models)
+        self.has_news = True
+
+    def take_telemetry(self, telemetry: bridge.Telemetry) -> bool:
+        """Take what the box says of itself now; return whether it changed what it has of models."""
+        before, self.telemetry = self.telemetry, telemetry
+        self.report_load(telemetry.current_load)
+        is_news = before is None or (before.replicas, before.available) != (telemetry.replicas, telemetry.available)
+        self.has_news = self.has_news or is_news
+        return is_news
+
+    def find_endpoints(self, models: frozenset[str]) -> dict[str, frozenset[str]]:
+        """Return the API paths of each model, from what the box said last."""
+        replicas = self.telemetry.replicas if self.telemetry is not None else ()
+        return find_endpoints(models, replicas=replicas, registered=self.registered_endpoints)
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> RelayStream:
         """Send the request to the box. Raises UnicodeDecodeError for a body bridge v1 cannot carry."""

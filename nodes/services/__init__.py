@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nodes.services.boxes import count_replicas, describe_box, describe_counts
 from nodes.services.credentials import create_credential, find_credential, revoke_credential
 from nodes.services.health import describe_gpus, heartbeat_age_s, judge_status, should_drain, status_expression
 from nodes.services.lifecycle import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
@@ -25,9 +26,12 @@ __all__ = [
     "SweepReport",
     "claim_node",
     "cordon_node",
+    "count_replicas",
     "create_credential",
     "create_provider",
     "delete_provider",
+    "describe_box",
+    "describe_counts",
     "describe_gpus",
     "disable_provider",
     "drain_node",

@@ -13,6 +13,7 @@ from django.utils import timezone
 
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState
+from nodes.services.boxes import count_replicas, describe_counts
 from nodes.services.health import heartbeat_age_s, judge_status
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.contract import NodeStatus
@@ -21,7 +22,10 @@ from wire.ids import parse_id
 
 @dataclass(frozen=True, slots=True)
 class NodeHealth:
-    """One box as the first page sees it. ``age_s`` is None for a box that was never heard."""
+    """One box as the first page sees it. ``age_s`` is None for a box that was never heard.
+
+    ``models`` says how many it has loaded and is loading; empty when it does not say.
+    """
 
     name: str
     status: NodeStatus
@@ -29,6 +33,7 @@ class NodeHealth:
     age_s: float | None
     active_requests: int
     max_concurrent: int
+    models: str
     last_error: str
 
 
@@ -68,6 +73,7 @@ def _describe(node: Node, now: datetime) -> NodeHealth:
         age_s=age_s,
         active_requests=presence.active_requests if presence is not None else 0,
         max_concurrent=node.max_concurrent,
+        models=describe_counts(count_replicas(presence)),
         last_error=presence.last_error if presence is not None else "",
     )
 

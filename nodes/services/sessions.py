@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+import msgspec
 from django.db import DataError, transaction
 from django.db.models import Q
 from django.db.models.functions import Now
@@ -15,8 +16,10 @@ from django.utils import timezone
 from governance import audit, hints
 from nodes.errors import EnrolmentRefused
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
+from nodes.session import find_endpoints, read_endpoints, store_endpoints
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
+from wire.bridge import BRIDGE_V1
 from wire.contract import NodeStatus
 
 _NAME_TRIES = 64
@@ -56,6 +59,18 @@ class OpenedSession:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedState:
+    """What a muster v1 box says of itself, as JSON values that were cut to size before."""
+
+    gpus: list[dict[str, object]]
+    replicas: list[dict[str, object]]
+    available: list[str]
+    memory: dict[str, object] | None
+    queue_depth: int
+    avg_wait_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class PresenceReport:
     """What a gateway knows of a box on its socket. ``epoch`` guards against writing for a session that was replaced."""
 
@@ -67,8 +82,8 @@ class PresenceReport:
     models: tuple[str, ...]
     status: str
     last_error: str
-    gpus: list[dict[str, object]] | None
-    replicas: list[dict[str, object]] | None
+    endpoints: dict[str, list[str]]
+    said: ReportedState | None
 
 
 def is_provider_open(name: str) -> bool:
@@ -94,6 +109,8 @@ def open_session(request: SessionRequest) -> OpenedSession:
     node.reach = Reach.RELAY
     node.max_concurrent = request.max_concurrent
     node.model_names = list(request.models)
+    endpoints = find_endpoints(request.models, replicas=message.replicas, registered=message.endpoints)
+    node.model_endpoints = store_endpoints(endpoints)
     if not (message.instance_id and node.instance_id == message.instance_id[:64]):
         node.epoch += 1  # one box on the sockets of several gateways is one session; another program fences it
     node.instance_id = (message.instance_id or "")[:64]
@@ -116,6 +133,12 @@ def open_session(request: SessionRequest) -> OpenedSession:
             "protocol": request.protocol,
             "peer_address": request.peer_address[:64],
             "last_error": "",
+            "gpus": msgspec.to_builtins(message.gpus),
+            "replicas": msgspec.to_builtins(message.replicas),
+            "available_models": list(message.available),
+            "memory": msgspec.to_builtins(message.memory),
+            "queue_depth": None,
+            "avg_wait_ms": None,
             "updated_at": timezone.now(),
         },
     )
@@ -183,18 +206,29 @@ def write_presences(reports: list[PresenceReport], *, gateway_id: uuid.UUID) -> 
             "last_error": report.last_error[:500],
             "updated_at": now,
         }
-        if report.gpus is not None:
-            values |= {"gpus": report.gpus, **_sum_gpus(report.gpus)}
-        if report.replicas is not None:
-            values["replicas"] = report.replicas
-        models = list(report.models)
+        if (said := report.said) is not None:
+            values |= {
+                "gpus": said.gpus,
+                **_sum_gpus(said.gpus),
+                "replicas": said.replicas,
+                "available_models": said.available,
+                "memory": said.memory,
+                "queue_depth": said.queue_depth,
+                "avg_wait_ms": said.avg_wait_ms,
+            }
         try:
             NodePresence.objects.filter(node_id=report.node_id, node__epoch=report.epoch).update(**values)
-            Node.objects.filter(pk=report.node_id, epoch=report.epoch).exclude(model_names=models).update(
-                model_names=models, updated_at=now
-            )
+            _write_models(report, now)
         except DataError:  # what one box says of itself must not keep the others from being written
             logger.warning("node.presence_refused node_id=%s", report.node_id)
+
+
+def _write_models(report: PresenceReport, now: datetime) -> None:
+    """Write what the box serves, where that changed, and have the other gateways look at once."""
+    declared: dict[str, object] = {"model_names": list(report.models), "model_endpoints": report.endpoints}
+    row = Node.objects.filter(pk=report.node_id, epoch=report.epoch)
+    if row.exclude(**declared).update(**declared, updated_at=now):
+        hints.publish_hint("nodes", str(report.node_id))
 
 
 def _sum_gpus(gpus: list[dict[str, object]]) -> dict[str, object]:
@@ -246,6 +280,8 @@ def load_node_rows() -> list[NodeRow]:
                 active_requests=presence.active_requests if presence is not None else 0,
                 connected=presence.connected if presence is not None else False,
                 gateway_id=presence.gateway_id if presence is not None else None,
+                endpoints=read_endpoints(node.model_endpoints),
+                carries_bytes=presence is None or presence.protocol != BRIDGE_V1,
             )
         )
     return rows

@@ -4,162 +4,214 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
 import secrets
-import sys
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import msgspec
+import psutil
 
-from runner.config import LlamaConfig
-from runner.engines.port import Health, Progress
+from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.child import Child, gpu_environment
+from runner.engines.http import HttpServer
+from runner.engines.llama_slots import LlamaSlots, plain_call
+from runner.engines.llamacpp_log import LoadLog
+from runner.engines.port import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+    Health,
+)
 from runner.errors import EngineError
 
-log = logging.getLogger(__name__)
-
-LOAD_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 6.0
-HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
-LAST_WORDS_LINES = 4
-_SOURCE_ROOT = Path(__file__).resolve().parents[2]
+LOAD_LIMIT_S = 900.0
+DEFAULT_CONTEXT_TOKENS = 4096
+"""Per slot, where the plan does not say; llama.cpp itself takes less where the model was made for less."""
+_CHILD = "runner.engines.children.llamacpp"
+_WATCH_EVERY_S = 0.25
 
 
-class _Answer(msgspec.Struct):
-    url: str = ""
-    error: str = ""
+class _Meta(msgspec.Struct):
+    size: int | None = None
+
+
+class _Model(msgspec.Struct):
+    meta: _Meta | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Model] = []
 
 
 class LlamaCpp:
-    """The adapter: one child per start, a new random key each time."""
+    """One GGUF model in one child, with a new random key each time it is loaded."""
 
     name = "llamacpp"
     poll_s = 2.0
     restart_max_s = 30.0
-    endpoints: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
-    def __init__(self, config: LlamaConfig, *, slots: int, client: aiohttp.ClientSession) -> None:
-        self._config = config
-        self._slots = slots
-        self._client = client
-        self._process: asyncio.subprocess.Process | None = None
-        self._log_reader: asyncio.Task[None] | None = None
-        self._log_tail: deque[str] = deque(maxlen=50)
-        self.base_url = ""
-        self.headers: Mapping[str, str] = {}
+    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
+        self._plan = plan
+        self._child = Child(f"llama.cpp {plan.model_id}")
+        self._server = HttpServer(client)
+        self._slots = LlamaSlots(self._server, plan.slots)
+        self._kv_bytes: int | None = None
+        self._weights_bytes: int | None = None
+        self._capabilities = _first_capabilities(plan)
 
     @property
-    def models(self) -> list[str]:
-        """The one model."""
-        return [self._config.model_name]
+    def capabilities(self) -> Capabilities:
+        """What it can do; whether it takes tools and images is known once it is loaded."""
+        return self._capabilities
 
     @property
-    def pid(self) -> int | None:
-        """Process id of the child, or None when there is none."""
-        return self._process.pid if self._process is not None else None
+    def pids(self) -> tuple[int, ...]:
+        """The child, while there is one."""
+        return (self._child.pid,) if self._child.pid is not None else ()
 
-    async def start(self, progress: Progress) -> None:
-        """Start the child and load the model. Raises EngineError with what llama.cpp said last."""
-        await self.stop(gently=False)
-        progress("starting the engine process")
-        self._log_tail.clear()
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "runner.engines.llamacpp_child", str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=_child_environment(), start_new_session=True,
-        )  # fmt: skip
-        self._log_reader = asyncio.create_task(self._read_log(process))
+    async def load(self, report: Report) -> None:
+        """Start the child and load the model. Raises EngineError with what llama.cpp says is wrong."""
+        path = self._plan.path
+        if path is None:
+            raise EngineError(f"{self._plan.model_id} has no GGUF file: give its path in the settings")
+        await self.unload(gently=False)
+        report(Progress("starting the engine process"))
         key = secrets.token_urlsafe(24)
-        progress(f"loading {self._config.model_path.name}")
+        log = LoadLog(report)
+        watch = asyncio.create_task(self._watch_reading(path, log, report))
         try:
-            answer = await asyncio.wait_for(self._exchange_settings(process, key), LOAD_TIMEOUT_S)
-        except TimeoutError:
-            await self._kill()
-            raise EngineError(f"{self._config.model_path} did not load within {LOAD_TIMEOUT_S:.0f} s") from None
-        except asyncio.CancelledError:
-            await self._kill()
+            self._server.base_url = await self._child.start_ours(
+                _CHILD, child_settings(self._plan, path, key), report,
+                limit_s=LOAD_LIMIT_S, environment=gpu_environment(self._plan.gpu_ids), on_line=log.read,
+            )  # fmt: skip
+        except EngineError as error:
+            raise EngineError(f"{path.name} could not be loaded: {log.reason or error}") from None
+        finally:
+            log.close()
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+        try:
+            await self._meet(key, log)
+        except BaseException:
+            await self._child.kill()
             raise
-        if not answer.url:
-            await self._reap()
-            raise EngineError(f"{self._config.model_path} could not be loaded: {self._last_words(answer.error)}")
-        self.base_url = answer.url
-        self.headers = {"Authorization": f"Bearer {key}"}
 
-    async def stop(self, *, gently: bool) -> None:
-        """Have the child unload and exit; kill it when it takes longer than ``STOP_TIMEOUT_S``, or at once."""
-        process = self._process
-        if process is None:
-            return
-        if gently and process.stdin is not None and process.returncode is None:
-            process.stdin.close()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-        await self._kill()
+    async def unload(self, *, gently: bool) -> None:
+        """Have the child unload and exit, kill it when that takes too long, or at once; its memory goes with it."""
+        try:
+            await self._child.stop(gently=gently)
+        finally:
+            self._server.base_url = ""
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Erase the slots in question: there is no other copy, as the child keeps no prompts in host memory."""
+        if not self._child.is_running:
+            return FlushOutcome(FlushResult.FLUSHED, "nothing is loaded", 0, 0)
+        return await self._slots.flush(request)
+
+    async def stats(self) -> EngineStats:
+        """Return the numbers of llama.cpp; an empty value when it does not answer."""
+        if not self._child.is_running:
+            return EngineStats()
+        try:
+            stats = await self._slots.read_stats()
+        except EngineError:
+            return EngineStats()
+        return replace(stats, kv_bytes=self._kv_bytes, weights_bytes=self._weights_bytes)
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a call, pinned to a slot of its tenant's where it generates. Raises aiohttp.ClientError, OSError."""
+        needs_slot = call.path.partition("?")[0] != EMBEDDINGS
+        async with self._slots.send(call) if needs_slot else self._server.send(plain_call(call)) as response:
+            yield response
 
     async def health(self) -> Health:
         """Ask ``/health`` once."""
-        try:
-            async with self._client.get(f"{self.base_url}/health", timeout=HEALTH_TIMEOUT) as response:
-                return Health.OK if response.status == 200 else Health.SILENT
-        except TimeoutError:
-            return Health.SILENT
-        except (aiohttp.ClientError, OSError):
-            return Health.UNREACHABLE
+        return await self._server.check() if self._child.is_running else Health.UNREACHABLE
 
     async def wait_gone(self) -> None:
         """Return when the child has exited."""
-        if self._process is not None:
-            await self._process.wait()
+        await self._child.wait_gone()
 
-    async def _exchange_settings(self, process: asyncio.subprocess.Process, key: str) -> _Answer:
-        """Give the child its settings; return its answer, an empty one when it died without a word."""
-        if process.stdin is None or process.stdout is None:
-            raise EngineError("the engine process has no pipes")
-        config = self._config
-        settings = {
-            "model_path": str(config.model_path), "model_name": config.model_name, "key": key, "slots": self._slots,
-            "context_tokens": config.context_tokens, "threads": config.threads,
-        }  # fmt: skip
-        with contextlib.suppress(ConnectionError):
-            process.stdin.write(msgspec.json.encode(settings) + b"\n")
-            await process.stdin.drain()
-        line = await process.stdout.readline()
-        return msgspec.json.decode(line, type=_Answer) if line else _Answer()
+    async def _meet(self, key: str, log: LoadLog) -> None:
+        """Ask the loaded server what it is. Raises EngineError when it does not answer."""
+        # It closes idle connections when it likes, and a POST must not be caught by that on a connection used before.
+        self._server.headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
+        self._slots = LlamaSlots(self._server, self._plan.slots)
+        self._kv_bytes = log.kv_bytes
+        self._weights_bytes = await self._ask_weights_bytes()
+        properties = await self._slots.read_properties()
+        self._capabilities = replace(
+            self._capabilities,
+            function_calling=properties.chat_template_caps.supports_tools and CHAT in self._capabilities.endpoints,
+            vision_input=properties.modalities.vision,
+            audio_input=properties.modalities.audio,
+        )
 
-    async def _read_log(self, process: asyncio.subprocess.Process) -> None:
-        """Keep the last lines the engine logged, and pass them on at debug level."""
-        if process.stderr is None:
-            return
-        while line := await process.stderr.readline():
-            text = line.decode("utf-8", "replace").rstrip()
-            self._log_tail.append(text)
-            log.debug("engine: %s", text)
+    async def _ask_weights_bytes(self) -> int | None:
+        status, body = await self._server.ask("GET", "/v1/models")
+        if status != 200:
+            return None
+        listed = msgspec.json.decode(body, type=_ModelList)
+        return listed.data[0].meta.size if listed.data and listed.data[0].meta is not None else None
 
-    async def _kill(self) -> None:
-        """Kill what is left of the child."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        await self._reap()
-
-    async def _reap(self) -> None:
-        if self._process is not None:
-            await self._process.wait()
-            self._process = None
-        if self._log_reader is not None:
-            await self._log_reader
-            self._log_reader = None
-
-    def _last_words(self, error: str) -> str:
-        words = [line for line in self._log_tail if line.strip()][-LAST_WORDS_LINES:]
-        return " | ".join(filter(None, [error, *words])) or "the engine process died without a word"
+    async def _watch_reading(self, path: Path, log: LoadLog, report: Report) -> None:
+        """Report how much of the weights has arrived in the child's memory: llama.cpp has no other word of it."""
+        total = sum(part.stat().st_size for part in weight_files(path)) or 1
+        while log.is_reading:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            if (pid := self._child.pid) is None:
+                continue
+            with contextlib.suppress(psutil.Error):
+                share = psutil.Process(pid).memory_info().rss / total
+                report(Progress("reading weights", min(share, 0.99)))
 
 
-def _child_environment() -> dict[str, str]:
-    """Return our environment without our secrets, and with the folder that ``runner`` is imported from."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SOURCE_ROOT), kept.get("PYTHONPATH")]))
-    return kept
+def child_settings(plan: LoadPlan, path: Path, key: str) -> dict[str, object]:
+    """Return what the child program is told. Raises EngineError for an option that cannot be used."""
+    options: Mapping[str, object] = plan.options
+    return {
+        "model_path": str(path), "model_id": plan.model_id, "key": key, "slots": plan.slots, "threads": plan.threads,
+        "context_tokens": plan.context_tokens or DEFAULT_CONTEXT_TOKENS,
+        "embedding": options.get("gguf_embedding") is True,
+        "gpu_layers": options.get("gguf_n_gpu_layers", -1),
+        "flash_attn": options.get("gguf_flash_attn") or "auto",
+        "type_k": options.get("gguf_type_k") or "f16",
+        "type_v": options.get("gguf_type_v") or "f16",
+    }  # fmt: skip
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of a model: all parts of one that is split (``name-00001-of-00003.gguf``), else the one."""
+    stem, is_split, count = path.stem.rpartition("-of-")
+    if not is_split or not count.isdigit():
+        return [path] if path.is_file() else []
+    return sorted(path.parent.glob(f"{stem[:-5]}?????-of-{count}.gguf"))
+
+
+def _first_capabilities(plan: LoadPlan) -> Capabilities:
+    if plan.options.get("gguf_embedding") is True:
+        return Capabilities((EMBEDDINGS,), max_inflight=plan.slots, streaming=False, reports_progress=True, counts_tokens=True)
+    return Capabilities(
+        (CHAT, COMPLETIONS, RESPONSES, MESSAGES),
+        max_inflight=plan.slots,
+        prefix_caching=True,
+        reports_cached_tokens=True,
+        isolates_tenants=True,
+        flushes_cache=True,
+        reports_progress=True,
+        counts_tokens=True,
+    )

@@ -1,19 +1,27 @@
-"""Fronting an OpenAI-compatible server that somebody else runs: Ollama, llama-server, vLLM and the like."""
+"""Fronting an OpenAI-compatible server that somebody else runs, with all its models: Ollama, LM Studio and the like."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import aiohttp
 import msgspec
 
-from runner.config import BackendConfig
-from runner.engines.port import Health, Progress
-from runner.errors import EngineError
-
-PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-MAX_LIST_BYTES = 4 * 1024 * 1024
+from runner.engines.http import HttpServer
+from runner.engines.port import (
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+    Health,
+    Progress,
+    Report,
+)
+from runner.errors import EngineError, EngineSilent
 
 
 class _ModelEntry(msgspec.Struct):
@@ -25,35 +33,41 @@ class _ModelList(msgspec.Struct):
 
 
 class OpenAIServer:
-    """The adapter. Its health check lists the models, so a model that comes or goes is seen within ``poll_s``."""
+    """The adapter. Its health check lists the models, so one that comes or goes is seen within ``poll_s``.
+
+    ``url`` ends before ``/v1``. ``given``: the models its owner named, empty = those it lists; ``on_models`` hears of changes.
+    """
 
     name = "openai"
     poll_s = 5.0
     restart_max_s = 2.0
-    endpoints: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")
+    capabilities = Capabilities(endpoints=())
+    """Which paths such a server answers only it can say, so every one is passed on."""
+    pids: tuple[int, ...] = ()
 
-    def __init__(self, config: BackendConfig, client: aiohttp.ClientSession) -> None:
-        self._config = config
-        self._client = client
+    def __init__(
+        self, url: str, *, key: str, given: Sequence[str], client: aiohttp.ClientSession, on_models: Callable[[], None]
+    ) -> None:
+        self._server = HttpServer(client)
+        self._server.base_url = url
+        self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._given = list(given)
         self._listed: list[str] = []
-        self.base_url = config.url
-        self.headers: Mapping[str, str] = {"Authorization": f"Bearer {config.key}"} if config.key else {}
+        self._on_models = on_models
 
     @property
     def models(self) -> list[str]:
         """The models given by the owner, else those the server lists."""
-        return list(self._config.models) or list(self._listed)
+        return list(self._given) or list(self._listed)
 
-    async def start(self, progress: Progress) -> None:
+    async def load(self, report: Report) -> None:
         """Ask for the model list. Raises EngineError when the server cannot be used yet."""
-        progress("asking the server for its models")
-        url = self._config.url
+        report(Progress("asking the server for its models"))
+        url = self._server.base_url
         try:
             status = await self._list_models()
-        except TimeoutError:
-            raise EngineError(f"{url} does not answer") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"cannot reach {url}: {error}") from None
+        except EngineError as error:
+            raise EngineError(f"cannot use {url}: {error}") from None
         if status in {401, 403}:
             raise EngineError(f"{url} refuses the key (HTTP {status}): give the right one with --backend-key")
         if status >= 500:
@@ -61,16 +75,29 @@ class OpenAIServer:
         if not self.models:
             raise EngineError(f"{url}/v1/models names no model (HTTP {status}): name them with --models")
 
-    async def stop(self, *, gently: bool) -> None:  # nothing of ours to stop
-        """Leave the server alone."""
+    async def unload(self, *, gently: bool) -> None:
+        """Leave the server alone: nothing of ours is to stop."""
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Say that such a server cannot be asked to."""
+        del request
+        return FlushOutcome(FlushResult.NOT_SUPPORTED, "an OpenAI-compatible server has no call that clears its cache")
+
+    async def stats(self) -> EngineStats:
+        """Return nothing: such a server has no numbers to ask for."""
+        return EngineStats()
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Pass a request on as it is."""
+        return self._server.send(call)
 
     async def health(self) -> Health:
         """List the models; any answer below 500 is a sign of life."""
         try:
             status = await self._list_models()
-        except TimeoutError:
+        except EngineSilent:
             return Health.SILENT
-        except (aiohttp.ClientError, OSError):
+        except EngineError:
             return Health.UNREACHABLE
         return Health.OK if status < 500 and self.models else Health.UNREACHABLE
 
@@ -79,19 +106,15 @@ class OpenAIServer:
         await asyncio.get_running_loop().create_future()
 
     async def _list_models(self) -> int:
-        """Refresh the list; return the HTTP status. An answer that is no model list leaves the old one."""
-        headers = {"Accept": "application/json", **self.headers}
-        url = f"{self._config.url}/v1/models"
-        async with self._client.get(url, headers=headers, timeout=PROBE_TIMEOUT) as response:
-            body = bytearray()
-            async for chunk in response.content.iter_chunked(64 * 1024):
-                body += chunk
-                if len(body) > MAX_LIST_BYTES:
-                    return response.status
-            if response.status == 200:
-                try:
-                    listed = msgspec.json.decode(body, type=_ModelList)
-                except (msgspec.DecodeError, UnicodeDecodeError):
-                    return response.status
-                self._listed = list(dict.fromkeys(entry.id for entry in listed.data))
-            return response.status
+        """Refresh the list; return the HTTP status. An answer that is no model list leaves the old one. Raises EngineError."""
+        status, body = await self._server.ask("GET", "/v1/models")
+        if status == 200:
+            try:
+                listed = msgspec.json.decode(body, type=_ModelList)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return status
+            names = list(dict.fromkeys(entry.id for entry in listed.data))
+            if names != self._listed:
+                self._listed = names
+                self._on_models()
+        return status

@@ -1,13 +1,133 @@
-"""What the runner needs of an engine."""
+"""What the runner needs of an engine, whatever it is: load, unload, flush, stats, stream, capabilities.
+
+Every engine answers HTTP in the OpenAI shape on an address that only the adapter knows: llama.cpp and vLLM bring such a
+server, libraries get one from us in their child process. So one exchange serves them all, and bytes pass untouched.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
-Progress = Callable[[str], None]
-"""Is told, in a few words, what a start is doing."""
+import aiohttp
+
+from runner.definitions.plan import LoadPlan, Progress, Report
+
+__all__ = [
+    "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "RESPONSES", "TRANSCRIPTIONS", "CacheMode", "Call",
+    "Capabilities", "Engine", "EngineStats", "FlushOutcome", "FlushRequest", "FlushResult", "FlushScope", "Health",
+    "LoadPlan", "Priority", "Progress", "Report",
+]  # fmt: skip
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EMBEDDINGS = "/v1/embeddings"
+RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
+IMAGES = "/v1/images/generations"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an adapter can do with the model it has loaded. ``endpoints``: API paths it speaks natively.
+
+    ``max_inflight``: most requests at once, None = what the plan says. The rest is what the engine itself offers: the
+    runner's own queues, priorities and limits work for all of them.
+    """
+
+    endpoints: tuple[str, ...]
+    max_inflight: int | None = None
+    streaming: bool = True
+    prefix_caching: bool = False
+    reports_cached_tokens: bool = False
+    isolates_tenants: bool = False
+    engine_priority: bool = False
+    flushes_cache: bool = False
+    sleeps: bool = False
+    loads_lora: bool = False
+    reports_progress: bool = False
+    counts_tokens: bool = False
+    cancels_on_disconnect: bool = True
+    vision_input: bool = False
+    audio_input: bool = False
+    function_calling: bool = False
+    is_remote: bool = False
+
+
+class FlushScope(StrEnum):
+    """What of the KV cache is to go; the words of the model-runner specification."""
+
+    ALL = "all"
+    MODEL = "model"
+    TENANT = "tenant"
+    TAG = "tag"
+
+
+class FlushResult(StrEnum):
+    """How a flush ended. FLUSHED is said only after the adapter has seen for itself that nothing is reused."""
+
+    FLUSHED = "flushed"
+    REFUSED_BUSY = "refused-busy"
+    RELOADED = "reloaded"
+    NOT_SUPPORTED = "not-supported"
+
+
+@dataclass(frozen=True, slots=True)
+class FlushRequest:
+    """``tenant`` and ``tag`` are set for the scopes that need them; both may be set for TAG."""
+
+    scope: FlushScope
+    tenant: str | None = None
+    tag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlushOutcome:
+    """``entries_removed``: cache entries (slots, blocks; the adapter's unit), None = the engine does not tell."""
+
+    result: FlushResult
+    detail: str = ""
+    entries_removed: int | None = None
+    memory_freed_mb: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Numbers the engine itself reports; None = it does not tell. Token counts of the cache are since its start."""
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_total_tokens: int | None = None
+    kv_used_tokens: int | None = None
+    kv_bytes: int | None = None
+    weights_bytes: int | None = None
+    cache_queried_tokens: int | None = None
+    cache_hit_tokens: int | None = None
+
+
+CacheMode = Literal["prefix", "none", "auto"]
+Priority = Literal["high", "normal", "low"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One inference request as an engine gets it. ``path`` may carry a query; ``headers`` are lower-case.
+
+    ``cache_tag`` scopes cache entries within the tenant; ``cache_mode`` "none" means: reuse nothing, leave nothing.
+    """
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    tenant: str = "anonymous"
+    cache_mode: CacheMode = "auto"
+    cache_tag: str = ""
+    priority: Priority = "normal"
 
 
 class Health(StrEnum):
@@ -19,32 +139,46 @@ class Health(StrEnum):
 
 
 class Engine(Protocol):
-    """One engine. ``poll_s`` is the time between health checks, ``restart_max_s`` the longest back-off, in seconds;
-    ``endpoints`` are the API paths it speaks natively.
+    """One replica of one model in one engine. ``poll_s`` is the time between health checks, ``restart_max_s`` the longest
+    back-off before a restart, in seconds. ``name`` is the label in metrics and on the wire.
     """
 
     name: str
     poll_s: float
     restart_max_s: float
-    endpoints: tuple[str, ...]
 
     @property
-    def base_url(self) -> str:
-        """Address up to, not including, ``/v1``."""
+    def capabilities(self) -> Capabilities:
+        """What it can do; final once ``load`` has returned."""
 
     @property
-    def headers(self) -> Mapping[str, str]:
-        """Headers every request to it needs, such as its key."""
+    def pids(self) -> tuple[int, ...]:
+        """Root processes that are ours, whose trees hold the model; empty for a server of somebody else's."""
 
-    @property
-    def models(self) -> list[str]:
-        """The models it serves while it runs, as of the last start or health check."""
+    async def load(self, report: Report) -> None:
+        """Return once it answers. Raises EngineError and then leaves no process behind; callable again after that.
 
-    async def start(self, progress: Progress) -> None:
-        """Return once it answers. Raises EngineError, with the engine's own last words where it left any."""
+        A cancelled load leaves nothing behind either.
+        """
 
-    async def stop(self, *, gently: bool) -> None:
-        """Leave nothing behind, unloading first if ``gently``; fine to call when it does not run."""
+    async def unload(self, *, gently: bool) -> None:
+        """Leave nothing behind, and return only when that has been seen (process exited, server says it is free).
+
+        ``gently`` lets the engine unload itself first, bounded in time. Fine to call when nothing is loaded.
+        Raises EngineError when a server of somebody else's refuses or keeps the model.
+        """
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Clear what the engine keeps between requests, and check that it is gone."""
+
+    async def stats(self) -> EngineStats:
+        """Return the engine's numbers; an empty value when it does not answer in time. Never raises."""
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request; leaving the context before the end of the body frees the engine within a second.
+
+        Entering raises aiohttp.ClientError or OSError when the engine does not answer.
+        """
 
     async def health(self) -> Health:
         """Check it once, in a few seconds at most."""

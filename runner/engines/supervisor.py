@@ -1,4 +1,4 @@
-"""Keeps one engine serving: starts it, checks its health, withdraws its models while it is ill, restarts it."""
+"""Keeps one engine serving once it was loaded: checks its health, withdraws it while it is ill, restarts it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import logging
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
 
-from runner.engines.port import Engine, Health
+from runner.engines.port import Engine, Health, Report
 from runner.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 RESTART_FIRST_S = 0.5
 STEADY_AFTER_S = 30.0
 """An engine that served this long starts its back-off anew when it dies."""
+UNLOAD_LIMIT_S = 60.0
 
 
 class EngineState(StrEnum):
@@ -30,111 +31,128 @@ class EngineState(StrEnum):
 
 
 class Supervisor:
-    """Owns an engine. ``on_change`` is called, synchronously, whenever state, models or last error changed.
+    """Owns an engine. ``on_change`` is called, synchronously, whenever its state or last error changed.
 
     An engine that does not answer its health checks for ``silent_s`` counts as hung and is restarted.
     """
 
     def __init__(self, engine: Engine, *, silent_s: float, on_change: Callable[[], None]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._silent_s = silent_s
         self._on_change = on_change
         self._suspicion = asyncio.Event()
-        self._settled = asyncio.Event()
-        self._known: tuple[object, ...] = ()
+        self._watcher: asyncio.Task[None] | None = None
         self.state = EngineState.UNLOADED
-        self.detail = ""
         self.last_error: str | None = None
+        self.restarts = 0
 
     @property
     def is_ready(self) -> bool:
         """Whether requests may be sent to the engine."""
         return self.state is EngineState.LOADED
 
-    @property
-    def base_url(self) -> str:
-        """Address of the engine up to, not including, ``/v1``."""
-        return self._engine.base_url
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Headers every request to the engine needs."""
-        return self._engine.headers
-
-    @property
-    def models(self) -> list[str]:
-        """The models to declare: none while the engine cannot serve."""
-        return self._engine.models if self.is_ready else []
-
-    @property
-    def all_models(self) -> list[str]:
-        """The models the engine would serve if it were well."""
-        return self._engine.models
-
-    async def wait_settled(self, limit_s: float) -> None:
-        """Return when the first start has succeeded or failed, or after ``limit_s``."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._settled.wait(), limit_s)
-
     def report_failure(self, reason: str) -> None:
         """Have the engine checked at once because a request to it failed."""
-        log.warning("engine failed a request reason=%s", reason)
+        log.warning("engine failed a request engine=%s reason=%s", self.engine.name, reason)
         self._suspicion.set()
 
     def check_soon(self) -> None:
-        """Have the engine's health and models looked at now."""
+        """Have the engine's health looked at now."""
         self._suspicion.set()
 
-    async def run(self) -> None:
-        """Keep the engine serving until cancelled; then unload it."""
-        pause_s, clock = RESTART_FIRST_S, asyncio.get_running_loop().time
+    async def load(self, report: Report) -> None:
+        """Load the engine and watch it from then on. Raises EngineError; nothing is left behind then."""
+        self._become(EngineState.LOADING)
         try:
-            while True:
-                try:
-                    await self._start()
-                except EngineError as error:
-                    if str(error) != self.last_error:
-                        log.error("engine does not start: %s", error)  # noqa: TRY400  # the text is for the owner
-                    self._become(EngineState.FAILED, error=str(error))
-                else:
-                    since = clock()
-                    reason = await self._watch()
-                    log.error("engine is down reason=%s", reason)
-                    if clock() - since >= STEADY_AFTER_S:
-                        pause_s = RESTART_FIRST_S
-                    self._become(EngineState.FAILED, error=reason)
-                    await self._engine.stop(gently=False)
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, self._engine.restart_max_s)
-        finally:
-            self._become(EngineState.UNLOADING)
-            await self._engine.stop(gently=True)
+            await self.engine.load(report)
+        except EngineError as error:
+            self._become(EngineState.FAILED, error=str(error))
+            raise
+        except asyncio.CancelledError:
             self._become(EngineState.UNLOADED)
+            raise
+        self._become(EngineState.LOADED)
+        self._start_watcher(is_loaded=True, report=None)
 
-    async def _start(self) -> None:
+    def keep_trying(self, report: Report) -> None:
+        """Load the engine in the background, again and again until it serves: for what the owner wants to run always."""
+        self._start_watcher(is_loaded=False, report=report)
+
+    async def unload(self, *, gently: bool) -> None:
+        """Stop watching and unload; return when the adapter has seen that the engine is gone. Raises EngineError."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+        self._become(EngineState.UNLOADING)
+        try:
+            await asyncio.wait_for(self.engine.unload(gently=gently), UNLOAD_LIMIT_S)
+        except TimeoutError:
+            self._become(EngineState.FAILED, error=f"it did not unload within {UNLOAD_LIMIT_S:.0f} s")
+            raise EngineError(self.last_error or "") from None
+        except EngineError as error:
+            self._become(EngineState.FAILED, error=str(error))
+            raise
+        self._become(EngineState.UNLOADED)
+
+    def _start_watcher(self, *, is_loaded: bool, report: Report | None) -> None:
+        self._watcher = asyncio.create_task(self._keep(is_loaded=is_loaded, report=report))
+        self._watcher.add_done_callback(self._note_end)
+
+    def _note_end(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            log.critical("supervision failed unexpectedly engine=%s", self.engine.name, exc_info=error)
+            self._become(EngineState.FAILED, error="the runner lost sight of it; unload it and load it again")
+
+    async def _keep(self, *, is_loaded: bool, report: Report | None = None) -> None:
+        """Watch and restart until cancelled."""
+        pause_s, clock = RESTART_FIRST_S, asyncio.get_running_loop().time
+        while True:
+            if not is_loaded and not await self._try_load(report):
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, self.engine.restart_max_s)
+                continue
+            is_loaded, since = False, clock()
+            reason = await self._watch()
+            log.error("engine is down engine=%s reason=%s", self.engine.name, reason)
+            pause_s = RESTART_FIRST_S if clock() - since >= STEADY_AFTER_S else pause_s
+            self._become(EngineState.FAILED, error=reason)
+            with contextlib.suppress(EngineError):  # somebody else's server: nothing of ours to clear away
+                await self.engine.unload(gently=False)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, self.engine.restart_max_s)
+            self.restarts += 1
+
+    async def _try_load(self, report: Report | None) -> bool:
         if self.last_error is None:
             self._become(EngineState.LOADING)
-        await self._engine.start(self._show_progress)
+        try:
+            await self.engine.load(report or _ignore)
+        except EngineError as error:
+            if str(error) != self.last_error:
+                log.error("engine does not start engine=%s: %s", self.engine.name, error)  # noqa: TRY400  # text for the owner
+            self._become(EngineState.FAILED, error=str(error))
+            return False
         self._suspicion.clear()
         self._become(EngineState.LOADED)
-        log.info("engine ready engine=%s models=%s", self._engine.name, ",".join(self._engine.models))
+        return True
 
     async def _watch(self) -> str:
         """Return why the engine must be restarted, once it must."""
         loop = asyncio.get_running_loop()
-        gone = asyncio.create_task(self._engine.wait_gone())
+        gone = asyncio.create_task(self.engine.wait_gone())
         silent_since: float | None = None
         try:
             while True:
                 suspicion = asyncio.create_task(self._suspicion.wait())
                 try:
-                    await asyncio.wait({gone, suspicion}, timeout=self._engine.poll_s, return_when=FIRST_COMPLETED)
+                    await asyncio.wait({gone, suspicion}, timeout=self.engine.poll_s, return_when=FIRST_COMPLETED)
                 finally:
                     suspicion.cancel()
                 self._suspicion.clear()
                 if gone.done():
                     return "the engine process died"
-                match await self._engine.health():
+                match await self.engine.health():
                     case Health.OK:
                         silent_since = None
                         self._become(EngineState.LOADED)
@@ -147,23 +165,16 @@ class Supervisor:
         finally:
             gone.cancel()
 
-    def _show_progress(self, words: str) -> None:
-        self.detail = words
-        self._tell()
-
     def _become(self, state: EngineState, *, error: str | None = None) -> None:
+        before = (self.state, self.last_error)
         self.state = state
-        self.detail = ""
-        if state in {EngineState.LOADED, EngineState.FAILED}:
-            self._settled.set()
         if state is EngineState.LOADED:
             self.last_error = None
         elif error is not None:
             self.last_error = error
-        self._tell()
-
-    def _tell(self) -> None:
-        now = (self.state, tuple(self._engine.models), self.detail, self.last_error)
-        if now != self._known:
-            self._known = now
+        if before != (self.state, self.last_error):
             self._on_change()
+
+
+def _ignore(_progress: object) -> None:
+    """Progress nobody asked for."""

@@ -1,5 +1,5 @@
-"""From an opened stream to the engine and back: one HTTP exchange per stream, under credit, deadline and cancel."""
+"""From an opened stream to an answer and back, under credit, deadline and cancel."""
 
-from runner.relay.exchange import Relay, Send, Upstream
+from runner.relay.exchange import Relay, Send
 
-__all__ = ["Relay", "Send", "Upstream"]
+__all__ = ["Relay", "Send"]

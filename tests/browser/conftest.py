@@ -18,7 +18,7 @@ from pytest_django import DjangoDbBlocker
 
 from controlplane.launcher.browsers import find_chromium
 from controlplane.models import User
-from tests.control_process import ServerProcess, serve_control
+from tests.control_process import ServerProcess, serve_control, serve_gateway
 
 Result = TypeVar("Result")
 PASSWORD = "a password for tests only"
@@ -92,6 +92,15 @@ def control(
 ) -> Iterator[ServerProcess]:
     """The control plane, for all tests of this folder: it keeps nothing between requests."""
     with django_db_blocker.unblock(), serve_control(tmp_path_factory.mktemp("control") / "control.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gateway(
+    django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A gateway, for all tests of this folder: boxes dial it, and are gone when their test is over."""
+    with django_db_blocker.unblock(), serve_gateway(tmp_path_factory.mktemp("gateway") / "gateway.log") as server:
         yield server
 
 

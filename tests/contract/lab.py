@@ -19,6 +19,7 @@ from tests.contract.scripted_box import ScriptedBox
 from tests.contract.scripted_worker import Job, ScriptedWorker
 from tests.contract.stack import Gateway, Stack
 from tests.contract.waiting import DEADLINE_S, eventually
+from wire.bridge import ReplicaInfo
 
 CHAT = "/v1/chat/completions"
 OPEN_STATES = {"queued", "assigned", "running"}
@@ -183,6 +184,8 @@ class Lab:
         max_concurrent: int = 1,
         gateway: Gateway | None = None,
         instance_id: str | None = None,
+        endpoints: Sequence[str] = (CHAT,),
+        replicas: Sequence[ReplicaInfo] | None = None,
     ) -> ScriptedBox:
         """Connect and register a muster v1 box."""
         box = await ScriptedBox.dial(
@@ -192,6 +195,8 @@ class Lab:
             models=models,
             max_concurrent=max_concurrent,
             instance_id=instance_id,
+            endpoints=endpoints,
+            replicas=replicas,
         )
         self.workers.append(box)
         return box

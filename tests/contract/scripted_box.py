@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlencode
 
@@ -57,8 +57,9 @@ class ScriptedBox:
         max_concurrent: int = 1,
         instance_id: str | None = None,
         endpoints: Sequence[str] = ("/v1/chat/completions",),
+        replicas: Sequence[bridge.ReplicaInfo] | None = None,
     ) -> ScriptedBox:
-        """Connect, register and wait for the acknowledgement."""
+        """Connect, register and wait for the acknowledgement. ``replicas`` None: each model is loaded."""
         target = f"{url}?{urlencode({'provider': 'local'})}"
         connection = await connect(target, additional_headers={"x-worker-secret": secret}, **dial_options())
         box = cls(connection)
@@ -73,7 +74,9 @@ class ScriptedBox:
                 agent_version="scripted",
                 endpoints=list(endpoints),
                 gpus=[bridge.GpuInfo(index=0, name="Scripted GPU", memory_total_mb=24576, memory_used_mb=1024)],
-                replicas=[bridge.ReplicaInfo(model=model, state="loaded", engine="scripted") for model in models],
+                replicas=list(replicas)
+                if replicas is not None
+                else [bridge.ReplicaInfo(model=model, state="loaded", engine="scripted") for model in models],
             )
         )
         await box._wait(lambda: box.ack is not None, DEADLINE_S, "register_ack")
@@ -164,9 +167,16 @@ class ScriptedBox:
         """Send one binary frame, with another attempt number when told so."""
         await self.socket.send(frames.encode_frame(kind, stream.id, stream.attempt if attempt is None else attempt, payload))
 
-    async def head(self, stream: Stream, *, status: int = 200, content_type: str = "application/json") -> None:
+    async def head(
+        self,
+        stream: Stream,
+        *,
+        status: int = 200,
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         """Send status and headers."""
-        head = frames.Head(status=status, headers={"content-type": content_type})
+        head = frames.Head(status=status, headers={"content-type": content_type, **(headers or {})})
         await self.send_frame(frames.HEAD, stream, frames.encode_json(head))
 
     async def data(self, stream: Stream, payload: bytes) -> None:

@@ -9,11 +9,13 @@ import time
 
 import pytest
 
+from tests.contract.client import Reply
 from tests.contract.expect import assert_failure
-from tests.contract.lab import Lab, chat_body, unique
+from tests.contract.lab import Lab, bearer, chat_body, unique
 from tests.contract.scripted_worker import delta_text
 from tests.contract.stack import Gateway
 from tests.contract.waiting import eventually
+from wire.bridge import ReplicaInfo
 
 pytestmark = pytest.mark.asyncio
 
@@ -158,3 +160,34 @@ async def test_capacity_is_shared_between_gateways(lab: Lab, pair: tuple[Gateway
     await worker.answer(job)
     await worker.answer(await worker.job())
     assert [(await first).status, (await second).status] == [200, 200]
+
+
+async def test_paths_files_and_priority_cross_gateways(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
+    here, there = pair
+    model = await lab.model(here, there)
+    paths = ["/v1/audio/transcriptions", "/v1/embeddings"]
+    replica = ReplicaInfo(model=model, state="loaded", endpoints=paths)
+    box = await lab.box(model, gateway=there, replicas=[replica])
+    made = await lab.admin("POST", "/admin/keys", body={"name": "urgent", "priority": "high"})
+    key = bearer(made.json["secret"])
+
+    async def refused_chat() -> Reply | None:
+        reply = await lab.post(chat_body(model), gateway=here)
+        return reply if reply.status == 400 else None
+
+    refusal = await eventually(refused_chat, what="the other gateway knows the paths", within_s=20)
+    assert refusal.error["message"].endswith("it answers /v1/audio/transcriptions, /v1/embeddings.")
+
+    sound = b"\xff\xfe\x00" * 1000
+    form = (
+        b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + sound + b"\r\n--edge\r\n"
+        b'Content-Disposition: form-data; name="model"\r\n\r\n' + model.encode() + b"\r\n--edge--\r\n"
+    )
+    headers = {**key, "content-type": "multipart/form-data; boundary=edge", "x-cache-mode": "none"}
+    reply = lab.spawn(lab.post(form, path=paths[0], gateway=here, headers=headers))
+    stream = await box.stream()
+    assert bytes(stream.body) == form
+    assert (stream.meta.tenant, stream.meta.priority, stream.meta.path) == ("default", "high", paths[0])
+    assert stream.meta.headers["x-cache-mode"] == "none"
+    await box.answer(stream, b'{"text":"hi"}')
+    assert (await reply).body == b'{"text":"hi"}'

@@ -8,6 +8,7 @@ from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from gateway.services import NameTaken, create_api_key, create_tenant
+from gateway.values import Priority
 
 
 class Command(ServiceCommand):
@@ -21,6 +22,10 @@ class Command(ServiceCommand):
         parser.add_argument("--rpm", type=int, metavar="N", help="requests per minute; default: the tenant's")
         parser.add_argument("--models", default="", metavar="A,B", help="models it may use; default: every allowed one")
 
+        parser.add_argument(
+            "--priority", choices=list(Priority), default=Priority.NORMAL, type=str, help="how a box orders what waits on it"
+        )
+
     def act(self, options: dict[str, Any]) -> str:  # Any: parsed options
         with suppress(NameTaken):
             create_tenant(name=options["tenant"], actor=ACTOR)
@@ -29,6 +34,7 @@ class Command(ServiceCommand):
             tenant_name=options["tenant"],
             requests_per_minute=options["rpm"],
             allowed_models=[name for name in options["models"].split(",") if name.strip()],
+            priority=options["priority"],
             actor=ACTOR,
         )
         return text

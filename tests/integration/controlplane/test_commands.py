@@ -32,11 +32,12 @@ def test_a_model_is_allowed_and_disallowed() -> None:
 
 
 def test_a_key_is_printed_and_nothing_else_is() -> None:
-    text = run("create_key", "--tenant", "research", "--name", "ci", "--rpm", "7", "--models", "a,b")
+    text = run("create_key", "--tenant", "research", "--name", "ci", "--rpm", "7", "--models", "a,b", "--priority", "low")
     key = ApiKey.objects.get()
 
     assert text.startswith(f"mst_{key.keyid}_")
     assert (key.tenant.name, key.requests_per_minute, key.allowed_models) == ("research", 7, ["a", "b"])
+    assert key.priority == "low"
     run("create_key", "--tenant", "research", "--name", "second")
     assert ApiKey.objects.count() == 2
 

@@ -10,20 +10,24 @@ from channels.layers import get_channel_layer
 from channels.testing import WebsocketCommunicator
 from django.conf import settings
 from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
+from django.contrib.auth.models import Permission
 from django.contrib.sessions.backends.db import SessionStore
 
 from controlplane.asgi import application
 from controlplane.models import User
 from governance.hints import HINT_GROUP
+from nodes.models import Node, NodePresence
 from tests.integration.gateway_admin.factories import make_record
+from tests.integration.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def sign_in(name: str, *, is_staff: bool) -> str:
+def sign_in(name: str, *permissions: str, is_staff: bool) -> str:
     """Return the cookie header of a signed-in user."""
     user = User.objects.create_user(name, is_staff=is_staff)
+    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
     session = SessionStore()
     session[SESSION_KEY] = str(user.pk)
     session[BACKEND_SESSION_KEY] = settings.AUTHENTICATION_BACKENDS[0]
@@ -32,9 +36,9 @@ def sign_in(name: str, *, is_staff: bool) -> str:
     return f"{settings.SESSION_COOKIE_NAME}={session.session_key}"
 
 
-def socket(cookie: str = "", origin: str = "http://localhost:8000") -> WebsocketCommunicator:
+def socket(cookie: str = "", origin: str = "http://localhost:8000", path: str = "/ws/overview") -> WebsocketCommunicator:
     headers = [(b"origin", origin.encode()), (b"host", b"localhost:8000"), (b"cookie", cookie.encode())]
-    return WebsocketCommunicator(application, "/ws/overview", headers=[pair for pair in headers if pair[1]])
+    return WebsocketCommunicator(application, path, headers=[pair for pair in headers if pair[1]])
 
 
 async def receive(open_socket: WebsocketCommunicator) -> Any:
@@ -73,6 +77,59 @@ async def test_everybody_else_is_turned_away(who: str) -> None:
     )
     origin = {"another site": "http://evil.example", "no origin": ""}.get(who, "http://localhost:8000")
     page = socket(cookie, origin)
+
+    connected, _ = await page.connect(timeout=5)
+
+    assert not connected
+    await page.disconnect()
+
+
+# one box
+
+
+def make_loading_box() -> Node:
+    node = make_node("attic")
+    make_presence(node, replicas=[{"model": "qwen", "state": "loading", "progress": 0.25, "detail": "<b>weights</b>"}])
+    return node
+
+
+def advance(node: Node, progress: float) -> None:
+    replicas = [{"model": "qwen", "state": "loading", "progress": progress}]
+    NodePresence.objects.filter(node=node).update(replicas=replicas)
+
+
+async def test_the_page_of_a_box_gets_its_state_again_within_a_second_while_it_loads() -> None:
+    node = await database_sync_to_async(make_loading_box)()
+    cookie = await database_sync_to_async(sign_in)("ada", "view_node", is_staff=True)
+    page = socket(cookie, path=f"/ws/nodes/{node.pk}")
+    connected, _ = await page.connect(timeout=5)
+    assert connected
+    html = (await receive(page))["html"]
+    assert 'value="25"' in html
+    assert "&lt;b&gt;weights&lt;/b&gt;" in html
+
+    await database_sync_to_async(advance)(node, 0.5)
+    seen = [(await page.receive_json_from(timeout=1.0))["html"] for _ in range(2)]
+    assert 'value="50"' in seen[-1]
+    await page.disconnect()
+
+
+async def test_the_page_of_a_box_that_is_not_there_gets_nothing() -> None:
+    cookie = await database_sync_to_async(sign_in)("ada", "view_node", is_staff=True)
+    page = socket(cookie, path="/ws/nodes/00000000-0000-0000-0000-000000000000")
+    await page.connect(timeout=5)
+    assert (await receive(page)) == {"html": ""}
+    await page.disconnect()
+
+
+@pytest.mark.parametrize("who", ["nobody", "an operator without the permission", "a user without staff rights", "another site"])
+async def test_the_state_of_a_box_is_for_those_who_may_see_its_page(who: str) -> None:
+    node = await database_sync_to_async(make_loading_box)()
+    permissions = () if who == "an operator without the permission" else ("view_node",)
+    staff = who != "a user without staff rights"
+    cookie = "" if who == "nobody" else await database_sync_to_async(sign_in)("bob", *permissions, is_staff=staff)
+    origin = "http://evil.example" if who == "another site" else "http://localhost:8000"
+    page = socket(cookie, origin, f"/ws/nodes/{node.pk}")
 
     connected, _ = await page.connect(timeout=5)
 

@@ -78,6 +78,7 @@ def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
             "requests_per_minute": 30,
             "allowed_models": "b\na\n\n b ",
             "last_day": "2031-01-31",
+            "priority": "high",
         },
     )
     (text,) = re.findall(r"mst_[0-9A-Za-z_]{51}", answer.content.decode())
@@ -94,7 +95,7 @@ def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
 
 def test_what_a_service_refuses_is_said_beside_its_field(boss: Client) -> None:
     tenant = make_tenant()
-    form = {"name": "ci", "tenant": tenant.pk, "last_day": date(2020, 1, 1).isoformat()}
+    form = {"name": "ci", "tenant": tenant.pk, "priority": "normal", "last_day": date(2020, 1, 1).isoformat()}
     answer = boss.post(reverse("admin:gateway_apikey_add"), form)
 
     assert "expire in the future" in answer.content.decode()
@@ -138,10 +139,11 @@ def test_the_form_of_limits_shows_what_applies_now(boss: Client) -> None:
     assert 'value="77"' in page
     assert "qwen3-8b" in page
     boss.post(
-        reverse("admin:gateway_apikey_confirm", args=[key.pk, "limits"]), {"requests_per_minute": "", "allowed_models": ""}
+        reverse("admin:gateway_apikey_confirm", args=[key.pk, "limits"]),
+        {"requests_per_minute": "", "allowed_models": "", "priority": "low"},
     )
     key.refresh_from_db()
-    assert (key.requests_per_minute, key.allowed_models) == (None, [])
+    assert (key.requests_per_minute, key.allowed_models, key.priority) == (None, [], "low")
 
 
 def test_an_operator_without_permission_sees_and_does_nothing(stranger: Client) -> None:

@@ -10,6 +10,7 @@ import pytest
 from django.utils import timezone
 from pytest_django import DjangoCaptureOnCommitCallbacks
 
+from gateway.catalogue import Catalogue
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services import (
     InvalidValue,
@@ -31,6 +32,7 @@ from gateway.services import (
     remember_models,
     revoke_api_key,
 )
+from gateway.values import Limits, Priority
 from tests.integration.gateway_admin.factories import ACTOR, audited, make_key, make_tenant
 from wire.credentials import digest_credential
 
@@ -119,6 +121,23 @@ def test_the_limits_of_a_key_are_replaced_as_a_whole() -> None:
 
     assert (changed.requests_per_minute, changed.allowed_models) == (None, ["b"])
     assert changed.updated_at > key.updated_at
+
+
+def test_a_key_has_a_priority_that_stays_until_it_is_changed() -> None:
+    assert make_key("plain")[0].priority == "normal"
+    key, _ = make_key(priority="low")
+    kept = change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), actor=ACTOR)
+    assert kept.priority == "low"
+    changed = change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), priority="high", actor=ACTOR)
+    assert changed.priority == "high"
+    assert audited("api_key.limits")[-1].detail["to"]["priority"] == "high"
+    assert dict(Catalogue(Limits()).load_keys(None))[key.keyid].caller.priority is Priority.HIGH
+
+
+def test_a_priority_that_no_box_knows_is_refused() -> None:
+    with pytest.raises(InvalidValue) as refusal:
+        make_key(priority="urgent")
+    assert refusal.value.param == "priority"
 
 
 def test_a_key_that_is_not_there_cannot_change() -> None:

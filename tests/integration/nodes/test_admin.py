@@ -115,10 +115,11 @@ def test_a_box_has_a_page_that_offers_no_editing(boss: Client) -> None:
         protocol="2026-11-muster-v1",
         peer_address="10.0.0.7",
         last_error="CUDA error",
-        replicas=[{"model": "tiny", "state": "loaded"}],
+        replicas=[{"model": "tiny", "state": "loaded", "slots": 4, "active": 1, "weights_mb": 1536}],
     )
     shown = page(boss, "nodes_node_change", node.pk)
-    for text in (node.printed_id, "CUDA error", "tiny: loaded", "2026-11-muster-v1 from 10.0.0.7", "a, b, c + 2 more"):
+    wanted = ("CUDA error", "tiny", "1 / 4", "1.5 GiB", "2026-11-muster-v1 from 10.0.0.7", "a, b, c + 2 more · 1 loaded")
+    for text in (node.printed_id, *wanted):
         assert text in shown, text
     assert 'name="_save"' not in shown
     assert 'name="name"' not in shown

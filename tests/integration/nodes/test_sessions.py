@@ -24,6 +24,7 @@ from nodes.services import (
 from nodes.services.sessions import (
     OpenedSession,
     PresenceReport,
+    ReportedState,
     SessionRequest,
     close_session,
     find_revoked,
@@ -48,6 +49,7 @@ def ask(
     live: frozenset[uuid.UUID] = frozenset(),
     others: frozenset[uuid.UUID] = frozenset(),
     gateway: uuid.UUID = HERE,
+    protocol: str = bridge.MUSTER_V1,
     **fields: object,
 ) -> OpenedSession:
     """Open a session as a box of that name."""
@@ -58,7 +60,7 @@ def ask(
             worker_name=name,
             models=("m",),
             max_concurrent=3,
-            protocol=bridge.MUSTER_V1,
+            protocol=protocol,
             gateway_id=gateway,
             live_nodes=live,
             other_gateways=others,
@@ -213,9 +215,15 @@ def report(opened: OpenedSession, **changes: object) -> PresenceReport:
         models=("m",),
         status="available",
         last_error="",
-        gpus=None,
-        replicas=None,
+        endpoints={},
+        said=None,
     )
+    return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
+
+
+def said(**changes: object) -> ReportedState:
+    """Return what a box says of itself."""
+    base = ReportedState(gpus=[], replicas=[], available=[], memory=None, queue_depth=0, avg_wait_ms=None)
     return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
 
 
@@ -252,19 +260,21 @@ def test_a_report_is_written_with_the_age_of_its_news() -> None:
         {"index": 1, "name": "b", "memory_total_mb": 20, "memory_used_mb": 1, "utilization_percent": 70.5},
     ]
     before = timezone.now()
-    said = report(opened, status="busy", last_error="e" * 900, gpus=gpus, replicas=[{"model": "m"}])
-    write_presences([said], gateway_id=HERE)
+    state = said(gpus=gpus, replicas=[{"model": "m"}], available=["x"], memory={"kind": "gpu"}, queue_depth=4, avg_wait_ms=70)
+    write_presences([report(opened, status="busy", last_error="e" * 900, said=state)], gateway_id=HERE)
     presence = presence_of(opened)
     assert presence.last_heartbeat_at is not None
     assert abs((before - presence.last_heartbeat_at).total_seconds() - 2.0) < 1.0
     assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpu_util_percent) == (5, 25, 70.5)
     assert (presence.reported_status, presence.active_requests, len(presence.last_error)) == ("busy", 1, 500)
     assert (presence.gpus, presence.replicas) == (gpus, [{"model": "m"}])
+    assert (presence.available_models, presence.memory) == (["x"], {"kind": "gpu"})
+    assert (presence.queue_depth, presence.avg_wait_ms) == (4, 70)
 
 
-def test_a_report_without_gpus_leaves_them_alone() -> None:
+def test_a_report_of_a_box_that_says_nothing_leaves_what_is_known_alone() -> None:
     opened = ask(make_credential()[0])
-    write_presences([report(opened, gpus=[{"index": 0, "name": "a", "memory_used_mb": 4}])], gateway_id=HERE)
+    write_presences([report(opened, said=said(gpus=[{"index": 0, "name": "a", "memory_used_mb": 4}]))], gateway_id=HERE)
     write_presences([report(opened)], gateway_id=HERE)
     presence = presence_of(opened)
     assert (presence.vram_used_mb, presence.vram_free_mb, len(presence.gpus)) == (4, None, 1)
@@ -281,17 +291,49 @@ def test_new_models_touch_the_node_and_the_same_ones_do_not() -> None:
     assert node.updated_at > before
 
 
+def test_a_registration_says_at_once_what_the_box_has() -> None:
+    replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"])
+    memory = bridge.MemoryInfo(total_mb=100, used_mb=40)
+    credential, _ = make_credential()
+    opened = ask(credential, replicas=[replica], memory=memory, available=["other"], instance_id="i")
+    presence = presence_of(opened)
+    assert presence.replicas == [{"model": "m", "state": "loaded", "endpoints": ["/v1/embeddings"]}]
+    assert (presence.memory, presence.available_models) == ({"total_mb": 100, "used_mb": 40}, ["other"])
+    assert Node.objects.get(pk=opened.node_id).model_endpoints == {"m": ["/v1/embeddings"]}
+    ask(credential, instance_id="j")
+    presence = presence_of(opened)
+    assert (presence.replicas, presence.memory, presence.available_models) == ([], None, [])
+
+
+def test_rows_carry_the_paths_of_each_model_once_they_changed() -> None:
+    opened = ask(make_credential()[0])
+    assert load_node_rows()[0].endpoints == {}
+    paths = {"m": ["/v1/audio/transcriptions", "/v1/audio/translations"]}
+    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
+    touched = Node.objects.get(pk=opened.node_id).updated_at
+    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
+    assert Node.objects.get(pk=opened.node_id).updated_at == touched
+    assert load_node_rows()[0].endpoints == {"m": frozenset(paths["m"])}
+
+
+def test_only_bridge_workers_carry_no_bytes() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    ask(credential, "a", protocol=bridge.BRIDGE_V1)
+    ask(credential, "b", protocol=bridge.MUSTER_V1)
+    assert [row.carries_bytes for row in load_node_rows()] == [False, True]
+
+
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize(
     "poison",
     [
         {"last_error": "a\x00b"},
         {"active": 10**30},
-        {"gpus": [{"index": 0, "name": "a\x00b"}]},
-        {"gpus": [{"index": 0, "name": "a", "memory_used_mb": 10**30}]},
-        {"replicas": [{"model": "a\x00"}]},
+        {"said": said(gpus=[{"index": 0, "name": "a\x00b"}])},
+        {"said": said(gpus=[{"index": 0, "name": "a", "memory_used_mb": 10**30}])},
+        {"said": said(replicas=[{"model": "a\x00"}])},
     ],
-    ids=lambda poison: next(iter(poison)),
+    ids=["last_error", "active", "gpu name", "gpu memory", "replica"],
 )
 def test_a_report_that_cannot_be_stored_does_not_hold_the_others_up(poison: dict[str, object]) -> None:
     credential, _ = make_credential(max_nodes=3)

@@ -78,9 +78,13 @@ class Socket:
         self.to_server: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.to_server.put_nowait({"type": "websocket.connect"})
         self.sent: list[dict[str, Any]] = []
+        self.slow: asyncio.Event | None = None
+        """Set it to an event, and the server's writes wait for that."""
 
     async def send(self, event: dict[str, Any]) -> None:
         """The server's ASGI send. Like a real server, it answers a close with a disconnect."""
+        if self.slow is not None:
+            await self.slow.wait()
         self.sent.append(event)
         if event["type"] == "websocket.close":
             self.to_server.put_nowait({"type": "websocket.disconnect", "code": event["code"]})
@@ -404,7 +408,8 @@ async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
         assert door.registry.served_models() == ["a", "b"]
         (report,) = presence_reports(door.registry)
         assert (report.active, report.models, report.status, report.last_error) == (2, ("a", "b"), "available", "hot")
-        assert report.gpus == [{"index": 0, "name": "g", "memory_used_mb": 5}] or report.gpus is not None
+        assert report.said is not None
+        assert report.said.gpus == [{"index": 0, "name": "g", "memory_used_mb": 5}]
         socket.say(bridge.Draining(reason="update"))
         await socket.wait(lambda: link.box_draining)
         assert presence_reports(door.registry)[0].status == "draining"
@@ -506,3 +511,24 @@ async def test_limits_of_the_socket_apply_to_what_a_box_declares() -> None:
         assert ack.models == ["a"]
         assert len(ack.warnings) == 2
         assert door.links[0].max_concurrent == 3
+
+
+async def test_a_box_whose_line_is_full_gets_nothing_new_until_it_is_drained() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        announced: list[object] = []
+        door.registry.subscribe(announced.append)
+        go = asyncio.Event()
+        socket.slow = go
+        assert link.can_take(time.monotonic())
+        for _ in range(40):
+            link.send_frames([bytes(1024 * 1024)])
+        assert not link.can_take(time.monotonic())
+        assert not announced
+        go.set()
+        await socket.wait(lambda: announced)
+        assert link.can_take(time.monotonic())

@@ -109,14 +109,17 @@ class ConnectedBox:
         deadline_ms: int = 60_000,
         window_bytes: int = frames.DEFAULT_WINDOW_BYTES,
         headers: dict[str, str] | None = None,
+        model: str = "",
+        tenant: str = "",
     ) -> OpenStream:
-        """Send OPEN (and BODY frames) of a new stream."""
+        """Send OPEN (and BODY frames) of a new stream, for the first model of the box unless another is named."""
         number = len(self.streams) + 1
         stream = self.streams[number] = OpenStream(self, number, attempt)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         meta = frames.OpenMeta(
             request_id=f"req_{number}",
-            model="any",
+            model=model or next(iter(self.models()), "muster-tiny"),
+            tenant=tenant,
             path=path,
             headers=headers or {"content-type": "application/json"},
             is_streaming=b'"stream": true' in raw,
@@ -126,6 +129,11 @@ class ConnectedBox:
         for frame in frames.encode_open(number, attempt, meta, raw):
             await self.socket.send(frame)
         return stream
+
+    def models(self) -> list[str]:
+        """The models the box has declared last."""
+        updates = [message for message in self.messages if isinstance(message, bridge.ModelsUpdate)]
+        return updates[-1].models if updates else self.register.models
 
     async def send(self, message: bridge.Message) -> None:
         await self.socket.send(bridge.encode_message(message))

@@ -112,7 +112,8 @@ async def test_cancel_ends_the_stream_and_frees_the_slot_of_the_engine(tmp_path:
 
 
 async def test_requests_beyond_slots_and_queue_are_refused_as_busy(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
+    env = {"MAX_QUEUE_DEPTH": "2"}
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1", env=env):
         box = await gateway.accept()
         held = [await box.open(LONG, window_bytes=2000) for _ in range(3)]
         refused = await box.open(LONG)
@@ -294,7 +295,7 @@ async def test_a_file_that_is_no_model_is_reported_with_the_engines_own_words(tm
         assert report.last_error is not None
         assert "bad.gguf could not be loaded" in report.last_error
         end = await (await box.open(QUESTION)).expect_end()
-        assert (end.error, end.retryable) == ("engine_failed", True)
+        assert (end.error, end.retryable) == ("busy", True)
         assert "could not be loaded" in process.log_text()
 
 

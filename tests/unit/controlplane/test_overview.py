@@ -20,7 +20,7 @@ def node(
     age_s: float | None = 1.0,
     last_error: str = "",
 ) -> NodeHealth:
-    return NodeHealth(name, status, freshness, age_s, active_requests=0, max_concurrent=1, last_error=last_error)
+    return NodeHealth(name, status, freshness, age_s, active_requests=0, max_concurrent=1, models="", last_error=last_error)
 
 
 def traffic(requests: int = 100, faults: int = 0) -> Traffic:

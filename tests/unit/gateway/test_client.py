@@ -42,6 +42,12 @@ async def test_a_body_at_the_limit_is_taken() -> None:
     assert len(await MemoryClient(body=[b"x" * 6, b"x" * 4], limits=SMALL).connection.read_body()) == 10
 
 
+async def test_a_caller_may_set_another_limit() -> None:
+    assert len(await MemoryClient(body=[b"x" * 11], limits=SMALL).connection.read_body(12)) == 11
+    with pytest.raises(BodyTooLarge):
+        await MemoryClient(body=[b"x" * 7, b"x" * 7], limits=SMALL).connection.read_body(12)
+
+
 async def test_a_declared_length_over_the_limit_is_refused_before_the_body_comes() -> None:
     client = MemoryClient(body=[], headers={"content-length": "11"}, limits=SMALL)
     with pytest.raises(BodyTooLarge):

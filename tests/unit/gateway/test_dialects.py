@@ -93,6 +93,11 @@ def test_a_bad_chat_request_names_the_field(fields: dict[str, object], param: st
         ("/v1/embeddings", {"model": "m"}, "input"),
         ("/v1/completions", {"prompt": "x"}, "model"),
         ("/v1/responses", {"input": "x"}, "model"),
+        ("/v1/images/generations", {"model": "m"}, "prompt"),
+        ("/v1/images/generations", {"model": "m", "prompt": None}, "prompt"),
+        ("/v1/images/generations", {"model": "m", "prompt": ""}, "prompt"),
+        ("/v1/images/generations", {"model": "m", "prompt": ["a"]}, "prompt"),
+        ("/v1/images/generations", {"prompt": "a llama"}, "model"),
     ],
 )
 def test_other_surfaces_name_the_field_too(path: str, fields: dict[str, object], param: str) -> None:
@@ -204,6 +209,36 @@ def test_a_32_mb_body_is_read_without_holding_the_loop_for_long() -> None:
     assert time.process_time() - began < 0.5
 
 
+# headers
+
+
+@pytest.mark.parametrize("path", [path for path, surface in SURFACES.items() if not surface.is_form])
+def test_cache_wishes_travel_and_credentials_tenants_and_priorities_do_not(path: str) -> None:
+    wishes = {"x-cache-mode": "auto", "x-cache-tag": "a.b_c:d-1"}
+    own = {"authorization": "x", "x-api-key": "x", "cookie": "x", "x-tenant-id": "x", "x-priority": "high"}
+    body = chat(prompt="p", input="i", max_tokens=5)
+    assert parse(body, path, {**wishes, **own}).headers == wishes
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("x-cache-mode", word) for word in ("", "PREFIX", "prefix ", "all")]
+    + [("x-cache-tag", word) for word in ("", "x" * 65, "a b", "ä", "a/b", "a\n")],
+)
+def test_a_cache_wish_that_cannot_be_read_is_refused(name: str, value: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse(chat(), CHAT, {name: value})
+    assert (caught.value.param or "").lower() == name
+
+
+def test_the_longest_tag_is_taken() -> None:
+    assert parse(chat(), CHAT, {"x-cache-tag": "x" * 64}).headers == {"x-cache-tag": "x" * 64}
+
+
+def test_an_images_prompt_counts_as_text() -> None:
+    assert parse({"model": "m", "prompt": "a llama", "n": 2}, "/v1/images/generations").prompt_chars == 7
+
+
 # errors
 
 
@@ -235,5 +270,5 @@ def test_a_stream_error_is_one_whole_event(path: str) -> None:
     assert event.count(b"\n\n") == 1
     lines = event.decode().strip().split("\n")
     assert lines[-1].startswith("data: {")
-    assert len(lines) == (1 if path in {CHAT, "/v1/completions", "/v1/embeddings"} else 2)
+    assert len(lines) == (2 if path in {"/v1/messages", "/v1/responses"} else 1)
     assert json.loads(lines[-1][6:])["error"]["message"] == "line\nbreak"

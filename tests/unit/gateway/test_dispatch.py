@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
     ClientLeft,
+    EndpointNotAnswered,
     GatewayError,
     NoAvailableNode,
     NodeDraining,
@@ -32,6 +33,7 @@ from nodes.links.keeper import LinkKeeper
 from nodes.states import HealthPolicy
 from tests.unit.nodes.link_fakes import FakeLink, make_row
 
+CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
 SHORT = Timeouts(queue_s=0.04, no_node_wait_s=0.01, request_s=5.0)
 
 
@@ -43,16 +45,17 @@ class Floor:
         self.keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), connect_s=1.0)
         self.dispatcher = Dispatcher(self.registry, self.keeper, timeouts or Timeouts())
 
-    def link(self, *models: str, slots: int = 1) -> FakeLink:
-        """Connect a box."""
+    def link(self, *models: str, slots: int = 1, **endpoints: set[str]) -> FakeLink:
+        """Connect a box; ``endpoints`` are the paths on which it answers a model, where it says so."""
         link = FakeLink(*models, slots=slots)
+        link.endpoints = {model: frozenset(paths) for model, paths in endpoints.items()}
         self.registry.add(link)
         return link
 
-    def job(self, model: str = "m", *, max_queue: int = 100) -> Job:
+    def job(self, model: str = "m", *, max_queue: int = 100, endpoint: str = CHAT) -> Job:
         """Return a request that arrives now."""
         request = InferenceRequest(
-            endpoint="/v1/chat/completions",
+            endpoint=endpoint,
             model=model,
             is_streaming=False,
             wants_usage=False,
@@ -63,15 +66,15 @@ class Floor:
         )
         return self.dispatcher.new_job(request_id="r", request=request, tenant="t", max_queue=max_queue)
 
-    def take(self, model: str = "m") -> Lease:
+    def take(self, model: str = "m", *, endpoint: str = CHAT) -> Lease:
         """Get a slot that is free."""
-        found = self.dispatcher.acquire(self.job(model))
+        found = self.dispatcher.acquire(self.job(model, endpoint=endpoint))
         assert isinstance(found, Lease)
         return found
 
-    def queue(self, model: str = "m", *, max_queue: int = 100) -> asyncio.Future[Lease]:
+    def queue(self, model: str = "m", *, max_queue: int = 100, endpoint: str = CHAT) -> asyncio.Future[Lease]:
         """Wait in line."""
-        found = self.dispatcher.acquire(self.job(model, max_queue=max_queue))
+        found = self.dispatcher.acquire(self.job(model, max_queue=max_queue, endpoint=endpoint))
         assert isinstance(found, asyncio.Future)
         return found
 
@@ -203,9 +206,9 @@ async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> 
     with pytest.raises(QueueFull):
         floor.queue(max_queue=2)
     with pytest.raises(QueueFull) as caught:
-        floor.dispatcher.check_room("m", 2)
+        floor.dispatcher.check_room("m", CHAT, 2)
     assert caught.value.retry_after_s
-    floor.dispatcher.check_room("other", 2)
+    floor.dispatcher.check_room("other", CHAT, 2)
     job.attempts = 1  # its box was lost, and another one came
     again = floor.dispatcher.acquire(job)
     assert isinstance(again, asyncio.Future)
@@ -216,9 +219,9 @@ async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> 
 async def test_without_a_queue_there_is_a_slot_now_or_a_refusal() -> None:
     floor = Floor()
     with pytest.raises(QueueFull):
-        floor.dispatcher.check_room("m", 0)
+        floor.dispatcher.check_room("m", CHAT, 0)
     floor.link()
-    floor.dispatcher.check_room("m", 0)
+    floor.dispatcher.check_room("m", CHAT, 0)
 
 
 async def test_a_box_that_failed_the_request_is_avoided_while_there_is_another() -> None:
@@ -307,8 +310,8 @@ async def test_the_deadline_of_a_request_bounds_its_wait() -> None:
 async def test_rows_explain_why_a_model_has_no_box(state: str, error: type[GatewayError]) -> None:
     floor = Floor()
     floor.keeper.apply([make_row(uuid.uuid4(), provider_state=state, connected=False)], targets={}, peers={})
-    assert type(floor.dispatcher.explain("m")) is error
-    assert type(floor.dispatcher.explain("x")) is NoAvailableNode
+    assert type(floor.dispatcher.explain(floor.job("m").request)) is error
+    assert type(floor.dispatcher.explain(floor.job("x").request)) is NoAvailableNode
 
 
 async def test_a_switched_off_provider_refuses_at_once_unless_another_has_the_model() -> None:
@@ -446,3 +449,93 @@ def test_no_schedule_leaks_a_slot_idles_a_box_or_loses_a_request(schedule: list[
         assert all(link.active == 0 for link in crowd.links)
 
     asyncio.run(play())
+
+
+# API paths
+
+
+async def test_a_request_goes_only_to_boxes_that_answer_the_model_on_its_path() -> None:
+    floor = Floor()
+    chat, embed = floor.link(m={CHAT}), floor.link(m={EMBED})
+    assert floor.take(endpoint=EMBED).link is embed
+    waiting = floor.queue(endpoint=EMBED)
+    assert floor.take(endpoint=CHAT).link is chat
+    assert not waiting.done()
+
+
+async def test_a_box_that_says_nothing_of_a_model_answers_it_on_every_path() -> None:
+    floor = Floor()
+    box = floor.link("m", "n", slots=2, n={CHAT})
+    assert [floor.take("m", endpoint=path).link for path in (CHAT, AUDIO)] == [box, box]
+
+
+async def test_a_path_on_which_no_box_answers_is_refused_and_the_others_are_named() -> None:
+    floor = Floor()
+    floor.link(m={EMBED, CHAT})
+    floor.dispatcher.check_room("m", CHAT, 1)
+    with pytest.raises(EndpointNotAnswered) as caught:
+        floor.dispatcher.check_room("m", AUDIO, 1)
+    assert caught.value.message == f"The model 'm' does not answer {AUDIO}; it answers {CHAT}, {EMBED}."
+    assert (caught.value.status, caught.value.param, caught.value.retryable) == (400, "model", False)
+
+
+async def test_a_model_without_a_box_is_waited_for_on_any_path() -> None:
+    floor = Floor(SHORT)
+    floor.dispatcher.check_room("m", AUDIO, 1)
+    waiting = floor.queue(endpoint=AUDIO)
+    floor.link(m={AUDIO})
+    assert waiting.done()
+
+
+async def test_text_links_are_not_asked_to_carry_a_file() -> None:
+    floor = Floor()
+    floor.link().carries_bytes = False
+    floor.registry.update_models(next(iter(floor.registry)), frozenset({"m"}))
+    floor.dispatcher.check_room("m", CHAT, 1)
+    with pytest.raises(EndpointNotAnswered, match="its boxes answer other paths"):
+        floor.dispatcher.check_room("m", AUDIO, 1)
+
+
+async def test_a_free_slot_goes_to_the_oldest_that_the_box_can_answer() -> None:
+    floor = Floor()
+    chat = floor.link(m={CHAT})
+    lease = floor.take()
+    other = floor.link(m={EMBED})
+    blocked = floor.take(endpoint=EMBED)
+    first, second = floor.queue(endpoint=EMBED), floor.queue(endpoint=CHAT)
+    assert (floor.dispatcher.depth, floor.dispatcher.depths()) == (2, {"m": 2})
+    lease.release()
+    assert second.result().link is chat
+    assert not first.done()
+    blocked.release()
+    assert first.result().link is other
+    assert floor.dispatcher.depths() == {}
+
+
+async def test_the_length_of_a_queue_counts_all_paths_of_a_model() -> None:
+    floor = Floor()
+    floor.link(m={CHAT, EMBED})
+    floor.take()
+    floor.queue(endpoint=CHAT)
+    floor.queue(endpoint=EMBED)
+    with pytest.raises(QueueFull):
+        floor.dispatcher.check_room("m", EMBED, 2)
+    with pytest.raises(QueueFull):
+        floor.dispatcher.acquire(floor.job(endpoint=CHAT, max_queue=2))
+
+
+async def test_a_wait_ends_when_only_boxes_came_that_do_not_answer_the_path() -> None:
+    floor = Floor(SHORT)
+    waiting = floor.queue(endpoint=AUDIO)
+    floor.link(m={CHAT})
+    assert type(await fails(waiting)) is EndpointNotAnswered
+
+
+async def test_a_change_of_paths_places_what_waits() -> None:
+    floor = Floor()
+    box = floor.link(m={CHAT})
+    other = floor.link(slots=0, m={EMBED})
+    waiting = floor.queue(endpoint=EMBED)
+    floor.registry.update_models(box, frozenset({"m"}), {"m": frozenset({CHAT, EMBED})})
+    assert waiting.result().link is box
+    assert other.active == 0

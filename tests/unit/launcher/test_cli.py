@@ -47,7 +47,10 @@ def test_options_of_other_programs_are_handed_on() -> None:
     assert _parse(["bench", "--data", "x"])[1] == ["--data", "x"]
     options, rest = _parse(["test", "-k", "name", "--fast", "tests/unit"])
     assert options.fast
+    assert not options.vllm
     assert rest == ["-k", "name", "tests/unit"]
+    options, rest = _parse(["test", "--vllm", "-x"])
+    assert (options.fast, options.vllm, rest) == (False, True, ["-x"])
 
 
 @pytest.mark.parametrize(

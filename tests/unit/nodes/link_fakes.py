@@ -99,6 +99,8 @@ def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
         "active_requests": 0,
         "connected": True,
         "gateway_id": None,
+        "endpoints": {},
+        "carries_bytes": True,
     }
     assert changes.keys() <= values.keys()
     return NodeRow(**{**values, **changes})  # type: ignore[arg-type]  # names and types stand above

@@ -80,6 +80,7 @@ def a_request(body: bytes = b'{"a":1}') -> OpenRequest:
         is_streaming=True,
         deadline_ms=900,
         tenant="t",
+        priority="high",
     )
 
 
@@ -118,12 +119,13 @@ async def test_the_request_on_the_wire_carries_body_and_id_and_no_surprises() ->
     assert body == b'{"a":1}'
 
 
-async def test_a_peer_is_told_node_attempt_deadline_and_tenant() -> None:
+async def test_a_peer_is_told_node_attempt_deadline_tenant_and_priority() -> None:
     async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
         await fetch(upstream.port, is_peer=True)
         lines = upstream.visits[0].requests[0].split(b"\r\n")
     assert lines[0] == b"POST /base/00000000000000000000000000000001/v1/chat/completions HTTP/1.1"
-    assert {b"x-muster-attempt: 2", b"x-muster-deadline-ms: 900", b"x-muster-tenant: t", b"x-muster-streaming: 1"} <= set(lines)
+    told = (b"attempt: 2", b"deadline-ms: 900", b"tenant: t", b"priority: high", b"streaming: 1")
+    assert {b"x-muster-" + word for word in told} <= set(lines)
 
 
 @pytest.mark.parametrize(

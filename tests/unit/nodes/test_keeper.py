@@ -306,3 +306,15 @@ async def test_a_direct_node_whose_heartbeats_stop_between_sweeps_is_dropped_by_
     setting.keeper.tick()
     assert len(setting.registry) == 0
     await asyncio.sleep(0)
+
+
+async def test_the_paths_of_a_row_reach_the_link_and_follow(setting: Setting) -> None:
+    node_id = uuid.uuid4()
+    setting.apply(make_row(node_id, gateway_id=THERE, endpoints={"m": frozenset({"/a"})}, carries_bytes=False))
+    link = setting.registry.get(node_id)
+    assert link is not None
+    assert (link.answers("m", "/a"), link.answers("m", "/b"), link.carries_bytes) == (True, False, False)
+    setting.apply(make_row(node_id, gateway_id=THERE, endpoints={"m": frozenset({"/b"})}, carries_bytes=True))
+    assert setting.registry.get(node_id) is link
+    assert list(setting.registry.links_answering("m", "/b")) == [link]
+    assert link.carries_bytes

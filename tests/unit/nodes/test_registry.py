@@ -170,3 +170,30 @@ def test_what_a_box_says_of_its_load_orders_but_never_takes_a_slot(reported: int
 def test_node_ids_of_fakes_differ() -> None:
     assert FakeLink().node_id != FakeLink().node_id
     assert FakeLink(node_id=uuid.UUID(int=7)).node_id.int == 7
+
+
+# API paths
+
+
+def test_links_are_found_by_model_and_path_and_follow_every_change() -> None:
+    registry = LinkRegistry()
+    first, second = FakeLink("a"), FakeLink("a")
+    first.endpoints = {"a": frozenset({"/chat"})}
+    registry.add(first)
+    registry.add(second)
+    assert list(registry.links_answering("a", "/chat")) == [first, second]
+    assert list(registry.links_answering("a", "/embed")) == [second]
+    registry.update_models(second, frozenset({"a"}), {"a": frozenset({"/other"})})
+    assert list(registry.links_answering("a", "/embed")) == []
+    assert registry.endpoints_of("a") == ["/chat", "/other"]
+    registry.update_models(first, frozenset({"b"}))
+    assert list(registry.links_answering("a", "/chat")) == []
+    registry.remove(second)
+    assert registry.endpoints_of("a") == []
+
+
+def test_names_that_nobody_serves_leave_nothing_behind() -> None:
+    registry = LinkRegistry()
+    for number in range(100):
+        assert list(registry.links_answering(f"guess-{number}", "/chat")) == []
+    assert registry._answering == {}

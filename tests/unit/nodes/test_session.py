@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -470,6 +471,17 @@ def test_credit_widens_the_window_of_the_box() -> None:
     (credit,) = server.grant_credit(number, 1000)
     box.receive_bytes(_binary(credit))
     assert opening.stream.window == before + 1000
+
+
+def test_priority_travels_on_muster_and_cache_wishes_on_muster_alone() -> None:
+    request = msgspec.structs.replace(
+        a_request(), priority="low", headers={"content-type": "x", "x-cache-mode": "none", "x-cache-tag": "t"}
+    )
+    _, (frame,) = make_session(MUSTER_V1).open_stream(request)
+    meta, _body = frames.decode_open(frames.decode_frame(_binary(frame)).payload)
+    assert (meta.tenant, meta.priority, meta.headers) == ("t", "low", request.headers)
+    _, (text,) = make_session(BRIDGE_V1).open_stream(request)
+    assert json.loads(text)["headers"] == {"content-type": "x"}
 
 
 # any order of events

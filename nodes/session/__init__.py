@@ -1,0 +1,44 @@
+"""The server's half of one worker socket as a protocol without I/O: frames in, effects out; calls in, frames out.
+
+Speaks bridge v1 and muster v1, whichever the box announced, and hides the difference: both give ``HeadArrived``,
+``DataArrived`` and ``StreamEnded`` for a stream. A stream is known here by a number that is never used twice in a
+session, so frames of a stream that was cancelled, or of another attempt, cannot reach a request they do not belong to.
+"""
+
+from __future__ import annotations
+
+from nodes.session.effects import (
+    BoxLeaving,
+    DataArrived,
+    Effect,
+    FrameDropped,
+    HeadArrived,
+    LoadReported,
+    ModelsChanged,
+    ModeRequested,
+    OpenRequest,
+    Registered,
+    StreamEnded,
+    TelemetryArrived,
+)
+from nodes.session.reports import find_endpoints, read_endpoints, store_endpoints
+from nodes.session.server import ServerSession
+
+__all__ = [
+    "BoxLeaving",
+    "DataArrived",
+    "Effect",
+    "FrameDropped",
+    "HeadArrived",
+    "LoadReported",
+    "ModeRequested",
+    "ModelsChanged",
+    "OpenRequest",
+    "Registered",
+    "ServerSession",
+    "StreamEnded",
+    "TelemetryArrived",
+    "find_endpoints",
+    "read_endpoints",
+    "store_endpoints",
+]

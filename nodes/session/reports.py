@@ -1,0 +1,172 @@
+"""What a box says of itself, cut to sizes that can be kept, stored and shown: a box may say anything.
+
+Text is cut and made printable, numbers are brought into their range, and what is beyond the caps is dropped. Nothing here
+raises: a wrong figure on a page is better than a box that cannot work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
+from wire import bridge
+
+MAX_GPUS = 32
+MAX_REPLICAS = 256
+MAX_AVAILABLE = 512
+MAX_ENDPOINTS = 32
+MAX_MB = 2**25
+"""32 TiB: the sum over MAX_GPUS still fits the column."""
+_NAME_CHARS = 200
+_WORD_CHARS = 40
+_DETAIL_CHARS = 300
+_ERROR_CHARS = 500
+_PATH_CHARS = 100
+_MAX_MS = 10**9
+_MAX_ETA_S = 1e6
+_MAX_TEMPERATURE_C = 1000.0
+_MAX_POWER_W = 100_000.0
+_GONE = frozenset({"failed", "unloaded"})
+
+NO_MODELS = "no models accepted; this worker receives no requests until it sends models_update"
+
+
+def clean_models(names: Iterable[str], policy: SocketPolicy) -> tuple[tuple[str, ...], list[str]]:
+    """Return the model names that can be used, each once and in their order, and a warning for each thing that was changed."""
+    warnings: list[str] = []
+    accepted: dict[str, None] = {}
+    for raw in names:
+        name = raw.strip()
+        if name and len(name) <= policy.max_model_name_chars and name.isprintable():
+            accepted.setdefault(name)
+    models = tuple(accepted)
+    if len(models) > policy.max_models:
+        models = models[: policy.max_models]
+        warnings.append(f"model list truncated to {policy.max_models} entries")
+    if not models:
+        warnings.append(NO_MODELS)
+    return models, warnings
+
+
+def clean_register(message: bridge.Register) -> None:
+    """Cut what a registration says beyond its name and its models, in place; bridge v1 knows nothing of replicas."""
+    message.gpus = _clean_gpus(message.gpus)
+    if message.protocol_version != bridge.MUSTER_V1:
+        message.replicas, message.available, message.memory, message.endpoints = [], [], None, []
+        return
+    message.replicas = _clean_replicas(message.replicas)
+    message.available = _clean_available(message.available)
+    message.memory = _clean_memory(message.memory)
+    message.endpoints = _clean_endpoints(message.endpoints)
+
+
+def clean_telemetry(message: bridge.Telemetry) -> None:
+    """Cut a telemetry message, in place."""
+    message.current_load = _clean_int(message.current_load, MAX_REPORTED_LOAD) or 0
+    message.gpus = _clean_gpus(message.gpus)
+    message.replicas = _clean_replicas(message.replicas)
+    message.available = _clean_available(message.available)
+    message.memory = _clean_memory(message.memory)
+    message.queue_depth = _clean_int(message.queue_depth, MAX_REPORTED_LOAD) or 0
+    message.avg_wait_ms = _clean_int(message.avg_wait_ms, _MAX_MS)
+    message.last_error = _clean_text(message.last_error, _ERROR_CHARS) if message.last_error else None
+
+
+def find_endpoints(
+    models: Iterable[str], *, replicas: Iterable[bridge.ReplicaInfo], registered: Sequence[str]
+) -> dict[str, frozenset[str]]:
+    """Return the API paths that each model answers on a box; a model that is not in it answers anything.
+
+    A replica says so itself; one that says nothing answers what the registration lists, and where that lists nothing
+    either the box may be asked anything. Replicas that are not there any more say nothing.
+    """
+    said: dict[str, set[str]] = {}
+    for replica in replicas:
+        if replica.state not in _GONE:
+            said.setdefault(replica.model, set()).update(replica.endpoints or registered or ("",))
+    found: dict[str, frozenset[str]] = {}
+    for model in models:
+        paths = said.get(model) or set(registered)
+        if paths and "" not in paths:
+            found[model] = frozenset(paths)
+    return found
+
+
+def store_endpoints(endpoints: Mapping[str, frozenset[str]]) -> dict[str, list[str]]:
+    """Return endpoints as JSON values, always in the same order."""
+    return {model: sorted(paths) for model, paths in sorted(endpoints.items())}
+
+
+def read_endpoints(stored: Mapping[str, Sequence[str]] | None) -> dict[str, frozenset[str]]:
+    """Return what ``find_endpoints`` returned, from the form in which it is stored."""
+    return {model: frozenset(paths) for model, paths in (stored or {}).items()}
+
+
+def _clean_gpus(gpus: Sequence[bridge.GpuInfo]) -> list[bridge.GpuInfo]:
+    return [
+        bridge.GpuInfo(
+            index=_clean_int(gpu.index, 1_000_000) or 0,
+            name=_clean_text(gpu.name, _NAME_CHARS),
+            memory_total_mb=_clean_int(gpu.memory_total_mb, MAX_MB),
+            memory_used_mb=_clean_int(gpu.memory_used_mb, MAX_MB),
+            utilization_percent=_clean_float(gpu.utilization_percent, 0.0, 100.0),
+            temperature_c=_clean_float(gpu.temperature_c, -273.0, _MAX_TEMPERATURE_C),
+            power_w=_clean_float(gpu.power_w, 0.0, _MAX_POWER_W),
+        )
+        for gpu in gpus[:MAX_GPUS]
+    ]
+
+
+def _clean_replicas(replicas: Sequence[bridge.ReplicaInfo]) -> list[bridge.ReplicaInfo]:
+    return [
+        bridge.ReplicaInfo(
+            model=_clean_text(replica.model, _NAME_CHARS),
+            state=_clean_text(replica.state, _WORD_CHARS),
+            engine=_clean_text(replica.engine, _WORD_CHARS),
+            slots=_clean_int(replica.slots, MAX_REPORTED_LOAD) or 0,
+            active=_clean_int(replica.active, MAX_REPORTED_LOAD) or 0,
+            detail=_clean_text(replica.detail, _DETAIL_CHARS),
+            progress=_clean_float(replica.progress, 0.0, 1.0),
+            eta_s=_clean_float(replica.eta_s, 0.0, _MAX_ETA_S),
+            memory_mb=_clean_int(replica.memory_mb, MAX_MB),
+            weights_mb=_clean_int(replica.weights_mb, MAX_MB),
+            kv_mb=_clean_int(replica.kv_mb, MAX_MB),
+            endpoints=_clean_endpoints(replica.endpoints),
+        )
+        for replica in replicas[:MAX_REPLICAS]
+    ]
+
+
+def _clean_available(names: Sequence[str]) -> list[str]:
+    cleaned = (_clean_text(name, _NAME_CHARS) for name in names[:MAX_AVAILABLE])
+    return list(dict.fromkeys(name for name in cleaned if name))
+
+
+def _clean_memory(memory: bridge.MemoryInfo | None) -> bridge.MemoryInfo | None:
+    if memory is None:
+        return None
+    return bridge.MemoryInfo(
+        kind=_clean_text(memory.kind, _WORD_CHARS),
+        total_mb=_clean_int(memory.total_mb, MAX_MB),
+        used_mb=_clean_int(memory.used_mb, MAX_MB),
+        weights_mb=_clean_int(memory.weights_mb, MAX_MB),
+        kv_mb=_clean_int(memory.kv_mb, MAX_MB),
+    )
+
+
+def _clean_endpoints(paths: Sequence[str]) -> list[str]:
+    kept = (path for path in paths[:MAX_ENDPOINTS] if path.startswith("/") and len(path) <= _PATH_CHARS and path.isprintable())
+    return list(dict.fromkeys(kept))
+
+
+def _clean_text(text: str, limit: int) -> str:
+    cut = text[:limit]
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else " " for c in cut).strip()
+
+
+def _clean_int(value: int | None, top: int) -> int | None:
+    return None if value is None else min(max(0, value), top)
+
+
+def _clean_float(value: float | None, low: float, high: float) -> float | None:
+    return None if value is None else min(max(low, value), high)

@@ -1,0 +1,280 @@
+"""One session with one box: frames in, effects out; calls in, frames out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from nodes.session.effects import (
+    BoxLeaving,
+    DataArrived,
+    Effect,
+    FrameDropped,
+    HeadArrived,
+    LoadReported,
+    ModelsChanged,
+    ModeRequested,
+    OpenRequest,
+    Registered,
+    StreamEnded,
+    TelemetryArrived,
+)
+from nodes.session.reports import clean_models, clean_register, clean_telemetry
+from nodes.states import SocketPolicy
+from wire import bridge, frames
+from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
+
+_SSE_STARTS = ("data:", "event:", "id:", "retry:", ":")
+_SSE_START_CHARS = max(map(len, _SSE_STARTS))
+_HELD_LIMIT_CHARS = 64 * 1024
+_FORGOTTEN_STREAMS = 4096
+_MUSTER_HEADERS = frozenset({"x-cache-mode", "x-cache-tag"})
+"""Headers that bridge v1 does not know; its workers would hand them to an engine that does not either."""
+
+
+@dataclass(slots=True)
+class _BridgeStream:
+    """A stream on a bridge v1 session. ``held`` is text that may yet be an error body, ``start`` its first characters."""
+
+    name: str
+    is_streaming: bool
+    head_sent: bool = False
+    start: str = ""
+    held: list[str] = field(default_factory=list)
+    held_chars: int = 0
+
+
+class ServerSession:
+    """One session with one box, from its ``register`` on. Raises ProtocolError where the socket must close with 1002."""
+
+    def __init__(self, policy: SocketPolicy) -> None:
+        self.policy = policy
+        self.protocol: str | None = None
+        self.dropped_frames = 0
+        self._next_stream = 1
+        self._attempts: dict[int, int] = {}
+        self._headed: set[int] = set()
+        self._bridge: dict[int, _BridgeStream] = {}
+        self._by_name: dict[str, int] = {}
+        self._over: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def speaks_muster(self) -> bool:
+        """Whether the box negotiated muster v1."""
+        return self.protocol == MUSTER_V1
+
+    @property
+    def open_streams(self) -> int:
+        """How many streams are open."""
+        return len(self._attempts)
+
+    # frames in
+
+    def receive_text(self, frame: str) -> list[Effect]:
+        """Take one text frame. Raises ProtocolError."""
+        message = bridge.decode_worker_message(frame)
+        if isinstance(message, bridge.ResponseChunk):
+            return self._take_chunk(message)
+        if self.protocol is None:
+            if not isinstance(message, bridge.Register):
+                raise ProtocolError("the first frame must be register")
+            return [self._take_register(message)]
+        return self._take_control(message)
+
+    def receive_bytes(self, data: bytes) -> list[Effect]:
+        """Take one binary frame. Raises ProtocolError."""
+        if self.protocol != MUSTER_V1:
+            raise ProtocolError("binary frames need muster v1")
+        kind, _flags, stream, attempt, payload = frames.decode_frame(data)
+        if self._attempts.get(stream) != attempt:
+            return self._drop(stream)
+        if kind == frames.DATA:
+            if stream not in self._headed:
+                raise ProtocolError("DATA came before its HEAD")
+            return [DataArrived(stream, payload)]
+        if kind in (frames.HEAD, frames.REPLY) and stream in self._headed:
+            raise ProtocolError("a stream has one HEAD")
+        if kind == frames.HEAD:
+            head = frames.decode_head(payload)
+            self._headed.add(stream)
+            return [HeadArrived(stream, head.status, _lower_names(head.headers))]
+        if kind == frames.END:
+            end = frames.decode_end(payload)
+            self._forget(stream)
+            return [StreamEnded(stream, end)]
+        if kind == frames.REPLY:
+            head, body, end = frames.decode_reply(payload)
+            self._forget(stream)
+            head_arrived = HeadArrived(stream, head.status, _lower_names(head.headers))
+            return [head_arrived, DataArrived(stream, body), StreamEnded(stream, end)]
+        raise ProtocolError(f"frame kind {kind} is not for the server")
+
+    # calls in, frames out
+
+    def open_stream(self, request: OpenRequest) -> tuple[int, list[str | bytes]]:
+        """Start a stream; return its number and the frames to send, in order. Raises UnicodeDecodeError on bridge v1."""
+        body = "" if self.speaks_muster else request.body.decode()
+        stream = self._next_stream
+        self._next_stream += 1
+        self._attempts[stream] = request.attempt
+        if self.speaks_muster:
+            meta = frames.OpenMeta(
+                request_id=request.request_id,
+                model=request.model,
+                path=request.path,
+                headers=request.headers,
+                is_streaming=request.is_streaming,
+                deadline_ms=request.deadline_ms,
+                tenant=request.tenant,
+                priority=request.priority,
+            )
+            return stream, list(frames.encode_open(stream, request.attempt, meta, request.body))
+        name = request.request_id if request.attempt == 1 else f"{request.request_id}.{request.attempt}"
+        self._bridge[stream] = _BridgeStream(name=name, is_streaming=request.is_streaming)
+        self._by_name[name] = stream
+        message = bridge.Request(
+            request_id=name,
+            model=request.model,
+            endpoint_path=request.path,
+            is_streaming=request.is_streaming,
+            body=body,
+            headers={name: value for name, value in request.headers.items() if name not in _MUSTER_HEADERS},
+        )
+        return stream, [bridge.encode_message(message)]
+
+    def cancel_stream(self, stream: int, reason: str) -> list[str | bytes]:
+        """Give a stream up; return the frames to send (none when it is over already)."""
+        attempt = self._attempts.get(stream)
+        if attempt is None:
+            return []
+        held = self._bridge.get(stream)
+        self._forget(stream)
+        if held is None:
+            return [frames.encode_frame(frames.CANCEL, stream, attempt, reason.encode())]
+        return [bridge.encode_message(bridge.Cancel(request_id=held.name, reason=reason))]
+
+    def grant_credit(self, stream: int, amount: int) -> list[str | bytes]:
+        """Let the box send ``amount`` more bytes on a stream; nothing to send on bridge v1."""
+        attempt = self._attempts.get(stream)
+        if attempt is None or not self.speaks_muster:
+            return []
+        return [frames.encode_credit(stream, attempt, amount)]
+
+    # inside
+
+    def _take_register(self, message: bridge.Register) -> Registered:
+        version = message.protocol_version
+        if version not in (None, BRIDGE_V1, MUSTER_V1):
+            raise ProtocolError(f"protocol version {version!r} is not spoken here")
+        warnings: list[str] = []
+        name = message.worker_name.strip() or "worker"
+        if len(name) > self.policy.max_name_chars:
+            name = name[: self.policy.max_name_chars]
+            warnings.append(f"worker_name truncated to {self.policy.max_name_chars} characters")
+        models, refused = clean_models(message.models, self.policy)
+        warnings += refused
+        clean_register(message)
+        concurrency = message.max_concurrent
+        if concurrency < 1:
+            concurrency = 1
+            warnings.append("max_concurrent raised to 1")
+        elif concurrency > self.policy.max_concurrent_cap:
+            concurrency = self.policy.max_concurrent_cap
+            warnings.append(f"max_concurrent lowered to {concurrency}")
+        self.protocol = version or BRIDGE_V1
+        return Registered(name, models, concurrency, self.protocol, tuple(warnings), message)
+
+    def _take_control(self, message: bridge.WorkerMessage) -> list[Effect]:
+        match message:
+            case bridge.ResponseComplete():
+                return self._take_complete(message)
+            case bridge.Pong():
+                return [LoadReported(max(0, message.current_load))]
+            case bridge.ModelsUpdate():
+                return [ModelsChanged(clean_models(message.models, self.policy)[0], max(0, message.current_load))]
+            case bridge.Telemetry() if self.speaks_muster:
+                clean_telemetry(message)
+                return [TelemetryArrived(message)]
+            case bridge.ModeChange() if self.speaks_muster:
+                return [ModeRequested(message.mode, message.reason)]
+            case bridge.Draining() if self.speaks_muster:
+                return [BoxLeaving(message.reason)]
+            case bridge.WorkerError():
+                return self._take_error(message)
+        raise ProtocolError("message not allowed here")
+
+    def _take_error(self, message: bridge.WorkerError) -> list[Effect]:
+        if message.request_id is None:
+            return []
+        stream = self._find_bridge(message.request_id)
+        if stream is None:
+            return self._drop(message.request_id)
+        sent = self._bridge[stream].head_sent
+        self._forget(stream)
+        return [StreamEnded(stream, frames.End(error="engine_failed", message=message.message, retryable=not sent))]
+
+    def _take_chunk(self, message: bridge.ResponseChunk) -> list[Effect]:
+        stream = self._find_bridge(message.request_id)
+        if stream is None:
+            return self._drop(message.request_id)
+        state = self._bridge[stream]
+        if state.head_sent:
+            return [DataArrived(stream, message.chunk.encode())]
+        state.held.append(message.chunk)
+        state.held_chars += len(message.chunk)
+        if len(state.start) < _SSE_START_CHARS:
+            state.start = (state.start + message.chunk).lstrip()[:_SSE_START_CHARS]
+        if not state.start.startswith(_SSE_STARTS) and state.held_chars < _HELD_LIMIT_CHARS:
+            return []
+        text = "".join(state.held)
+        state.head_sent = True
+        state.held.clear()
+        return [HeadArrived(stream, 200, {"content-type": "text/event-stream"}), DataArrived(stream, text.encode())]
+
+    def _take_complete(self, message: bridge.ResponseComplete) -> list[Effect]:
+        stream = self._find_bridge(message.request_id)
+        if stream is None:
+            return self._drop(message.request_id)
+        state = self._bridge[stream]
+        self._forget(stream)
+        effects: list[Effect] = []
+        if not state.head_sent:
+            if not 200 <= message.status_code <= 599:
+                end = frames.End(error="engine_failed", message="the worker answered with an impossible status")
+                return [StreamEnded(stream, end)]
+            effects.append(HeadArrived(stream, message.status_code, _lower_names(message.headers)))
+            body = "".join(state.held) or message.body or ""
+            if body:
+                effects.append(DataArrived(stream, body.encode()))
+        elif message.status_code >= 400:
+            end = frames.End(error="engine_failed", message=f"the engine ended the stream with {message.status_code}")
+            return [StreamEnded(stream, end)]
+        effects.append(StreamEnded(stream, frames.End(usage=message.token_counts)))
+        return effects
+
+    def _find_bridge(self, name: str) -> int | None:
+        stream = self._by_name.get(name)
+        if stream is None and name not in self._over:
+            raise ProtocolError("frame for a request that was never sent to this worker")
+        return stream
+
+    def _drop(self, stream: str | int) -> list[Effect]:
+        known = 0 < stream < self._next_stream if isinstance(stream, int) else stream in self._over
+        if not known or stream in self._attempts:
+            raise ProtocolError("frame for a stream or an attempt that was never opened")
+        self.dropped_frames += 1
+        return [FrameDropped(stream if isinstance(stream, int) else 0)]
+
+    def _forget(self, stream: int) -> None:
+        self._attempts.pop(stream, None)
+        self._headed.discard(stream)
+        state = self._bridge.pop(stream, None)
+        if state is not None:
+            self._by_name.pop(state.name, None)
+            self._over[state.name] = None
+        while len(self._over) > _FORGOTTEN_STREAMS:
+            self._over.popitem(last=False)
+
+
+def _lower_names(headers: dict[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}

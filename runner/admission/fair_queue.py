@@ -1,0 +1,279 @@
+"""The queue in front of one model: slots, who waits for them, and the account of what each tenant has had.
+
+Every decision is taken synchronously on the event loop, so there is no lock: waiting is one future per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from runner.admission.shares import CLASSES, Key, KeyShare, Priority, QueueLimits, Turn, Waiter, choose_next
+from runner.admission.waits import WaitBudget
+from runner.errors import ModelQueueFull, QueueFull, QueueTimeout, RequestRefused, TenantQueueFull
+
+MAX_IDLE_KEYS = 1000
+ASSUMED_SERVICE_S = 1.0
+"""What a request is taken to last before any has been measured."""
+RETRY_LIMITS_S = (1, 60)
+_NEWEST_SHARE = 0.2
+
+
+class FairQueue:
+    """``slots`` requests of one model run at once, the others wait their turn. For use on one event loop.
+
+    ``weight_of`` is the operator's weight of a tenant, above 0; ``clock`` counts seconds and never goes back.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        limits: QueueLimits,
+        budget: WaitBudget,
+        weight_of: Callable[[str], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slots = _checked_slots(slots)
+        self._limits = limits
+        self._budget = budget
+        self._weight_of = weight_of
+        self._clock = clock
+        self._running: dict[Turn, Key] = {}
+        self._busy: dict[str, Key] = {}
+        self._idle: OrderedDict[str, tuple[float, Key]] = OrderedDict()
+        self._floor = 0.0
+        self._depth = 0
+        self._numbered = 0
+        self._service_s = ASSUMED_SERVICE_S
+        self._has_measured = False
+        self._is_paused = False
+        self._all_left = asyncio.Event()
+        self.rejected_per_key_limit = 0
+        self.rejected_executor_limit = 0
+
+    @property
+    def slots(self) -> int:
+        """Requests that may run at once."""
+        return self._slots
+
+    @property
+    def active(self) -> int:
+        """Requests that run; above ``slots`` for a while after slots were taken away."""
+        return len(self._running)
+
+    @property
+    def depth(self) -> int:
+        """Requests that wait."""
+        return self._depth
+
+    async def enter(self, *, tenant: str, priority: Priority, timeout_s: float) -> Turn:
+        """Take a slot, waiting for at most ``timeout_s`` seconds; give the turn back with ``leave``, in ``finally``.
+
+        Raises TenantQueueFull, ModelQueueFull or QueueFull at once, QueueTimeout later, or what ``cancel_waiting`` was given.
+        A free slot is taken without suspending.
+        """
+        now = self._clock()
+        if self._depth == 0 and len(self._running) < self._slots and not self._is_paused:
+            return self._start(self._open_key(tenant, now), now, waited_ms=0.0)
+        waiter = self._line_up(tenant, CLASSES[priority], now)
+        timer = waiter.turn.get_loop().call_later(max(0.0, timeout_s), self._expire, waiter, timeout_s)
+        turn: Turn | None = None
+        try:
+            turn = await waiter.turn
+            return turn
+        finally:
+            timer.cancel()
+            if turn is None:
+                self._abandon(waiter)
+
+    def leave(self, turn: Turn) -> None:
+        """Charge the time since the grant to the tenant and let the next one in. Further calls do nothing."""
+        key = self._running.pop(turn, None)
+        if key is None:
+            return
+        now = self._clock()
+        key.finish(turn.started_at, now)
+        self._measure(now - turn.started_at)
+        self._settle(key, now)
+        self._grant(now)
+        if not self._running:
+            self._all_left.set()
+
+    def cancel_waiting(self, error: RequestRefused) -> int:
+        """Refuse everybody who waits with ``error``; return how many. What runs goes on."""
+        waiters = [waiter for key in self._busy.values() for line in key.lines for waiter in line]
+        now = self._clock()
+        for waiter in waiters:
+            self._refuse(waiter, copy.copy(error), now)
+        return len(waiters)
+
+    def resize(self, slots: int) -> None:
+        """Set the number of slots (0 or more). Fewer than run now stop nobody. Raises ValueError."""
+        self._slots = _checked_slots(slots)
+        self._grant(self._clock())
+
+    def pause(self) -> None:
+        """Let nobody in until ``resume``; those who come wait. Pausing twice is pausing once."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Let requests in again."""
+        self._is_paused = False
+        self._grant(self._clock())
+
+    async def wait_idle(self) -> None:
+        """Return when nothing runs. Put a timeout around it, and ``pause`` before it, or the next request may run by then."""
+        while self._running:
+            self._all_left.clear()
+            await self._all_left.wait()
+
+    def snapshot(self) -> list[KeyShare]:
+        """Return the accounts of all tenants that are known, those with work first."""
+        now = self._clock()
+        self._forget_idle(now)
+        return [key.share(now) for key in (*self._busy.values(), *(key for _, key in self._idle.values()))]
+
+    def retry_after_s(self) -> int:
+        """Return the seconds in which what waits now is probably worked off, 1 to 60, from the average service time."""
+        lowest, highest = RETRY_LIMITS_S
+        seconds = self._service_s * max(1, self._depth) / max(1, self._slots)
+        return max(lowest, min(highest, math.ceil(seconds)))
+
+    def _line_up(self, tenant: str, level: int, now: float) -> Waiter:
+        self._check_room(tenant)
+        key = self._open_key(tenant, now)
+        self._numbered += 1
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        waiter = Waiter(key=key, level=level, since=now, number=self._numbered, turn=future)
+        key.lines[level].append(waiter)
+        key.pending += 1
+        self._depth += 1
+        self._budget.add()
+        return waiter
+
+    def _check_room(self, tenant: str) -> None:
+        # A refused stranger gets no account: refusals must not cost memory.
+        key = self._busy.get(tenant)
+        seconds = self.retry_after_s()
+        advice = f"retry in {seconds} second{'' if seconds == 1 else 's'}"
+        refusal: RequestRefused
+        if key is not None and key.pending >= self._limits.pending_per_key:
+            self.rejected_per_key_limit += 1
+            text = f"{key.pending} requests of tenant {tenant} already wait for this model, {advice}"
+            refusal = TenantQueueFull(text, retry_after_s=seconds, details={"queueDepth": key.pending})
+        elif self._depth >= self._limits.pending_per_executor:
+            self.rejected_executor_limit += 1
+            text = f"{self._depth} requests already wait for this model, {advice}"
+            refusal = ModelQueueFull(text, retry_after_s=seconds, details={"queueDepth": self._depth})
+        elif self._budget.is_full:
+            text = f"Queue depth {self._budget.depth}/{self._budget.max_depth}, {advice}"
+            details: dict[str, object] = {"queueDepth": self._budget.depth, "avgWaitMs": round(self._budget.avg_wait_ms)}
+            refusal = QueueFull(text, retry_after_s=seconds, details=details)
+        else:
+            return
+        if key is not None:
+            key.rejected += 1
+        raise refusal
+
+    def _open_key(self, tenant: str, now: float) -> Key:
+        """Return the tenant's account, ready to compete: whoever was away has saved up nothing, but still owes."""
+        key = self._busy.get(tenant)
+        if key is not None:
+            return key
+        self._forget_idle(now)
+        if self._busy:
+            self._floor = max(self._floor, min(other.score(now) for other in self._busy.values()))
+        known = self._idle.pop(tenant, None)
+        if known is None:
+            key = Key(tenant=tenant, weight=_checked_weight(self._weight_of(tenant)), charged=self._floor)
+        else:
+            key = known[1]
+            key.charged = max(key.charged, self._floor)
+        self._busy[tenant] = key
+        return key
+
+    def _settle(self, key: Key, now: float) -> None:
+        if key.is_busy:
+            return
+        del self._busy[key.tenant]
+        if not self._busy:
+            self._floor = max(self._floor, key.charged)
+        self._idle[key.tenant] = (now, key)
+        self._forget_idle(now)
+
+    def _forget_idle(self, now: float) -> None:
+        # In order of going idle, so the first that stays ends the search.
+        oldest = now - self._limits.idle_state_s
+        while self._idle:
+            since, _ = next(iter(self._idle.values()))
+            if since > oldest and len(self._idle) <= MAX_IDLE_KEYS:
+                return
+            self._idle.popitem(last=False)
+
+    def _start(self, key: Key, now: float, *, waited_ms: float) -> Turn:
+        self._numbered += 1
+        key.start(now, number=self._numbered)
+        turn = Turn(key.tenant, waited_ms, now)
+        self._running[turn] = key
+        self._budget.observe(waited_ms)
+        return turn
+
+    def _grant(self, now: float) -> None:
+        while self._depth and len(self._running) < self._slots and not self._is_paused:
+            waiter = choose_next(self._busy.values(), now=now, limits=self._limits)
+            self._remove(waiter)
+            if waiter.turn.done():  # cancelled in this very tick: its task has not run yet
+                self._settle(waiter.key, now)
+                continue
+            waiter.turn.set_result(self._start(waiter.key, now, waited_ms=(now - waiter.since) * 1000))
+
+    def _remove(self, waiter: Waiter) -> None:
+        waiter.is_in_line = False
+        waiter.key.lines[waiter.level].remove(waiter)
+        waiter.key.pending -= 1
+        self._depth -= 1
+        self._budget.remove()
+
+    def _refuse(self, waiter: Waiter, error: RequestRefused, now: float) -> None:
+        if not waiter.is_in_line:
+            return
+        self._remove(waiter)
+        self._settle(waiter.key, now)
+        if not waiter.turn.done():
+            waiter.turn.set_exception(error)
+
+    def _expire(self, waiter: Waiter, timeout_s: float) -> None:
+        seconds = self.retry_after_s()
+        text = f"no slot of this model became free within {timeout_s:g} s, retry in {seconds} s"
+        details: dict[str, object] = {"queueDepth": self._budget.depth, "avgWaitMs": round(self._budget.avg_wait_ms)}
+        self._refuse(waiter, QueueTimeout(text, retry_after_s=seconds, details=details), self._clock())
+
+    def _abandon(self, waiter: Waiter) -> None:
+        """Undo the place or, when the grant came in the same tick as the cancellation, the grant."""
+        if waiter.is_in_line:
+            self._remove(waiter)
+            self._settle(waiter.key, self._clock())
+        elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
+            self.leave(waiter.turn.result())
+
+    def _measure(self, service_s: float) -> None:
+        share = _NEWEST_SHARE if self._has_measured else 1.0
+        self._service_s += share * (service_s - self._service_s)
+        self._has_measured = True
+
+
+def _checked_slots(slots: int) -> int:
+    if slots < 0:
+        raise ValueError(f"a queue cannot have {slots} slots")
+    return slots
+
+
+def _checked_weight(weight: float) -> float:
+    if not 0 < weight < math.inf:
+        raise ValueError(f"a weight must be above 0 and finite, not {weight}")
+    return weight

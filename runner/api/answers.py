@@ -1,0 +1,229 @@
+"""What the endpoints answer, as values: names on the wire are those of the specifications. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+def spec_name(name: str) -> str:
+    """Return a field name as the model-runner specification writes it: ``kv_cache_size_mb`` is ``kvCacheSizeMB``."""
+    first, *rest = name.split("_")
+    return first + "".join("MB" if word == "mb" else word.capitalize() for word in rest)
+
+
+class Flags(msgspec.Struct, kw_only=True, rename=spec_name):
+    """What can be asked of a model, or of the box: then of any of its loaded models."""
+
+    streaming: bool
+    prefix_caching: bool
+    multi_tenant: bool
+    vision_input: bool
+    audio_input: bool
+    function_calling: bool
+
+
+class LoadedModel(msgspec.Struct, kw_only=True, rename=spec_name):
+    """A model that answers. ``gpuMemoryMB`` is measured: of the GPUs, or of the host where ``resources.device`` says so."""
+
+    id: str
+    quantization: str | None
+    context_length: int | None
+    loaded_at: int | None
+    gpu_memory_mb: int | None
+    engine: str
+    replicas: int
+    endpoints: list[str]
+    weights_mb: int | None
+    kv_mb: int | None
+    predicted_mb: int | None
+    capabilities: Flags
+
+
+class LoadingModel(msgspec.Struct, kw_only=True):
+    """A model that is being loaded: ``progress`` from 0 to 1, ``eta`` in seconds; null = cannot be told yet."""
+
+    id: str
+    progress: float | None
+    eta: int | None
+    stage: str
+
+
+class UnusableModel(msgspec.Struct, kw_only=True):
+    """A model that does not serve, and why."""
+
+    id: str
+    reason: str
+
+
+class Models(msgspec.Struct, kw_only=True):
+    """Every model by what can be done with it; ``failed`` ones may be loaded again, ``unusable`` files may not."""
+
+    loaded: list[LoadedModel]
+    loading: list[LoadingModel]
+    available: list[str]
+    failed: list[UnusableModel]
+    unusable: list[UnusableModel]
+
+
+class Gpu(msgspec.Struct, kw_only=True, rename=spec_name):
+    """One GPU; ``utilization`` from 0 to 1; null = its driver does not tell."""
+
+    index: int
+    name: str
+    memory_total_mb: int | None
+    memory_used_mb: int | None
+    utilization: float | None
+    temperature_c: float | None
+    power_w: float | None
+
+
+class Resources(msgspec.Struct, kw_only=True, rename=spec_name):
+    """The memory that models share: of all GPUs together, or, where ``device`` is host, of the machine."""
+
+    device: str
+    gpu_ids: list[int]
+    gpu_memory_total_mb: int
+    gpu_memory_used_mb: int
+    gpu_memory_free_mb: int
+    gpu_utilization: float | None
+    kv_cache_size_mb: int
+    kv_cache_utilization: float | None
+    gpus: list[Gpu]
+
+
+class Queue(msgspec.Struct, kw_only=True, rename=spec_name):
+    """Requests that wait on the box, and how long those of the last 5 minutes waited."""
+
+    depth: int
+    max_depth: int
+    avg_wait_ms: int
+    p95_wait_ms: int
+
+
+class CapabilitiesAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
+    """``GET /v1/capabilities``."""
+
+    runner_type: str
+    runner_id: str
+    models: Models
+    resources: Resources
+    queue: Queue
+    capabilities: Flags
+    health: str
+
+
+class HealthAnswer(msgspec.Struct, kw_only=True, rename=spec_name, omit_defaults=True):
+    """``GET /health``: ``status`` is healthy, or unhealthy with ``reasons``; ``uptime`` in seconds."""
+
+    status: str
+    uptime: int
+    models_loaded: int
+    queue_depth: int
+    reasons: list[str] = []
+
+
+class ModelEntry(msgspec.Struct, kw_only=True):
+    """One model as OpenAI's clients know it."""
+
+    id: str
+    created: int
+    owned_by: str
+    object: str = "model"
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """``GET /v1/models``: OpenAI's list in ``data``, llm-pool's in ``models``; loaded models only."""
+
+    data: list[ModelEntry]
+    models: list[str]
+    object: str = "list"
+
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """What was wrong. Some codes have further members, such as ``queueDepth`` and ``avgWaitMs``, or ``resetAt``."""
+
+    code: str
+    message: str
+    type: str
+    param: str | None
+    retryable: bool
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    """Every error outside ``/v1/admin/``."""
+
+    error: ErrorObject
+
+
+class PoolDetail(msgspec.Struct, kw_only=True):
+    """What was wrong, in llm-pool's words."""
+
+    code: str
+    model: str | None
+    message: str
+
+
+class PoolErrorAnswer(msgspec.Struct, kw_only=True):
+    """Every error below ``/v1/admin/``."""
+
+    detail: PoolDetail
+
+
+class TaskAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
+    """A load: ``status`` is loading, completed, failed or interrupted; times in seconds or, with Ms, milliseconds."""
+
+    task_id: str | None
+    status: str
+    model_id: str
+    progress: float | None = None
+    eta: int | None = None
+    stage: str | None = None
+    error: str | None = None
+    code: str | None = None
+    gpu_memory_used_mb: int | None = None
+    predicted_memory_mb: int | None = None
+    load_time_ms: int | None = None
+    replicas: int | None = None
+    evicted: str | None = None
+    started_at: int | None = None
+
+
+class UnloadAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
+    """``POST /v1/models/unload``: memory of the model's processes, before and after."""
+
+    model_id: str
+    gpu_memory_freed_mb: int
+    kv_cache_flushed: bool
+    memory_before_mb: int
+    memory_after_mb: int
+    requests_cut: int
+    was_loaded: bool
+
+
+class FlushedModel(msgspec.Struct, kw_only=True, rename=spec_name):
+    """``outcome`` is flushed, refused-busy, reloaded or not-supported; null = the engine does not tell."""
+
+    model_id: str
+    outcome: str
+    detail: str
+    entries_removed: int | None
+    memory_freed_mb: int | None
+
+
+class FlushAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
+    """``POST /v1/cache/flush``: ``flushed`` when every model was."""
+
+    flushed: bool
+    entries_removed: int | None
+    memory_freed_mb: int | None
+    models: list[FlushedModel]
+
+
+class ReloadAnswer(msgspec.Struct, kw_only=True):
+    """``POST /v1/admin/settings/reload``."""
+
+    added_models: list[str]
+    removed_models: list[str]
+    updated_models: list[str]
+    unchanged_models: list[str]
+    service_restart_required: bool

@@ -1,0 +1,182 @@
+"""``GET /v1/capabilities``: what the box can do now, put together at most every 5 s unless a model changed its state."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from runner import AGENT_VERSION
+from runner.admission import read_rates
+from runner.api.answers import (
+    CapabilitiesAnswer,
+    Flags,
+    Gpu,
+    LoadedModel,
+    LoadingModel,
+    Models,
+    Queue,
+    Resources,
+    UnusableModel,
+)
+from runner.api.health import find_ailments
+from runner.api.shapes import Shapes
+from runner.engines.port import Capabilities, EngineStats
+from runner.errors import Unavailable
+from runner.fit import ModelShape
+from runner.parts import MIB, Parts, Phase
+from runner.pool import Model, ModelState, Replica
+from runner.telemetry import Reading
+from wire.bridge import GpuInfo
+
+LIFE_S = 5.0
+_Stats = dict[Replica, EngineStats]
+
+
+class CapabilityReport:
+    """Builds the answer and keeps it for 5 s."""
+
+    def __init__(self, parts: Parts, shapes: Shapes) -> None:
+        self._parts = parts
+        self._shapes = shapes
+        self._is_multi_tenant = read_rates(parts.config.environment).is_multi_tenant
+        self._lock = asyncio.Lock()
+        self._built_at = float("-inf")
+        self._states: list[tuple[str, ModelState]] = []
+        self._body = b""
+
+    async def read(self) -> bytes:
+        """Return the answer as JSON. Raises Unavailable while the box starts or stops."""
+        if self._parts.phase is not Phase.SERVING:
+            raise Unavailable(f"The box is {self._parts.phase.value}.", retry_after_s=2)
+        async with self._lock:
+            states = [(model.model_id, model.state) for model in self._parts.pool.registry.models]
+            if time.monotonic() - self._built_at >= LIFE_S or states != self._states:
+                self._body = msgspec.json.encode(await self.build())
+                self._built_at, self._states = time.monotonic(), states
+            return self._body
+
+    async def build(self) -> CapabilitiesAnswer:
+        """Return a fresh answer."""
+        parts = self._parts
+        await parts.discover()
+        reading = await parts.look()
+        models = parts.pool.registry.models
+        ready = [model for model in models if model.is_ready]
+        replicas = [replica for model in ready for replica in model.replicas]
+        stats = dict(zip(replicas, await asyncio.gather(*(item.supervisor.engine.stats() for item in replicas)), strict=True))
+        budget = parts.budget
+        return CapabilitiesAnswer(
+            runner_type=f"muster-{AGENT_VERSION}",
+            runner_id=parts.config.operations.runner_id,
+            models=Models(
+                loaded=[await self._describe(model, stats) for model in ready],
+                loading=[_describe_loading(model) for model in models if model.state is ModelState.LOADING],
+                available=parts.pool.registry.available_ids(),
+                failed=[
+                    UnusableModel(id=model.model_id, reason=model.last_error or "")
+                    for model in models
+                    if model.state is ModelState.FAILED
+                ],
+                unusable=[UnusableModel(id=name, reason=why) for name, why in parts.pool.registry.problems.items()],
+            ),
+            resources=_describe_resources(reading, replicas, stats),
+            queue=Queue(
+                depth=budget.depth, max_depth=budget.max_depth, avg_wait_ms=round(budget.avg_wait_ms),
+                p95_wait_ms=round(budget.p95_wait_ms),
+            ),
+            capabilities=self._join([model.capabilities for model in ready]),
+            health="unhealthy" if find_ailments(parts, reading) else "healthy",
+        )  # fmt: skip
+
+    async def _describe(self, model: Model, stats: _Stats) -> LoadedModel:
+        first = model.replicas[0]
+        shape = await self._shapes.read(first.plan.path)
+        memory = model.memory_bytes
+        return LoadedModel(
+            id=model.model_id,
+            quantization=first.plan.quantization or _compute_type(first) or (shape.quantization if shape is not None else None),
+            context_length=context_of(first, stats.get(first), shape),
+            loaded_at=None if model.loaded_at is None else int(model.loaded_at),
+            gpu_memory_mb=None if memory is None else memory // MIB,
+            engine=first.supervisor.engine.name,
+            replicas=len(model.replicas),
+            endpoints=list(model.capabilities.endpoints),
+            weights_mb=_sum_mb([replica.weights_bytes for replica in model.replicas]),
+            kv_mb=_sum_mb([replica.kv_bytes for replica in model.replicas]),
+            predicted_mb=None if model.predicted_bytes is None else model.predicted_bytes // MIB,
+            capabilities=self._join([model.capabilities]),
+        )
+
+    def _join(self, each: list[Capabilities]) -> Flags:
+        """Return what any of them can do. A box that has nothing loaded still streams and tells tenants apart."""
+        return Flags(
+            streaming=any(one.streaming for one in each) or not each,
+            prefix_caching=any(one.prefix_caching for one in each),
+            multi_tenant=self._is_multi_tenant,
+            vision_input=any(one.vision_input for one in each),
+            audio_input=any(one.audio_input for one in each),
+            function_calling=any(one.function_calling for one in each),
+        )
+
+
+def context_of(replica: Replica, stats: EngineStats | None, shape: ModelShape | None) -> int | None:
+    """Return the tokens that one request may have: as planned, else as llama.cpp divided its cache, else the model's own."""
+    plan = replica.plan
+    if plan.context_tokens is not None:
+        return plan.context_tokens
+    if plan.backend == "gguf" and stats is not None and stats.kv_total_tokens:
+        return stats.kv_total_tokens // max(1, plan.slots)
+    return shape.context_max if shape is not None else None
+
+
+def _describe_loading(model: Model) -> LoadingModel:
+    load = model.load
+    eta = load.eta_s() if load is not None else None
+    return LoadingModel(
+        id=model.model_id,
+        progress=None if load is None or load.fraction is None else round(load.fraction, 3),
+        eta=None if eta is None else round(eta),
+        stage=load.stage if load is not None else "",
+    )
+
+
+def _describe_resources(reading: Reading, replicas: list[Replica], stats: _Stats) -> Resources:
+    busy = [gpu.utilization_percent for gpu in reading.gpus if gpu.utilization_percent is not None]
+    told = [one for one in stats.values() if one.kv_total_tokens and one.kv_used_tokens is not None]
+    total = sum(one.kv_total_tokens or 0 for one in told)
+    return Resources(
+        device=reading.kind,
+        gpu_ids=[gpu.index for gpu in reading.gpus],
+        gpu_memory_total_mb=reading.total_mb,
+        gpu_memory_used_mb=reading.used_mb,
+        gpu_memory_free_mb=reading.free_mb,
+        gpu_utilization=round(sum(busy) / len(busy) / 100, 4) if busy else None,
+        kv_cache_size_mb=_sum_mb([replica.kv_bytes for replica in replicas]) or 0,
+        kv_cache_utilization=round(sum(one.kv_used_tokens or 0 for one in told) / total, 4) if total else None,
+        gpus=[describe_gpu(gpu) for gpu in reading.gpus],
+    )
+
+
+def describe_gpu(gpu: GpuInfo) -> Gpu:
+    """Return a GPU in the words of the API."""
+    return Gpu(
+        index=gpu.index,
+        name=gpu.name,
+        memory_total_mb=gpu.memory_total_mb,
+        memory_used_mb=gpu.memory_used_mb,
+        utilization=None if gpu.utilization_percent is None else round(gpu.utilization_percent / 100, 4),
+        temperature_c=gpu.temperature_c,
+        power_w=gpu.power_w,
+    )
+
+
+def _compute_type(replica: Replica) -> str | None:
+    found = replica.plan.options.get("compute_type")
+    return found if isinstance(found, str) else None
+
+
+def _sum_mb(sizes: list[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) // MIB if known else None

@@ -1,0 +1,187 @@
+"""Inference over HTTP: a request read, handed to the box, and its answer sent for as long as the client stays."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from runner.admission import clean_tenant
+from runner.api.bodies import MIB, check_media_type, parse_object, read_body
+from runner.api.forms import read_form_fields
+from runner.api.refusals import render
+from runner.engines.port import MESSAGES, RESPONSES
+from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, RequestRefused, Unavailable
+from runner.parts import Parts
+from runner.serving.numbers import Numbers
+from runner.serving.refusal import refusal_fields
+from runner.serving.request import BodyFields, Inference, read_cache_mode, read_cache_tag, read_fields, read_priority
+from runner.serving.service import Answer
+
+log = logging.getLogger(__name__)
+
+JSON_BYTES = 64 * MIB
+FORM_BYTES = 512 * MIB
+"""Audio; what a model takes of it is its engine's own, lower limit."""
+STALL_S = 60.0
+"""A client that takes nothing of its answer for so long has gone without saying so."""
+_NOT_TO_ENGINE = frozenset({"authorization", "x-api-key", "cookie", "origin", "referer", "host", "content-length", "expect"})
+_WAITED = (QueueTimeout, ModelUnloading)
+"""Refusals that a request may hear after it has waited."""
+
+
+class InferenceEndpoint:
+    """ASGI endpoint of every inference path. ``is_form``: the body is multipart, with the model in one of its fields."""
+
+    def __init__(self, parts: Parts, *, is_form: bool) -> None:
+        self._parts = parts
+        self._is_form = is_form
+        self._jobs: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; when the client leaves, the engine is freed in the next turn of the loop."""
+        try:
+            inference = await self._read(Request(scope, receive))
+        except ClientDisconnect:
+            return
+        reply = _Reply(scope, send, inference)
+        work = asyncio.create_task(self._answer(inference, reply))
+        gone = asyncio.create_task(_wait_gone(receive))
+        self._jobs.add(work)
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            has_left = gone.done() and not work.done()
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._jobs.discard(work)
+        if not work.cancelled():
+            work.result()
+        elif not has_left:
+            await reply.refuse(Unavailable("The box is shutting down.", retry_after_s=5))
+
+    def close(self) -> None:
+        """End what is being answered; its clients are told."""
+        for work in self._jobs:
+            work.cancel()
+
+    async def _read(self, request: Request) -> Inference:
+        """Return what is asked. Raises RequestRefused, ClientDisconnect."""
+        headers = {name: value for name, value in request.headers.items() if name not in _NOT_TO_ENGINE}
+        headers["x-request-id"] = request.scope["state"]["request_id"]
+        tenant, priority = clean_tenant(headers.get("x-tenant-id", "")), read_priority(headers.get("x-priority", ""))
+        mode, tag = read_cache_mode(headers.get("x-cache-mode", "")), read_cache_tag(headers.get("x-cache-tag", ""))
+        body, fields = await self._read_body(request)
+        query = request.url.query
+        return Inference(
+            "POST", request.url.path + (f"?{query}" if query else ""), headers, body, fields.model, tenant, priority, mode, tag,
+            is_streaming=bool(fields.stream), allow_remote=bool(fields.allow_remote),
+        )  # fmt: skip
+
+    async def _read_body(self, request: Request) -> tuple[bytes, BodyFields]:
+        if self._is_form:
+            check_media_type(request, "multipart/form-data")
+            body = await read_body(request, most_bytes=FORM_BYTES)
+            return body, read_form_fields(request.headers["content-type"], body)
+        check_media_type(request, "application/json")
+        body = await read_body(request, most_bytes=JSON_BYTES)
+        fields = read_fields(body)
+        parse_object(body)  # an engine may take the other one of two fields of the same name
+        return body, fields
+
+    async def _answer(self, inference: Inference, reply: _Reply) -> None:
+        try:
+            async with self._parts.door.open(inference) as answer:
+                await reply.send_answer(answer)
+        except RequestRefused as refusal:
+            await reply.refuse(refusal)
+        except TimeoutError:
+            log.warning("client took nothing of its answer for %.0f s model=%s", STALL_S, inference.model)
+
+
+class _Reply:
+    """What goes back to one client."""
+
+    def __init__(self, scope: Scope, send: Send, inference: Inference) -> None:
+        self._scope = scope
+        self._send_message = send
+        self._inference = inference
+        self._began = time.monotonic()
+        self._has_started = False
+        self._has_ended = False
+        self._is_event_stream = False
+
+    async def send_answer(self, answer: Answer) -> None:
+        """Send an answer to its end. Raises what reading it raises, TimeoutError when the client does not take it."""
+        self._is_event_stream = answer.is_event_stream
+        await self._start(answer.status, answer.headers)
+        if answer.body is not None:
+            await self._send_body(answer.body, more=False)
+            return
+        assert answer.chunks is not None
+        async for chunk in answer.chunks:
+            await self._send_body(chunk, more=True)
+        await self._send_body(b"", more=False)
+
+    async def refuse(self, refusal: RequestRefused) -> None:
+        """Send a refusal: as an answer of its own, or, in an event stream that has begun, as its last event."""
+        if self._has_ended:
+            return
+        if not self._has_started:
+            path = self._inference.endpoint
+            response = render(refusal, path=path, headers=self._numbers(refusal))
+            await response(self._scope, _receive_nothing, self._send_message)
+            self._has_started = self._has_ended = True
+        elif self._is_event_stream:
+            await self._send_body(error_event(self._inference.endpoint, refusal), more=False)
+        # Else the body stays short of its end, by which a client sees that it is not whole.
+
+    def _numbers(self, refusal: RequestRefused) -> dict[str, str]:
+        """Return the headers of the model-runner specification; how long the request waited only where that is known."""
+        waited_ms = (time.monotonic() - self._began) * 1000 if isinstance(refusal, _WAITED) else 0.0
+        headers = Numbers(queue_wait_ms=waited_ms).headers()
+        if isinstance(refusal, EngineUnavailable):
+            del headers["x-queue-wait-ms"]
+        return headers
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self._has_started = True
+        await self._send({
+            "type": "http.response.start", "status": status,
+            "headers": [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()],
+        })  # fmt: skip
+
+    async def _send_body(self, body: bytes, *, more: bool) -> None:
+        self._has_ended = not more
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _send(self, message: dict[str, object]) -> None:
+        async with asyncio.timeout(STALL_S):
+            await self._send_message(message)
+
+
+def error_event(endpoint: str, refusal: RequestRefused) -> bytes:
+    """Return a server-sent event for an answer that broke off, as the API that the client speaks has it."""
+    fields = refusal_fields(refusal)
+    if endpoint == MESSAGES:
+        inner = {"type": "error", "error": {"type": fields["type"], "message": fields["message"]}}
+        return b"event: error\ndata: " + msgspec.json.encode(inner) + b"\n\n"
+    if endpoint == RESPONSES:
+        flat = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
+        return b"event: error\ndata: " + msgspec.json.encode(flat) + b"\n\n"
+    return b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _receive_nothing() -> dict[str, object]:
+    return {"type": "http.disconnect"}

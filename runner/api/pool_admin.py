@@ -1,0 +1,212 @@
+"""llm-pool's admin API: its models with all that is known of them, memory, load and unload, settings.
+
+Loads and unloads pass the same gate as those of the model-runner API: each needs an operation token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from runner.api.answers import ReloadAnswer
+from runner.api.bodies import read_object
+from runner.api.lifecycle import TOKEN_FIELD, answer, without_token
+from runner.api.shapes import Shapes
+from runner.definitions.overrides import describe, load_constraints, load_recommendations
+from runner.errors import InvalidLoadRequest, InvalidRequest, RequestRefused
+from runner.operations.tasks import LoadBody, Reply, UnloadBody
+from runner.parts import MIB, Parts
+from runner.pool import Model, ModelState
+from runner.pool.loading import ELSEWHERE
+
+_FREE = frozenset({ModelState.UNLOADED, ModelState.FAILED})
+
+
+class LoadDidNotSucceed(RequestRefused):
+    """A load ended in another state than loaded; the text says why."""
+
+    code = "model_load_failed"
+    status = 500
+
+
+class PoolAdmin:
+    """Endpoints below ``/v1/admin/``."""
+
+    def __init__(self, parts: Parts, shapes: Shapes) -> None:
+        self._parts = parts
+        self._shapes = shapes
+
+    async def list_models(self, _request: Request) -> Response:
+        """``GET /v1/admin/models``."""
+        await self._parts.discover()
+        await self._parts.look()
+        return answer(Reply(200, {"models": [await self._describe(model) for model in self._parts.pool.registry.models]}))
+
+    async def read_gpu_memory(self, _request: Request) -> Response:
+        """``GET /v1/admin/gpu-memory``."""
+        await self._parts.discover()
+        reading = await self._parts.look()
+        gpus = [
+            {
+                "index": gpu.index, "name": gpu.name, "used_mib": gpu.memory_used_mb, "total_mib": gpu.memory_total_mb,
+                "used_over_total": f"{gpu.memory_used_mb}MiB / {gpu.memory_total_mb}MiB",
+            }
+            for gpu in reading.gpus
+        ]  # fmt: skip
+        error = None if gpus else f"no GPU was found; models use the memory of the host: {reading.free_mb} MiB are free"
+        models = [await self._describe_memory(model) for model in self._parts.pool.registry.models]
+        return answer(Reply(200, {"gpus": gpus, "models": models, "error": error}))
+
+    async def load(self, request: Request) -> Response:
+        """``POST /v1/admin/models/{name}/load``: answers when the model is loaded."""
+        name, fields = request.path_params["name"], await read_object(request)
+        overrides = without_token(fields)
+        if overrides.pop("modelId", name) != name:
+            raise InvalidRequest("modelId is another model than that of the path.", param="modelId")
+        model = self._parts.pool.registry.find(name)
+        if overrides and model.state not in _FREE:
+            raise InvalidLoadRequest(f"{name} is {model.state}: unload it before it is loaded with other values.")
+        body = LoadBody(modelId=name, overrides=overrides, verifiedOpToken=fields.get(TOKEN_FIELD))
+        reply = await self._parts.operations.load(body, {**overrides, "modelId": name})
+        task_id = reply.body.get("taskId")
+        if isinstance(task_id, str) and reply.body.get("status") != "completed":
+            task = await self._parts.operations.wait(task_id)
+            if task["status"] != "completed":
+                raise LoadDidNotSucceed(f"{name} was not loaded: {task.get('error') or task['status']}")
+        return answer(Reply(200, await self._describe(model)))
+
+    async def unload(self, request: Request) -> Response:
+        """``POST /v1/admin/models/{name}/unload``: answers when it is gone; what runs may finish."""
+        name, fields = request.path_params["name"], await read_object(request)
+        others = set(fields) - {TOKEN_FIELD, "modelId"}
+        if others or fields.get("modelId", name) != name:
+            raise InvalidRequest(f"The body may have {TOKEN_FIELD} only; the model is that of the path.")
+        body = UnloadBody(modelId=name, verifiedOpToken=fields.get(TOKEN_FIELD))
+        await self._parts.operations.unload(body, {"modelId": name})
+        return answer(Reply(200, await self._describe(self._parts.pool.registry.find(name))))
+
+    async def reload_settings(self, request: Request) -> Response:
+        """``POST /v1/admin/settings/reload``."""
+        await read_object(request)
+        change = await self._parts.reload_settings()
+        body = ReloadAnswer(
+            added_models=list(change.added),
+            removed_models=list(change.removed),
+            updated_models=list(change.updated),
+            unchanged_models=list(change.unchanged),
+            service_restart_required=change.service_restart_required,
+        )
+        return answer(Reply(200, msgspec.structs.asdict(body)))
+
+    async def _describe(self, model: Model) -> dict[str, object]:
+        definition = model.definition
+        return {
+            **await self._describe_memory(model),
+            "resolved_backend": definition.backend,
+            "configured_enabled": definition.enabled,
+            "replicas": _wanted_replicas(model),
+            "replica_max": definition.replica_max,
+            "loaded_replicas": sum(replica.supervisor.is_ready for replica in model.replicas),
+            "inflight_requests": model.active,
+            "queue_depth": model.queue.depth,
+            "runtime_inflight": model.active,
+            "fairness": _describe_fairness(model),
+            "last_error": model.last_error,
+            "load_constraints": load_constraints(definition),
+            "load_recommendations": _recommend(model),
+            "load_override": model.overrides,
+            "capabilities": _describe_capabilities(model),
+            "definition": describe(definition),
+        }
+
+    async def _describe_memory(self, model: Model) -> dict[str, object]:
+        size, source, count = await self._estimate(model)
+        return {
+            "name": model.model_id,
+            "runtime_state": model.state.value,
+            "is_loaded": model.is_ready,
+            "configured_target_inflight": model.definition.target_inflight,
+            "effective_target_inflight": _effective_inflight(model),
+            "vram_estimate_mib": None if size is None else size // MIB,
+            "vram_estimate_replica_count": count,
+            "vram_estimate_source": source,
+        }
+
+    async def _estimate(self, model: Model) -> tuple[int | None, str, int]:
+        """Return bytes, where they come from, and for how many replicas they are."""
+        if model.memory_bytes is not None:
+            return model.memory_bytes, "observed_load_delta", len(model.replicas)
+        wanted = _wanted_replicas(model)
+        seen = await self._parts.ledger.observations(model.definition.backend)
+        for observation in seen:
+            if observation.model_id == model.model_id and observation.measured_bytes:
+                return observation.measured_bytes * wanted, "observed_load_delta", wanted
+        size = await self._file_size(model)
+        return (None, "unavailable", wanted) if size is None else (size * wanted, "model_artifact_size", wanted)
+
+    async def _file_size(self, model: Model) -> int | None:
+        registry, definition = self._parts.pool.registry, model.definition
+        if definition.backend in ELSEWHERE:
+            return None
+        wanted = definition.model_path or definition.model_id
+        found = next((entry for entry in registry.found if wanted in {entry.model_id, str(entry.path)}), None)
+        if found is not None:
+            return found.size_bytes
+        path = Path(wanted)
+        shape = await self._shapes.read(path) if definition.is_configured and path.is_absolute() else None
+        return shape.weights_bytes if shape is not None else None
+
+
+def _wanted_replicas(model: Model) -> int:
+    asked = model.overrides.get("replicas")
+    return asked if isinstance(asked, int) else model.definition.replicas
+
+
+def _effective_inflight(model: Model) -> int:
+    """Return the requests that one replica takes at once: what is wanted, within what its engine can."""
+    if model.replicas:
+        return min(replica.slots for replica in model.replicas)
+    asked = model.overrides.get("target_inflight")
+    return asked if isinstance(asked, int) else model.definition.target_inflight
+
+
+def _describe_fairness(model: Model) -> dict[str, object]:
+    queue = model.queue
+    return {
+        "rejected_per_key_limit": queue.rejected_per_key_limit,
+        "rejected_executor_limit": queue.rejected_executor_limit,
+        "keys": [
+            {
+                "fairness_key": share.fairness_key, "pending": share.pending, "active": share.active, "weight": share.weight,
+                "score": round(share.score, 3), "rejected": share.rejected,
+            }
+            for share in queue.snapshot()
+        ],
+    }  # fmt: skip
+
+
+def _describe_capabilities(model: Model) -> dict[str, object]:
+    found = model.capabilities
+    return {
+        "modalities": ["text", *(["image"] if found.vision_input else []), *(["audio"] if found.audio_input else [])],
+        "file_inputs": [],
+        "multi_turn": not model.replicas or "/v1/chat/completions" in found.endpoints,
+        "thinking_modes": ["on", "off"] if model.definition.enable_thinking is not None else [],
+        "response_formats": ["text"],
+        "endpoints": list(found.endpoints),
+    }
+
+
+def _recommend(model: Model) -> dict[str, object]:
+    """Return the presets under their names, the values of a pair under those of their fields."""
+    found: dict[str, object] = {}
+    for entry in load_recommendations(model.definition):
+        fields, presets = entry["fields"], entry["presets"]
+        assert isinstance(fields, list)
+        assert isinstance(presets, list)
+        pairs = [{"label": preset["label"], **dict(zip(fields, preset["values"], strict=True))} for preset in presets]
+        found[str(entry["name"])] = {"kind": entry["kind"], "fields": fields, "recommended_pairs": pairs}
+    return found

@@ -1,0 +1,107 @@
+"""Listening: the sockets of the API and of the metrics, uvicorn on our own event loop, and leaving in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from runner.api.app import make_app, make_metrics_app
+from runner.config import ApiConfig
+from runner.errors import ConfigError
+from runner.parts import Parts
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 1000
+"""Connections and requests at once; those above get a 503 without being read."""
+KEEP_ALIVE_S = 5
+START_LIMIT_S = 10.0
+GRACE_S = 2
+"""What is left of answers when the box goes may take this long; drained requests have had their time before."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without signal handlers of its own: who stops the box is not its business."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self.is_up.set()
+
+
+@asynccontextmanager
+async def serve_api(parts: Parts, config: ApiConfig) -> AsyncIterator[str]:
+    """Serve the API, and the metrics where they have a port of their own; yields the URL once it answers.
+
+    Raises ConfigError for an address that cannot be listened on.
+    """
+    async with AsyncExitStack() as stack:
+        listener = _listen(config.host, config.port)
+        stack.callback(listener.close)
+        api = make_app(parts, config)
+        if config.has_metrics and config.metrics_port is not None:
+            second = _listen(config.host, config.metrics_port)
+            stack.callback(second.close)
+            await stack.enter_async_context(_serve(make_metrics_app(parts, config), second))
+            log.info("metrics listening url=%s", _url(second))
+        await stack.enter_async_context(_serve(api.asgi, listener))
+        stack.callback(api.close)
+        url = _url(listener)
+        log.info("api listening url=%s", url)
+        sys.stderr.write(f"api listening url={url}\n")
+        sys.stderr.flush()
+        yield url
+
+
+@asynccontextmanager
+async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    server = _Server(
+        uvicorn.Config(
+            app, lifespan="off", ws="none", interface="asgi3", access_log=False, log_config=None, log_level="warning",
+            server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+    )  # fmt: skip
+    running = asyncio.create_task(server.serve(sockets=[listener]))
+    up = asyncio.create_task(server.is_up.wait())
+    try:
+        await asyncio.wait({running, up}, timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            raise ConfigError("the HTTP port could not be opened; the log says why")
+        yield
+    finally:
+        up.cancel()
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(running, GRACE_S + START_LIMIT_S)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {host} port {port}: {reason}; choose another --api-port") from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,117 @@
+"""What the process is told at its start, as values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds, every wait of the runner that is not an engine's own."""
+
+    connect_s: float = 10.0
+    ack_s: float = 10.0
+    silence_s: float = 15.0
+    heartbeat_s: float = 5.0
+    reconnect_first_s: float = 0.2
+    reconnect_max_s: float = 30.0
+    auth_retry_s: float = 30.0
+    healthy_after_s: float = 5.0
+    learned_give_up_s: float = 600.0
+    drain_s: float = 30.0
+    engine_silent_s: float = 10.0
+    queue_s: float = 30.0
+    unload_drain_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """An OpenAI-compatible server that somebody else runs. ``url`` ends before ``/v1``."""
+
+    url: str
+    key: str = field(default="", repr=False)
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """One GGUF model that llama.cpp serves from the start. ``context_tokens`` is per slot."""
+
+    model_path: Path
+    model_name: str
+    context_tokens: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApiConfig:
+    """The box's own HTTP port. ``metrics_port`` None = metrics on the same port; ``key`` empty = none asked for."""
+
+    host: str
+    port: int
+    key: str = field(repr=False)
+    has_metrics: bool
+    metrics_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiWish:
+    """What flags and environment say of that port; None = the settings file may say, else the default."""
+
+    host: str | None
+    port: int | None
+    key: str = field(repr=False)
+    has_metrics: bool
+    metrics_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OperationsConfig:
+    """Who may load, unload and flush. ``key_path`` None = nobody. ``level`` is 0 or 1; ``runner_id`` the token's audience."""
+
+    key_path: Path | None
+    level: int
+    min_signers: int
+    runner_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FilesConfig:
+    """Where things lie. ``data`` None = nothing is kept over a restart. Settings paths as in the llm-pool specification."""
+
+    data: Path | None
+    model_base: Path | None
+    hf_home: Path | None
+    settings: Path | None
+    local_settings: Path | None
+    hub_allow: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Everything the process needs to know. ``engine`` None = only what settings or operations load.
+
+    ``log_level`` None = not given: the settings file may say. ``environment`` is what names limits, weights and engine
+    defaults in variables of open-ended names.
+    """
+
+    gateways: tuple[str, ...]
+    token: str = field(repr=False)
+    name: str
+    provider: str
+    owner: str
+    max_concurrent: int
+    max_queue_depth: int
+    memory_budget_mb: int | None
+    threads: int
+    gpu_ids: tuple[int, ...]
+    engine: BackendConfig | LlamaConfig | None
+    api: ApiWish | None
+    operations: OperationsConfig
+    files: FilesConfig
+    log_level: str | None
+    log_json: bool
+    timeouts: Timeouts
+    environment: Mapping[str, str] = field(repr=False)

@@ -1,0 +1,33 @@
+"""One model as the owner describes it. Field names are those of the settings files (llm-pool specification)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Backend = Literal[
+    "gguf", "llama_server", "ct2", "whisper", "vllm", "exllamav3", "tabbyapi", "tgi", "comfyui", "openai_compatible",
+    "attached",
+]  # fmt: skip
+"""``attached`` is not for settings files: a model of the server given with ``--backend``."""
+
+
+class ModelDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A configured model, defaults filled in. ``options`` holds the backend's own fields under their full names."""
+
+    model_id: str
+    backend: Backend
+    model_path: str | None = None
+    device: str | None = None
+    compute_type: str | None = None
+    prompt_format: str | None = None
+    enable_thinking: bool | None = None
+    enabled: bool = False
+    replicas: int = 1
+    replica_max: int = 1
+    target_inflight: int = 1
+    revision: str | None = None
+    options: dict[str, object] = {}
+    is_configured: bool = True
+    """False: found among the model files, not described in the settings."""

@@ -1,0 +1,292 @@
+"""What a load may ask for that differs from the definition: checks, limits as data, and the plan that comes of it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from runner.definitions.combinations import find_problem
+from runner.definitions.definition import ModelDefinition
+from runner.definitions.environment import read_vllm_defaults
+from runner.definitions.fields import (
+    BACKEND_FIELDS,
+    CACHE_FIELDS,
+    COMMON_FIELDS,
+    CONTEXT_FIELDS,
+    Field,
+    find_field,
+    override_fields,
+    owners_of,
+)
+from runner.definitions.kinds import Enum, Integer, Kind
+from runner.definitions.plan import LoadPlan
+from runner.errors import InvalidLoadRequest
+
+QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("awq-4bit", "gptq-4bit", "fp16", "bf16"),
+    "ct2": ("fp16", "bf16"),
+    "whisper": ("fp16", "bf16"),
+    "gguf": ("fp16", "bf16"),
+}
+"""Words of the model-runner specification that a backend can carry out, or, for gguf, that its files can be."""
+
+_UNQUANTISED = frozenset({"fp32", "fp16", "bf16"})
+_FILE_WORDS = {"f16": "fp16", "float16": "fp16", "bfloat16": "bf16", "f32": "fp32", "float32": "fp32"}
+_COMPUTE_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
+_CONTEXT = Integer(minimum=1, unit="tokens")
+_BUDGET = Integer(minimum=1, unit="MiB")
+_CACHE_STEP = 256
+_SHOWN_CHARS = 60
+_PASSED_ON = ("device", "compute_type", "prompt_format", "enable_thinking", "revision")
+
+
+def check_overrides(definition: ModelDefinition, overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return the overrides of a load, checked; ``maxContextLength`` becomes the backend's own field where it has one.
+
+    Keys are the override fields of the backend (llm-pool), and ``quantization``, ``maxContextLength`` and
+    ``gpuMemoryBudgetMB`` (model-runner; null = not given). A key that is present, even with null, beats the definition.
+    Raises InvalidLoadRequest with ``param``: the first field that cannot be used, its value and its limit.
+    """
+    checked: dict[str, object] = {}
+    for name, value in overrides.items():
+        if name in _RUNNER_CHECKS:
+            if value is not None:
+                checked |= _RUNNER_CHECKS[name](definition, value)
+        else:
+            checked[name] = _check_field(definition, name, value)
+    _refuse_two_contexts(definition, overrides)
+    problem = find_problem({**definition.options, **checked})
+    if problem is not None:
+        raise InvalidLoadRequest(f"{problem[0]} {problem[1]}.", param=problem[0])
+    return checked
+
+
+def load_constraints(definition: ModelDefinition) -> dict[str, dict[str, object]]:
+    """Return what a load of this model may override, a constraint by field name.
+
+    Kinds: integer and integer_or_null {minimum, maximum?, step, unit, display_unit}, number_or_null {minimum, maximum?},
+    enum {values}, string_or_null {format}; each with ``default``: what holds when the field is left out.
+    """
+    constraints: dict[str, dict[str, object]] = {}
+    for name, field in _open_fields(definition).items():
+        default = definition.options.get(name, field.default)
+        if name in {"replicas", "target_inflight"}:
+            default = getattr(definition, name)
+        constraint = _kind_for(definition, name, field.kind).constraint()
+        constraints[name] = {**constraint, "default": default}
+    return constraints
+
+
+def load_recommendations(definition: ModelDefinition) -> list[dict[str, object]]:
+    """Return pairs of KV cache types that are worth trying, from the most exact to the smallest; none for most backends."""
+    match definition.backend:
+        case "gguf":
+            fields = ["gguf_type_k", "gguf_type_v"]
+            pairs: list[tuple[str, list[object]]] = [
+                ("exact", ["f16", "f16"]),
+                ("about half the memory", ["q8_0", "q8_0"]),
+                ("about two fifths of the memory", ["q8_0", "q4_0"]),
+                ("under a third of the memory", ["q4_0", "q4_0"]),
+            ]
+        case "exllamav3" | "tabbyapi":
+            fields = ["exllama_cache_k_bits", "exllama_cache_v_bits"]
+            pairs = [
+                ("exact", [None, None]),
+                ("about half the memory", [8, 8]),
+                ("about three eighths of the memory", [8, 4]),
+                ("about a quarter of the memory", [4, 4]),
+            ]
+        case _:
+            return []
+    presets = [{"label": label, "values": values} for label, values in pairs]
+    return [{"kind": "pair_presets", "name": "kv_cache", "fields": fields, "presets": presets}]
+
+
+def make_plan(
+    definition: ModelDefinition, *, overrides: Mapping[str, object], path: Path | None, threads: int,
+    gpu_ids: tuple[int, ...], defaults: Mapping[str, str] | None = None,
+) -> LoadPlan:  # fmt: skip
+    """Return what one replica is to be: the definition, ``overrides`` as ``check_overrides`` returned them over it.
+
+    ``defaults`` are environment variables; those of vLLM hold where nobody says otherwise (ConfigError for a bad one).
+    The plan's options have no nulls; device, compute_type, prompt_format, enable_thinking and revision are among them.
+    """
+    backend = definition.backend
+    options: dict[str, object] = read_vllm_defaults(defaults or {}) if backend == "vllm" else {}
+    options |= {name: getattr(definition, name) for name in _PASSED_ON}
+    options |= definition.options
+    options |= {name: value for name, value in overrides.items() if name in BACKEND_FIELDS[backend]}
+    slots = _int(overrides.get("target_inflight")) or definition.target_inflight
+    quantization = overrides.get("quantization")
+    if backend in {"ct2", "whisper"} and quantization is not None:
+        options["compute_type"] = _COMPUTE_TYPES[str(quantization)]
+    context = _int(overrides.get("maxContextLength"))
+    if backend in CACHE_FIELDS:
+        field = CACHE_FIELDS[backend]
+        if context is not None:
+            options[field] = -(-context * slots // _CACHE_STEP) * _CACHE_STEP
+        cache = _int(options.get(field))
+        context = context or (None if cache is None else max(1, cache // slots))
+    elif backend in CONTEXT_FIELDS:
+        context = _int(options.get(CONTEXT_FIELDS[backend]))
+    return LoadPlan(
+        model_id=definition.model_id,
+        backend=backend,
+        path=path,
+        context_tokens=context,
+        slots=slots,
+        threads=threads,
+        gpu_ids=gpu_ids,
+        memory_budget_mb=_int(overrides.get("gpuMemoryBudgetMB")),
+        quantization=None if quantization is None else str(quantization),
+        options={name: value for name, value in options.items() if value is not None},
+    )
+
+
+def plan_key(plan: LoadPlan) -> str:
+    """Return 16 hex digits that are the same for plans that take the same memory, whenever and wherever they are made."""
+    options = {name: value for name, value in plan.options.items() if _changes_memory(plan.backend, name, value)}
+    parts = [
+        plan.backend, plan.context_tokens, plan.slots, plan.quantization, plan.memory_budget_mb, len(plan.gpu_ids), options,
+    ]  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
+
+
+def check_quantization(plan: LoadPlan, files: str | None) -> None:
+    """Compare what a load asks for with what the files are: a word such as awq-4bit, fp16, Q8_0, or None = cannot be told.
+
+    Raises InvalidLoadRequest: quantised files cannot be loaded as anything else, and others are not quantised by a load.
+    """
+    wanted = plan.quantization
+    if wanted is None or files is None or plan.backend in {"ct2", "whisper"}:  # CTranslate2 converts any to any
+        return
+    found = _FILE_WORDS.get(files.lower(), files.lower())
+    is_same = found == wanted or wanted.startswith(f"{found}-")
+    if not is_same and not (plan.backend == "vllm" and {found, wanted} <= _UNQUANTISED):
+        raise InvalidLoadRequest(
+            f"quantization: {_shown(wanted)} was asked for, but the files of {plan.model_id} are {files}; "
+            "leave quantization out, or fetch files of that kind.",
+            param="quantization",
+        )
+
+
+def describe(definition: ModelDefinition) -> dict[str, object]:
+    """Return a definition for listings, in the field names of the settings. Of keys it has the variables' names only."""
+    values: dict[str, object] = msgspec.structs.asdict(definition)
+    options = values.pop("options")
+    assert isinstance(options, dict)
+    return {**values, **options}
+
+
+def _open_fields(definition: ModelDefinition) -> dict[str, Field]:
+    """Return what a load may set: of a llama-server that is running already, nothing of the server itself."""
+    fields = override_fields(definition.backend)
+    if definition.backend == "llama_server" and "server_url" in definition.options:
+        return {name: field for name, field in fields.items() if name in COMMON_FIELDS}
+    return fields
+
+
+def _check_field(definition: ModelDefinition, name: str, value: object) -> object:
+    fields = _open_fields(definition)
+    if name not in fields:
+        raise InvalidLoadRequest(
+            f"{_shown_name(name)} {_why_unknown(definition, name, list(fields))}", param=name[:_SHOWN_CHARS]
+        )
+    kind = _kind_for(definition, name, fields[name].kind)
+    if not kind.accepts(value):
+        raise InvalidLoadRequest(f"{name}: {_shown(value)} is not allowed; it must be {kind.allowed()}.", param=name)
+    return value
+
+
+def _why_unknown(definition: ModelDefinition, name: str, known: list[str]) -> str:
+    if name in override_fields(definition.backend):
+        why = f"is fixed by the server that {definition.model_id} is on, which was started with it"
+    elif find_field(definition.backend, name) is not None:
+        why = "is set in the settings and not by a load"
+    elif owners := owners_of(name):
+        why = f"is a field of {', '.join(owners)}, and {definition.model_id} runs on {definition.backend}"
+    else:
+        why = "is not a field of any backend"
+    return f"{why}; a load of this model may set {', '.join(known) or 'nothing'}."
+
+
+def _kind_for(definition: ModelDefinition, name: str, kind: Kind) -> Kind:
+    if name == "replicas" and isinstance(kind, Integer):
+        return dataclasses.replace(kind, maximum=definition.replica_max)
+    return kind
+
+
+def _check_quantization_word(definition: ModelDefinition, value: object) -> dict[str, object]:
+    words = QUANTIZATIONS.get(definition.backend, ())
+    if not words:
+        raise InvalidLoadRequest(
+            f"quantization: {_shown(value)} is not allowed; {definition.backend} loads files as they are, leave it out.",
+            param="quantization",
+        )
+    return {"quantization": _check_runner_value("quantization", value, Enum(values=words))}
+
+
+def _check_context(definition: ModelDefinition, value: object) -> dict[str, object]:
+    name, backend = "maxContextLength", definition.backend
+    field = CONTEXT_FIELDS.get(backend)
+    if field is not None and field in (fields := _open_fields(definition)):
+        return {field: _check_runner_value(name, value, fields[field].kind)}
+    if backend in CACHE_FIELDS or backend == "ct2":
+        return {name: _check_runner_value(name, value, _CONTEXT)}
+    raise InvalidLoadRequest(
+        f"{name}: {_shown(value)} is not allowed; the context of a {backend} model is its own, leave it out.", param=name
+    )
+
+
+def _check_budget(definition: ModelDefinition, value: object) -> dict[str, object]:
+    name = "gpuMemoryBudgetMB"
+    if definition.backend in {"openai_compatible", "attached"}:
+        raise InvalidLoadRequest(
+            f"{name}: {_shown(value)} is not allowed; {definition.model_id} takes no memory of this box, leave it out.",
+            param=name,
+        )
+    return {name: _check_runner_value(name, value, _BUDGET)}
+
+
+def _check_runner_value(name: str, value: object, kind: Kind) -> object:
+    if not kind.accepts(value):
+        raise InvalidLoadRequest(f"{name}: {_shown(value)} is not allowed; it must be {kind.allowed()}.", param=name)
+    return value
+
+
+_RUNNER_CHECKS = {
+    "quantization": _check_quantization_word,
+    "maxContextLength": _check_context,
+    "gpuMemoryBudgetMB": _check_budget,
+}
+
+
+def _refuse_two_contexts(definition: ModelDefinition, overrides: Mapping[str, object]) -> None:
+    field = CONTEXT_FIELDS.get(definition.backend) or CACHE_FIELDS.get(definition.backend)
+    if field in overrides and overrides.get("maxContextLength") is not None:
+        raise InvalidLoadRequest(
+            f"maxContextLength and {field} say the same thing; give one of them.", param="maxContextLength"
+        )
+
+
+def _changes_memory(backend: str, name: str, value: object) -> bool:
+    field = find_field(backend, name)
+    return field is None or (field.uses_memory and value != field.default)
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=lambda other: type(other).__name__)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+
+
+def _shown_name(name: str) -> str:
+    return name if name.isprintable() and len(name) <= _SHOWN_CHARS else "a field"

@@ -1,0 +1,206 @@
+"""A child process that holds an engine: settings in, progress and an address out, its last words, its certain end.
+
+Two kinds share this: programs of ours (``runner.engines.children.*``), which read one JSON line of settings from standard
+input and answer in JSON lines on standard output, and servers of others, whose output is only read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from runner.engines.port import Progress, Report
+from runner.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 6.0
+LAST_WORDS_LINES = 4
+MAX_LINE_BYTES = 256 * 1024
+_SOURCE_ROOT = Path(__file__).resolve().parents[2]
+
+
+class _Line(msgspec.Struct):
+    """One line of a child of ours: progress, or the address it serves on, or why it cannot."""
+
+    url: str = ""
+    error: str = ""
+    stage: str = ""
+    fraction: float | None = None
+    info: dict[str, object] = {}
+
+
+class Child:
+    """One process at a time, in a session of its own so that its whole tree can be killed. ``label`` is for the log."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+        self._tail: deque[str] = deque(maxlen=50)
+        self.info: dict[str, object] = {}
+        """What a child of ours said about itself beside its address."""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None when there is none."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process exists and has not exited."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start_ours(
+        self,
+        module: str,
+        settings: Mapping[str, object],
+        report: Report,
+        *,
+        limit_s: float,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str], None] | None = None,
+    ) -> str:
+        """Start ``python -m MODULE PARENT_PID``, hand it its settings; return the URL it serves on.
+
+        ``environment`` comes on top of ours (see ``gpu_environment``); each line the engine logs goes to ``on_line``.
+        Raises EngineError with its last words; whatever goes wrong, cancellation included, no process is left.
+        """
+        command = [python, "-m", module, str(os.getpid())]
+        process = await self._spawn(command, {**child_environment(), **(environment or {})}, stdin=asyncio.subprocess.PIPE)
+        self._readers.append(asyncio.create_task(self._read_log(process.stderr, on_line)))
+        try:
+            answer = await asyncio.wait_for(self._exchange(process, settings, report), limit_s)
+        except TimeoutError:
+            await self.kill()
+            raise EngineError(f"the engine did not load within {limit_s:.0f} s") from None
+        except BaseException:
+            await self.kill()
+            raise
+        if not answer.url:
+            await self.kill()
+            raise EngineError(self.last_words(answer.error))
+        self.info = answer.info
+        return answer.url
+
+    async def start_foreign(
+        self, command: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None] | None = None
+    ) -> None:
+        """Start a program of others; each line it prints goes to ``on_line``. It dies with us where the system allows that.
+
+        Raises EngineError when it cannot be started.
+        """
+        guard = [sys.executable, "-m", "runner.engines.children.guard", str(os.getpid()), *command]
+        env = {**environment, "PYTHONPATH": child_environment()["PYTHONPATH"]}
+        process = await self._spawn(guard, env, stdin=asyncio.subprocess.DEVNULL)
+        self._readers.append(asyncio.create_task(self._read_log(process.stderr, on_line)))
+        self._readers.append(asyncio.create_task(self._read_log(process.stdout, on_line)))
+
+    async def stop(self, *, gently: bool, limit_s: float = STOP_TIMEOUT_S) -> None:
+        """Have it end (ours: standard input closes; others: SIGTERM), kill its tree when that takes too long, or at once."""
+        process = self._process
+        if process is None:
+            return
+        if gently and process.returncode is None:
+            if process.stdin is not None:
+                process.stdin.close()
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), limit_s)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Kill what is left of the process and everything in its session; return when it is gone."""
+        process = self._process
+        if process is None:
+            return
+        # Also after it exited by itself: a worker it started may have outlived it, and the group is theirs alone.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        self._process = None
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader, 1.0)
+
+    async def wait_gone(self) -> None:
+        """Return when the process has exited; at once when there is none."""
+        if self._process is not None:
+            await self._process.wait()
+
+    def last_words(self, error: str = "") -> str:
+        """Return ``error`` and the last lines the process printed."""
+        words = [line for line in self._tail if line.strip()][-LAST_WORDS_LINES:]
+        return " | ".join(filter(None, [error, *words])) or "the engine process died without a word"
+
+    async def _spawn(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int) -> asyncio.subprocess.Process:
+        await self.kill()
+        self._tail.clear()
+        self.info = {}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                env=dict(environment), start_new_session=True, limit=MAX_LINE_BYTES,
+            )  # fmt: skip
+        except OSError as error:
+            raise EngineError(f"cannot start {command[0]}: {error.strerror}") from None
+        return self._process
+
+    async def _exchange(self, process: asyncio.subprocess.Process, settings: Mapping[str, object], report: Report) -> _Line:
+        """Give the child its settings, pass progress on; return its answer, an empty one when it died without a word."""
+        if process.stdin is None or process.stdout is None:
+            raise EngineError("the engine process has no pipes")
+        with contextlib.suppress(ConnectionError):
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            await process.stdin.drain()
+        while line := await process.stdout.readline():
+            answer = msgspec.json.decode(line, type=_Line)
+            if answer.url or answer.error:
+                return answer
+            report(Progress(answer.stage, answer.fraction))
+        return _Line()
+
+    async def _read_log(self, stream: asyncio.StreamReader | None, on_line: Callable[[str], None] | None) -> None:
+        """Keep the last lines the process printed, pass them on, and to the log at debug level."""
+        if stream is None:
+            return
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:  # longer than MAX_LINE_BYTES: asyncio has dropped it
+                continue
+            if not line:
+                return
+            text = line.decode("utf-8", "replace").rstrip()
+            self._tail.append(text)
+            log.debug("%s: %s", self._label, text)
+            if on_line is not None:
+                on_line(text)
+
+
+def child_environment() -> dict[str, str]:
+    """Return our environment without our secrets, and with the folder that ``runner`` is imported from."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SOURCE_ROOT), kept.get("PYTHONPATH")]))
+    return kept
+
+
+def gpu_environment(gpu_ids: Sequence[int]) -> dict[str, str]:
+    """Return what makes a child see these GPUs alone, numbered as the driver numbers them; nothing set when none is named."""
+    if not gpu_ids:
+        return {}
+    visible = ",".join(str(gpu_id) for gpu_id in gpu_ids)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": visible}

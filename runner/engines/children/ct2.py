@@ -1,0 +1,155 @@
+"""The process that holds a CTranslate2 text model: ``python -m runner.engines.children.ct2 PARENT_PID``.
+
+Settings: folder, model_name, key, slots, threads, device, device_index, compute_type, context_tokens (0 = the model's own).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from runner.engines.children.base import Parent
+from runner.engines.children.reading import report_reading
+from runner.engines.children.textserver.app import ServerSettings, run
+from runner.engines.children.textserver.model import Prompt, Sampling, Step
+from runner.engines.children.textserver.pieces import Detokeniser
+from runner.engines.children.textserver.templates import read_json, special_tokens
+
+UNLOAD_LIMIT_S = 5.0
+UNKNOWN_CONTEXT_TOKENS = 2048
+MAX_SANE_CONTEXT_TOKENS = 10_000_000
+"""Hugging Face writes a model_max_length of 10**30 where it knows none."""
+
+
+class Ct2Model:
+    """A ``ctranslate2.Generator`` and the tokenizer beside it. Keeps nothing between calls: there is no prefix cache."""
+
+    def __init__(self, generator: Any, tokenizer: Any, folder: Path, context_tokens: int) -> None:  # Any: untyped libraries
+        self._generator = generator
+        self._tokenizer = tokenizer
+        words = read_json(folder / "tokenizer_config.json")
+        self.specials = special_tokens(words)
+        self._ends = _end_tokens(folder, tokenizer, self.specials)
+        longest = words.get("model_max_length")
+        if not isinstance(longest, int) or not 0 < longest < MAX_SANE_CONTEXT_TOKENS:
+            longest = UNKNOWN_CONTEXT_TOKENS
+        self.context_tokens = context_tokens or longest
+
+    def tokenise(self, text: str) -> Prompt:
+        """Return the tokens as texts, which is what CTranslate2 takes."""
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).tokens
+        return Prompt(len(tokens), tokens)
+
+    def generate(self, prompt: Prompt, sampling: Sampling) -> Generator[Step, None, None]:
+        """Yield steps. Beam search has no steps to stop between: its answer comes in one.
+
+        The seed is not used: each thread of the library draws from one generator of its own, seeded once in its life.
+        """
+        options: dict[str, Any] = {  # Any: keyword arguments of an untyped function
+            "max_length": sampling.max_tokens,
+            "min_length": sampling.max_tokens if sampling.ignores_end else 0,
+            "sampling_topk": 1 if sampling.temperature == 0 else sampling.top_k,
+            "sampling_topp": sampling.top_p,
+            "sampling_temperature": sampling.temperature or 1.0,
+            "repetition_penalty": sampling.repetition_penalty,
+            "end_token": self._ends,
+        }
+        if sampling.beam_size > 1:
+            yield self._search(prompt, sampling.beam_size, options)
+            return
+        pieces = Detokeniser(self._tokenizer.decode)
+        for found in self._generator.generate_tokens(prompt.native, **options):
+            if found.token_id in self._ends:
+                yield Step(pieces.finish(), 1, "stop")
+                return
+            text = pieces.add(found.token_id)
+            yield Step(text + pieces.finish(), 1, "length") if found.is_last else Step(text, 1)
+
+    def stats(self) -> dict[str, int]:
+        """Return nothing: the library counts neither memory nor cache."""
+        return {}
+
+    def flush(self) -> int | None:
+        """Forget nothing: there is nothing."""
+        return 0
+
+    def unload(self) -> None:
+        """Unload; the library ignores that without a word while a generation runs and for a moment after, so ask again."""
+        give_up_at = time.monotonic() + UNLOAD_LIMIT_S
+        while self._generator.model_is_loaded:
+            if time.monotonic() > give_up_at:
+                raise RuntimeError("the model is still loaded")
+            self._generator.unload_model()
+            time.sleep(0.02)
+
+    def _search(self, prompt: Prompt, beam_size: int, options: dict[str, Any]) -> Step:  # Any: as above
+        options = {**options, "sampling_topk": 1, "sampling_topp": 1.0, "sampling_temperature": 1.0}
+        result = self._generator.generate_batch(
+            [prompt.native], beam_size=beam_size, include_prompt_in_result=False, return_end_token=True, **options
+        )[0]
+        ids = list(result.sequences_ids[0])
+        ended = bool(ids) and ids[-1] in self._ends
+        return Step(self._tokenizer.decode(ids[:-1] if ended else ids), len(ids), "stop" if ended else "length")
+
+
+def _end_tokens(folder: Path, tokenizer: Any, specials: dict[str, str]) -> list[int]:  # Any: untyped library
+    """Return the ids that end an answer: those of generation_config.json, of the tokenizer, of CTranslate2's own config."""
+    named = read_json(folder / "generation_config.json").get("eos_token_id")
+    ids = {named} if isinstance(named, int) else set(named or ())
+    for text in (specials.get("eos_token"), read_json(folder / "config.json").get("eos_token")):
+        if text and (token := tokenizer.token_to_id(text)) is not None:
+            ids.add(token)
+    if not ids:
+        raise ValueError("the model names no end token: tokenizer_config.json lacks eos_token")
+    return sorted(ids)
+
+
+def load(settings: dict[str, Any], parent: Parent) -> Ct2Model:  # Any: JSON
+    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the owner of the box."""
+    parent.say(stage="starting CTranslate2")
+    try:
+        import ctranslate2
+        import tokenizers
+    except ImportError as error:
+        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[ct2]'") from error
+    folder = Path(settings["folder"])
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder.name} has no tokenizer.json: convert it with --copy_files tokenizer.json")
+    read_json(folder / "tokenizer.json")  # says what is wrong with a broken file; the library's words do not
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    try:
+        with report_reading(parent, (folder / "model.bin").stat().st_size):
+            generator = ctranslate2.Generator(
+                str(folder),
+                device=settings["device"],
+                device_index=settings["device_index"] or 0,
+                compute_type=settings["compute_type"],
+                inter_threads=settings["slots"],
+                intra_threads=max(1, settings["threads"] // settings["slots"]),
+            )
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f"{folder.name} cannot be loaded: {error}") from None
+    return Ct2Model(generator, tokenizer, folder, settings["context_tokens"])
+
+
+def main() -> int:
+    """Serve one model; return the exit status."""
+    parent = Parent()
+    settings = parent.read_settings()
+    try:
+        model = load(settings, parent)
+        run(model, ServerSettings(
+            model_name=settings["model_name"], key=settings["key"], slots=settings["slots"], folder=Path(settings["folder"]),
+        ), parent)  # fmt: skip
+    except (RuntimeError, ValueError, OSError) as error:
+        parent.say(error=str(error))
+        return 1
+    model.unload()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

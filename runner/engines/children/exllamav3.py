@@ -1,0 +1,305 @@
+"""The process that holds an ExLlamaV3 model: ``python -m runner.engines.children.exllamav3 PARENT_PID``.
+
+Settings: folder, model_name, key, slots, gpu_ids, context_tokens (0 = the model's own), cache_size, k_bits, v_bits (0 = not
+quantised), tensor_parallel, tp_backend, gpu_split, max_batch_size, max_chunk_size, max_q_size, max_rq_tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.engines.children.base import Parent
+from runner.engines.children.textserver.app import ServerSettings, run
+from runner.engines.children.textserver.model import Prompt, Sampling, Step
+from runner.engines.children.textserver.templates import read_json, special_tokens
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.2
+ANSWER_LIMIT_S = 60.0
+"""One step of the library, prefill of a chunk included, takes far less."""
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """One generation. ``steps`` gets Steps, an error, or None once it was cancelled."""
+
+    prompt: Prompt
+    sampling: Sampling
+    scope: str
+    steps: queue.SimpleQueue[Step | RuntimeError | None] = field(default_factory=queue.SimpleQueue)
+    job: Any = None  # Any: an exllamav3.Job
+    counted: int = 0
+
+
+class ExLlamaModel:
+    """A loaded model and the thread that alone touches its generator.
+
+    Cached pages are found again by their tokens only, so prompts of two tenants would share them. The library knows no
+    salt: requests of another scope wait until those of the present one have ended, and then a new generator, whose page
+    table is empty, takes over. First come, first served, so a scope cannot starve another.
+    """
+
+    def __init__(self, library: Any, parts: _Parts, folder: Path, settings: dict[str, Any]) -> None:  # Any: untyped; JSON
+        self._library = library
+        self._parts = parts
+        self._settings = settings
+        self.specials = special_tokens(read_json(folder / "tokenizer_config.json"))
+        self.context_tokens: int = min(settings["context_tokens"] or parts.own_context, settings["cache_size"])
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[_Request] = deque()
+        self._active: dict[int, _Request] = {}
+        self._serials = itertools.count()
+        self._scope = ""
+        self._queried = self._hits = 0
+        self._numbers: dict[str, int] = {}
+        self._ends = False
+        self._generator = self._make_generator()
+        self._thread = threading.Thread(target=self._loop, name="generator", daemon=True)
+        self._thread.start()
+
+    def tokenise(self, text: str) -> Prompt:
+        """Return the tokens as a tensor of shape (1, count)."""
+        ids = self._parts.tokenizer.encode(text, add_bos=False, encode_special_tokens=True)
+        return Prompt(int(ids.shape[-1]), ids)
+
+    def generate(self, prompt: Prompt, sampling: Sampling) -> Generator[Step, None, None]:
+        """Yield steps that the generator's thread makes. Closing it cancels the job, and waits until that is done."""
+        request = _Request(prompt, sampling, sampling.scope or f"alone-{next(self._serials)}")
+        self._commands.put(lambda: self._waiting.append(request))
+        ended = False
+        try:
+            while not ended:
+                try:
+                    step = request.steps.get(timeout=BEAT_S)
+                except queue.Empty:  # it waits its turn, or its prompt is long: ask whether it is still wanted
+                    yield Step("", 0)
+                    continue
+                ended = not isinstance(step, Step) or bool(step.finish)
+                if isinstance(step, RuntimeError):
+                    raise step
+                if step is not None:
+                    yield step
+        finally:
+            if not ended:
+                self._commands.put(lambda: self._cancel(request))
+                while request.steps.get() is not None:
+                    pass
+
+    def stats(self) -> dict[str, int]:
+        """Return the numbers as of the last step."""
+        counted = {"cache_queried_tokens": self._queried, "cache_hit_tokens": self._hits}
+        return {**self._numbers, **counted}
+
+    def flush(self) -> int | None:
+        """Start over with an empty page table; return how many tokens were cached. None = a request runs."""
+        answer: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._commands.put(lambda: answer.put(self._flush()))
+        return answer.get(timeout=ANSWER_LIMIT_S)
+
+    def unload(self) -> None:
+        """Stop the thread and free the weights; the process ends right after, which is what proves it."""
+        self._commands.put(self._end)
+        self._thread.join(ANSWER_LIMIT_S)
+        if self._thread.is_alive():
+            raise RuntimeError("the generator does not stop")
+        self._parts.model.unload()
+
+    # From here on: in the generator's thread only.
+
+    def _loop(self) -> None:
+        while not self._ends:
+            self._run_commands()
+            self._admit()
+            if self._active:
+                self._iterate()
+
+    def _run_commands(self) -> None:
+        """Run what has been asked; wait for something when there is nothing else to do."""
+        may_wait = not self._active and not self._waiting
+        while True:
+            try:
+                command = self._commands.get(block=may_wait)
+            except queue.Empty:
+                return
+            command()
+            may_wait = False
+
+    def _admit(self) -> None:
+        while self._waiting and (not self._active or self._waiting[0].scope == self._scope):
+            request = self._waiting.popleft()
+            if request.scope != self._scope:
+                self._generator, self._scope = self._make_generator(), request.scope
+            try:
+                request.job = self._make_job(request)
+                serial = self._generator.enqueue(request.job)
+            except (AssertionError, RuntimeError, ValueError) as error:  # the library asserts where a job cannot fit
+                request.steps.put(RuntimeError(f"the job was not accepted: {error}"))
+                continue
+            self._active[serial] = request
+
+    def _iterate(self) -> None:
+        try:
+            results = self._generator.iterate()
+        except (AssertionError, RuntimeError, ValueError) as error:
+            log.exception("the generator failed")
+            for request in self._active.values():
+                request.steps.put(RuntimeError(f"the generator failed: {error}"))
+            self._active.clear()
+            self._generator = self._make_generator()
+            return
+        for result in results:
+            if result["stage"] == "streaming" and (found := self._active.get(result["serial"])) is not None:
+                self._deliver(found, result)
+        self._count()
+
+    def _deliver(self, request: _Request, result: dict[str, Any]) -> None:  # Any: values of the library
+        ids = result.get("token_ids")
+        tokens = 0 if ids is None else int(ids.shape[-1])
+        if not result["eos"]:
+            request.counted += tokens
+            request.steps.put(Step(result.get("text", ""), tokens))
+            return
+        del self._active[result["serial"]]
+        cached = int(result.get("cached_tokens") or 0)
+        self._queried += request.prompt.count
+        self._hits += cached
+        finish = "length" if result.get("eos_reason") == "max_new_tokens" else "stop"
+        rest = max(int(result.get("new_tokens", 0)) - request.counted, 0)
+        request.steps.put(Step(result.get("text", ""), rest, finish, cached))
+
+    def _cancel(self, request: _Request) -> None:
+        if request in self._waiting:
+            self._waiting.remove(request)
+        for serial, active in list(self._active.items()):
+            if active is request:
+                self._generator.cancel(request.job)
+                del self._active[serial]
+        self._count()
+        request.steps.put(None)
+
+    def _flush(self) -> int | None:
+        if self._active or self._waiting:
+            return None
+        cached = self._numbers.get("kv_cached_tokens", 0)
+        self._generator = self._make_generator()
+        return cached
+
+    def _end(self) -> None:
+        self._ends = True
+        self._generator.clear_queue()
+
+    def _make_generator(self) -> Any:  # Any: untyped library
+        """Return a generator over the same cache; its page table knows nothing of what lies in there."""
+        settings = self._settings
+        self._numbers = {}
+        generator = self._library.Generator(
+            self._parts.model,
+            self._parts.cache,
+            self._parts.tokenizer,
+            max_batch_size=settings["max_batch_size"],
+            max_chunk_size=settings["max_chunk_size"],
+            max_q_size=settings["max_q_size"],
+        )
+        self._count(generator)
+        return generator
+
+    def _make_job(self, request: _Request) -> Any:  # Any: untyped library
+        sampling = request.sampling
+        return self._library.Job(
+            request.prompt.native,
+            max_new_tokens=sampling.max_tokens,
+            sampler=self._library.ComboSampler(
+                rep_p=sampling.repetition_penalty,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            ),
+            seed=sampling.seed,
+            stop_conditions=[] if sampling.ignores_end else self._parts.ends,
+            max_rq_tokens=self._settings["max_rq_tokens"] or None,
+        )
+
+    def _count(self, generator: Any = None) -> None:  # Any: untyped library
+        """Take the numbers of the page table; older releases of the library have none."""
+        ask = getattr(generator or self._generator, "get_cache_stats", None)
+        if ask is not None:
+            found = ask()
+            names = {"max_tokens": "kv_total_tokens", "used_tokens": "kv_used_tokens", "cached_tokens": "kv_cached_tokens"}
+            self._numbers = {ours: int(found[theirs]) for theirs, ours in names.items() if theirs in found}
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What the library is made of once a model is loaded; ``own_context`` is the model's own context in tokens."""
+
+    model: Any  # Any: untyped library, these three
+    cache: Any
+    tokenizer: Any
+    own_context: int
+    ends: list[int]
+
+
+def load(settings: dict[str, Any], parent: Parent) -> ExLlamaModel:  # Any: JSON
+    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the owner of the box."""
+    if settings["gpu_ids"]:  # before the library, and CUDA with it, is there
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings["gpu_ids"]))
+    parent.say(stage="starting ExLlamaV3")
+    try:
+        import exllamav3
+    except ImportError as error:
+        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[exllamav3]'") from error
+    folder = Path(settings["folder"])
+    config = exllamav3.Config.from_directory(str(folder))
+    model = exllamav3.Model.from_config(config)
+    quantised: dict[str, Any] = {}  # Any: keyword arguments of an untyped function
+    if settings["k_bits"]:
+        quantised = {"layer_type": exllamav3.CacheLayer_quant, "k_bits": settings["k_bits"], "v_bits": settings["v_bits"]}
+    # The cache must exist before the weights are placed: its tensors are made with them.
+    cache = exllamav3.Cache(
+        model, max_num_tokens=settings["cache_size"], max_batch_size=settings["max_batch_size"], **quantised
+    )
+    split: dict[str, Any] = {}  # Any: as above
+    if settings["gpu_split"]:
+        split["use_per_device"] = settings["gpu_split"]
+    if settings["tensor_parallel"]:
+        split |= {"tensor_p": True, "tp_backend": settings["tp_backend"]}
+    model.load(
+        callback=lambda done, total: parent.say(stage="loading modules", fraction=round(done / max(total, 1), 4)),
+        max_chunk_size=settings["max_chunk_size"],
+        **split,
+    )
+    tokenizer = exllamav3.Tokenizer.from_config(config)
+    ends = {token for token in [*config.eos_token_id_list, tokenizer.eos_token_id] if token is not None}
+    parts = _Parts(model, cache, tokenizer, int(config.max_position_embeddings), sorted(ends))
+    return ExLlamaModel(exllamav3, parts, folder, settings)
+
+
+def main() -> int:
+    """Serve one model; return the exit status."""
+    parent = Parent()
+    settings = parent.read_settings()
+    try:
+        model = load(settings, parent)
+        run(model, ServerSettings(
+            model_name=settings["model_name"], key=settings["key"], slots=settings["slots"], folder=Path(settings["folder"]),
+        ), parent)  # fmt: skip
+    except (RuntimeError, ValueError, OSError, AssertionError) as error:
+        parent.say(error=str(error) or type(error).__name__)
+        return 1
+    model.unload()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

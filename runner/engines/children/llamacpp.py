@@ -1,0 +1,109 @@
+"""The process that holds llama.cpp: one model, one HTTP server on a random loopback port.
+
+Started by ``runner.engines.llamacpp`` as ``python -m runner.engines.children.llamacpp PARENT_PID``. The log of llama.cpp goes
+to standard error. Nothing of asyncio or aiohttp is imported here: this process should weigh what the engine weighs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from runner.engines.children.base import Parent
+
+UNLOAD_LIMIT_S = 1
+LOG_VERBOSITY = 4
+"""Tells what the adapter reads from the log (buffer sizes, warm-up, reasons); prompts appear only from 5 on."""
+
+
+def main() -> int:
+    """Serve one model; return the exit status."""
+    parent = Parent()
+    settings = parent.read_settings()
+    try:
+        parent.say(stage="reading weights", fraction=0.0)
+        # Holds the interpreter until the model is loaded: progress meanwhile is for the parent to see.
+        server = _start_server(settings)
+        url = str(server.listening_address)
+        # Destroying a server that was never asked anything can deadlock inside llama.cpp: ask once.
+        _check_health(url)
+    except (RuntimeError, OSError, ValueError) as error:
+        parent.say(error=str(error))
+        return 1
+    parent.say(url=url)
+    parent.wait_until_told()
+    # Unloading takes milliseconds; should it hang, the default action of SIGALRM ends the process.
+    signal.alarm(UNLOAD_LIMIT_S)
+    del server
+    return 0
+
+
+def _start_server(settings: dict[str, Any]) -> Any:  # Any: xllamacpp has no type information
+    try:
+        import xllamacpp
+    except ImportError as error:
+        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[llamacpp]'") from error
+    params = xllamacpp.CommonParams()
+    params.model.path = settings["model_path"]
+    params.model_alias = {settings["model_id"]}
+    _set_server(params, settings)
+    _set_memory(params, settings, xllamacpp)
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+    params.embedding = settings["embedding"]
+    params.warmup = True
+    params.verbosity = LOG_VERBOSITY
+    return xllamacpp.Server(params)
+
+
+def _set_server(params: Any, settings: dict[str, Any]) -> None:  # Any: xllamacpp has no type information
+    """Set what concerns the HTTP server and its slots."""
+    params.hostnames = ["127.0.0.1"]
+    params.port = 0
+    params.api_keys = [settings["key"]]
+    params.n_parallel = settings["slots"]
+    params.n_threads_http = settings["slots"] + 4  # a streamed answer holds one; health checks must always find one
+    params.cache_ram_mib = 0  # else an erased prompt comes back from host memory
+    params.cache_idle_slots = False  # needs that memory
+    params.cache_prompt = False  # what does not say in which slot it runs must not reuse what it finds there
+    params.slot_prompt_similarity = 0.0  # nor look for a slot that fits its prompt
+    params.slot_save_path = os.devnull + os.sep  # erasing a slot answers 501 without one; saving to this one fails
+    params.endpoint_metrics = True
+    params.endpoint_slots = True
+    params.ui = False
+
+
+def _set_memory(params: Any, settings: dict[str, Any], xllamacpp: Any) -> None:  # Any: xllamacpp has no type information
+    """Set what decides how much memory is taken, and where."""
+    params.n_ctx = settings["context_tokens"] * settings["slots"]
+    params.n_batch = params.n_ubatch = 512
+    if settings["embedding"]:  # an input has to fit into one batch
+        params.n_batch = params.n_ubatch = max(512, settings["context_tokens"])
+        if not _names_pooling(settings["model_path"]):  # a language model used for its embeddings
+            params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
+    params.fit_params = False  # what was planned is what is loaded, or the load fails
+    params.n_gpu_layers = settings["gpu_layers"]
+    flash = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}[settings["flash_attn"]]
+    params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
+    params.cache_type_k = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{settings['type_k'].upper()}")
+    params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{settings['type_v'].upper()}")
+
+
+def _names_pooling(path: str) -> bool:
+    """Return whether a GGUF file says how its vectors are pooled; its own fields come before the long lists of tokens."""
+    with open(path, "rb") as file:  # noqa: PTH123  # pathlib would double what this process imports
+        return b".pooling_type" in file.read(1024 * 1024)
+
+
+def _check_health(url: str) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        if b" 200 " not in connection.recv(64):
+            raise RuntimeError("the engine started but does not report itself healthy")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""The process that holds a Whisper model: ``python -m runner.engines.children.whisper PARENT_PID``.
+
+Settings: folder, model_name, key, slots, threads, device, device_index, compute_type, max_upload_bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from aiohttp import web
+
+from runner.engines.children.base import Parent
+from runner.engines.children.reading import report_reading
+from runner.engines.children.slots import Pipe, Slots
+from runner.engines.children.textserver.answers import as_event
+from runner.engines.children.web import Refusal, make_app, serve
+from runner.engines.children.whisper_answer import (
+    Outcome,
+    Segment,
+    as_json,
+    as_srt,
+    as_verbose_json,
+    as_vtt,
+    delta_event,
+    done_event,
+    text_of,
+)
+from runner.engines.children.whisper_request import AudioRequest, read_request
+
+UNLOAD_LIMIT_S = 5.0
+MAX_WAITING = 64
+MAX_AUDIO_S = 4 * 3600
+"""Decoded sound takes 64 kB a second; a small file can hold days of silence."""
+RATE = 16_000
+BEAM_SIZE = 5
+
+
+class _ReaderLeftError(Exception):
+    """Nobody waits for the transcript any more."""
+
+
+class _Ask(threading.local):
+    """How the thread learns that its reader has gone."""
+
+    is_left: Callable[[], bool] = staticmethod(lambda: False)
+
+
+_ask = _Ask()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The sound is decoded and looked at; segments follow."""
+
+
+class Transcription:
+    """One request on its way through a slot."""
+
+    def __init__(self, model: Any, request: AudioRequest, task: str) -> None:  # Any: untyped library
+        self._model = model
+        self._request = request
+        self._pipe: Pipe[Started | Segment | Refusal] = Pipe()
+        self.outcome = Outcome(task)
+
+    def work(self) -> None:
+        """Decode and transcribe; in a worker thread."""
+        _ask.is_left = lambda: self._pipe.is_left
+        try:
+            with self._request.file as file:
+                started = time.perf_counter()
+                audio = decode(file, self._pipe)
+                self.outcome.decode_ms = 1000 * (time.perf_counter() - started)
+            if not self._pipe.is_left:
+                self._transcribe(audio)
+        except Refusal as refusal:
+            self._pipe.put(refusal)
+        except _ReaderLeftError:
+            pass
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self._pipe.put(Refusal(f"the engine failed: {error}", code="engine_failed", status=500))
+        except BaseException:
+            self._pipe.put(Refusal("the engine failed", code="engine_failed", status=500))
+            raise
+        finally:
+            self._pipe.end()
+
+    async def read(self) -> Segment | None:
+        """Return the next segment, None at the end; the first call returns an empty one: the file is good. Raises Refusal."""
+        found = await self._pipe.get()
+        if isinstance(found, Refusal):
+            raise found
+        return {} if isinstance(found, Started) else found
+
+    def leave(self) -> None:
+        """Have the worker stop at the next segment."""
+        self._pipe.leave()
+
+    def _transcribe(self, audio: Any) -> None:  # Any: an array
+        request, outcome = self._request, self.outcome
+        started = time.perf_counter()
+        options: dict[str, Any] = {"temperature": request.temperature} if request.temperature else {}  # Any: keywords
+        segments, info = self._model.transcribe(
+            audio, language=request.language, task=outcome.task, beam_size=BEAM_SIZE, initial_prompt=request.prompt,
+            word_timestamps="word" in request.granularities, vad_filter=request.vad_filter, **options,
+        )  # fmt: skip
+        outcome.language, outcome.audio_ms = info.language, 1000 * info.duration
+        outcome.speech_ms = 1000 * info.duration_after_vad
+        self._pipe.put(Started())
+        for number, segment in enumerate(segments):
+            outcome.inference_ms = 1000 * (time.perf_counter() - started)
+            if not self._pipe.put(_as_segment(number, segment)):
+                return
+        outcome.inference_ms = 1000 * (time.perf_counter() - started)
+
+
+def decode(file: IO[bytes], pipe: Pipe[Any]) -> Any:  # Any: a numpy array of float32, and what travels in the pipe
+    """Return the sound as 16 kHz mono. Raises Refusal when there is none, or too much."""
+    import av
+    import numpy as np
+
+    pieces, count = [], 0
+    try:
+        for piece in _samples(av, file):
+            pieces.append(piece)
+            count += piece.size
+            if count > MAX_AUDIO_S * RATE:
+                raise Refusal(f"the recording is longer than {MAX_AUDIO_S // 3600} hours", param="file")
+            if pipe.is_left:
+                break
+    except (av.error.FFmpegError, ValueError, EOFError) as error:
+        words = getattr(error, "strerror", None) or type(error).__name__
+        raise Refusal(f"the file cannot be decoded as audio: {words}", param="file", code="invalid_audio") from None
+    if not count:
+        raise Refusal("the file holds no audio", param="file", code="invalid_audio")
+    return np.concatenate(pieces).astype(np.float32) / 32768.0
+
+
+def _samples(av: Any, file: IO[bytes]) -> Iterator[Any]:  # Any: untyped here, numpy arrays of int16
+    resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
+    with av.open(file, mode="r", metadata_errors="ignore") as container:
+        if not container.streams.audio:
+            raise Refusal("the file holds no audio", param="file", code="invalid_audio")
+        frames = container.decode(audio=0)
+        while True:
+            try:
+                frame = next(frames)
+            except StopIteration:
+                break
+            except av.error.InvalidDataError:  # a damaged packet in the middle: the rest may still be good
+                continue
+            frame.pts = None
+            yield from (piece.to_ndarray().reshape(-1) for piece in resampler.resample(frame))
+        yield from (piece.to_ndarray().reshape(-1) for piece in resampler.resample(None))
+
+
+def _as_segment(number: int, segment: Any) -> Segment:  # Any: untyped library
+    found: Segment = {
+        "id": number,
+        "seek": segment.seek,
+        "start": round(float(segment.start), 3),
+        "end": round(float(segment.end), 3),
+        "text": segment.text,
+        "tokens": list(segment.tokens),
+        "temperature": float(segment.temperature),
+        "avg_logprob": float(segment.avg_logprob),
+        "compression_ratio": float(segment.compression_ratio),
+        "no_speech_prob": float(segment.no_speech_prob),
+    }
+    if segment.words is not None:
+        found["words"] = [
+            {"word": word.word.strip(), "start": round(float(word.start), 3), "end": round(float(word.end), 3)}
+            for word in segment.words
+        ]
+    return found
+
+
+class AudioServer:
+    """The handlers around one model."""
+
+    def __init__(self, model: Any, settings: dict[str, Any]) -> None:  # Any: untyped library; JSON
+        self._model = model
+        self._settings = settings
+        self._slots = Slots(count=settings["slots"], max_waiting=MAX_WAITING)
+
+    @property
+    def info(self) -> dict[str, object]:
+        """What the parent should know."""
+        return {"multilingual": bool(self._model.model.is_multilingual)}
+
+    def make(self) -> web.Application:
+        """Return the application."""
+        app = make_app(key=self._settings["key"], max_body_bytes=self._settings["max_upload_bytes"])
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/stats", self.stats)
+        app.router.add_post("/v1/audio/transcriptions", self.transcribe)
+        app.router.add_post("/v1/audio/translations", self.translate)
+        return app
+
+    async def models(self, _request: web.Request) -> web.Response:
+        """Answer with the one model."""
+        entry = {"id": self._settings["model_name"], "object": "model", "created": 0, "owned_by": "muster"}
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def stats(self, _request: web.Request) -> web.Response:
+        """Answer with running and waiting."""
+        return web.json_response({"running": self._slots.running, "waiting": self._slots.waiting})
+
+    async def transcribe(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``/v1/audio/transcriptions``."""
+        return await self._answer(request, "transcribe")
+
+    async def translate(self, request: web.Request) -> web.StreamResponse:
+        """Answer ``/v1/audio/translations``."""
+        if not self._model.model.is_multilingual:
+            raise Refusal("this model knows English only, it cannot translate", param="model", code="modality_unsupported")
+        return await self._answer(request, "translate")
+
+    async def _answer(self, request: web.Request, task: str) -> web.StreamResponse:
+        limit = self._settings["max_upload_bytes"]
+        asked = await read_request(request, max_upload_bytes=limit, languages=self._model.supported_languages)
+        transcription = Transcription(self._model, asked, task)
+        try:
+            await self._slots.take()
+        except BaseException:
+            asked.file.close()
+            raise
+        self._slots.start(transcription.work)
+        try:
+            await transcription.read()
+            if asked.stream:
+                return await _stream(request, transcription)
+            segments = []
+            while (segment := await transcription.read()) is not None:
+                segments.append(segment)
+            return _whole(asked, segments, transcription.outcome)
+        finally:
+            transcription.leave()
+
+
+def _whole(asked: AudioRequest, segments: list[Segment], outcome: Outcome) -> web.Response:
+    headers = _duration_header(outcome) | {"x-gpu-time-ms": f"{outcome.inference_ms:.0f}"}
+    match asked.response_format:
+        case "verbose_json":
+            return web.json_response(as_verbose_json(segments, outcome, asked.granularities), headers=headers)
+        case "text":
+            return web.Response(text=text_of(segments) + "\n", headers=headers)
+        case "srt":
+            return web.Response(text=as_srt(segments), content_type="application/x-subrip", charset="utf-8", headers=headers)
+        case "vtt":
+            return web.Response(text=as_vtt(segments), content_type="text/vtt", charset="utf-8", headers=headers)
+        case _:
+            return web.json_response(as_json(segments, outcome), headers=headers)
+
+
+async def _stream(request: web.Request, transcription: Transcription) -> web.StreamResponse:
+    """Send each segment as it is found; an error after the first byte is one last event."""
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_duration_header(transcription.outcome)}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    segments: list[Segment] = []
+    try:
+        while (segment := await transcription.read()) is not None:
+            await response.write(as_event(delta_event(segment, first=not segments)))
+            segments.append(segment)
+        await response.write(as_event(done_event(segments, transcription.outcome)))
+        await response.write_eof()
+    except Refusal as refusal:
+        await response.write(as_event(refusal.render()))
+    except ConnectionResetError:  # the client has gone
+        pass
+    return response
+
+
+def _duration_header(outcome: Outcome) -> dict[str, str]:
+    return {"x-audio-duration-ms": f"{outcome.audio_ms:.0f}"}
+
+
+def load(settings: dict[str, Any], parent: Parent) -> Any:  # Any: JSON in, a faster_whisper.WhisperModel out
+    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the owner of the box."""
+    parent.say(stage="starting faster-whisper")
+    try:
+        from faster_whisper import WhisperModel
+    except ImportError as error:
+        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[whisper]'") from error
+
+    class Model(WhisperModel):  # type: ignore[misc]  # an untyped library
+        """Asks before each window of 30 seconds: windows of silence yield no segment to stop at."""
+
+        def encode(self, features: Any) -> Any:  # Any: arrays of untyped libraries
+            """As in the base class; raises when the reader has gone."""
+            if _ask.is_left():
+                raise _ReaderLeftError
+            return super().encode(features)
+
+    folder = Path(settings["folder"])
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder.name} has no tokenizer.json: convert it with --copy_files tokenizer.json")
+    try:
+        with report_reading(parent, (folder / "model.bin").stat().st_size):
+            return Model(
+                str(folder), device=settings["device"], device_index=settings["device_index"] or 0,
+                compute_type=settings["compute_type"], cpu_threads=max(1, settings["threads"] // settings["slots"]),
+                num_workers=settings["slots"], local_files_only=True,
+            )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f"{folder.name} cannot be loaded: {error}") from None
+
+
+def unload(model: Any) -> None:  # Any: untyped library
+    """Unload; the library ignores that without a word while it works and for a moment after, so ask again."""
+    give_up_at = time.monotonic() + UNLOAD_LIMIT_S
+    while model.model.model_is_loaded:
+        if time.monotonic() > give_up_at:
+            raise RuntimeError("the model is still loaded")
+        model.model.unload_model()
+        time.sleep(0.02)
+
+
+def main() -> int:
+    """Serve one model; return the exit status."""
+    parent = Parent()
+    settings = parent.read_settings()
+    try:
+        model = load(settings, parent)
+        server = AudioServer(model, settings)
+        asyncio.run(serve(server.make(), parent, server.info))
+    except (RuntimeError, ValueError, OSError) as error:
+        parent.say(error=str(error))
+        return 1
+    unload(model)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Making sure that nothing of a process tree is left, also of what has left the tree's process group."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import psutil
+
+GONE_WITHIN_S = 5.0
+_POLL_S = 0.02
+
+
+def list_tree(pid: int | None) -> list[psutil.Process]:
+    """Return a process and all that descends from it, nothing when there is none."""
+    if pid is None:
+        return []
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def kill_rest(tree: list[psutil.Process]) -> list[int]:
+    """Kill what still runs of ``tree``; return the process ids of what has not gone within ``GONE_WITHIN_S``."""
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + GONE_WITHIN_S
+    while True:
+        left = [process for process in tree if _is_alive(process)]
+        if not left or clock() >= give_up_at:
+            return [process.pid for process in left]
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        await asyncio.sleep(_POLL_S)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; a process id that another program has got in the meantime does not count."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,105 @@
+"""The HTTP half that adapters share: the exchange of a call, short questions with an answer in JSON, a health check."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from runner.engines.port import Call, Health
+from runner.errors import EngineError, EngineSilent
+
+QUESTION_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
+LARGE_BODY_BYTES = 512 * 1024
+
+NOT_TO_ENGINE = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "expect", "host", "content-length", "accept-encoding", "authorization", "cookie",
+    "x-api-key", "x-worker-secret", "forwarded", "x-conversation-id", "x-tenant-id", "x-priority",
+    "x-cache-mode", "x-cache-tag",
+})  # fmt: skip
+"""Hop-by-hop headers (RFC 9110 section 7.6.1), credentials, what the runner itself acts on, and ``x-conversation-id``, which
+makes llama.cpp go on after its client has left."""
+
+
+class HttpServer:
+    """An engine's HTTP server. ``base_url`` ends before ``/v1``; both fields are set once it is known where it listens."""
+
+    def __init__(self, client: aiohttp.ClientSession) -> None:
+        self._client = client
+        self.base_url = ""
+        self.headers: Mapping[str, str] = {}
+
+    @asynccontextmanager
+    async def send(
+        self, call: Call, *, path: str | None = None, body: bytes | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a call, with another path or body where the adapter had to change them. Raises aiohttp.ClientError, OSError.
+
+        Leaving the context closes the connection unless the answer was read to its end, which is what makes an engine stop.
+        """
+        kept = {name: value for name, value in call.headers.items() if name.lower() not in NOT_TO_ENGINE}
+        response = await self._client.request(
+            call.method,
+            URL(self.base_url + (path or call.path), encoded=True),
+            data=_as_payload(call.body if body is None else body),
+            headers={**kept, "Accept-Encoding": "identity", **self.headers},
+            allow_redirects=False,
+        )
+        try:
+            yield response
+        finally:
+            response.close()
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: object = None,
+        timeout: aiohttp.ClientTimeout = QUESTION_TIMEOUT,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """Ask something short; return status and body. Raises EngineError when no answer comes or too long a one,
+        EngineSilent when it is merely late.
+        """
+        sent = {"Accept": "application/json", **self.headers, **(headers or {})}
+        data = None
+        if body is not None:
+            data, sent["Content-Type"] = msgspec.json.encode(body), "application/json"
+        try:
+            async with self._client.request(
+                method, self.base_url + path, data=data, headers=sent, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = bytearray()
+                async for chunk in response.content.iter_chunked(64 * 1024):
+                    answer += chunk
+                    if len(answer) > MAX_ANSWER_BYTES:
+                        raise EngineError(f"{path} answers with more than {MAX_ANSWER_BYTES} bytes")
+                return response.status, bytes(answer)
+        except TimeoutError:
+            raise EngineSilent(f"{path} was not answered within {timeout.total:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(f"{path} was not answered: {error}") from None
+
+    async def check(self, path: str = "/health") -> Health:
+        """Ask ``path`` once: 200 is health, another answer or none in time is silence, no connection is unreachable."""
+        try:
+            async with self._client.get(
+                self.base_url + path, headers=self.headers, timeout=aiohttp.ClientTimeout(total=2.0)
+            ) as response:
+                return Health.OK if response.status == 200 else Health.SILENT
+        except TimeoutError:
+            return Health.SILENT
+        except (aiohttp.ClientError, OSError):
+            return Health.UNREACHABLE
+
+
+def _as_payload(body: bytes) -> io.BytesIO | bytes | None:
+    """Return a body as aiohttp is to send it: a large one in pieces, so that it does not hold up the loop in one write."""
+    return io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body or None

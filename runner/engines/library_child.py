@@ -1,0 +1,102 @@
+"""A library held in a child process of ours that serves it over HTTP: what the adapters of such libraries share."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from runner.engines.child import Child
+from runner.engines.http import HttpServer
+from runner.engines.port import Call, EngineStats, Health, Report
+from runner.errors import EngineError
+
+Value = TypeVar("Value")
+
+LOAD_LIMIT_S = 1800.0
+
+
+class _Numbers(msgspec.Struct):
+    """What ``/stats`` of a child answers; names as in EngineStats."""
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_total_tokens: int | None = None
+    kv_used_tokens: int | None = None
+    kv_bytes: int | None = None
+    cache_queried_tokens: int | None = None
+    cache_hit_tokens: int | None = None
+
+
+class LibraryChild:
+    """One child at a time, with a new random key for each. ``module`` is a program of ``runner.engines.children``."""
+
+    def __init__(self, module: str, client: aiohttp.ClientSession) -> None:
+        self._module = module
+        self._child = Child(module.rpartition(".")[2])
+        self.server = HttpServer(client)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The child, while there is one."""
+        return (self._child.pid,) if self._child.is_running and self._child.pid is not None else ()
+
+    @property
+    def info(self) -> Mapping[str, object]:
+        """What the child said about itself when it was ready."""
+        return self._child.info
+
+    async def start(self, settings: Mapping[str, object], report: Report) -> None:
+        """Start the child and have it load; ``settings`` less the key. Raises EngineError; no process is left then."""
+        key = secrets.token_urlsafe(24)
+        url = await self._child.start_ours(self._module, {**settings, "key": key}, report, limit_s=LOAD_LIMIT_S)
+        self.server.base_url, self.server.headers = url, {"Authorization": f"Bearer {key}"}
+
+    async def stop(self, *, gently: bool) -> None:
+        """End the child; return when the process is gone."""
+        await self._child.stop(gently=gently)
+        self.server.base_url = ""
+
+    def send(
+        self, call: Call, extra_headers: Mapping[str, str] | None = None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a call as it is, with headers of ours. Raises aiohttp.ClientError or OSError."""
+        if not self.server.base_url:
+            raise ConnectionRefusedError("the model is not loaded")
+        if extra_headers:
+            call = dataclasses.replace(call, headers={**call.headers, **extra_headers})
+        return self.server.send(call)
+
+    async def stats(self) -> EngineStats:
+        """Return the child's numbers, an empty value when it does not answer."""
+        if not self.server.base_url:
+            return EngineStats()
+        try:
+            status, body = await self.server.ask("GET", "/stats")
+            numbers = msgspec.json.decode(body, type=_Numbers) if status == 200 else _Numbers()
+        except (EngineError, msgspec.DecodeError):
+            return EngineStats()
+        return EngineStats(**msgspec.structs.asdict(numbers))
+
+    async def health(self) -> Health:
+        """Ask ``/health`` once."""
+        return await self.server.check() if self.server.base_url else Health.UNREACHABLE
+
+    async def wait_gone(self) -> None:
+        """Return when the child has exited."""
+        await self._child.wait_gone()
+
+
+def read_option(options: Mapping[str, object], name: str, kind: type[Value]) -> Value | None:
+    """Return an option of a plan, None when it is not set. Raises EngineError when it has another type than ``kind``."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise EngineError(f"{name} must be of type {kind.__name__}")
+    return value

@@ -1,0 +1,246 @@
+"""Calls to a llama.cpp server, each pinned to a slot of its tenant's own, and the flush that erases slots.
+
+Shared by the adapters for llama.cpp in a child process and for somebody else's llama-server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final
+from urllib.parse import urlencode
+
+import aiohttp
+import msgspec
+
+from runner.engines.http import HttpServer
+from runner.engines.port import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    Call,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+)
+from runner.engines.slots import Lease, Owner, SlotBook
+from runner.errors import EngineError
+
+PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
+"""Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes."""
+
+_TO_ENGINE: Final = frozenset({"content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent", "x-request-id"})
+"""Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left."""
+_WINDING_DOWN_S: Final = 1.0
+_METRIC: Final = re.compile(rb"^llamacpp:(\w+) ([0-9.eE+]+)$", re.MULTILINE)
+
+
+class TemplateAbilities(msgspec.Struct, frozen=True):
+    """What the chat template of a model knows."""
+
+    supports_tools: bool = False
+
+
+class Modalities(msgspec.Struct, frozen=True):
+    """What a model takes besides text."""
+
+    vision: bool = False
+    audio: bool = False
+
+
+class Properties(msgspec.Struct):
+    """The part of ``GET /props`` that tells what a model can do."""
+
+    total_slots: int = 1
+    chat_template_caps: TemplateAbilities = TemplateAbilities()
+    modalities: Modalities = Modalities()
+
+
+class _Object(msgspec.Struct):
+    """Any JSON object."""
+
+
+class Slot(msgspec.Struct):
+    """What ``GET /slots`` says of one slot; a slot that was never used has no token count."""
+
+    id: int
+    n_ctx: int = 0
+    is_processing: bool = False
+    n_prompt_tokens: int = 0
+
+
+_slots_decoder = msgspec.json.Decoder(list[Slot])
+_object_decoder = msgspec.json.Decoder(_Object)
+
+
+def pin_body(body: bytes, lease: Lease) -> bytes:
+    """Return the body, a JSON object, with ``id_slot`` and ``cache_prompt`` as its last members."""
+    return end_with(body, b'"id_slot":%d,"cache_prompt":%b' % (lease.slot, b"true" if lease.reuses else b"false"))
+
+
+def end_with(body: bytes, members: bytes) -> bytes:
+    """Return the body, a JSON object, with further members at its end.
+
+    llama.cpp goes by the last of equal members, so what the client says about them, however it spells it, does not count.
+    """
+    start, end = body.index(b"{") + 1, body.rindex(b"}")
+    comma = b"," if body[start:end].strip() else b""
+    return b"%b%b%b}" % (body[:end], comma, members)
+
+
+def is_object(body: bytes) -> bool:
+    """Return whether a body is a JSON object."""
+    try:
+        _object_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+class LlamaSlots:
+    """The slots of one running server. ``count``: how many it has. ``model``: whose, for a server that routes to several."""
+
+    def __init__(self, server: HttpServer, count: int, *, model: str | None = None) -> None:
+        self._server = server
+        self._question = "" if model is None else "?" + urlencode({"model": model})
+        self._routing = None if model is None else {"model": model}
+        self._book = SlotBook(count)
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def send(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a call that generates, in a slot of its tenant's; waits while all are in use.
+
+        Raises aiohttp.ClientError, OSError.
+        """
+        # What is no object the engine will refuse itself, and says best why.
+        is_pinnable = call.path.partition("?")[0] in PINNABLE and is_object(call.body)
+        lease = await self._take(call, is_pinnable=is_pinnable)
+        was_answered = False
+        try:
+            body = pin_body(call.body, lease) if lease.is_pinned else call.body
+            async with self._server.send(plain_call(call), body=body) as response:
+                was_answered = response.status == 200
+                yield response
+        finally:
+            self._book.release(lease, was_answered=was_answered)
+            self._wake()
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Erase the slots that may hold what is to go, and look whether they are empty. Raises EngineError."""
+        seized = self._book.seize(request)
+        if seized is None:
+            return FlushOutcome(FlushResult.REFUSED_BUSY, "a request is running in a slot that was to be erased")
+        erased: set[int] = set()
+        try:
+            return await self._erase([lease.slot for lease in seized], erased)
+        finally:
+            self._book.return_seized(seized, erased=erased)
+            for _ in seized:
+                self._wake()
+
+    async def read_properties(self) -> Properties:
+        """Return what the model can do; nothing special where the server does not tell. Raises EngineError."""
+        status, body = await self._server.ask("GET", f"/props{self._question}")
+        try:
+            return msgspec.json.decode(body, type=Properties) if status == 200 else Properties()
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return Properties()
+
+    async def list_slots(self) -> list[Slot] | None:
+        """Return the server's slots, None when it does not show them. Raises EngineError when it does not answer."""
+        status, body = await self._server.ask("GET", f"/slots{self._question}")
+        if status != 200:
+            return None
+        try:
+            return _slots_decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EngineError(f"/slots answers with something else than slots: {error}") from None
+
+    async def read_stats(self) -> EngineStats:
+        """Return what ``/slots`` and ``/metrics`` say. Raises EngineError when the server does not answer."""
+        slots = await self.list_slots() or []
+        status, body = await self._server.ask("GET", f"/metrics{self._question}")
+        values = {name.decode(): int(float(value)) for name, value in _METRIC.findall(body)} if status == 200 else {}
+        processed, cached = values.get("prompt_tokens_total"), values.get("prompt_tokens_cached_total")
+        return EngineStats(
+            running=values.get("requests_processing", sum(slot.is_processing for slot in slots) if slots else None),
+            waiting=values.get("requests_deferred"),
+            kv_total_tokens=sum(slot.n_ctx for slot in slots) if slots else None,
+            kv_used_tokens=sum(min(slot.n_prompt_tokens, slot.n_ctx) for slot in slots) if slots else None,
+            cache_queried_tokens=None if processed is None or cached is None else processed + cached,
+            cache_hit_tokens=cached,
+        )
+
+    async def _take(self, call: Call, *, is_pinnable: bool) -> Lease:
+        while True:
+            if is_pinnable:
+                lease = self._book.take(Owner(call.tenant, call.cache_tag), call.cache_mode)
+            else:
+                lease = self._book.take_unpinned()
+            if lease is not None:
+                return lease
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._wake()  # the turn came together with the cancellation: it is the next one's
+                else:
+                    self._waiting.remove(turn)
+                raise
+
+    def _wake(self) -> None:
+        """Let the one that waits longest try again."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    async def _erase(self, wanted: list[int], erased: set[int]) -> FlushOutcome:
+        """Erase these slots, note each in ``erased``; the outcome goes by what ``/slots`` shows before and after."""
+        before = await self._when_idle(wanted)
+        if before is None:
+            return FlushOutcome(FlushResult.NOT_SUPPORTED, "the server does not show its slots: start it with --slots")
+        if any(slot.is_processing for slot in before):
+            return FlushOutcome(FlushResult.REFUSED_BUSY, "the engine is still working in a slot that was to be erased")
+        for index in wanted:
+            status, _ = await self._server.ask("POST", f"/slots/{index}?action=erase", body=self._routing)
+            if status != 200:
+                detail = f"the server refuses to erase a slot (HTTP {status}): start it with --slot-save-path"
+                return FlushOutcome(FlushResult.NOT_SUPPORTED, detail)
+            erased.add(index)
+        left = [slot.id for slot in _among(await self.list_slots() or [], wanted) if slot.n_prompt_tokens]
+        erased.difference_update(left)
+        if left:
+            raise EngineError(f"slots {left} still hold a prompt after they were erased")
+        removed = sum(slot.n_prompt_tokens > 0 for slot in before)
+        return FlushOutcome(FlushResult.FLUSHED, "erased; the buffer itself stays allocated", removed, 0)
+
+    async def _when_idle(self, wanted: list[int]) -> list[Slot] | None:
+        """Return these slots once none is at work, or as they are after a moment: a client that left is let go of quickly."""
+        deadline = asyncio.get_running_loop().time() + _WINDING_DOWN_S
+        while True:
+            shown = await self.list_slots()
+            if shown is None:
+                return None
+            slots = _among(shown, wanted)
+            if not any(slot.is_processing for slot in slots) or asyncio.get_running_loop().time() > deadline:
+                return slots
+            await asyncio.sleep(0.02)
+
+
+def plain_call(call: Call) -> Call:
+    """Return the call with those headers only that cannot change how llama.cpp runs it."""
+    return replace(call, headers={name: value for name, value in call.headers.items() if name.lower() in _TO_ENGINE})
+
+
+def _among(slots: Iterable[Slot], wanted: list[int]) -> list[Slot]:
+    return [slot for slot in slots if slot.id in wanted]

@@ -1,0 +1,382 @@
+"""A model at a provider that speaks OpenAI's Chat Completions: somebody else's machines, paid for, reached over the internet.
+
+Nothing of ours leaves but the body of the request and the provider's key; nothing of the provider's account comes back: of
+its headers a few pass, its refusals of our key are told in our words, and its name for the model is put back into ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Final
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from runner.definitions.kinds import is_http_url
+from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.http import LARGE_BODY_BYTES, MAX_ANSWER_BYTES, HttpServer
+from runner.engines.library_child import read_option
+from runner.engines.port import (
+    CHAT,
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+    Health,
+)
+from runner.errors import EngineError, EngineSilent, EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteRefused
+
+log = logging.getLogger(__name__)
+
+DEFAULT_TIMEOUT_S = 120.0
+CONNECT_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+MAX_RETRY_AFTER_S = 30.0
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 8.0
+MAX_NAMES = 10
+"""Models of the provider that an error lists."""
+
+TRY_AGAIN: Final = frozenset({429, 502, 503, 504})
+NOT_TO_PROVIDER: Final = frozenset({
+    "allow_remote", "beam_size", "decoding", "source_lang_code", "target_lang_code",
+})  # fmt: skip
+"""Fields that only this box reads; providers refuse what they do not know."""
+TO_CLIENT: Final = frozenset(
+    {"content-type", "content-length", "cache-control", "retry-after", "retry-after-ms", "x-request-id"}
+)
+"""Headers of the provider that pass: others name the owner's organisation, project and remaining budget."""
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Card(msgspec.Struct):
+    id: str = ""
+
+
+class _Cards(msgspec.Struct):
+    """The answer of ``/models``."""
+
+    data: list[_Card] = []
+
+
+class _ProviderResponse(aiohttp.ClientResponse):
+    """An answer that can be changed before anybody reads it."""
+
+    def adopt(self, *, content_type: str | None = None, body: bytes | None = None) -> None:
+        """Keep the headers that may pass; with ``body``, be an answer of just these bytes."""
+        kept = CIMultiDict((name, value) for name, value in self._headers.items() if name.lower() in TO_CLIENT)
+        if content_type is not None:
+            kept["Content-Type"] = content_type
+        if body is not None:
+            kept["Content-Length"] = str(len(body))
+            self._body = body
+        self._headers = CIMultiDictProxy(kept)
+        self._cache.pop("headers", None)
+
+
+class RemoteEngine:
+    """The adapter. Options: ``remote_base_url`` (ends in /v1), ``remote_api_key_env``, the variable with the key,
+    ``remote_model``, the provider's name for the model (ours unless given), ``remote_timeout_s`` to connect and between two
+    pieces of an answer, ``remote_max_retries``, ``remote_health_check`` and ``remote_thinking``.
+
+    ``config_only`` asks the provider nothing, ``models`` asks its list, ``completion`` pays for one token at each load.
+    """
+
+    name = "remote"
+    poll_s = 60.0
+    restart_max_s = 300.0
+
+    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
+        self._plan = plan
+        self._client = client
+        self._session: aiohttp.ClientSession | None = None
+        self._server = HttpServer(client)
+        self._key = b""
+        self._model = read_option(plan.options, "remote_model", str) or plan.model_id
+        self._thinking = read_option(plan.options, "remote_thinking", str)
+        self._check = read_option(plan.options, "remote_health_check", str) or "config_only"
+        self._max_retries = read_option(plan.options, "remote_max_retries", int) or 0
+        timeout_s = plan.options.get("remote_timeout_s", DEFAULT_TIMEOUT_S)
+        self._timeout_s = float(timeout_s) if isinstance(timeout_s, int | float) else DEFAULT_TIMEOUT_S
+        self._open: set[aiohttp.ClientResponse] = set()
+        self._running = 0
+        self.capabilities = Capabilities(endpoints=(CHAT,), max_inflight=plan.slots, function_calling=True, is_remote=True)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """None is ours."""
+        return ()
+
+    async def load(self, report: Report) -> None:
+        """Read the key and ask the provider what ``remote_health_check`` says. Raises EngineError naming what is wrong."""
+        await self.unload(gently=False)
+        report(Progress("reading the settings"))
+        self._server.base_url = self._base_url()
+        self._server.headers = {"Accept-Encoding": "identity", "User-Agent": "muster"}
+        self._key = self._read_key()
+        if self._key:
+            self._server.headers |= {"Authorization": f"Bearer {self._key.decode('ascii')}"}
+        if self._check != "config_only":
+            report(Progress("asking the provider"))
+            await (self._check_models() if self._check == "models" else self._check_completion())
+        # A session of its own over the same connections: for its kind of response, and since some providers compress
+        # whatever was asked for.
+        self._session = aiohttp.ClientSession(
+            connector=self._client.connector,
+            connector_owner=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            response_class=_ProviderResponse,
+            timeout=aiohttp.ClientTimeout(
+                total=None, connect=min(CONNECT_TIMEOUT_S, self._timeout_s), sock_read=self._timeout_s
+            ),
+        )
+        report(Progress("ready", 1.0))
+
+    async def unload(self, *, gently: bool) -> None:
+        """Let go: the connections of answers that are still read are closed, and the key is forgotten."""
+        del gently
+        session, self._session = self._session, None
+        for response in tuple(self._open):
+            response.close()
+        self._server.headers, self._key = {}, b""
+        if session is not None:
+            await session.close()
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Say that there is no such thing."""
+        del request
+        return FlushOutcome(FlushResult.NOT_SUPPORTED, "what the provider caches is the provider's; nothing is kept here")
+
+    async def stats(self) -> EngineStats:
+        """Return how many requests are with the provider; it tells no more."""
+        return EngineStats(running=self._running)
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a chat completion. Raises aiohttp.ClientError, OSError; InvalidRequest, ModalityUnsupported before anything is
+        sent; RemoteRefused when the provider refuses our key or sends us elsewhere; EngineUnavailable for what is no API.
+        """
+        if self._session is None:
+            raise aiohttp.ClientConnectionError("the remote model is not loaded")
+        if call.method != "POST" or call.path.partition("?")[0] != CHAT:
+            raise ModalityUnsupported(f"{self._plan.model_id} answers {CHAT} only.", param="model")
+        body = self._rewrite(call.body)
+        self._running += 1
+        try:
+            async with self._exchange(self._session, body) as response:
+                yield response
+        finally:
+            self._running -= 1
+
+    async def health(self) -> Health:
+        """Ask for the list of models where the settings say so; otherwise what counts is that it is loaded."""
+        if self._session is None:
+            return Health.UNREACHABLE
+        if self._check != "models":
+            return Health.OK
+        try:
+            status, _ = await self._server.ask("GET", "/models", timeout=HEALTH_TIMEOUT)
+        except EngineSilent:
+            return Health.SILENT
+        except EngineError:
+            return Health.UNREACHABLE
+        return Health.OK if status in {HTTPStatus.OK, HTTPStatus.TOO_MANY_REQUESTS} else Health.SILENT
+
+    async def wait_gone(self) -> None:
+        """Never return: it has no process that could die."""
+        await asyncio.get_running_loop().create_future()
+
+    @asynccontextmanager
+    async def _exchange(self, session: aiohttp.ClientSession, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        response = await self._send(session, body)
+        self._open.add(response)
+        try:
+            await self._receive(response)
+            yield response
+        finally:
+            self._open.discard(response)
+            response.close()
+
+    def _base_url(self) -> str:
+        url = read_option(self._plan.options, "remote_base_url", str) or ""
+        if not is_http_url(url):
+            raise EngineError(
+                f"{self._plan.model_id} needs remote_base_url, like https://api.example.com/v1, without credentials or query"
+            )
+        return url.rstrip("/")
+
+    def _read_key(self) -> bytes:
+        """Return the provider's key, empty when the settings name no variable. Raises EngineError naming the variable."""
+        name = read_option(self._plan.options, "remote_api_key_env", str)
+        if not name:
+            return b""
+        key = os.environ.get(name, "").strip()
+        if not key:
+            raise EngineError(f"{self._plan.model_id}: the environment variable {name} (remote_api_key_env) is empty")
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise EngineError(f"{self._plan.model_id}: what {name} holds cannot be a key: it has spaces or special characters")
+        return key.encode()
+
+    async def _check_models(self) -> None:
+        """Raise EngineError unless the provider lists the model; a list that is empty or in another shape proves nothing."""
+        status, body = await self._server.ask("GET", "/models", timeout=aiohttp.ClientTimeout(total=self._timeout_s))
+        self._expect_ok("/models", status)
+        try:
+            names = [card.id for card in msgspec.json.decode(body, type=_Cards).data if card.id]
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        if names and self._model not in names:
+            listed = ", ".join(sorted(names)[:MAX_NAMES]) + (" and more" if len(names) > MAX_NAMES else "")
+            raise EngineError(f"the provider does not list {self._model}; it lists {listed}: correct remote_model")
+
+    async def _check_completion(self) -> None:
+        """Raise EngineError unless the provider answers a request for one token."""
+        asked: dict[str, object] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        body = msgspec.json.decode(self._rewrite(msgspec.json.encode(asked)))
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        status, _ = await self._server.ask("POST", "/chat/completions", body=body, timeout=timeout)
+        self._expect_ok("/chat/completions", status)
+
+    def _expect_ok(self, path: str, status: int) -> None:
+        if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            name = self._plan.options.get("remote_api_key_env")
+            raise EngineError(f"the provider does not accept the key in {name}" if name else "the provider asks for a key")
+        if status != HTTPStatus.OK:
+            raise EngineError(
+                f"{self._server.base_url}{path} answers HTTP {status}: correct remote_base_url and remote_model, or use"
+                " remote_health_check config_only"
+            )
+
+    def _rewrite(self, body: bytes) -> bytes:
+        """Return the body as the provider is to see it. Raises InvalidRequest."""
+        try:
+            fields = _fields_decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise InvalidRequest("The request body must be a JSON object.") from None
+        for name in NOT_TO_PROVIDER & fields.keys():
+            del fields[name]
+        fields["model"] = msgspec.Raw(msgspec.json.encode(self._model))
+        if self._thinking is not None:
+            fields["thinking"] = msgspec.Raw(msgspec.json.encode({"type": self._thinking}))
+        return msgspec.json.encode(fields)
+
+    async def _send(self, session: aiohttp.ClientSession, body: bytes) -> _ProviderResponse:
+        """Return the provider's answer, of which no body has been read. Raises aiohttp.ClientError, OSError.
+
+        Tries again after a connection that broke and after answers that ask for it. Not after silence: the provider may
+        be at work, and would be paid twice.
+        """
+        url = f"{self._server.base_url}/chat/completions"
+        headers = {**self._server.headers, "Content-Type": "application/json"}
+        tries_left = self._max_retries
+        while True:
+            pause_s = _back_off(self._max_retries - tries_left)
+            try:
+                data = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
+                response = await session.post(url, data=data, headers=headers, allow_redirects=False)
+            except (aiohttp.ServerTimeoutError, aiohttp.ClientSSLError):
+                raise
+            except aiohttp.ClientConnectionError as error:
+                if not tries_left:
+                    raise
+                reason = type(error).__name__
+            else:
+                if not isinstance(response, _ProviderResponse):
+                    raise TypeError("the session makes responses of another class")
+                if not tries_left or response.status not in TRY_AGAIN:
+                    return response
+                reason = f"HTTP {response.status}"
+                asked_s = _read_retry_after(response.headers)
+                pause_s = pause_s if asked_s is None else asked_s
+                response.close()
+            tries_left -= 1
+            log.info("provider is asked again model=%s reason=%s in_s=%.1f", self._plan.model_id, reason, pause_s)
+            await asyncio.sleep(pause_s)
+
+    async def _receive(self, response: _ProviderResponse) -> None:
+        """Make an answer fit to be passed on: an event stream as it comes, anything else read to its end."""
+        status, is_json = response.status, response.content_type.endswith("json")
+        if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            # Its text may repeat a part of the key, and a client that reads 401 would doubt its own.
+            log.error("provider refuses the key model=%s status=%s", self._plan.model_id, status)
+            raise RemoteRefused(f"The provider of {self._plan.model_id} refuses this box (HTTP {status}): tell its owner.")
+        if status < 200 or 300 <= status < 400:
+            log.error("provider redirects model=%s status=%s", self._plan.model_id, status)
+            raise RemoteRefused(
+                f"The provider of {self._plan.model_id} is elsewhere now (HTTP {status}) and is not followed: tell the owner."
+            )
+        if status < 300 and response.content_type == "text/event-stream":
+            response.adopt()
+            return
+        if status < 300 and not is_json:
+            raise EngineUnavailable(f"The provider of {self._plan.model_id} does not answer as an API does.")
+        body = await _read_all(response)
+        if self._key:
+            body = body.replace(self._key, b"(key)")
+        if is_json:
+            response.adopt(body=self._rename(body) if status < 300 else body)
+        else:
+            response.adopt(content_type="application/json", body=_describe(status))
+
+    def _rename(self, body: bytes) -> bytes:
+        """Return an answer under our name for the model; one that is not a JSON object as it is."""
+        try:
+            fields = _fields_decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return body
+        if "model" not in fields:
+            return body
+        fields["model"] = msgspec.Raw(msgspec.json.encode(self._plan.model_id))
+        return msgspec.json.encode(fields)
+
+
+async def _read_all(response: aiohttp.ClientResponse) -> bytes:
+    """Return a body of bounded length. Raises EngineUnavailable, aiohttp.ClientError, OSError."""
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(64 * 1024):
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            raise EngineUnavailable(f"The provider answers with more than {MAX_ANSWER_BYTES} bytes.")
+    return bytes(body)
+
+
+def _describe(status: int) -> bytes:
+    """Return the error object for an answer that has none."""
+    error = {
+        "message": f"The provider answers HTTP {status} and does not say why.",
+        "type": "rate_limit_error" if status == HTTPStatus.TOO_MANY_REQUESTS else "api_error",
+        "param": None,
+        "code": "remote_error",
+    }
+    return msgspec.json.encode({"error": error})
+
+
+def _back_off(tried: int) -> float:
+    """Return the seconds to wait before the next try, spread so that many requests do not come back at once."""
+    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**tried) * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
+
+
+def _read_retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds a provider asks us to wait (RFC 9110 section 10.2.3), at most 30; None when it does not."""
+    text = headers.get("Retry-After", "").strip()
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text):
+        return min(MAX_RETRY_AFTER_S, float(text))
+    try:
+        wait_s = parsedate_to_datetime(text).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return None
+    return min(MAX_RETRY_AFTER_S, max(0.0, wait_s))

@@ -1,0 +1,303 @@
+"""TabbyAPI, the server that ExLlamaV3 recommends: somebody else's, which holds one model at a time.
+
+Its load call streams progress and goes on when nobody listens any more; asked for a second model it throws the first one
+out without a word. So this adapter looks before it loads, and listens to the end even when the load was given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from http import HTTPStatus
+
+import aiohttp
+import msgspec
+
+from runner.engines.http import HttpServer
+from runner.engines.library_child import read_option
+from runner.engines.llama_slots import end_with, is_object
+from runner.engines.port import (
+    CHAT,
+    COMPLETIONS,
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+    Health,
+    LoadPlan,
+    Progress,
+    Report,
+)
+from runner.errors import EngineError, EngineSilent
+
+LOAD_LIMIT_S = 1800.0
+GIVE_UP_LIMIT_S = 120.0
+UNLOAD_LIMIT_S = 60.0
+SETTLE_LIMIT_S = 10.0
+POLL_S = 0.5
+LOAD_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)
+"""The server pings between modules; minutes of silence mean that it hangs."""
+UNLOAD_TIMEOUT = aiohttp.ClientTimeout(total=60.0)
+
+
+class _Parameters(msgspec.Struct):
+    max_seq_len: int | None = None
+
+
+class _Card(msgspec.Struct):
+    """The loaded model."""
+
+    id: str
+    parameters: _Parameters | None = None
+
+
+class _Fault(msgspec.Struct):
+    message: str = ""
+
+
+class _Event(msgspec.Struct):
+    """One event of a load: a module of one of the model's parts is placed, or the load failed."""
+
+    model_type: str = "model"
+    module: int = 0
+    modules: int = 0
+    status: str = ""
+    error: _Fault | None = None
+
+
+class TabbyApiEngine:
+    """The adapter. Options: ``server_url``, ``server_model`` (a folder name there; the model's id unless given), the names of
+    variables with keys ``server_api_key_env`` and ``server_admin_key_env``, and the ``exllama_cache_*`` fields.
+
+    Its pages are shared between the prompts of all tenants, and nothing in its API keeps them apart.
+    """
+
+    name = "tabbyapi"
+    poll_s = 5.0
+    restart_max_s = 60.0
+
+    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
+        self._plan = plan
+        self._client = client
+        self._server = HttpServer(client)
+        self._model = str(plan.options.get("server_model") or plan.model_id)
+        self._admin: Mapping[str, str] = {}
+        self._is_loaded = False
+        self.capabilities = Capabilities(
+            endpoints=(CHAT, COMPLETIONS), max_inflight=plan.slots, prefix_caching=True, reports_progress=True
+        )
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """None is ours."""
+        return ()
+
+    async def load(self, report: Report) -> None:
+        """Have the server load the model, and see that it did. Raises EngineError, also when it holds another model.
+
+        When cancelled, the load is waited for (bounded) and undone, since the server would carry on.
+        """
+        self._connect()
+        report(Progress("asking the server"))
+        card = await self._loaded_model()
+        if card is not None:
+            self._check_is_ours(card)
+            self._is_loaded = True
+            return
+        loading = asyncio.create_task(self._load(report))
+        try:
+            await asyncio.wait_for(asyncio.shield(loading), LOAD_LIMIT_S)
+        except EngineError:
+            raise
+        except BaseException as error:
+            await self._give_up(loading)
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"{self._model} was not loaded within {LOAD_LIMIT_S:.0f} s") from None
+            raise
+        self._is_loaded = True
+
+    async def unload(self, *, gently: bool) -> None:
+        """Have the server unload the model, and see that it did; it ends running requests itself, gently or not.
+
+        Raises EngineError when it refuses or keeps the model. A model that another has put in its place is left alone.
+        """
+        if not self._is_loaded:
+            return
+        await self._unload()
+        self._is_loaded = False
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Say that the server has no such call."""
+        return FlushOutcome(
+            FlushResult.NOT_SUPPORTED, f"TabbyAPI cannot flush {request.scope}; unload and load the model to empty its cache"
+        )
+
+    async def stats(self) -> EngineStats:
+        """Return nothing: the server counts nothing that it would tell."""
+        return EngineStats()
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request to the server, under the name that the model has there."""
+        if not self._is_loaded:
+            raise ConnectionRefusedError("the model is not loaded")
+        if self._model != self._plan.model_id and is_object(call.body):
+            call = replace(call, body=end_with(call.body, b'"model":' + msgspec.json.encode(self._model)))
+        return self._server.send(call)
+
+    async def health(self) -> Health:
+        """Ask once whether the server still holds our model."""
+        if not self._server.base_url:
+            return Health.UNREACHABLE
+        try:
+            card = await self._loaded_model()
+        except EngineSilent:
+            return Health.SILENT
+        except EngineError:
+            return Health.UNREACHABLE
+        return Health.OK if card is not None and card.id == self._model else Health.SILENT
+
+    async def wait_gone(self) -> None:
+        """Never return: the process is not ours."""
+        await asyncio.Event().wait()
+
+    def _connect(self) -> None:
+        """Take address and keys from plan and environment. Raises EngineError."""
+        options = self._plan.options
+        url = read_option(options, "server_url", str)
+        if not url:
+            raise EngineError(f"{self._plan.model_id}: server_url is missing, such as http://127.0.0.1:5000")
+        key = _read_key(options, "server_api_key_env")
+        admin = _read_key(options, "server_admin_key_env")
+        self._server.base_url = url.rstrip("/").removesuffix("/v1")
+        self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._admin = {"x-admin-key": admin} if admin else {}
+
+    async def _loaded_model(self) -> _Card | None:
+        """Return the model that the server holds. Raises EngineError when it does not say."""
+        status, body = await self._server.ask("GET", "/v1/model")
+        if status == HTTPStatus.SERVICE_UNAVAILABLE:
+            return None
+        if status != HTTPStatus.OK:
+            raise EngineError(_refusal("which model it holds", status, body))
+        try:
+            return msgspec.json.decode(body, type=_Card)
+        except msgspec.DecodeError:
+            raise EngineError("the server at server_url does not answer as TabbyAPI does") from None
+
+    def _check_is_ours(self, card: _Card) -> None:
+        """Raise EngineError when the server holds another model, or ours in another shape."""
+        if card.id != self._model:
+            raise EngineError(f"the server holds {card.id!r} and has room for one model: unload (evict) that one first")
+        length = card.parameters.max_seq_len if card.parameters is not None else None
+        if None not in (length, self._plan.context_tokens) and length != self._plan.context_tokens:
+            raise EngineError(
+                f"the server holds {card.id!r} with a context of {length} tokens, not {self._plan.context_tokens}: "
+                "unload it there first"
+            )
+
+    async def _load(self, report: Report) -> None:
+        """Ask for the load and listen to its end. Raises EngineError."""
+        may_go_on = False
+        try:
+            async for event in self._load_events():
+                if event.error is not None:
+                    raise EngineError(f"the server could not load {self._model}: {event.error.message[:500]}")
+                part = "" if event.model_type == "model" else f" of the {event.model_type} model"
+                fraction = min(event.module / event.modules, 1.0) if event.modules > 0 else None
+                # Further parts follow with counts of their own; only the model itself comes last.
+                report(Progress(f"loading modules{part}", fraction if event.model_type == "model" else None))
+        except (aiohttp.ClientError, OSError):
+            may_go_on = True
+            report(Progress("the connection broke, the server loads on"))
+        card = await self._wait_for_model(within_s=LOAD_LIMIT_S if may_go_on else SETTLE_LIMIT_S)
+        self._check_is_ours(card)
+
+    async def _load_events(self) -> AsyncIterator[_Event]:
+        """Yield what the server says of the load. Raises EngineError when it refuses, aiohttp.ClientError or OSError."""
+        url = f"{self._server.base_url}/v1/model/load"
+        headers = {**self._server.headers, **self._admin}
+        async with self._client.post(url, json=self._wishes(), headers=headers, timeout=LOAD_TIMEOUT) as response:
+            if response.status != HTTPStatus.OK:
+                body = await response.content.read(4096)
+                raise EngineError(_refusal(f"to load {self._model}", response.status, body))
+            async for line in response.content:
+                if line.startswith(b"data:"):
+                    try:
+                        yield msgspec.json.decode(line[5:], type=_Event)
+                    except msgspec.DecodeError:
+                        raise EngineError("the server's load events are not those of TabbyAPI") from None
+
+    def _wishes(self) -> dict[str, object]:
+        """Return the body of the load request; what is not set is the server's own."""
+        options = self._plan.options
+        wishes: dict[str, object] = {"model_name": self._model}
+        if self._plan.context_tokens is not None:
+            wishes["max_seq_len"] = self._plan.context_tokens
+        if (size := read_option(options, "exllama_cache_size", int)) is not None:
+            wishes["cache_size"] = size
+        k_bits = read_option(options, "exllama_cache_k_bits", int)
+        quant = read_option(options, "exllama_cache_quant", str)
+        if k_bits is not None:
+            quant = f"{k_bits},{read_option(options, 'exllama_cache_v_bits', int) or k_bits}"
+        if quant is not None:
+            wishes["cache_mode"] = quant if "," in quant else f"{quant},{quant}"
+        return wishes
+
+    async def _wait_for_model(self, *, within_s: float) -> _Card:
+        """Ask until the server holds a model. Raises EngineError when it does not within ``within_s``."""
+        give_up_at = time.monotonic() + within_s
+        while (card := await self._loaded_model()) is None:
+            if time.monotonic() > give_up_at:
+                raise EngineError(f"the server holds no model {within_s:.0f} s after it was asked to load {self._model}")
+            await asyncio.sleep(POLL_S)
+        return card
+
+    async def _give_up(self, loading: asyncio.Task[None]) -> None:
+        """Undo a load that nobody wants any more: listen until it has ended, then unload."""
+        try:
+            async with asyncio.timeout(GIVE_UP_LIMIT_S):
+                await loading
+                await self._unload()
+        except (EngineError, TimeoutError):
+            return
+        finally:
+            loading.cancel()
+
+    async def _unload(self) -> None:
+        card = await self._loaded_model()
+        if card is None or card.id != self._model:
+            return
+        status, body = await self._server.ask("POST", "/v1/model/unload", timeout=UNLOAD_TIMEOUT, headers=self._admin)
+        if status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
+            raise EngineError(_refusal(f"to unload {self._model}", status, body))
+        give_up_at = time.monotonic() + UNLOAD_LIMIT_S
+        while (card := await self._loaded_model()) is not None and card.id == self._model:
+            if time.monotonic() > give_up_at:
+                raise EngineError(f"the server still holds {self._model} {UNLOAD_LIMIT_S:.0f} s after it was told to unload it")
+            await asyncio.sleep(POLL_S)
+
+
+def _read_key(options: Mapping[str, object], option: str) -> str:
+    """Return the key in the variable that an option names, empty when it names none. Raises EngineError when it is not set."""
+    name = read_option(options, option, str)
+    if not name:
+        return ""
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise EngineError(f"the environment variable {name} (named by {option}) is empty")
+    return key
+
+
+def _refusal(what: str, status: int, body: bytes) -> str:
+    """Return what to tell the owner when the server refuses."""
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        return f"the server does not accept our key ({what}): check server_api_key_env and server_admin_key_env"
+    words = re.sub(r"\s+", " ", body.decode("utf-8", "replace"))[:300]
+    return f"the server refuses {what}: {status} {words}"

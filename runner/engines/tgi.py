@@ -1,0 +1,294 @@
+"""Text Generation Inference: a server that somebody else runs, or a ``text-generation-launcher`` of ours.
+
+It serves one model for as long as it runs, so loading is starting it and unloading is stopping it. It has no call that
+clears its cache and no salts: a launcher of ours therefore runs without prefix caching unless its owner wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from runner.definitions.plan import LoadPlan
+from runner.engines.child import Child
+from runner.engines.descendants import kill_rest, list_tree
+from runner.engines.exposition import read_samples
+from runner.engines.http import HttpServer
+from runner.engines.port import (
+    CHAT,
+    COMPLETIONS,
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+    Health,
+    Progress,
+    Report,
+)
+from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
+from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
+
+LOAD_TIMEOUT_S = 3600.0
+STOP_TIMEOUT_S = 10.0
+SOON_S = 0.2
+MAX_ERROR_BYTES = 64 * 1024
+_TOKENIZER_PATHS = frozenset({"/tokenize", "/chat_tokenize"})
+_BASE_MODEL = msgspec.Raw(b'"tgi"')
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Info(msgspec.Struct):
+    model_id: str = ""
+    version: str = ""
+    max_concurrent_requests: int | None = None
+
+
+class _Problem(msgspec.Struct):
+    error: str
+    error_type: str = ""
+
+
+class TgiEngine:
+    """The adapter. Options: ``server_url`` of a running server and ``server_api_key_env``, the variable with its key; or
+    ``tgi_launcher``, the program to start. ``server_model``: what the server calls the model where that is not our name for
+    it; ``tgi_adapters``: names of LoRA adapters it was started with; ``tgi_prefix_caching``: True has a launcher of ours cache.
+    """
+
+    name = "tgi"
+    poll_s = 5.0
+    restart_max_s = 120.0
+
+    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
+        self._plan = plan
+        self._server = HttpServer(client)
+        self._child = Child(f"tgi {plan.model_id}")
+        self._folder: Path | None = None
+        self._info = _Info()
+        self._log = LauncherLog(_ignore)
+        self._is_loaded = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What TGI offers; it tells nothing of its cache."""
+        is_caching = not self._is_ours or self._plan.options.get("tgi_prefix_caching") is True
+        return Capabilities(
+            endpoints=(CHAT, COMPLETIONS),
+            max_inflight=None if self._is_ours else self._info.max_concurrent_requests,
+            prefix_caching=is_caching,
+            isolates_tenants=not is_caching,
+            reports_progress=self._is_ours,
+            counts_tokens=True,
+            function_calling=True,
+        )
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The launcher's process when it is ours."""
+        return (self._child.pid,) if self._child.pid is not None else ()
+
+    async def load(self, report: Report) -> None:
+        """Start the launcher, or ask the running server, until the model is there. Raises EngineError."""
+        await self.unload(gently=False)
+        try:
+            if self._is_ours:
+                await self._start(report)
+            else:
+                report(Progress("asking the server"))
+                self._server.base_url = _server_url(self._plan)
+                self._server.headers = _credentials(self._plan)
+                if await self._server.check() is not Health.OK:
+                    raise EngineError(f"{self._server.base_url}/health does not answer 200: it may still be loading")
+            self._info = await self._ask_info()
+        except BaseException:
+            await self.unload(gently=False)
+            raise
+        self._is_loaded = True
+        report(Progress("ready", 1.0))
+
+    async def unload(self, *, gently: bool) -> None:
+        """End a launcher of ours and its shards. Raises EngineError when they cannot be killed.
+
+        A server of somebody else's is not ours to stop: asked gently that is an error and it stays in use, else it is let go.
+        """
+        if not self._is_ours and self._is_loaded and gently:
+            raise EngineError(
+                f"{self._server.base_url} serves this one model for as long as it runs and is not ours to stop: stop it there"
+            )
+        was_loaded, self._is_loaded = self._is_loaded, False
+        if gently and was_loaded and self._is_ours:
+            gently = await self._server.check() is Health.OK  # one that hangs would not hear the signal either
+        tree = await asyncio.to_thread(list_tree, self._child.pid)
+        folder, self._folder = self._folder, None
+        try:
+            await self._child.stop(gently=gently, limit_s=STOP_TIMEOUT_S)
+        finally:
+            left = await kill_rest(tree)
+            if folder is not None:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if left:
+            raise EngineError(f"processes {left} of TGI cannot be killed: they wait for a driver; restart the machine")
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Say that there is no such thing."""
+        del request
+        detail = "TGI has no call that clears its cache: unload and load the model"
+        if not self.capabilities.prefix_caching:
+            detail = "TGI runs without prefix caching here: nothing is kept between requests"
+        return FlushOutcome(FlushResult.NOT_SUPPORTED, detail)
+
+    async def stats(self) -> EngineStats:
+        """Return the numbers of ``/metrics``; tokens count what the running batch may grow to."""
+        if not self._is_loaded:
+            return EngineStats()
+        try:
+            status, text = await self._server.ask("GET", "/metrics")
+        except EngineError:
+            return EngineStats()
+        samples = read_samples(text.decode("utf-8", "replace") if status == 200 else "", "tgi_")
+        return EngineStats(
+            running=samples.count("tgi_batch_current_size"),
+            waiting=samples.count("tgi_queue_size"),
+            kv_total_tokens=samples.count("tgi_batch_max_total_tokens"),
+            kv_used_tokens=samples.count("tgi_batch_current_max_tokens"),
+        )
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request. Raises aiohttp.ClientError, OSError, and RequestRefused for an error answer in TGI's own shape."""
+        if not self._is_loaded:
+            raise aiohttp.ClientConnectionError("TGI is not loaded")
+        path = call.path.partition("?")[0]
+        if path not in {CHAT, COMPLETIONS} | _TOKENIZER_PATHS:
+            raise ModalityUnsupported(f"{self._plan.model_id} does not serve {path}")
+        async with self._server.send(self._address(call)) as response:
+            if response.status >= 400 and response.content_type == "application/json":
+                await _raise_problem(response)
+            yield response
+
+    async def health(self) -> Health:
+        """Ask ``/health`` once."""
+        return await self._server.check() if self._is_loaded else Health.UNREACHABLE
+
+    async def wait_gone(self) -> None:
+        """Return when a launcher of ours has exited; for another's server, never."""
+        if not self._is_ours:
+            await asyncio.get_running_loop().create_future()
+        while self._child.is_running:  # noqa: ASYNC110  # a process sets no event, and orphaned shards hold its pipes open
+            await asyncio.sleep(SOON_S)
+
+    @property
+    def _is_ours(self) -> bool:
+        return bool(self._plan.options.get("tgi_launcher"))
+
+    async def _start(self, report: Report) -> None:
+        """Start the launcher and wait until it is healthy. Raises EngineError with its last words."""
+        self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="muster-tgi-"))
+        ports, key = free_ports(3), secrets.token_urlsafe(24)
+        self._server.base_url = f"http://127.0.0.1:{ports[0]}"
+        self._server.headers = {"Authorization": f"Bearer {key}"}
+        warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid())]
+        command = build_command(self._plan, ports, self._folder)
+        report(Progress("starting TGI", 0.0))
+        self._log = LauncherLog(report)
+        await self._child.start_foreign([*warden, *command], build_environment(self._plan, key), self._log.feed)
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self._wait_healthy()
+        except TimeoutError:
+            raise EngineError(f"TGI did not load {self._plan.model_id} within {LOAD_TIMEOUT_S:.0f} s") from None
+
+    async def _wait_healthy(self) -> None:
+        while await self._server.check() is not Health.OK:
+            if not self._child.is_running:
+                await self._child.kill()  # also waits for the last lines to be read
+                raise EngineError(
+                    f"TGI could not load {self._plan.model_id}: {self._log.failure() or self._child.last_words()}"
+                )
+            await asyncio.sleep(SOON_S)
+
+    async def _ask_info(self) -> _Info:
+        """Return what the server says of itself. Raises EngineError unless it serves the model of the plan."""
+        status, body = await self._server.ask("GET", "/info")
+        try:
+            info = msgspec.json.decode(body, type=_Info) if status == 200 else _Info()
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            info = _Info()
+        if not info.model_id:
+            raise EngineError(f"{self._server.base_url}/info does not name a model (HTTP {status}): is it TGI?")
+        expected = {str(self._plan.options.get("server_model") or self._plan.model_id)}
+        if self._plan.path is not None:
+            expected.add(str(self._plan.path))
+        if info.model_id not in expected:
+            raise EngineError(
+                f"{self._server.base_url} serves {info.model_id}, not {self._plan.model_id}: set server_model to its name there"
+            )
+        return info
+
+    def _address(self, call: Call) -> Call:
+        """Return the call with the name under which TGI means its base model; any other it takes for an adapter."""
+        path = call.path.partition("?")[0]
+        if path not in {CHAT, COMPLETIONS}:
+            return call
+        try:
+            fields = _fields_decoder.decode(call.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return call
+        adapters = self._plan.options.get("tgi_adapters")
+        known = {msgspec.json.encode(name) for name in adapters} if isinstance(adapters, list | tuple) else set()
+        if bytes(fields.get("model", b"")) not in known:
+            fields["model"] = _BASE_MODEL
+        return replace(call, body=msgspec.json.encode(fields))
+
+
+async def _raise_problem(response: aiohttp.ClientResponse) -> None:
+    """Raise what an error answer in TGI's shape means; return when it has another. Raises aiohttp.ClientError."""
+    if (response.content_length or 0) > MAX_ERROR_BYTES:
+        return
+    try:
+        # read() keeps the body, so an answer in another shape can still be passed on.
+        problem = msgspec.json.decode(await response.read(), type=_Problem)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return
+    raise _refusal(response.status, problem)
+
+
+def _refusal(status: int, problem: _Problem) -> RequestRefused:
+    if status == 429:
+        return ModelQueueFull(problem.error, retry_after_s=1.0)
+    if status in {400, 413, 422}:
+        return InvalidRequest(problem.error)
+    return EngineUnavailable(f"{problem.error_type or 'error'}: {problem.error}")
+
+
+def _server_url(plan: LoadPlan) -> str:
+    url = plan.options.get("server_url")
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise EngineError(f"{plan.model_id} needs server_url, like http://127.0.0.1:3000, or tgi_launcher, a program to start")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _credentials(plan: LoadPlan) -> Mapping[str, str]:
+    name = plan.options.get("server_api_key_env")
+    if not name:
+        return {}
+    key = os.environ.get(str(name), "").strip()
+    if not key:
+        raise EngineError(f"{plan.model_id}: the environment variable {name} (server_api_key_env) is empty")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _ignore(_progress: Progress) -> None:
+    """Progress nobody asked for."""

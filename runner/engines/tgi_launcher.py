@@ -1,0 +1,89 @@
+"""A ``text-generation-launcher`` of ours: its command line and environment, and what its log says of a load."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from runner.definitions.plan import LoadPlan
+from runner.engines.child import child_environment
+from runner.engines.failure_words import FailureWords
+from runner.engines.port import Progress, Report
+
+_STAGES: tuple[tuple[str, str, float], ...] = (
+    ("Starting check and download process", "checking the files", 0.05),
+    ("Successfully downloaded weights", "files checked", 0.2),
+    ("Starting shard", "loading weights", 0.25),
+    ("Shard ready", "weights loaded", 0.7),
+    ("Starting Webserver", "starting the API", 0.75),
+    ("Warming up model", "warming up", 0.8),
+    ("Connected", "ready", 0.98),
+)
+
+
+class LauncherLog:
+    """Fed with the lines of one start."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._words = FailureWords()
+        self._reached = 0.0
+
+    def feed(self, line: str) -> None:
+        """Take one line, and report the stage that it tells of."""
+        self._words.feed(line)
+        for words, stage, fraction in _STAGES:
+            if words in line and fraction > self._reached:
+                self._reached = fraction
+                self._report(Progress(stage, fraction))
+
+    def failure(self) -> str:
+        """Return why the start failed, an empty text when no reason was given."""
+        return self._words.best()
+
+
+def build_command(plan: LoadPlan, ports: list[int], folder: Path) -> list[str]:
+    """Return the command that serves ``plan``. ``ports``: of the API, of its metrics, and for its shards to meet on."""
+    options = plan.options
+    model = str(plan.path or options.get("server_model") or plan.model_id)
+    command = [
+        str(options["tgi_launcher"]), "--model-id", model, "--hostname", "127.0.0.1", "--port", str(ports[0]),
+        "--prometheus-port", str(ports[1]), "--master-port", str(ports[2]), "--shard-uds-path", str(folder / "s"),
+        "--max-batch-size", str(plan.slots), "--max-concurrent-requests", str(max(plan.slots * 2, plan.slots + 8)),
+    ]  # fmt: skip
+    if plan.context_tokens:
+        command += ["--max-total-tokens", str(plan.context_tokens), "--max-input-tokens", str(plan.context_tokens - 1)]
+    if len(plan.gpu_ids) > 1:
+        command += ["--num-shard", str(len(plan.gpu_ids))]
+    if plan.quantization:
+        command += ["--quantize", plan.quantization]
+    adapters = options.get("tgi_adapters")
+    if isinstance(adapters, list | tuple) and adapters:
+        command += ["--lora-adapters", ",".join(str(name) for name in adapters)]
+    return command
+
+
+def build_environment(plan: LoadPlan, key: str) -> dict[str, str]:
+    """Return the launcher's environment; ``key`` is what its API is to ask for."""
+    caching = "1" if plan.options.get("tgi_prefix_caching") is True else "0"
+    return child_environment() | {
+        "API_KEY": key,  # not on the command line, which every user of the machine can read
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "USAGE_STATS": "off",
+        "PREFIX_CACHING": caching,
+        "USE_PREFIX_CACHING": caching,
+        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in plan.gpu_ids),
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Return loopback ports that nothing listens on now; TGI cannot pick them itself and tell."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()

@@ -1,0 +1,268 @@
+"""From a load plan to vLLM's command line and environment. Nothing is started here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from runner.definitions.plan import LoadPlan
+from runner.engines.child import child_environment
+from runner.errors import EngineError
+
+PYTHON_VARIABLE = "MUSTER_VLLM_PYTHON"
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+MIB = 1024 * 1024
+CPU_KV_BYTES = 512 * MIB
+"""vLLM would otherwise take most of the machine's memory for its cache."""
+OVERHEAD_BYTES = 1024 * MIB
+"""What a budget leaves for activations, graphs and the libraries themselves."""
+_NO_MEDIA_DOMAIN = "none.invalid"
+_OURS_ALREADY = (
+    "VLLM_API_KEY",  # the socket is private; a key of the owner's would lock us out
+    "VLLM_MAX_MODEL_LEN", "VLLM_GPU_MEMORY_UTILIZATION", "VLLM_ENABLE_PREFIX_CACHING",  # defaults of plans, no words of vLLM
+)  # fmt: skip
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_ROOT = Path(__file__).resolve().parents[3]
+_INSTALL = (
+    "vLLM is not installed: install vllm into a virtual environment of its own, .venv-vllm beside this program or any other "
+    f"whose python is named in {PYTHON_VARIABLE}"
+)
+_OPTION_FLAGS = {
+    "vllm_kv_cache_dtype": "--kv-cache-dtype",
+    "vllm_reasoning_parser": "--reasoning-parser",
+    "vllm_max_num_batched_tokens": "--max-num-batched-tokens",
+}
+_SPECULATIVE_FIELDS = {
+    "vllm_speculative_method": "method",
+    "vllm_speculative_model": "model",
+    "vllm_num_speculative_tokens": "num_speculative_tokens",
+    "vllm_speculative_moe_backend": "moe_backend",
+    "vllm_speculative_attention_backend": "attention_backend",
+}
+
+
+def find_python() -> str:
+    """Return the interpreter that can import vLLM. Raises EngineError that says how to get one."""
+    named = os.environ.get(PYTHON_VARIABLE, "")
+    if named:
+        if not os.access(named, os.X_OK):
+            raise EngineError(f"{PYTHON_VARIABLE} names {named}, which cannot be run: give the python of vLLM's environment")
+        return named
+    if importlib.util.find_spec("vllm") is not None:
+        return sys.executable
+    beside = _ROOT / ".venv-vllm" / "bin" / "python"
+    if beside.exists():
+        return str(beside)
+    raise EngineError(_INSTALL)
+
+
+def build_command(python: str, plan: LoadPlan, socket: Path) -> list[str]:
+    """Return the command that serves ``plan`` on the Unix socket. Raises EngineError for a plan that cannot work."""
+    return [
+        python, "-m", SERVER_MODULE,
+        "--model", str(model_folder(plan)),
+        "--served-model-name", plan.model_id,
+        "--uds", str(socket),
+        "--max-num-seqs", str(plan.slots),
+        "--scheduling-policy", "priority",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+        # A picture by address would have this machine fetch whatever a stranger names in its owner's network.
+        f"--allowed-media-domains={_NO_MEDIA_DOMAIN}",
+        *_model_flags(plan),
+        *_memory_flags(plan),
+        *_lora_flags(plan),
+    ]  # fmt: skip
+
+
+def build_environment(plan: LoadPlan) -> dict[str, str]:
+    """Return the environment of the server: no network for model files, no statistics sent, only the GPUs of the plan."""
+    environment = child_environment() | {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # without it there is no flush and no sleep
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",  # the progress of a load is read from these lines
+        "VLLM_LOGGING_COLOR": "0",
+        "VLLM_DISABLE_LOG_LOGO": "1",
+        "NO_COLOR": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in plan.gpu_ids),
+    }
+    for name in _OURS_ALREADY:
+        environment.pop(name, None)
+    if runs_on_cpu(plan):
+        # Binding threads to cores of its choice would pile up two models on the same ones.
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(plan.threads)}
+        environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB only, and it would contradict our flag
+    return environment
+
+
+def runs_on_cpu(plan: LoadPlan) -> bool:
+    """Return whether the plan gives the model no GPU."""
+    return not plan.gpu_ids
+
+
+def is_pooling(plan: LoadPlan) -> bool:
+    """Return whether the model embeds texts instead of writing them (option ``vllm_task``: generate or embed)."""
+    return plan.options.get("vllm_task") == "embed"
+
+
+def caches_prefixes(plan: LoadPlan) -> bool:
+    """Return whether KV blocks outlive their request."""
+    return not is_pooling(plan) and plan.options.get("vllm_enable_prefix_caching") is not False
+
+
+def can_sleep(plan: LoadPlan) -> bool:
+    """Return whether sleep mode is switched on: only where it frees memory, which on a CPU it does not."""
+    return not runs_on_cpu(plan) and plan.options.get("vllm_enable_sleep_mode") is True
+
+
+def takes_lora(plan: LoadPlan) -> bool:
+    """Return whether adapters can be loaded beside the model: when the plan names some, or their highest rank."""
+    return bool(plan.options.get("vllm_lora") or plan.options.get("vllm_max_lora_rank"))
+
+
+def sees_pictures(plan: LoadPlan) -> bool:
+    """Return whether the model's configuration has a part for pictures; False when it cannot be read."""
+    try:
+        return "vision_config" in read_config(plan)
+    except EngineError:
+        return False
+
+
+def model_folder(plan: LoadPlan) -> Path:
+    """Return the model's folder. Raises EngineError when it is none that vLLM could load."""
+    path = plan.path
+    if path is None:
+        raise EngineError(f"{plan.model_id}: vLLM needs the folder of the model")
+    if not (path / "config.json").is_file():
+        raise EngineError(f"{path} has no config.json: vLLM needs a folder in the Hugging Face format")
+    return path
+
+
+def read_config(plan: LoadPlan) -> dict[str, object]:
+    """Return the model's config.json. Raises EngineError when it cannot be read."""
+    file = model_folder(plan) / "config.json"
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineError(f"{file} cannot be read: {error}") from None
+
+
+def weights_bytes(plan: LoadPlan) -> int:
+    """Return the size of the weight files."""
+    return sum(file.stat().st_size for file in model_folder(plan).glob("*.safetensors"))
+
+
+def lora_paths(plan: LoadPlan) -> dict[str, Path]:
+    """Return the adapters of the option ``vllm_lora`` by name. Raises EngineError when one is not there."""
+    named = plan.options.get("vllm_lora") or {}
+    if not isinstance(named, dict):
+        raise EngineError("vllm_lora must map names to folders of adapters")
+    found = {str(name): Path(str(path)) for name, path in named.items()}
+    for name, path in found.items():
+        if not (path / "adapter_config.json").is_file():
+            raise EngineError(f"vllm_lora {name}: {path} has no adapter_config.json")
+    return found
+
+
+def _model_flags(plan: LoadPlan) -> Iterator[str]:
+    options = plan.options
+    context = plan.context_tokens or options.get("vllm_max_model_len")
+    if context:
+        yield from ("--max-model-len", str(context))
+    if len(plan.gpu_ids) > 1:
+        yield from ("--tensor-parallel-size", str(len(plan.gpu_ids)))
+    if is_pooling(plan):
+        yield from ("--runner", "pooling", "--convert", "embed")
+    yield "--enable-prefix-caching" if caches_prefixes(plan) else "--no-enable-prefix-caching"
+    if runs_on_cpu(plan) or options.get("vllm_enforce_eager") is True:
+        yield "--enforce-eager"
+    if can_sleep(plan):
+        yield "--enable-sleep-mode"
+    # A quantised folder says so itself, and vLLM then picks the fastest kernel for it.
+    if plan.quantization and "quantization_config" not in read_config(plan):
+        yield from ("--quantization", plan.quantization)
+    for option, flag in _OPTION_FLAGS.items():
+        if options.get(option) is not None:
+            yield from (flag, str(options[option]))
+    if options.get("vllm_tool_call_parser"):
+        yield from ("--enable-auto-tool-choice", "--tool-call-parser", str(options["vllm_tool_call_parser"]))
+    if options.get("vllm_max_pixels"):
+        yield from ("--mm-processor-kwargs", _json({"max_pixels": options["vllm_max_pixels"]}))
+    speculative = {field: options[name] for name, field in _SPECULATIVE_FIELDS.items() if options.get(name) is not None}
+    if speculative:
+        yield from ("--speculative-config", _json(speculative))
+
+
+def _memory_flags(plan: LoadPlan) -> Iterator[str]:
+    share = plan.options.get("vllm_gpu_memory_utilization")
+    kv_bytes = plan.options.get("vllm_kv_cache_memory_bytes") or _kv_bytes_of_budget(plan)
+    if kv_bytes is None and runs_on_cpu(plan):
+        kv_bytes = CPU_KV_BYTES
+    if kv_bytes is not None:
+        yield from ("--kv-cache-memory-bytes", str(kv_bytes))
+        # Next to a size in bytes the share only serves a check that would refuse a card which others use as well.
+        share = share if share is not None or runs_on_cpu(plan) else 0.05
+    if share is not None:
+        yield from ("--gpu-memory-utilization", str(share))
+
+
+def _kv_bytes_of_budget(plan: LoadPlan) -> int | None:
+    """Return what a memory budget leaves for the cache of each GPU. Raises EngineError when that is nothing."""
+    if plan.memory_budget_mb is None:
+        return None
+    needed = weights_bytes(plan) + OVERHEAD_BYTES * max(1, len(plan.gpu_ids))
+    left = plan.memory_budget_mb * MIB - needed
+    if left <= 0:
+        raise EngineError(
+            f"a budget of {plan.memory_budget_mb} MB leaves nothing for the KV cache: the weights and vLLM itself need "
+            f"{needed // MIB} MB. Give more, or another quantisation"
+        )
+    return left // max(1, len(plan.gpu_ids))
+
+
+def _lora_flags(plan: LoadPlan) -> Iterator[str]:
+    adapters = lora_paths(plan)
+    if not takes_lora(plan):
+        return
+    yield "--enable-lora"
+    yield from ("--max-lora-rank", str(_fitting_rank(plan, adapters)))
+    yield from ("--max-loras", str(max(1, min(len(adapters), plan.slots))))
+    if adapters:
+        yield "--lora-modules"
+        yield from (_json({"name": name, "path": str(path)}) for name, path in adapters.items())
+
+
+def _fitting_rank(plan: LoadPlan, adapters: dict[str, Path]) -> int:
+    """Return the smallest rank vLLM accepts that holds the adapters and the wanted one. Raises EngineError."""
+    wanted = plan.options.get("vllm_max_lora_rank")
+    highest = wanted if isinstance(wanted, int) else 1
+    for name, path in adapters.items():
+        try:
+            highest = max(highest, msgspec.json.decode((path / "adapter_config.json").read_bytes(), type=_AdapterConfig).r)
+        except (OSError, msgspec.DecodeError) as error:
+            raise EngineError(f"vllm_lora {name}: its adapter_config.json cannot be read: {error}") from None
+    fitting = next((rank for rank in _LORA_RANKS if rank >= highest), None)
+    if fitting is None:
+        raise EngineError(f"vLLM takes adapters up to rank {_LORA_RANKS[-1]}, not {highest}")
+    return fitting
+
+
+class _AdapterConfig(msgspec.Struct):
+    r: int
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,125 @@
+"""What tenants spend with paid providers: reserved before a request leaves, put right when it is over.
+
+The sum per tenant and month is kept beside the rows and changes with them, so it stays exact when old rows are dropped.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from dataclasses import fields
+
+from runner.ledger.database import LedgerFull, transaction
+from runner.ledger.rows import CostRow, CostState
+
+MAX_ROWS = 20_000
+MAX_MONTHS = 100_000
+YEARS_KEPT = 2
+"""Sums older than this are dropped."""
+MAX_AMOUNT_MICROS = 2**53
+_MONTH = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])")
+_FREE = (CostState.RELEASED, CostState.FAILED_BEFORE_SUBMIT)
+_COST_PLAIN = tuple(part.name for part in fields(CostRow) if part.name != "state")
+
+
+def check_month(month: str) -> None:
+    """Raise ValueError for anything but ``YYYY-MM``."""
+    if not _MONTH.fullmatch(month):
+        raise ValueError(f"a month is YYYY-MM, not {month!r}")
+
+
+def check_amount(amount_micros: int) -> None:
+    """Raise ValueError for an amount that is negative or absurd."""
+    if not 0 <= amount_micros <= MAX_AMOUNT_MICROS:
+        raise ValueError(f"an amount is between 0 and {MAX_AMOUNT_MICROS} millionths, not {amount_micros}")
+
+
+def reserve_cost(
+    connection: sqlite3.Connection,
+    cost_id: str,
+    *,
+    tenant: str,
+    model_id: str,
+    month: str,
+    amount_micros: int,
+    cap_micros: int | None,
+    now: float,
+) -> bool:
+    """Reserve the amount when the cap covers it on top of all that counts already; return whether it does."""
+    with transaction(connection):
+        if cap_micros is not None and read_spent(connection, tenant, month) + amount_micros > cap_micros:
+            return False
+        connection.execute(
+            "INSERT INTO costs (cost_id, tenant, model_id, month, state, reserved_micros, counted_micros, created_at)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (cost_id, tenant, model_id, month, CostState.RESERVED.value, amount_micros, amount_micros, now),
+        )
+        connection.execute("DELETE FROM spendings WHERE month < ?", (f"{int(month[:4]) - YEARS_KEPT:04}{month[4:]}",))
+        _add_spending(connection, tenant, month, amount_micros)
+        connection.execute(
+            "DELETE FROM costs WHERE id <= (SELECT max(id) FROM costs) - ? AND state != ?", (MAX_ROWS, CostState.RESERVED.value)
+        )
+    return True
+
+
+def settle_cost(
+    connection: sqlite3.Connection, cost_id: str, *, state: CostState, amount_micros: int | None, now: float
+) -> bool:
+    """End a reservation; return False when it is not reserved (any more), and nothing changes."""
+    with transaction(connection):
+        query = "SELECT tenant, month, reserved_micros FROM costs WHERE cost_id = ? AND state = ?"
+        row = connection.execute(query, (cost_id, CostState.RESERVED.value)).fetchone()
+        if row is None:
+            return False
+        tenant, month, reserved = row
+        counted = _count(state, reserved=reserved, amount_micros=amount_micros)
+        connection.execute(
+            "UPDATE costs SET state = ?, counted_micros = ?, settled_at = ? WHERE cost_id = ?",
+            (state.value, counted, now, cost_id),
+        )
+        _add_spending(connection, tenant, month, counted - reserved)
+    return True
+
+
+def abandon_costs(connection: sqlite3.Connection, *, now: float) -> int:
+    """Turn every reservation into an abandoned one, which counts on; return how many there were."""
+    query = "UPDATE costs SET state = ?, settled_at = ? WHERE state = ?"
+    return connection.execute(query, (CostState.ABANDONED.value, now, CostState.RESERVED.value)).rowcount
+
+
+def read_spent(connection: sqlite3.Connection, tenant: str, month: str) -> int:
+    """Return what counts against the cap of a tenant in a month, in micro-units."""
+    query = "SELECT counted_micros FROM spendings WHERE tenant = ? AND month = ?"
+    row = connection.execute(query, (tenant, month)).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def read_spendings(connection: sqlite3.Connection, month: str) -> list[tuple[str, int]]:
+    """Return each tenant of a month and what counts against its cap, by name."""
+    query = "SELECT tenant, counted_micros FROM spendings WHERE month = ? ORDER BY tenant"
+    return [(str(tenant), int(counted)) for tenant, counted in connection.execute(query, (month,))]
+
+
+def read_rows(connection: sqlite3.Connection, limit: int) -> list[CostRow]:
+    """Return the newest costs, newest first."""
+    rows = connection.execute("SELECT * FROM costs ORDER BY id DESC LIMIT ?", (limit,))
+    return [CostRow(state=CostState(row["state"]), **{name: row[name] for name in _COST_PLAIN}) for row in rows]
+
+
+def _count(state: CostState, *, reserved: int, amount_micros: int | None) -> int:
+    """Return what an ended reservation counts against the cap; see CostState for the reasons."""
+    if state in _FREE:
+        return 0
+    if state is CostState.FAILED_USAGE_UNKNOWN or amount_micros is None:
+        return reserved
+    return amount_micros
+
+
+def _add_spending(connection: sqlite3.Connection, tenant: str, month: str, amount_micros: int) -> None:
+    connection.execute(
+        "INSERT INTO spendings VALUES (?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET counted_micros = counted_micros + excluded.counted_micros",
+        (tenant, month, amount_micros),
+    )
+    if connection.execute("SELECT count(*) FROM spendings").fetchone()[0] > MAX_MONTHS:
+        raise LedgerFull(f"the ledger holds the spending of {MAX_MONTHS} tenants and months; name fewer tenants")

@@ -1,0 +1,220 @@
+"""The file itself: opened for one process, private, durable, and moved aside when it cannot be read any more."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.errors import RunnerError
+
+log = logging.getLogger(__name__)
+
+FILE_NAME = "ledger.sqlite3"
+LOCK_NAME = "ledger.lock"
+SCHEMA_VERSION = 1
+_BUSY_S = 5.0
+_COMPANIONS = ("", "-wal", "-shm")
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+_SCHEMA = """
+CREATE TABLE born (born_at REAL NOT NULL);
+CREATE TABLE nonces (digest BLOB PRIMARY KEY, expires_at REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX nonces_by_expiry ON nonces (expires_at);
+CREATE TABLE ops (
+    op_id TEXT PRIMARY KEY, slot TEXT NOT NULL, fence INTEGER NOT NULL, uses INTEGER NOT NULL, outcome TEXT,
+    begun_at REAL NOT NULL, expires_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE fences (slot TEXT PRIMARY KEY, fence INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE tasks (
+    task_id TEXT PRIMARY KEY, model_id TEXT NOT NULL, state TEXT NOT NULL, stage TEXT NOT NULL, fraction REAL,
+    started_at REAL NOT NULL, finished_at REAL, error TEXT, result TEXT NOT NULL
+);
+CREATE INDEX tasks_by_start ON tasks (started_at);
+CREATE TABLE observations (
+    id INTEGER PRIMARY KEY, backend TEXT NOT NULL, model_id TEXT NOT NULL, plan_key TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL, kv_bytes INTEGER NOT NULL, measured_bytes INTEGER NOT NULL,
+    load_s REAL NOT NULL, loaded_at REAL NOT NULL
+);
+CREATE INDEX observations_by_plan ON observations (model_id, plan_key);
+CREATE TABLE costs (
+    id INTEGER PRIMARY KEY, cost_id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, model_id TEXT NOT NULL, month TEXT NOT NULL,
+    state TEXT NOT NULL, reserved_micros INTEGER NOT NULL, counted_micros INTEGER NOT NULL, created_at REAL NOT NULL,
+    settled_at REAL
+);
+CREATE INDEX costs_by_state ON costs (state);
+CREATE TABLE spendings (
+    tenant TEXT NOT NULL, month TEXT NOT NULL, counted_micros INTEGER NOT NULL, PRIMARY KEY (tenant, month)
+) WITHOUT ROWID;
+"""
+
+
+class LedgerError(RunnerError):
+    """The ledger cannot be opened, read or written; the text names the file and what to do."""
+
+
+class LedgerFull(LedgerError):
+    """A table that must not forget has reached its bound, so nothing more is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An open ledger file and the lock that keeps other processes out. ``is_new``: nothing was found that could be read.
+
+    ``born_at``: Unix seconds since when it remembers.
+    """
+
+    connection: sqlite3.Connection
+    lock: int
+    is_new: bool
+    born_at: float
+
+    def close(self) -> None:
+        """Close the file and let another process have it."""
+        try:
+            self.connection.close()
+        finally:
+            os.close(self.lock)
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """Do all or nothing of what the block writes; on disk when it returns."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield connection
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def open_database(directory: Path, *, now: float) -> Database:
+    """Open or make the ledger in ``directory``, which is made as well. To be called in the thread that will use it.
+
+    Raises LedgerError: not writable, in use by another process, or written by a later version.
+    """
+    path = directory / FILE_NAME
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = _lock(directory / LOCK_NAME)
+    except OSError as error:
+        raise LedgerError(f"{directory} cannot hold the ledger: {error.strerror}; choose another data directory") from None
+    try:
+        return _open_locked(path, lock, now)
+    except BaseException as error:
+        os.close(lock)
+        if isinstance(error, sqlite3.Error | OSError):
+            raise LedgerError(f"{path} cannot be opened: {error}; free space or mend its permissions") from None
+        raise
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise LedgerError(
+            f"{path.parent} is in use by another runner; stop that one or choose another data directory"
+        ) from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open_locked(path: Path, lock: int, now: float) -> Database:
+    try:
+        return _open_file(path, lock, now)
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:
+            raise
+        damage = str(error)
+    kept = _move_aside(path, now)
+    log.error("ledger is damaged, a new one begins; tokens issued before now are refused kept=%s error=%s", kept, damage)
+    return _open_file(path, lock, now)
+
+
+def _open_file(path: Path, lock: int, now: float) -> Database:
+    _make_private(path)
+    # Autocommit: transactions are begun and ended by name, in one place.
+    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        _check_pages(connection)
+        born_at = _read_birth(connection, path)
+        is_new = born_at is None
+        if born_at is None:
+            born_at = now
+            _create_tables(connection, now)
+            log.info("a new ledger begins; tokens issued before now are refused path=%s", path)
+    except BaseException:
+        connection.close()
+        raise
+    return Database(connection, lock, is_new, born_at)
+
+
+def _make_private(path: Path) -> None:
+    """Make sure that the file exists and that only its owner may read it; SQLite gives its companions the same mode."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_pages(connection: sqlite3.Connection) -> None:
+    found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        error = sqlite3.DatabaseError(str(found).partition("\n")[0])
+        error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+        raise error
+
+
+def _read_birth(connection: sqlite3.Connection, path: Path) -> float | None:
+    """Return since when the ledger remembers; None when the file has no tables yet."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0:
+        return None
+    if version != SCHEMA_VERSION:
+        raise LedgerError(
+            f"{path} was written by another version of this program ({version}); use that one, or another directory"
+        )
+    row = connection.execute("SELECT born_at FROM born").fetchone()
+    return None if row is None else float(row[0])
+
+
+def _create_tables(connection: sqlite3.Connection, now: float) -> None:
+    with transaction(connection):
+        for statement in _SCHEMA.split(";"):
+            connection.execute(statement)
+        connection.execute("INSERT INTO born VALUES (?)", (now,))
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def _move_aside(path: Path, now: float) -> Path:
+    kept = path.with_name(f"{path.name}.damaged-{int(now)}")
+    for suffix in _COMPANIONS:
+        companion = path.with_name(path.name + suffix)
+        if companion.exists():
+            companion.replace(kept.with_name(kept.name + suffix))
+    _sync_directory(path.parent)
+    return kept

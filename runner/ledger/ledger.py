@@ -1,0 +1,240 @@
+"""The ledger as the rest of the program sees it: coroutines in front of one thread that owns the file.
+
+What has been submitted is carried out even if the caller is cancelled meanwhile, and in the order of submission.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+from uuid import uuid4
+
+from runner.definitions.plan import Observation
+from runner.ledger import approvals, costs, history
+from runner.ledger.database import Database, LedgerError, open_database
+from runner.ledger.rows import CostRow, CostState, OpStart, OpStarted, TaskRow
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1000
+ANSWER_S = 30.0
+"""A disk that takes longer is treated as gone; whatever was asked counts as not done, though it may be."""
+
+Result = TypeVar("Result")
+Clock = Callable[[], float]
+
+
+class Ledger:
+    """One open ledger. Every method raises LedgerError when the file cannot be used; see the rows for units."""
+
+    def __init__(self, executor: ThreadPoolExecutor, database: Database, clock: Clock) -> None:
+        self._executor = executor
+        self._database = database
+        self._clock = clock
+        self._waiting = 0
+        self._is_closed = False
+        self.is_new = database.is_new
+        """No earlier ledger was found, or it could not be read: nothing from before ``born_at`` is remembered."""
+        self.born_at = database.born_at
+
+    @classmethod
+    async def open(cls, directory: Path, *, clock: Clock = time.time) -> Ledger:
+        """Open the ledger in ``directory``, or begin one. Operations that were running are now interrupted.
+
+        Raises LedgerError: not writable, in use by another process, or written by a later version.
+        """
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        opening = executor.submit(_open, directory, clock())
+        try:
+            database = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(opening)), ANSWER_S)
+        except BaseException as error:
+            opening.add_done_callback(_close_unwanted)
+            executor.shutdown(wait=False)
+            if isinstance(error, TimeoutError):
+                raise LedgerError(f"the disk of {directory} does not answer; choose another data directory") from None
+            raise
+        return cls(executor, database, clock)
+
+    async def close(self) -> None:
+        """Do what has been submitted, then close the file. Safe to call twice."""
+        if self._is_closed:
+            return
+        closing = asyncio.get_running_loop().run_in_executor(self._executor, self._database.close)
+        self._is_closed = True
+        self._executor.shutdown(wait=False)
+        try:
+            await asyncio.wait_for(asyncio.shield(closing), ANSWER_S)
+        except (sqlite3.Error, TimeoutError) as error:
+            log.warning("ledger did not close in order error=%r", error)
+
+    async def spend_nonce(self, nonce: str, *, expires_at: float) -> bool:
+        """Return whether the nonce was never seen; True means that it is on disk now. Raises LedgerFull."""
+        now = self._clock()
+        return await self._run(lambda db: approvals.spend_nonce(db, nonce, expires_at=expires_at, now=now))
+
+    async def begin_op(self, op_id: str, *, slot: str, fence: int, max_uses: int, expires_at: float) -> OpStart:
+        """Book an operation before it is carried out; at most one caller gets ``OpStarted`` per use. Raises LedgerFull.
+
+        ``slot``: the thing whose operations must not overtake each other. ``fence``: must be above the slot's last.
+        A caller that is cancelled while it waits leaves the operation interrupted: its approval is used up.
+        """
+        now = self._clock()
+        answers: list[OpStart] = []
+
+        def begin(db: sqlite3.Connection) -> OpStart:
+            answer = approvals.begin_op(db, op_id, slot=slot, fence=fence, max_uses=max_uses, expires_at=expires_at, now=now)
+            answers.append(answer)
+            return answer
+
+        def give_up(db: sqlite3.Connection) -> None:
+            if OpStarted() in answers:
+                approvals.finish_op(db, op_id, approvals.INTERRUPTED)
+
+        try:
+            return await self._run(begin)
+        except asyncio.CancelledError:
+            self._submit_last(give_up)
+            raise
+
+    async def finish_op(self, op_id: str, outcome: dict[str, object]) -> None:
+        """Record how a begun operation went; whoever asks for it again is told this."""
+        await self._run(lambda db: approvals.finish_op(db, op_id, outcome))
+
+    async def save_task(self, task: TaskRow) -> None:
+        """Write a task down, new or changed; the newest 1000 are kept."""
+        await self._run(lambda db: history.save_task(db, task))
+
+    async def read_task(self, task_id: str) -> TaskRow | None:
+        """Return a task, or None when there is none of that name."""
+        return await self._run(lambda db: history.read_task(db, task_id))
+
+    async def interrupt_tasks(self, now: float) -> list[TaskRow]:
+        """End what an earlier process left loading, as interrupted, and return it. For the start of the program."""
+        return await self._run(lambda db: history.interrupt_tasks(db, now=now))
+
+    async def recent_tasks(self, limit: int) -> list[TaskRow]:
+        """Return the newest tasks, newest first."""
+        return await self._run(lambda db: history.recent_tasks(db, limit))
+
+    async def add_observation(self, observation: Observation) -> None:
+        """Remember what a load took."""
+        await self._run(lambda db: history.add_observation(db, observation))
+
+    async def observations(self, backend: str, limit: int = 50) -> list[Observation]:
+        """Return what was observed with a backend, newest first."""
+        return await self._run(lambda db: history.read_observations(db, backend, limit))
+
+    async def last_load_s(self, model_id: str, plan_key: str) -> float | None:
+        """Return the seconds that the last such load took; None when there was none."""
+        return await self._run(lambda db: history.read_last_load_s(db, model_id, plan_key))
+
+    async def reserve_cost(
+        self, *, tenant: str, model_id: str, month: str, amount_micros: int, cap_micros: int | None
+    ) -> str | None:
+        """Return the id of a reservation, or None when the cap (None = no cap) does not cover it.
+
+        A caller that is cancelled while it waits leaves nothing reserved. Raises ValueError for a month or amount out of form.
+        """
+        costs.check_month(month)
+        costs.check_amount(amount_micros)
+        cost_id, now = uuid4().hex, self._clock()
+        try:
+            is_covered = await self._run(
+                lambda db: costs.reserve_cost(
+                    db,
+                    cost_id,
+                    tenant=tenant,
+                    model_id=model_id,
+                    month=month,
+                    amount_micros=amount_micros,
+                    cap_micros=cap_micros,
+                    now=now,
+                )
+            )
+        except asyncio.CancelledError:
+            self._submit_last(lambda db: costs.settle_cost(db, cost_id, state=CostState.RELEASED, amount_micros=None, now=now))
+            raise
+        return cost_id if is_covered else None
+
+    async def settle_cost(self, cost_id: str, *, state: CostState, amount_micros: int | None = None) -> bool:
+        """End a reservation in ``state`` (CostState says what each counts); False when it had ended before.
+
+        ``amount_micros``: the real cost, needed for ``settled``. Raises ValueError for an amount or a state that cannot be.
+        """
+        if state in {CostState.RESERVED, CostState.ABANDONED} or (state is CostState.SETTLED and amount_micros is None):
+            raise ValueError(f"a reservation does not end as {state} with the amount {amount_micros}")
+        if amount_micros is not None:
+            costs.check_amount(amount_micros)
+        now = self._clock()
+        return await self._run(lambda db: costs.settle_cost(db, cost_id, state=state, amount_micros=amount_micros, now=now))
+
+    async def abandon_costs(self) -> int:
+        """Mark what an earlier process left reserved; it goes on counting. For the start of the program. Returns how many."""
+        now = self._clock()
+        return await self._run(lambda db: costs.abandon_costs(db, now=now))
+
+    async def spent(self, tenant: str, month: str) -> int:
+        """Return what counts against the cap of a tenant in a month (``YYYY-MM``)."""
+        return await self._run(lambda db: costs.read_spent(db, tenant, month))
+
+    async def spendings(self, month: str) -> list[tuple[str, int]]:
+        """Return every tenant of a month (``YYYY-MM``) and what counts against its cap, by name."""
+        return await self._run(lambda db: costs.read_spendings(db, month))
+
+    async def cost_rows(self, limit: int) -> list[CostRow]:
+        """Return the newest costs, newest first; 20 000 are kept, and every one that is still reserved."""
+        return await self._run(lambda db: costs.read_rows(db, limit))
+
+    async def _run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._submit(job)), ANSWER_S)
+        except sqlite3.Error as error:
+            raise LedgerError(f"the ledger cannot be used: {error}; look after the disk of the data directory") from None
+        except TimeoutError:
+            raise LedgerError(f"the ledger did not answer within {ANSWER_S:g} s; look after the disk") from None
+
+    def _submit(self, job: Callable[[sqlite3.Connection], Result]) -> asyncio.Future[Result]:
+        if self._is_closed:
+            raise LedgerError("the ledger is closed; the box is stopping")
+        if self._waiting >= MAX_WAITING:
+            raise LedgerError(f"{MAX_WAITING} requests wait for the ledger; its disk is too slow")
+        self._waiting += 1
+        future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: job(self._database.connection))
+        future.add_done_callback(self._answered)
+        return future
+
+    def _submit_last(self, job: Callable[[sqlite3.Connection], object]) -> None:
+        """Submit what undoes the work of a caller that is being cancelled, and wait for nothing."""
+        with contextlib.suppress(LedgerError):
+            self._submit(job)
+
+    def _answered(self, future: asyncio.Future[Result]) -> None:
+        self._waiting -= 1
+        # Asked for here because a cancelled caller never does, and the loop would complain.
+        if not future.cancelled() and (error := future.exception()) is not None:
+            log.debug("ledger job failed error=%r", error)
+
+
+def _open(directory: Path, now: float) -> Database:
+    database = open_database(directory, now=now)
+    try:
+        interrupted = approvals.interrupt_ops(database.connection)
+    except BaseException:
+        database.close()
+        raise
+    if interrupted:
+        log.warning("operations were interrupted by the end of the program count=%d", interrupted)
+    return database
+
+
+def _close_unwanted(opening: Future[Database]) -> None:
+    """Close what was opened for somebody who no longer waits; runs in the ledger's thread."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

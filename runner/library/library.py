@@ -1,0 +1,167 @@
+"""Model ids to files: below the owner's model folder first, then among what was fetched from a hub."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from runner.definitions.plan import Report
+from runner.errors import DownloadFailed, InvalidRequest, UnknownModel
+from runner.library.discovery import ReadShape, Scanner
+from runner.library.files import (
+    PICKLE_REASON,
+    FolderKind,
+    FoundModel,
+    first_part,
+    gguf_groups,
+    kind_of,
+    list_folder,
+    resolve_inside,
+    unusable_entry,
+)
+from runner.library.hf_cache import RepoCache, cached_repos
+from runner.library.hub import Hub
+from runner.library.ids import check_model_id, check_revision, split_repo_id
+
+
+class Library:
+    """The model files of this machine.
+
+    ``base_path``: the owner's folder (MODEL_BASE_PATH); ``hf_home``: HF_HOME, whose ``hub`` folder is the cache of
+    huggingface_hub; ``hub``: where missing ones are fetched from, None = nowhere. ``read_shape`` reads the headers of a model.
+    All methods but ``fetch`` block on the disk: call them from a thread.
+    """
+
+    def __init__(self, base_path: Path | None, hf_home: Path | None, hub: Hub | None, *, read_shape: ReadShape) -> None:
+        self._base = base_path.resolve() if base_path is not None else None
+        self._cache = (hf_home / "hub").resolve() if hf_home is not None else None
+        self._home = hf_home.resolve() if hf_home is not None else None
+        self._hub = hub
+        self._scanner = Scanner(read_shape)
+        self._lock = threading.Lock()
+
+    def resolve(self, model_id: str, *, revision: str | None = None) -> Path:
+        """Return where a model lies: a .gguf (the first part of a split one) or a folder.
+
+        ``revision`` chooses among what was fetched from a hub. Raises InvalidRequest for an id that cannot be one and for a
+        model that may not be loaded (pickles, links that lead out), UnknownModel when there is nothing.
+        """
+        path = self.find(model_id, revision=revision)
+        if path is None:
+            raise UnknownModel(f"There is no model {model_id} among the files of this box.", param="modelId")
+        return path
+
+    def find(self, model_id: str, *, revision: str | None = None) -> Path | None:
+        """Return the same, or None when there is nothing. Raises InvalidRequest."""
+        segments = check_model_id(model_id)
+        if revision is not None:
+            check_revision(revision)
+        if self._base is not None and (found := _find_below(self._base, segments, bounds=self._base)) is not None:
+            return found
+        repo = split_repo_id(segments)
+        if self._cache is None or repo is None:
+            return None
+        cache = RepoCache(self._cache, repo[0])
+        commit = cache.commit_of(revision)
+        if commit is None or (snapshot := resolve_inside(cache.snapshot(commit), self._cache)) is None:
+            return None
+        inner = tuple(repo[1].split("/")) if repo[1] else ()
+        return _find_below(snapshot, inner, bounds=self._cache, keep_links=True)
+
+    def discover(self) -> list[FoundModel]:
+        """Return every model found, damaged ones with their problem. An id that lies in both places is that of the owner's
+        folder, as for ``resolve``.
+        """
+        with self._lock:
+            found: dict[str, FoundModel] = {}
+            for cached in self._discover_cached():
+                found[cached.model_id] = cached
+            if self._base is not None and self._base.is_dir():
+                skip = frozenset(path for path in (self._home, self._cache) if path is not None and path != self._base)
+                for entry in self._scanner.scan(self._base, bounds=self._base, skip=skip):
+                    found[entry.model_id] = entry
+            return sorted(found.values(), key=lambda entry: entry.model_id)
+
+    async def fetch(self, model_id: str, *, revision: str | None, report: Report) -> Path:
+        """Fetch a repository (``org/name``) or one GGUF of it (``org/name/file``), and return where it lies.
+
+        Raises DownloadFailed, with the reason and what would help, and InvalidRequest.
+        """
+        repo = split_repo_id(check_model_id(model_id))
+        if self._hub is None:
+            raise DownloadFailed(f"{model_id} is not among the files of this box, and downloads are switched off.")
+        if repo is None:
+            raise DownloadFailed(f"{model_id} is not among the files of this box, and it is no id of a repository (org/name).")
+        return await self._hub.fetch(
+            repo[0], wanted=repo[1], revision=None if revision is None else check_revision(revision), report=report
+        )
+
+    def _discover_cached(self) -> list[FoundModel]:
+        found: list[FoundModel] = []
+        if self._cache is None:
+            return found
+        for cache in cached_repos(self._cache):
+            commit = cache.commit_of(None)
+            snapshot = resolve_inside(cache.snapshot(commit), self._cache) if commit is not None else None
+            if snapshot is None:
+                continue
+            models = self._scanner.scan(snapshot, bounds=self._cache, prefix=cache.repo_id)
+            if len(models) == 1:  # the only one of its repository goes by its name
+                models = [replace(models[0], model_id=cache.repo_id)]
+            found += models
+        return found
+
+
+def _find_below(root: Path, segments: tuple[str, ...], *, bounds: Path, keep_links: bool = False) -> Path | None:
+    """Return the file or model folder with this path below ``root``. ``keep_links``: the names of links matter, since what
+    they lead to is named by its digest.
+    """
+    path = root.joinpath(*segments)
+    for candidate in (path.with_name(path.name + ".gguf"), path) if segments else (path,):
+        target = resolve_inside(candidate, bounds)
+        if target is None:
+            continue
+        if target.is_file() and candidate.name.endswith(".gguf"):
+            place = candidate if keep_links else target
+            return _check_gguf(place.with_name(first_part(place.name)), bounds)
+        if target.is_dir():
+            return _find_in_folder(candidate if keep_links else target, bounds, "/".join(segments))
+    return None
+
+
+def _check_gguf(first: Path, bounds: Path) -> Path | None:
+    """Return the first part of a GGUF when it is there. Raises InvalidRequest when another part leads out of the bounds."""
+    try:
+        listing = list_folder(first.parent, bounds)
+    except OSError:
+        return None
+    if first.name not in listing.files:
+        return None
+    parts = gguf_groups((*listing.files, *listing.others)).get(first.name, ())
+    for name in parts:
+        if name in listing.others:
+            raise InvalidRequest(
+                f"The model {first.name} is refused: {name} is no regular file, or a link that leads out of the model folder.",
+                param="modelId",
+            )
+    return first
+
+
+def _find_in_folder(folder: Path, bounds: Path, model_id: str) -> Path | None:
+    try:
+        listing = list_folder(folder, bounds)
+    except OSError:
+        return None
+    kind = kind_of(listing)
+    if kind is FolderKind.PICKLES:
+        raise InvalidRequest(f"The model {model_id} is refused: {PICKLE_REASON}.", param="modelId")
+    if kind in {FolderKind.SAFETENSORS, FolderKind.CTRANSLATE2}:
+        if (problem := unusable_entry(listing)) is not None:
+            raise InvalidRequest(f"The model {model_id} is refused: {problem}.", param="modelId")
+        return folder
+    groups = gguf_groups(listing.files)
+    if len(groups) > 1:
+        names = ", ".join(name.removesuffix(".gguf") for name in list(groups)[:20])
+        raise InvalidRequest(f"{model_id} holds several models; add one of these after a slash: {names}.", param="modelId")
+    return _check_gguf(folder / next(iter(groups)), bounds) if groups else None

@@ -1,0 +1,293 @@
+"""What a box is made of, put together: telemetry, ledger, models, queues, serving, operations. No doors: those are above."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+import aiohttp
+
+from runner.admission import FairQueue, QueueLimits, WaitBudget, read_rates, read_weights
+from runner.config import BackendConfig, LlamaConfig, RunnerConfig
+from runner.definitions.definition import ModelDefinition
+from runner.definitions.environment import read_vllm_defaults
+from runner.definitions.overrides import make_plan
+from runner.definitions.settings import Settings, SettingsChange, diff_settings, read_settings
+from runner.engines.registry import make_engine
+from runner.engines.supervisor import EngineState
+from runner.errors import RunnerError
+from runner.fit import read_shape
+from runner.ledger import Ledger
+from runner.library import Hub, Library, allow_listed
+from runner.library.hub import PUBLIC_HUB
+from runner.operations.gate import Gate
+from runner.operations.tasks import Operations
+from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
+from runner.pool.attached import AttachedServer
+from runner.serving.costs import Costs
+from runner.serving.door import Door
+from runner.serving.pool_surface import PoolSurface
+from runner.serving.service import Serving
+from runner.serving.tally import Tally
+from runner.telemetry import Reading, Telemetry, open_telemetry
+from wire.optoken import Level
+
+log = logging.getLogger(__name__)
+
+READING_LIFE_S = 1.0
+MEASURE_LIFE_S = 5.0
+"""Looking at every engine's processes and asking it for its numbers costs more than a reading of the machine."""
+DISCOVERY_LIFE_S = 30.0
+MIB = 1024 * 1024
+
+
+class Phase(StrEnum):
+    """Where the process is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True)
+class Parts:
+    """One box, without its doors. ``reading`` is at most a second old after ``look``."""
+
+    config: RunnerConfig
+    settings: Settings
+    telemetry: Telemetry
+    ledger: Ledger
+    library: Library
+    pool: Pool
+    budget: WaitBudget
+    tally: Tally
+    serving: Serving
+    door: Door
+    operations: Operations
+    costs: Costs
+    _client: aiohttp.ClientSession
+    _make_queue: Callable[[ModelDefinition], FairQueue]
+    phase: Phase = Phase.STARTING
+    started_at: float = field(default_factory=time.time)
+    reading: Reading | None = None
+    _read_at: float = float("-inf")
+    _measured_at: float = float("-inf")
+    _discovered_at: float = float("-inf")
+    _attached: AttachedServer | None = None
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def look(self) -> Reading:
+        """Return a reading of the machine, at most a second old; the loaded models are measured every five."""
+        now = time.monotonic()
+        if self.reading is None or now - self._read_at >= READING_LIFE_S:
+            self._read_at = now
+            self.reading = await self.pool.capacity.read()
+        if now - self._measured_at >= MEASURE_LIFE_S:
+            self._measured_at = now
+            for model in self.pool.registry.models:
+                for replica in model.replicas if model.is_ready else []:
+                    await self.pool.capacity.measure(replica)
+        return self.reading
+
+    async def discover(self, *, at_once: bool = False) -> None:
+        """Look through the model files, unless that was done within half a minute."""
+        now = time.monotonic()
+        if at_once or now - self._discovered_at >= DISCOVERY_LIFE_S:
+            self._discovered_at = now
+            await self.pool.registry.discover()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the first start of everything the owner wants has succeeded or failed."""
+        if self._attached is not None and self._attached.supervisor.state in {EngineState.UNLOADED, EngineState.LOADING}:
+            return False
+        return all(model.state is not ModelState.LOADING for model in self.pool.registry.models)
+
+    def refresh_attached(self) -> None:
+        """Have the models of the server given with ``--backend`` looked at now."""
+        if self._attached is not None:
+            self._attached.refresh()
+
+    async def reload_settings(self) -> SettingsChange:
+        """Read the settings files again and take over what changed. Raises InvalidSettings, SettingsConflict."""
+        files = self.config.files
+        new = await asyncio.to_thread(read_settings, files.settings, files.local_settings)
+        registry = self.pool.registry
+        busy = [model.model_id for model in registry.models if model.replicas or model.load is not None]
+        change = diff_settings(self.settings, new, busy)
+        self.settings = new
+        for model_id in [*change.added, *change.updated]:
+            registry.define(new.models[model_id])
+        for model_id in change.removed:
+            registry.forget(model_id)
+        await self.discover(at_once=True)
+        return change
+
+    async def start_models(self) -> None:
+        """Make every model known and start those that the owner wants from the beginning."""
+        registry, engine = self.pool.registry, self.config.engine
+        for definition in self.settings.models.values():
+            registry.define(definition)
+        await self.discover(at_once=True)
+        if isinstance(engine, LlamaConfig):
+            self._start_given(engine)
+        elif isinstance(engine, BackendConfig):
+            self._attach(engine)
+        for definition in self.settings.models.values():
+            if definition.enabled:
+                self._spawn(self._load_wanted(definition.model_id))
+
+    async def close(self) -> None:
+        """End loads and engines."""
+        self.phase = Phase.STOPPING
+        self.serving.is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.operations.close()
+        await self.pool.unloader.close()
+        if self._attached is not None:
+            await self._attached.close()
+
+    async def _load_wanted(self, model_id: str) -> None:
+        """Load a model that the settings switch on; what goes wrong is its ``last_error``."""
+        loader = self.pool.loader
+        try:
+            order = await loader.order(model_id, overrides={})
+            if isinstance(order, LoadOrder):
+                await loader.carry_out(order, lambda _: None)
+        except RunnerError as error:
+            log.error("model of the settings was not loaded model=%s: %s", model_id, error)  # noqa: TRY400  # text for the owner
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _start_given(self, engine: LlamaConfig) -> None:
+        """Serve the GGUF file of the command line."""
+        definition = ModelDefinition(
+            model_id=engine.model_name, backend="gguf", model_path=str(engine.model_path), enabled=True,
+            target_inflight=self.config.max_concurrent, options={"gguf_n_ctx": engine.context_tokens},
+        )  # fmt: skip
+        model = self.pool.registry.define(definition)
+        plan = make_plan(definition, overrides={}, path=engine.model_path, threads=engine.threads, gpu_ids=self.config.gpu_ids)
+        self.pool.loader.start_wanted(model, plan)
+
+    def _attach(self, backend: BackendConfig) -> None:
+        """Offer the models of the server given with ``--backend``."""
+        slots = self.config.max_concurrent
+        queue = self._make_queue(ModelDefinition(model_id="", backend="attached", target_inflight=slots))
+        self._attached = AttachedServer(
+            self.pool.registry, queue, url=backend.url, key=backend.key, given=backend.models, slots=slots,
+            silent_s=self.config.timeouts.engine_silent_s, client=self._client,
+        )  # fmt: skip
+        self._attached.start()
+
+
+@asynccontextmanager
+async def assemble(
+    config: RunnerConfig, client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None]
+) -> AsyncIterator[Parts]:
+    """Yield the parts of a box; nothing is loaded yet. ``on_change``: models; ``on_load``: a request began or ended.
+
+    Raises ConfigError and InvalidSettings.
+    """
+    files = config.files
+    settings = await asyncio.to_thread(read_settings, files.settings, files.local_settings)
+    if config.log_level is None and settings.service.log_level is not None:
+        logging.getLogger().setLevel(settings.service.log_level.upper())
+    if files.data is None:
+        log.info("no --data folder: load tasks, measured memory and costs are forgotten when the box stops")
+    with tempfile.TemporaryDirectory(prefix="muster-node-") as scratch:
+        ledger = await Ledger.open(files.data or Path(scratch))
+        telemetry = await asyncio.to_thread(open_telemetry)
+        parts = _put_together(config, settings, telemetry, ledger, client, on_change=on_change, on_load=on_load)
+        try:
+            await parts.operations.recover()
+            await ledger.abandon_costs()
+            yield parts
+        finally:
+            await parts.close()
+            await asyncio.to_thread(telemetry.close)
+            await ledger.close()
+
+
+def _put_together(
+    config: RunnerConfig, settings: Settings, telemetry: Telemetry, ledger: Ledger, client: aiohttp.ClientSession, *,
+    on_change: Callable[[], None], on_load: Callable[[], None],
+) -> Parts:  # fmt: skip
+    files, timeouts = config.files, config.timeouts
+    budget, limits = WaitBudget(config.max_queue_depth), _queue_limits(settings)
+    by_variable = read_weights(config.environment)
+    read_vllm_defaults(config.environment)  # a variable that cannot be used is said now, not at the first load
+
+    def weigh(tenant: str) -> float:
+        return parts.settings.fairness.weights.get(tenant) or by_variable(tenant)
+
+    def make_queue(definition: ModelDefinition) -> FairQueue:
+        return FairQueue(slots=max(1, definition.target_inflight), limits=limits, budget=budget, weight_of=weigh)
+
+    library = Library(files.model_base, files.hf_home, _make_hub(config), read_shape=read_shape)
+    registry = Registry(library=library, make_queue=make_queue, on_change=on_change)
+    memory = None if config.memory_budget_mb is None else config.memory_budget_mb * MIB
+    capacity = Capacity(telemetry, ledger, budget_bytes=memory)
+    unloader = Unloader(registry, capacity=capacity, drain_s=timeouts.unload_drain_s)
+    options = LoadOptions(
+        threads=config.threads, gpu_ids=config.gpu_ids, silent_s=timeouts.engine_silent_s, defaults=config.environment
+    )
+    loader = Loader(
+        registry, capacity=capacity, unloader=unloader, options=options, make_engine=lambda plan: make_engine(plan, client)
+    )
+    pool, tally = Pool(registry, loader, unloader, capacity), Tally()
+    costs = Costs(ledger, lambda: parts.settings.remote)
+    serving = Serving(
+        registry,
+        rates=read_rates(config.environment),
+        tally=tally,
+        costs=costs,
+        queue_timeout_s=timeouts.queue_s,
+        on_load=on_load,
+    )
+    wanted = config.operations
+    gate = Gate(
+        key_path=wanted.key_path,
+        level=Level(f"L{wanted.level}"),
+        min_signers=wanted.min_signers,
+        runner_id=wanted.runner_id,
+        ledger=ledger,
+    )
+    parts = Parts(
+        config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
+        tally=tally, serving=serving, door=Door(serving, PoolSurface(serving, lambda: parts.settings.decoding)),
+        operations=Operations(pool, gate, ledger), costs=costs, _client=client, _make_queue=make_queue,
+    )  # fmt: skip
+    return parts
+
+
+def _queue_limits(settings: Settings) -> QueueLimits:
+    fairness = settings.fairness
+    return QueueLimits(
+        soft_inflight_per_key=fairness.soft_inflight_per_key,
+        pending_per_key=fairness.pending_per_key,
+        pending_per_executor=fairness.pending_per_executor,
+    )
+
+
+def _make_hub(config: RunnerConfig) -> Hub | None:
+    home, env = config.files.hf_home, config.environment
+    if home is None:
+        return None
+    return Hub(
+        home / "hub",
+        endpoint=env.get("HF_ENDPOINT") or PUBLIC_HUB,
+        token=env.get("HF_TOKEN") or None,
+        is_allowed=allow_listed(config.files.hub_allow),
+    )

@@ -1,0 +1,25 @@
+"""The models of the box: what is known, what is loaded in how many replicas, what memory they hold, and their life."""
+
+from dataclasses import dataclass
+
+from runner.pool.capacity import Capacity
+from runner.pool.loading import Loader, LoadOptions, LoadOrder, LoadResult
+from runner.pool.model import LoadProgress, Model, Replica
+from runner.pool.registry import Registry
+from runner.pool.states import ModelEvent, ModelState
+from runner.pool.unloading import Unloader, UnloadResult
+
+__all__ = [
+    "Capacity", "LoadOptions", "LoadOrder", "LoadProgress", "LoadResult", "Loader", "Model", "ModelEvent", "ModelState", "Pool",
+    "Registry", "Replica", "UnloadResult", "Unloader",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The parts that share one set of models."""
+
+    registry: Registry
+    loader: Loader
+    unloader: Unloader
+    capacity: Capacity

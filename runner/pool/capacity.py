@@ -1,0 +1,160 @@
+"""Whether a load fits: what it will take, what is free, and what is promised to loads under way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from runner.definitions.overrides import check_quantization, plan_key
+from runner.definitions.plan import LoadPlan, Observation
+from runner.engines.port import EngineStats
+from runner.errors import InsufficientMemory
+from runner.fit import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead, read_shape
+from runner.ledger import Ledger
+from runner.library import FoundModel, other_quantizations
+from runner.pool.model import Model, Replica
+from runner.telemetry import Reading, Telemetry
+
+MIB = 1024 * 1024
+DEFAULT_CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one replica is expected to take. ``estimate`` None: a server of somebody else's, which takes nothing here."""
+
+    shape: ModelShape | None
+    estimate: Estimate | None
+    expected_s: float | None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of one replica, 0 when it takes nothing here."""
+        return self.estimate.total_bytes if self.estimate is not None else 0
+
+
+class Capacity:
+    """Predicts, decides and learns. ``budget_bytes`` caps what all models together may hold, None = the whole machine."""
+
+    def __init__(self, telemetry: Telemetry, ledger: Ledger | None, *, budget_bytes: int | None) -> None:
+        self._telemetry = telemetry
+        self._ledger = ledger
+        self._budget_bytes = budget_bytes
+
+    async def read(self) -> Reading:
+        """Return a fresh reading of the machine."""
+        return await asyncio.to_thread(self._telemetry.sample)
+
+    async def predict(self, plan: LoadPlan) -> Prediction:
+        """Return what one replica of ``plan`` will take.
+
+        Raises CorruptModel for files that are damaged, InvalidLoadRequest when they are of another quantisation than asked for.
+        """
+        expected_s = await self._ledger.last_load_s(plan.model_id, plan_key(plan)) if self._ledger is not None else None
+        if plan.path is None:
+            return Prediction(None, None, expected_s)
+        shape = await asyncio.to_thread(read_shape, plan.path)
+        check_quantization(plan, shape.quantization)
+        seen = await self._ledger.observations(plan.backend) if self._ledger is not None else []
+        predicted = estimate(
+            shape,
+            context_tokens=_context_of(plan, shape),
+            slots=plan.slots,
+            type_k=_cache_type(plan, "gguf_type_k"),
+            type_v=_cache_type(plan, "gguf_type_v"),
+            overhead_bytes=learn_overhead(seen, plan.backend).bytes,
+        )
+        return Prediction(shape, predicted, expected_s)
+
+    def decide(
+        self, model: Model, plan: LoadPlan, prediction: Prediction, *, replicas: int, reading: Reading,
+        models: Iterable[Model], evictee: Model | None, found: Sequence[FoundModel] = (),
+    ) -> int:  # fmt: skip
+        """Return the bytes to reserve for all replicas. Raises InsufficientMemory with what would fit. Does not wait."""
+        if prediction.estimate is None or prediction.shape is None:
+            return 0
+        others = [other for other in models if other is not model]
+        free = (reading.free_mb or 0) * MIB - sum(other.reserved_bytes for other in others)
+        if self._budget_bytes is not None:
+            held = sum(other.memory_bytes or other.reserved_bytes for other in others)
+            free = min(free, self._budget_bytes - held)
+        if evictee is not None:
+            free += evictee.memory_bytes or 0
+        verdict = judge(
+            prediction.estimate,
+            free_bytes=max(0, free) // replicas,
+            budget_bytes=None if plan.memory_budget_mb is None else plan.memory_budget_mb * MIB,
+            shape=prediction.shape,
+            context_tokens=_context_of(plan, prediction.shape),
+            slots=plan.slots,
+            type_k=_cache_type(plan, "gguf_type_k"),
+            type_v=_cache_type(plan, "gguf_type_v"),
+            kv_types=("q8_0", "q4_0") if plan.backend == "gguf" else (),
+            alternatives=[
+                Alternative(entry.model_id, entry.quantization or "another", entry.size_bytes)
+                for entry in other_quantizations(model.model_id, found)
+            ],
+            loaded=[
+                (other.model_id, other.memory_bytes or 0) for other in others if other is not evictee and other.memory_bytes
+            ],
+        )
+        if isinstance(verdict, DoesNotFit):
+            raise InsufficientMemory(
+                f"{model.model_id} needs {_mib(verdict.required_bytes * replicas)} MiB and {_mib(max(0, free))} MiB are free. "
+                + " ".join(suggestion.text for suggestion in verdict.suggestions),
+                details={
+                    "requiredMB": _mib(verdict.required_bytes * replicas),
+                    "freeMB": _mib(max(0, free)),
+                    "suggestions": [suggestion.as_dict() for suggestion in verdict.suggestions],
+                },
+            )
+        return prediction.estimate.total_bytes * replicas
+
+    async def measure(self, replica: Replica) -> None:
+        """Look at the replica's process tree and at what its engine says of its memory."""
+        engine = replica.supervisor.engine
+        if pids := engine.pids:
+            replica.memory = await asyncio.to_thread(self._telemetry.measure, pids)
+        stats: EngineStats = await engine.stats()
+        replica.weights_bytes = stats.weights_bytes or replica.weights_bytes
+        replica.kv_bytes = stats.kv_bytes or replica.kv_bytes
+
+    async def measure_roots(self, roots: Sequence[int]) -> int:
+        """Return the bytes still held by the trees of these processes; 0 when all are gone."""
+        if not roots:
+            return 0
+        memory = await asyncio.to_thread(self._telemetry.measure, roots)
+        return memory.gpu_bytes or memory.host_bytes
+
+    async def learn(self, replica: Replica, prediction: Prediction, *, load_s: float) -> None:
+        """Write down what a load really took, for the next prediction."""
+        memory, predicted = replica.memory, prediction.estimate
+        if predicted is not None:
+            replica.weights_bytes = replica.weights_bytes or predicted.weights_bytes
+            replica.kv_bytes = replica.kv_bytes or predicted.kv_bytes
+        if self._ledger is None:
+            return
+        measured = 0 if memory is None else memory.gpu_bytes or memory.host_bytes
+        await self._ledger.add_observation(
+            Observation(
+                backend=replica.plan.backend, model_id=replica.plan.model_id, plan_key=plan_key(replica.plan),
+                weights_bytes=predicted.weights_bytes if predicted else 0, kv_bytes=predicted.kv_bytes if predicted else 0,
+                measured_bytes=measured, load_s=load_s, loaded_at=time.time(),
+            )
+        )  # fmt: skip
+
+
+def _context_of(plan: LoadPlan, shape: ModelShape) -> int:
+    """Return the context of one request as the engine will make it: llama.cpp is given a bounded one unless told otherwise."""
+    own = shape.context_max or DEFAULT_CONTEXT_TOKENS
+    return plan.context_tokens or (min(own, DEFAULT_CONTEXT_TOKENS) if plan.backend == "gguf" else own)
+
+
+def _cache_type(plan: LoadPlan, option: str) -> str:
+    return str(plan.options.get(option) or "f16")
+
+
+def _mib(size: int) -> int:
+    return -(-size // MIB)

@@ -1,0 +1,159 @@
+"""One model: its definition, its replicas, its queue and its state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from runner.admission import FairQueue
+from runner.definitions.definition import ModelDefinition
+from runner.definitions.plan import LoadPlan, Progress
+from runner.engines.port import Capabilities
+from runner.engines.supervisor import Supervisor
+from runner.pool.states import ModelEvent, ModelState, next_state
+from runner.telemetry import TreeMemory
+
+log = logging.getLogger(__name__)
+
+NO_CAPABILITIES = Capabilities(endpoints=())
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One loaded copy. ``memory`` is its process tree as last measured, None = not yet, or a server of somebody else's."""
+
+    plan: LoadPlan
+    supervisor: Supervisor
+    active: int = 0
+    memory: TreeMemory | None = None
+    weights_bytes: int | None = None
+    kv_bytes: int | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its engine can do."""
+        return self.supervisor.engine.capabilities
+
+    @property
+    def slots(self) -> int:
+        """Requests it takes at once: what the plan says, within what the engine can."""
+        most = self.capabilities.max_inflight
+        return self.plan.slots if most is None else min(self.plan.slots, most)
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """How a load goes on. ``fraction`` over all replicas; ``expected_s`` is how long the last load like it took."""
+
+    started_at: float = field(default_factory=time.monotonic)
+    stage: str = "waiting"
+    fraction: float | None = None
+    expected_s: float | None = None
+
+    def eta_s(self) -> float | None:
+        """Return the seconds that are left: by the last load like it, else by what is done so far; None = cannot be told."""
+        elapsed = time.monotonic() - self.started_at
+        done = self.fraction or 0.0
+        if self.expected_s is not None:
+            return max(0.0, self.expected_s - elapsed, self.expected_s * (1 - done) if done else 0.0)
+        return elapsed * (1 - done) / done if done >= 0.05 else None
+
+
+class Model:
+    """A model of the box. Only ``runner.pool`` changes it. ``queue`` outlives loads, so that fairness has a memory."""
+
+    def __init__(self, definition: ModelDefinition, queue: FairQueue, on_change: Callable[[], None]) -> None:
+        self.definition = definition
+        self.queue = queue
+        self._on_change = on_change
+        self.state = ModelState.UNLOADED
+        self.replicas: list[Replica] = []
+        self.overrides: dict[str, object] = {}
+        self.load: LoadProgress | None = None
+        self.load_task: asyncio.Task[object] | None = None
+        self.last_error: str | None = None
+        self.loaded_at: float | None = None
+        self.load_s: float | None = None
+        self.predicted_bytes: int | None = None
+        self.reserved_bytes = 0
+        self.is_wanted = False
+        """The owner's settings want it loaded: its supervisors go on trying although a first load failed."""
+
+    @property
+    def model_id(self) -> str:
+        """Its name for clients."""
+        return self.definition.model_id
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request can be given to a replica."""
+        return self.state is ModelState.LOADED
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its engine can do; nothing while there is none."""
+        return self.replicas[0].capabilities if self.replicas else NO_CAPABILITIES
+
+    @property
+    def slots(self) -> int:
+        """Requests it takes at once over the replicas that serve."""
+        return sum(replica.slots for replica in self.replicas if replica.supervisor.is_ready)
+
+    @property
+    def active(self) -> int:
+        """Requests that run on it."""
+        return sum(replica.active for replica in self.replicas)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Measured memory of its replicas: on the GPUs where that is known, else of the host. None = not measured."""
+        known = [replica.memory for replica in self.replicas if replica.memory is not None]
+        return sum(memory.gpu_bytes or memory.host_bytes for memory in known) if known else None
+
+    def apply(self, event: ModelEvent, *, error: str | None = None) -> None:
+        """Move on in the table of states. Raises IllegalTransition."""
+        self.state = next_state(self.state, event)
+        if error is not None:
+            self.last_error = error
+        elif event in {ModelEvent.SERVE, ModelEvent.RECOVER, ModelEvent.VANISH}:
+            self.last_error = None
+        self._on_change()
+
+    def show_progress(self, progress: Progress) -> None:
+        """Note how a load goes on."""
+        if self.load is not None:
+            self.load.stage = progress.stage
+            self.load.fraction = progress.fraction
+            self._on_change()
+
+    def serve(self, *, load_s: float) -> None:
+        """Every replica answers, ``load_s`` seconds after the load began."""
+        self.load, self.reserved_bytes = None, 0
+        self.loaded_at, self.load_s = time.time(), load_s
+        self.apply(ModelEvent.SERVE)
+        self.engines_changed()
+        log.info("model loaded model=%s replicas=%s seconds=%.2f", self.model_id, len(self.replicas), load_s)
+
+    def engines_changed(self) -> None:
+        """A supervisor's state changed: follow it, and offer as many slots as there are serving replicas."""
+        ready = [replica for replica in self.replicas if replica.supervisor.is_ready]
+        if self.state is ModelState.LOADED and not ready:
+            errors = [replica.supervisor.last_error for replica in self.replicas if replica.supervisor.last_error]
+            self.apply(ModelEvent.LOSE, error=errors[0] if errors else "no replica serves")
+        elif self.state is ModelState.FAILED and ready:
+            self.apply(ModelEvent.RECOVER)
+        elif self.state is ModelState.FAILED:
+            errors = [replica.supervisor.last_error for replica in self.replicas if replica.supervisor.last_error]
+            self.last_error = errors[0] if errors else self.last_error
+            self._on_change()
+        if self.state is ModelState.LOADED:
+            self.queue.resize(max(1, self.slots))
+        self._on_change()
+
+    def pick(self) -> Replica | None:
+        """Return the serving replica with the most free room, or None."""
+        ready = [replica for replica in self.replicas if replica.supervisor.is_ready]
+        return min(ready, key=lambda replica: replica.active / max(1, replica.slots), default=None)

@@ -1,0 +1,163 @@
+"""Unloading and flushing: let requests finish or cut them, have the engines go, and see that they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+
+from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
+from runner.errors import EngineError, ModelLoading, ModelNotLoaded, ModelUnloading
+from runner.pool.capacity import Capacity
+from runner.pool.model import Model, Replica
+from runner.pool.registry import Registry
+from runner.pool.states import ModelEvent, ModelState
+
+log = logging.getLogger(__name__)
+
+FLUSH_IDLE_S = 2.0
+"""How long a flush waits for running requests before it leaves the refusal to the engine."""
+CUT_S = 5.0
+"""How long requests of a model that is forced out may take to notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadResult:
+    """What an unload freed: bytes of the model's processes before and after; ``cut`` requests were ended by it."""
+
+    model_id: str
+    before_bytes: int
+    after_bytes: int
+    cut: int
+    was_loaded: bool
+
+
+class Unloader:
+    """``drain_s`` bounds how long a gentle unload waits for what runs."""
+
+    def __init__(self, registry: Registry, *, capacity: Capacity, drain_s: float) -> None:
+        self._registry = registry
+        self._capacity = capacity
+        self._drain_s = drain_s
+        self._running: dict[str, asyncio.Task[UnloadResult]] = {}
+
+    async def unload(self, model_id: str, *, force: bool = False) -> UnloadResult:
+        """Unload a model and see that it is gone; a second call while one runs waits for the same end.
+
+        Raises UnknownModel, ModelLoading (unless forced), EngineError when it does not go.
+        """
+        model = self._registry.find(model_id)
+        running = self._running.get(model_id)
+        if running is None:
+            if model.state is ModelState.UNLOADED:
+                return UnloadResult(model_id, 0, 0, 0, was_loaded=False)
+            if model.state is ModelState.LOADING and not force:
+                raise ModelLoading(f"{model_id} is being loaded; wait for it, or unload it with force.", retry_after_s=5)
+            running = asyncio.create_task(self._unload(model, force=force))
+            self._running[model_id] = running
+            running.add_done_callback(lambda _: self._running.pop(model_id, None))
+        elif force:
+            model.queue.pause()
+            self._kill(model)
+        return await asyncio.shield(running)
+
+    async def flush(self, model: Model, request: FlushRequest) -> FlushOutcome:
+        """Clear what the replicas of a loaded model keep between requests; nothing is granted meanwhile."""
+        if not model.is_ready:
+            raise ModelNotLoaded(f"{model.model_id} is {model.state}, so there is nothing to flush.")
+        model.queue.pause()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(model.queue.wait_idle(), FLUSH_IDLE_S)
+            outcomes = [await self._flush_replica(model, replica, request) for replica in list(model.replicas)]
+        finally:
+            model.queue.resume()
+        return _join(outcomes)
+
+    async def close(self) -> None:
+        """Unload everything, killing what does not go."""
+        for model in self._registry.models:
+            if model.load_task is not None:
+                model.load_task.cancel()
+        supervisors = {replica.supervisor for model in self._registry.models for replica in model.replicas}
+        await asyncio.gather(*(supervisor.unload(gently=True) for supervisor in supervisors), return_exceptions=True)
+
+    async def _unload(self, model: Model, *, force: bool) -> UnloadResult:
+        if model.load_task is not None:
+            model.load_task.cancel()
+            await asyncio.gather(model.load_task, return_exceptions=True)
+        if model.state is ModelState.LOADING:  # wanted by the owner, still trying
+            model.load = None
+        before = await self._memory_of(model)
+        model.apply(ModelEvent.UNLOAD)
+        model.queue.cancel_waiting(ModelUnloading(f"{model.model_id} is being unloaded."))
+        cut = 0
+        if not force:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(model.queue.wait_idle(), self._drain_s)
+        cut = model.active
+        roots = [pid for replica in model.replicas for pid in replica.supervisor.engine.pids]
+        try:
+            await stop_replicas(model, gently=not force)
+        except EngineError as error:
+            model.apply(ModelEvent.FAIL, error=str(error))
+            raise
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(model.queue.wait_idle(), CUT_S)
+        after = await self._capacity.measure_roots(roots)
+        model.predicted_bytes, model.loaded_at, model.is_wanted, model.overrides = None, None, False, {}
+        model.apply(ModelEvent.VANISH)
+        log.info("model unloaded model=%s freed_mb=%s", model.model_id, (before - after) >> 20)
+        return UnloadResult(model.model_id, before, after, cut, was_loaded=True)
+
+    async def _memory_of(self, model: Model) -> int:
+        for replica in model.replicas:
+            await self._capacity.measure(replica)
+        return model.memory_bytes or 0
+
+    def _kill(self, model: Model) -> None:
+        """Have the engines of a model that is being unloaded killed, which ends what still runs on them."""
+        for replica in model.replicas:
+            task = asyncio.create_task(replica.supervisor.engine.unload(gently=False))
+            task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+
+    async def _flush_replica(self, model: Model, replica: Replica, request: FlushRequest) -> FlushOutcome:
+        engine = replica.supervisor.engine
+        outcome = await engine.flush(request)
+        wide = request.scope in {FlushScope.ALL, FlushScope.MODEL}
+        if (
+            outcome.result is not FlushResult.NOT_SUPPORTED
+            or not wide
+            or not engine.pids
+            or not engine.capabilities.prefix_caching
+        ):
+            return outcome
+        if model.active:
+            return FlushOutcome(FlushResult.REFUSED_BUSY, "the engine can only be reloaded, and requests run on it")
+        await replica.supervisor.unload(gently=True)
+        await replica.supervisor.load(model.show_progress)
+        return FlushOutcome(FlushResult.RELOADED, "the engine was reloaded")
+
+
+async def stop_replicas(model: Model, *, gently: bool) -> None:
+    """Unload every replica; those that refuse stay in the list. Raises EngineError with the first refusal."""
+    kept, refusal = [], None
+    for replica in model.replicas:
+        try:
+            await replica.supervisor.unload(gently=gently)
+        except EngineError as error:
+            kept.append(replica)
+            refusal = refusal or error
+    model.replicas = kept
+    if refusal is not None:
+        raise refusal
+
+
+def _join(outcomes: list[FlushOutcome]) -> FlushOutcome:
+    """Return one outcome for all replicas: the least that was reached, the sums of what was counted."""
+    order = [FlushResult.REFUSED_BUSY, FlushResult.NOT_SUPPORTED, FlushResult.RELOADED, FlushResult.FLUSHED]
+    worst = min(outcomes, key=lambda outcome: order.index(outcome.result))
+    entries = [outcome.entries_removed for outcome in outcomes if outcome.entries_removed is not None]
+    freed = [outcome.memory_freed_mb for outcome in outcomes if outcome.memory_freed_mb is not None]
+    return FlushOutcome(worst.result, worst.detail, sum(entries) if entries else None, sum(freed) if freed else None)

@@ -1,0 +1,78 @@
+"""What a box says of itself to its gateways. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from runner.pool import Model, ModelState, Replica
+from runner.telemetry import Reading
+from wire.bridge import MemoryInfo, ReplicaInfo
+
+MIB = 1024 * 1024
+MAX_DETAIL_CHARS = 300
+
+
+def list_replicas(models: Iterable[Model]) -> list[ReplicaInfo]:
+    """Return every replica of every model that is or should be loaded; one without replicas yet counts as one."""
+    found: list[ReplicaInfo] = []
+    for model in models:
+        if model.state is ModelState.UNLOADED:
+            continue
+        if model.state is ModelState.LOADING or not model.replicas:
+            found.append(_describe_loading(model))
+        else:
+            found += [_describe_replica(model, replica) for replica in model.replicas]
+    return found
+
+
+def list_endpoints(models: Iterable[Model]) -> list[str]:
+    """Return every API path that some loaded model answers."""
+    return sorted({path for model in models if model.is_ready for path in model.capabilities.endpoints})
+
+
+def read_memory(reading: Reading | None, models: Sequence[Model]) -> MemoryInfo | None:
+    """Return the memory that the models share, None before it was first read."""
+    if reading is None:
+        return None
+    replicas = [replica for model in models for replica in model.replicas]
+    return MemoryInfo(
+        kind=reading.kind,
+        total_mb=reading.total_mb,
+        used_mb=reading.used_mb,
+        weights_mb=_sum_mb(replica.weights_bytes for replica in replicas),
+        kv_mb=_sum_mb(replica.kv_bytes for replica in replicas),
+    )
+
+
+def _describe_loading(model: Model) -> ReplicaInfo:
+    load = model.load
+    return ReplicaInfo(
+        model=model.model_id,
+        state=model.state.value,
+        engine=model.definition.backend,
+        slots=model.definition.target_inflight,
+        detail=(load.stage if load is not None else model.last_error or "")[:MAX_DETAIL_CHARS],
+        progress=None if load is None or load.fraction is None else round(load.fraction, 3),
+        eta_s=None if load is None or (eta := load.eta_s()) is None else round(eta, 1),
+    )
+
+
+def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
+    supervisor, memory = replica.supervisor, replica.memory
+    return ReplicaInfo(
+        model=model.model_id,
+        state=model.state.value if model.state is ModelState.UNLOADING else supervisor.state.value,
+        engine=supervisor.engine.name,
+        slots=replica.slots,
+        active=replica.active,
+        detail=(supervisor.last_error or "")[:MAX_DETAIL_CHARS],
+        memory_mb=None if memory is None else (memory.gpu_bytes or memory.host_bytes) // MIB,
+        weights_mb=None if replica.weights_bytes is None else replica.weights_bytes // MIB,
+        kv_mb=None if replica.kv_bytes is None else replica.kv_bytes // MIB,
+        endpoints=list(replica.capabilities.endpoints),
+    )
+
+
+def _sum_mb(sizes: Iterable[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) // MIB if known else None

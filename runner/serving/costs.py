@@ -1,0 +1,230 @@
+"""What requests to remote models cost: set aside before they leave, put right when they are over, within a monthly cap.
+
+Amounts are whole millionths of a unit of the settings' currency, and are rounded up. A price per million tokens is thereby
+also the price of one token in millionths.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fractions import Fraction
+
+import msgspec
+
+from runner.definitions.sections import Price, Remote
+from runner.errors import SpendingCapReached, Unavailable
+from runner.ledger import CostState, Ledger, LedgerError
+from runner.pool import Model
+from runner.serving.request import Inference
+from runner.serving.service import Answer
+from wire.bridge import TokenCounts
+
+log = logging.getLogger(__name__)
+
+MICROS = 1_000_000
+BYTES_PER_TOKEN = 3
+"""Fewer than tokens have in most languages, so that an estimate is rather too high than too low."""
+DEFAULT_OUTPUT_TOKENS = 4096
+"""What is set aside for an answer whose length the request does not limit."""
+MAX_OUTPUT_TOKENS = 100_000_000
+MAX_AMOUNT_MICROS = 2**53
+"""The ledger's own limit for one amount."""
+MAX_RETRY_S = 86_400.0
+
+NOT_BILLED = frozenset({400, 401, 402, 403, 404, 405, 413, 415, 422, 429})
+"""Answers with which a provider turns a request away before it has generated anything."""
+
+
+class _Limits(msgspec.Struct):
+    """The fields of a body that bound its answer. ``object``: a wrong type is the provider's to complain about."""
+
+    max_tokens: object = None
+    max_completion_tokens: object = None
+    max_output_tokens: object = None
+    n: object = None
+    best_of: object = None
+
+
+_limits_decoder = msgspec.json.Decoder(_Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What one tenant spent in a month. ``cap_micros`` None = no cap; ``spent_micros`` holds what is still set aside too."""
+
+    tenant: str
+    spent_micros: int
+    cap_micros: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CostSummary:
+    """The books of one month (``YYYY-MM``, UTC). ``requests``: how those that ended since the start did end, by model.
+
+    ``unsettled``: endings that could not be written down; they go on counting as reserved.
+    """
+
+    month: str
+    currency: str
+    spendings: tuple[Spending, ...]
+    requests: dict[tuple[str, CostState], int]
+    unsettled: int
+
+
+class Charge:
+    """Money set aside for one request. ``price`` is the one it was set aside with; None = the model has none."""
+
+    def __init__(self, costs: Costs, cost_id: str, model_id: str, price: Price | None) -> None:
+        self._costs = costs
+        self._cost_id = cost_id
+        self._model_id = model_id
+        self._price = price
+
+    async def settle(self, answer: Answer | None, *, was_sent: bool) -> None:
+        """Write down how it ended: None = no answer came. Never raises for the ledger's sake.
+
+        The entry is submitted before this first waits, and the ledger carries out what was submitted: a caller that is
+        cancelled here loses nothing.
+        """
+        state, usage = _judge(answer, was_sent=was_sent)
+        amount = None if usage is None else _cost(self._price, usage.prompt_tokens, usage.completion_tokens)
+        await self._costs.write_end(self._cost_id, self._model_id, state=state, amount_micros=amount)
+
+
+class Costs:
+    """Keeps the books. ``remote`` gives the settings as they are now, ``clock`` is in Unix seconds."""
+
+    def __init__(self, ledger: Ledger, remote: Callable[[], Remote], *, clock: Callable[[], float] = time.time) -> None:
+        self._ledger = ledger
+        self._remote = remote
+        self._clock = clock
+        self._ended: dict[tuple[str, CostState], int] = {}
+        self._unsettled = 0
+
+    async def reserve(self, model: Model, request: Inference) -> Charge:
+        """Set aside the most that a request may cost. A model without a price costs nothing, and no cap binds it.
+
+        Raises SpendingCapReached; Unavailable when the ledger cannot be written, for then nothing may be spent.
+        """
+        remote, model_id, tenant = self._remote(), model.model_id, request.tenant
+        month, price = self._month(), remote.prices.get(model_id)
+        amount = estimate_cost(price, request.body)
+        cap = None if price is None else _cap_micros(remote, tenant)
+        try:
+            cost_id = await self._ledger.reserve_cost(
+                tenant=tenant, model_id=model_id, month=month, amount_micros=amount, cap_micros=cap
+            )
+            if cost_id is None:
+                spent = await self._ledger.spent(tenant, month)
+                raise self._refusal(remote, cap_micros=cap or 0, spent=spent, amount=amount, month=month)
+        except LedgerError as error:
+            log.error("cost was not reserved model=%s: %s", model_id, error)  # noqa: TRY400  # text for the owner
+            raise Unavailable("This box cannot write down what a request costs, so none leaves it.", retry_after_s=30) from None
+        return Charge(self, cost_id, model_id, price)
+
+    async def write_end(self, cost_id: str, model_id: str, *, state: CostState, amount_micros: int | None) -> None:
+        """End a reservation; a ledger that refuses is logged, and the reservation then goes on counting."""
+        try:
+            await self._ledger.settle_cost(cost_id, state=state, amount_micros=amount_micros)
+        except LedgerError as error:
+            self._unsettled += 1
+            log.error("cost was not settled model=%s cost=%s state=%s: %s", model_id, cost_id, state, error)  # noqa: TRY400
+            return
+        self._ended[model_id, state] = self._ended.get((model_id, state), 0) + 1
+
+    async def summary(self) -> CostSummary:
+        """Return this month's books, tenants by name. Raises LedgerError."""
+        remote, month = self._remote(), self._month()
+        spendings = await self._ledger.spendings(month)
+        return CostSummary(
+            month=month,
+            currency=remote.currency,
+            spendings=tuple(Spending(tenant, spent, _cap_micros(remote, tenant)) for tenant, spent in spendings),
+            requests=dict(self._ended),
+            unsettled=self._unsettled,
+        )
+
+    def _month(self) -> str:
+        return datetime.fromtimestamp(self._clock(), UTC).strftime("%Y-%m")
+
+    def _refusal(self, remote: Remote, *, cap_micros: int, spent: int, amount: int, month: str) -> SpendingCapReached:
+        unit = remote.currency
+        left = max(0, cap_micros - spent)
+        return SpendingCapReached(
+            f"This request may cost {amount / MICROS:.6f} {unit}, and {left / MICROS:.6f} {unit} of the monthly cap of"
+            f" {cap_micros / MICROS:.2f} {unit} are left: limit max_tokens, or ask the owner of the box for a higher cap.",
+            retry_after_s=min(MAX_RETRY_S, _seconds_left(self._clock())),
+            details={
+                "cap": cap_micros / MICROS,
+                "spent": spent / MICROS,
+                "needed": amount / MICROS,
+                "currency": unit,
+                "month": month,
+            },
+        )
+
+
+def estimate_cost(price: Price | None, body: bytes) -> int:
+    """Return the most that a request with this body is expected to cost, in millionths; 0 without a price.
+
+    Input: one token for three bytes of the body. Output: what the body allows, for each of the answers it asks for. A
+    picture named by its address instead of its bytes is not counted.
+    """
+    if price is None:
+        return 0
+    output_tokens, answers = _read_limits(body)
+    return _cost(price, -(-len(body) // BYTES_PER_TOKEN), output_tokens * answers)
+
+
+def _read_limits(body: bytes) -> tuple[int, int]:
+    """Return how many tokens one answer may have, and how many answers are asked for."""
+    try:
+        limits = _limits_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        limits = _Limits()
+    tokens = [_count(value) for value in (limits.max_tokens, limits.max_completion_tokens, limits.max_output_tokens)]
+    given = [value for value in tokens if value is not None]
+    answers = max(_count(limits.n) or 1, _count(limits.best_of) or 1)
+    return (max(given) if given else DEFAULT_OUTPUT_TOKENS), answers
+
+
+def _count(value: object) -> int | None:
+    """Return a positive number as the count it is, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        return None
+    return math.ceil(min(value, MAX_OUTPUT_TOKENS))
+
+
+def _cost(price: Price | None, input_tokens: int, output_tokens: int) -> int:
+    if price is None:
+        return 0
+    # Fractions: sums of floats could round one millionth the wrong way.
+    exact = Fraction(str(price.input_per_million)) * max(0, input_tokens)
+    exact += Fraction(str(price.output_per_million)) * max(0, output_tokens)
+    return min(math.ceil(exact), MAX_AMOUNT_MICROS)
+
+
+def _judge(answer: Answer | None, *, was_sent: bool) -> tuple[CostState, TokenCounts | None]:
+    """Return how a request ended and the usage it is billed by."""
+    if answer is None:
+        return (CostState.FAILED_AFTER_SUBMIT if was_sent else CostState.FAILED_BEFORE_SUBMIT), None
+    if answer.usage is not None:
+        return CostState.SETTLED, answer.usage
+    return (CostState.RELEASED if answer.status in NOT_BILLED else CostState.FAILED_USAGE_UNKNOWN), None
+
+
+def _cap_micros(remote: Remote, tenant: str) -> int | None:
+    cap = remote.cap_for(tenant)
+    return None if cap is None else math.floor(Fraction(str(cap)) * MICROS)
+
+
+def _seconds_left(now: float) -> float:
+    """Return the seconds until the next month begins (UTC)."""
+    today = datetime.fromtimestamp(now, UTC)
+    year, month = (today.year + 1, 1) if today.month == 12 else (today.year, today.month + 1)
+    return datetime(year, month, 1, tzinfo=UTC).timestamp() - now

@@ -1,0 +1,121 @@
+"""What an engine says of one answer: tokens, tokens reused from its cache, times. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from wire.usage import StreamReader
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class _Timings(msgspec.Struct):
+    """llama.cpp's own numbers, which our child servers repeat: milliseconds, and tokens taken from the cache."""
+
+    cache_n: int | None = None
+    prompt_n: int | None = None
+    prompt_ms: float | None = None
+    predicted_n: int | None = None
+    predicted_ms: float | None = None
+    tokenize_ms: float | None = None
+
+
+class _Inner(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+    timings: _Timings | None = None
+    message: _Inner | None = None
+    response: _Inner | None = None
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(slots=True)
+class Numbers:
+    """Numbers of one answer; None = nobody told. ``engine_ms`` is the engine's own time where it reports it.
+
+    ``wall_ms`` is measured here, from sending the request to the last byte; ``first_byte_ms`` to the first of the body.
+    """
+
+    queue_wait_ms: float = 0.0
+    wall_ms: float = 0.0
+    first_byte_ms: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    tokenize_ms: float | None = None
+    prompt_ms: float | None = None
+    decode_ms: float | None = None
+    reported_gpu_ms: float | None = None
+
+    @property
+    def gpu_ms(self) -> float:
+        """Time the engine worked: what it reports, else what was measured around it."""
+        if self.reported_gpu_ms is not None:
+            return self.reported_gpu_ms
+        if self.prompt_ms is not None and self.decode_ms is not None:
+            return self.prompt_ms + self.decode_ms
+        return self.wall_ms
+
+    def take(self, answer: bytes) -> None:
+        """Read the JSON of a whole answer, or of one event of a stream; later numbers win. Anything else is ignored."""
+        try:
+            found = _decoder.decode(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        usage = found.usage or next((inner.usage for inner in (found.response, found.message) if inner and inner.usage), None)
+        if usage is not None:
+            self._take_usage(usage)
+        if (timings := found.timings) is not None:
+            self.cached_tokens = timings.cache_n if timings.cache_n is not None else self.cached_tokens
+            self.prompt_ms = timings.prompt_ms if timings.prompt_ms is not None else self.prompt_ms
+            self.decode_ms = timings.predicted_ms if timings.predicted_ms is not None else self.decode_ms
+            self.tokenize_ms = timings.tokenize_ms if timings.tokenize_ms is not None else self.tokenize_ms
+
+    def take_stream(self, reader: StreamReader) -> None:
+        """Read what a finished stream said."""
+        for event in reader.noted_events():
+            for line in event.splitlines():
+                if line.startswith(b"data:") and (b'"usage"' in line or b'"timings"' in line):
+                    self.take(line[5:].strip())
+
+    def headers(self) -> dict[str, str]:
+        """Return the response headers of the model-runner specification, all of them, lower-case."""
+        cached = self.cached_tokens or 0
+        return {
+            "x-cache-hit": "true" if cached > 0 else "false",
+            "x-cache-tokens-reused": str(cached),
+            "x-queue-wait-ms": str(round(self.queue_wait_ms)),
+            "x-gpu-time-ms": str(round(self.gpu_ms)),
+        }
+
+    def comment(self) -> bytes:
+        """Return the same as an SSE comment, which every client skips."""
+        return b": " + "; ".join(f"{name}={value}" for name, value in self.headers().items()).encode() + b"\n\n"
+
+    def _take_usage(self, usage: _Usage) -> None:
+        prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+        output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
+        self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
+        self.output_tokens = output if output is not None else self.output_tokens
+        self.cached_tokens = cached if cached is not None else self.cached_tokens

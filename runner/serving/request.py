@@ -1,0 +1,99 @@
+"""One inference request as the box sees it, from either door: its own HTTP port, or the socket of a gateway. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from runner.engines.port import CacheMode, Priority
+from runner.errors import InvalidRequest
+
+MAX_MODEL_CHARS = 200
+_TAG = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
+_PATH_IN_ERROR = re.compile(r"at `\$\.?([^`]*)`")
+_MODES: dict[str, CacheMode] = {"": "auto", "auto": "auto", "prefix": "prefix", "none": "none"}
+_PRIORITIES: dict[str, Priority] = {"": "normal", "high": "high", "normal": "normal", "low": "low"}
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """A request for a model. ``path`` may carry a query; ``headers`` are lower-case. ``allow_remote``: its owner agrees that
+    it leaves the box. ``on_socket``: it came through a gateway, which has checked tenant and limits.
+    """
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    model: str
+    tenant: str
+    priority: Priority = "normal"
+    cache_mode: CacheMode = "auto"
+    cache_tag: str = ""
+    is_streaming: bool = False
+    allow_remote: bool = False
+    on_socket: bool = False
+
+    @property
+    def endpoint(self) -> str:
+        """The path without its query."""
+        return self.path.partition("?")[0]
+
+
+class BodyFields(msgspec.Struct):
+    """What serving reads of a JSON body; everything else stays in the bytes."""
+
+    model: str
+    stream: bool | None = None
+    allow_remote: bool | None = None
+
+
+_decoder = msgspec.json.Decoder(BodyFields)
+
+
+def read_fields(body: bytes) -> BodyFields:
+    """Parse a JSON body. Raises InvalidRequest naming the field at fault."""
+    if not body.strip():
+        raise InvalidRequest("The request body is empty; send a JSON object.")
+    try:
+        fields = _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _PATH_IN_ERROR.search(text)
+        param = "model" if "missing required field `model`" in text else (found.group(1) if found else None)
+        raise InvalidRequest(f"Invalid request body: {text}.", param=param or None) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
+    if not 1 <= len(fields.model) <= MAX_MODEL_CHARS:
+        raise InvalidRequest(f"The field 'model' must have 1 to {MAX_MODEL_CHARS} characters.", param="model")
+    return fields
+
+
+def read_cache_mode(text: str) -> CacheMode:
+    """Return the value of ``X-Cache-Mode``. Raises InvalidRequest."""
+    try:
+        return _MODES[text.strip().lower()]
+    except KeyError:
+        raise InvalidRequest("X-Cache-Mode must be prefix, none or auto.", param="X-Cache-Mode") from None
+
+
+def read_cache_tag(text: str) -> str:
+    """Return the value of ``X-Cache-Tag``. Raises InvalidRequest."""
+    tag = text.strip()
+    if tag and not _TAG.match(tag):
+        raise InvalidRequest(
+            "X-Cache-Tag must have at most 64 characters of letters, digits, dot, underscore, colon and minus.",
+            param="X-Cache-Tag",
+        )
+    return tag
+
+
+def read_priority(text: str) -> Priority:
+    """Return the value of ``X-Priority``. Raises InvalidRequest."""
+    try:
+        return _PRIORITIES[text.strip().lower()]
+    except KeyError:
+        raise InvalidRequest("X-Priority must be high, normal or low.", param="X-Priority") from None

@@ -1,0 +1,333 @@
+"""Serving one request: choose the model, wait for a turn, ask a replica, hand on the answer, write down what it took."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import aiohttp
+import msgspec
+
+from runner.admission import TenantRates, Turn
+from runner.engines.port import Call
+from runner.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    ModalityUnsupported,
+    ModelFailed,
+    ModelLoading,
+    ModelNotLoaded,
+    ModelUnloading,
+    RemoteNotAllowed,
+    RequestRefused,
+    Unavailable,
+)
+from runner.pool import Model, ModelState, Registry, Replica
+from runner.serving.headers import headers_to_client, is_allowed_path
+from runner.serving.numbers import Numbers
+from runner.serving.request import Inference
+from runner.serving.tally import Tally
+from wire.bridge import TokenCounts
+from wire.usage import BodyReader, StreamReader, ask_for_usage
+
+WHOLE_BYTES = 8 * 1024 * 1024
+"""Unstreamed answers up to this size are read to their end before their headers leave, because those carry final numbers."""
+_DONE = b"data: [DONE]\n\n"
+_USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
+
+
+@dataclass(slots=True)
+class Answer:
+    """What goes back: a whole ``body``, or ``chunks`` as they come; ``usage`` and ``numbers`` are final after the last one.
+
+    Reading ``chunks`` raises EngineUnavailable when the engine breaks off.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes | None = None
+    chunks: AsyncIterator[bytes] | None = None
+    is_event_stream: bool = False
+    usage: TokenCounts | None = None
+    numbers: Numbers = field(default_factory=Numbers)
+
+
+class Charge(Protocol):
+    """Money set aside for one request to a remote model."""
+
+    async def settle(self, answer: Answer | None, *, was_sent: bool) -> None:
+        """Say how it ended: None = no answer came."""
+
+
+class CostKeeper(Protocol):
+    """Who watches what remote models cost."""
+
+    async def reserve(self, model: Model, request: Inference) -> Charge:
+        """Set aside the most that a request may cost. Raises SpendingCapReached."""
+
+
+class Serving:
+    """``queue_timeout_s``: longest wait for a turn. ``on_load`` hears when a request begins or ends."""
+
+    def __init__(
+        self, registry: Registry, *, rates: TenantRates, tally: Tally, costs: CostKeeper | None, queue_timeout_s: float,
+        on_load: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.registry = registry
+        self._rates = rates
+        self._costs = costs
+        self._queue_timeout_s = queue_timeout_s
+        self._on_load = on_load
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.tally = tally
+        self.load = 0
+        """Requests that run or wait, from whichever door."""
+        self.is_stopping = False
+
+    async def wait_idle(self) -> None:
+        """Return when nothing runs or waits."""
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def open(self, request: Inference) -> AsyncIterator[Answer]:
+        """Serve a request for as long as the context lasts; leaving it early frees the engine. Raises RequestRefused."""
+        model: Model | None = None
+        answer: Answer | None = None
+        status = "cancelled"
+        try:
+            model = self._select(request)
+            async with self._serve(model, request) as answer:
+                yield answer
+            status = "success" if answer.status < 400 else "error"
+        except RequestRefused as refusal:
+            status = "refused" if answer is None and not isinstance(refusal, EngineUnavailable) else "error"
+            self.tally.count_refusal(refusal.code)
+            raise
+        finally:
+            if model is not None:
+                self._write_down(model, request, answer, status)
+
+    def _select(self, request: Inference) -> Model:
+        """Return the model that is to serve. Raises RequestRefused for everything that can be told without waiting."""
+        if self.is_stopping:
+            raise Unavailable("The box is shutting down.", retry_after_s=5)
+        if request.method not in {"GET", "POST"} or not is_allowed_path(request.path):
+            raise InvalidRequest("This box serves GET and POST below /v1/ only.")
+        model = self.registry.find(request.model)
+        if not model.is_ready:
+            raise _explain_state(model)
+        capabilities = model.capabilities
+        if request.method == "POST" and capabilities.endpoints and request.endpoint not in capabilities.endpoints:
+            raise ModalityUnsupported(
+                f"{model.model_id} does not answer {request.endpoint}; it answers {', '.join(capabilities.endpoints)}.",
+                param="model",
+            )
+        if capabilities.is_remote and not request.allow_remote:
+            raise RemoteNotAllowed(
+                f"{model.model_id} is a remote model: set allow_remote to true to let this request leave the box.",
+                param="allow_remote",
+            )
+        if not request.on_socket:
+            self._rates.take(request.tenant)
+        return model
+
+    @asynccontextmanager
+    async def _serve(self, model: Model, request: Inference) -> AsyncIterator[Answer]:
+        charge = await self._costs.reserve(model, request) if self._costs and model.capabilities.is_remote else None
+        answer: Answer | None = None
+        was_sent = False
+        try:
+            self._change_load(1)
+            turn = await model.queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
+            try:
+                was_sent = True
+                async with self._exchange(model, request, turn) as answer:
+                    yield answer
+            finally:
+                model.queue.leave(turn)
+        finally:
+            self._change_load(-1)
+            if charge is not None:
+                await asyncio.shield(charge.settle(answer, was_sent=was_sent))
+
+    @asynccontextmanager
+    async def _exchange(self, model: Model, request: Inference, turn: Turn) -> AsyncIterator[Answer]:
+        """Ask a replica and yield its answer."""
+        replica = model.pick()
+        if replica is None:
+            raise EngineUnavailable(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
+        body, drops_usage = ask_for_usage(request.path, request.body)
+        call = Call(
+            request.method, request.path, request.headers, body, request.tenant, request.cache_mode, request.cache_tag,
+            request.priority,
+        )  # fmt: skip
+        replica.active += 1
+        try:
+            began = time.monotonic()
+            context = replica.supervisor.engine.stream(call)
+            try:
+                response = await context.__aenter__()
+            except (aiohttp.ClientError, OSError) as error:
+                raise _report(replica, request, error, began_answer=False) from None
+            try:
+                yield await self._begin(replica, request, response, turn, began=began, drops_usage=drops_usage)
+            finally:
+                await context.__aexit__(None, None, None)
+        finally:
+            replica.active -= 1
+
+    async def _begin(
+        self, replica: Replica, request: Inference, response: aiohttp.ClientResponse, turn: Turn, *, began: float,
+        drops_usage: bool,
+    ) -> Answer:  # fmt: skip
+        is_stream = response.content_type == "text/event-stream"
+        headers = headers_to_client(response.headers, is_event_stream=is_stream)
+        numbers = Numbers(queue_wait_ms=turn.waited_ms)
+        answer = Answer(response.status, headers, is_event_stream=is_stream, numbers=numbers)
+        if gpu_ms := headers.pop("x-gpu-time-ms", ""):
+            numbers.reported_gpu_ms = float(gpu_ms) if gpu_ms.replace(".", "", 1).isdigit() else None
+        if is_stream:
+            headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
+            reader = StreamReader(drops_usage=drops_usage)
+            answer.chunks = _stream_events(replica, request, response, answer, reader, began=began)
+            return answer
+        length = response.content_length
+        if length is not None and length <= WHOLE_BYTES:
+            await _read_whole(replica, request, response, answer, began=began)
+        else:
+            headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
+            answer.chunks = _stream_body(replica, request, response, answer, began=began)
+        return answer
+
+    def _change_load(self, by: int) -> None:
+        self.load += by
+        if self.load:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._on_load()
+
+    def _write_down(self, model: Model, request: Inference, answer: Answer | None, status: str) -> None:
+        tally = self.tally
+        tally.count(model=model.model_id, tenant=request.tenant, status=status)
+        if answer is None:
+            return
+        mine, numbers = tally.of(model.model_id), answer.numbers
+        mine.waits.observe(numbers.queue_wait_ms / 1000)
+        if status == "success":
+            mine.durations.observe(numbers.wall_ms / 1000)
+        mine.prompt_tokens += numbers.prompt_tokens or 0
+        mine.cached_tokens += numbers.cached_tokens or 0
+        mine.output_tokens += numbers.output_tokens or 0
+
+
+async def _read_whole(
+    replica: Replica, request: Inference, response: aiohttp.ClientResponse, answer: Answer, *, began: float
+) -> None:
+    """Read an answer to its end; its headers then say what it took."""
+    reader = BodyReader(is_readable=response.status < 300 and response.content_type.endswith("json"))
+    try:
+        body = reader.feed(await response.read())
+    except (aiohttp.ClientError, OSError) as error:
+        raise _report(replica, request, error, began_answer=False) from None
+    numbers = answer.numbers
+    numbers.wall_ms = (time.monotonic() - began) * 1000
+    if response.content_type.endswith("json"):
+        numbers.take(body)
+    answer.usage = reader.usage()
+    answer.body = body
+    answer.headers |= numbers.headers()
+
+
+async def _stream_events(
+    replica: Replica,
+    request: Inference,
+    response: aiohttp.ClientResponse,
+    answer: Answer,
+    reader: StreamReader,
+    *,
+    began: float,
+) -> AsyncIterator[bytes]:
+    """Yield whole events; on the box's own port the last before ``[DONE]``, or at the end, is a comment with the numbers."""
+    numbers, held = answer.numbers, b""
+    try:
+        while chunk := await response.content.readany():
+            out = reader.feed(chunk)
+            if numbers.first_byte_ms is None:
+                numbers.first_byte_ms = (time.monotonic() - began) * 1000
+            if not out:
+                continue
+            if out.endswith(_DONE) and not request.on_socket:
+                out, held = out[: -len(_DONE)], _DONE
+            if b'"usage"' in out and not request.on_socket:
+                _finish(numbers, reader, began)
+                out = _annotate_usage(out, numbers)
+            if out:
+                yield out
+    except (aiohttp.ClientError, OSError) as error:
+        raise _report(replica, request, error, began_answer=True) from None
+    rest = reader.finish()
+    _finish(numbers, reader, began)
+    answer.usage = reader.usage()
+    # Through a gateway the engine's bytes pass as they are; the numbers travel beside them.
+    if last := rest + (b"" if request.on_socket else numbers.comment()) + held:
+        yield last
+
+
+async def _stream_body(
+    replica: Replica, request: Inference, response: aiohttp.ClientResponse, answer: Answer, *, began: float
+) -> AsyncIterator[bytes]:
+    """Yield a body that is too long to be held, or of unknown length."""
+    reader = BodyReader(is_readable=response.status < 300 and response.content_type.endswith("json"))
+    try:
+        while chunk := await response.content.readany():
+            yield reader.feed(chunk)
+    except (aiohttp.ClientError, OSError) as error:
+        raise _report(replica, request, error, began_answer=True) from None
+    answer.numbers.wall_ms = (time.monotonic() - began) * 1000
+    answer.usage = reader.usage()
+
+
+def _finish(numbers: Numbers, reader: StreamReader, began: float) -> None:
+    numbers.wall_ms = (time.monotonic() - began) * 1000
+    numbers.take_stream(reader)
+
+
+def _annotate_usage(out: bytes, numbers: Numbers) -> bytes:
+    """Add our numbers to the usage chunk of a client that asked for one."""
+    extra = msgspec.json.encode(
+        {
+            "queue_wait_ms": round(numbers.queue_wait_ms),
+            "gpu_time_ms": round(numbers.gpu_ms),
+            "cache_tokens_reused": numbers.cached_tokens or 0,
+        }
+    )
+    return _USAGE_CHUNK.sub(lambda found: found[1] + b',"muster":' + extra + b"}" + found[2], out, count=1)
+
+
+def _report(replica: Replica, request: Inference, error: Exception, *, began_answer: bool) -> EngineUnavailable:
+    """Have the replica looked at; return what the client hears."""
+    reason = type(error).__name__
+    replica.supervisor.report_failure(f"{request.method} {request.endpoint}: {reason}")
+    when = "broke off in the middle of its answer" if began_answer else "did not answer"
+    return EngineUnavailable(f"The engine {when} ({reason}).", retry_after_s=None if began_answer else 2)
+
+
+def _explain_state(model: Model) -> RequestRefused:
+    name = model.model_id
+    match model.state:
+        case ModelState.LOADING:
+            eta = model.load.eta_s() if model.load is not None else None
+            return ModelLoading(f"{name} is being loaded; try again when that has ended.", retry_after_s=eta or 5)
+        case ModelState.UNLOADING:
+            return ModelUnloading(f"{name} is being unloaded.")
+        case ModelState.FAILED:
+            return ModelFailed(f"{name} does not serve: {model.last_error or 'its engine is down'}.")
+        case _:
+            return ModelNotLoaded(f"{name} is not loaded on this box.")

@@ -1,0 +1,361 @@
+"""What every engine adapter promises, as checks that run on all of them (see test_engine_port.py).
+
+An adapter joins by a file ``engine_cases_<name>.py`` beside this one that exposes ``CASES``, a list of ``EngineCase``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from runner.engines.port import CHAT, Call, Engine, EngineStats, FlushRequest, FlushResult, FlushScope, Health, Progress
+from runner.errors import EngineError
+
+LEFT_STREAM_LIMIT_S = 1.0
+"""The port's own promise: an engine is free again this soon after a client has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUnderTest:
+    """An adapter that is not loaded yet, and what to ask of it.
+
+    ``call`` is answered with 200 within seconds. ``streamed`` is answered with several events and ends. ``long`` is streamed
+    too and goes on for several seconds, so that it would still run when it is looked for after it was left. ``broken`` is
+    the same adapter over weights that cannot be loaded; its error must match ``broken_words``. ``cached`` reads the reused
+    prompt tokens out of an answer to ``call`` (whose prompt should be some dozen tokens long). ``running`` counts the
+    requests that the engine itself works on; None = by ``stats().running``. None elsewhere = the adapter has no such
+    thing, and the check is skipped.
+    """
+
+    engine: Engine
+    call: Call
+    streamed: Call | None = None
+    long: Call | None = None
+    broken: Engine | None = None
+    broken_words: str = r"\w"
+    cached: Callable[[bytes], int] | None = None
+    running: Callable[[], Awaitable[int | None]] | None = None
+    flushes: frozenset[FlushResult] = frozenset({FlushResult.FLUSHED})
+    """What a flush of an idle engine may answer."""
+    load_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCase:
+    """``open`` gets a fresh folder and a client session; it stops what else it started (contract servers) on leaving."""
+
+    name: str
+    open: Callable[[Path, aiohttp.ClientSession], AbstractAsyncContextManager[EngineUnderTest]]
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+
+def chat_call(model: str, text: str, **fields: object) -> Call:
+    """Return a chat completion request; ``fields`` join the body."""
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+    return Call("POST", CHAT, {"content-type": "application/json"}, json.dumps(body).encode())
+
+
+def openai_cached_tokens(body: bytes) -> int:
+    """Return ``usage.prompt_tokens_details.cached_tokens`` of an answer, 0 where it is not there."""
+    details = json.loads(body)["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+async def wait_until(condition: Callable[[], Awaitable[bool]], limit_s: float) -> bool:
+    """Return whether ``condition`` came true within ``limit_s``."""
+    deadline = time.monotonic() + limit_s
+    while not await condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
+def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
+    """Return these processes and all below them."""
+    found: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            found += [root, *root.children(recursive=True)]
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether it runs; one that is only not yet collected by its parent does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def assert_gone(processes: Iterable[psutil.Process]) -> None:
+    """Fail unless all of them have ended; workers of a killed process get a moment to be collected."""
+    watched = list(processes)
+
+    async def all_gone() -> bool:
+        return not any(is_alive(process) for process in watched)
+
+    assert await wait_until(all_gone, 2.0), f"still there: {[process for process in watched if is_alive(process)]}"
+
+
+async def load(subject: EngineUnderTest) -> list[Progress]:
+    """Load it; return the progress that was reported."""
+    reported: list[Progress] = []
+    await asyncio.wait_for(subject.engine.load(reported.append), subject.load_s)
+    return reported
+
+
+async def ask(engine: Engine, call: Call) -> bytes:
+    """Send a call, read the whole answer, expect success."""
+    async with asyncio.timeout(30), engine.stream(call) as response:
+        body = await response.read()
+    assert response.status == 200, body[:500]
+    return body
+
+
+async def count_running(subject: EngineUnderTest) -> int | None:
+    """Return how many requests the engine works on, None when it does not tell."""
+    if subject.running is not None:
+        return await subject.running()
+    return (await subject.engine.stats()).running
+
+
+async def first_bytes(response: aiohttp.ClientResponse) -> bytes:
+    """Return the first piece of an answer that has just begun."""
+    assert response.status == 200
+    return await asyncio.wait_for(response.content.readany(), 20)
+
+
+# ---- loading and unloading ----
+
+
+async def check_a_load_reports_progress_and_ends_with_an_engine_that_serves(subject: EngineUnderTest) -> None:
+    reported = await load(subject)
+    assert reported, "a load says what it does"
+    assert all(progress.stage for progress in reported)
+    fractions = [progress.fraction for progress in reported if progress.fraction is not None]
+    assert all(0.0 <= fraction <= 1.0 for fraction in fractions), fractions
+    assert await subject.engine.health() is Health.OK
+    assert await ask(subject.engine, subject.call)
+    assert subject.call.path in subject.engine.capabilities.endpoints
+
+
+async def check_unload_leaves_no_process_and_may_be_repeated(subject: EngineUnderTest) -> None:
+    await subject.engine.unload(gently=True)
+    await load(subject)
+    processes = process_tree(subject.engine.pids)
+    await subject.engine.unload(gently=True)
+    await assert_gone(processes)
+    assert subject.engine.pids == ()
+    await subject.engine.unload(gently=True)
+    await subject.engine.unload(gently=False)
+
+
+async def check_unload_without_gentleness_leaves_no_process(subject: EngineUnderTest) -> None:
+    await load(subject)
+    processes = process_tree(subject.engine.pids)
+    await subject.engine.unload(gently=False)
+    await assert_gone(processes)
+
+
+async def check_it_loads_again_after_unload(subject: EngineUnderTest) -> None:
+    for _ in range(2):
+        await load(subject)
+        assert await ask(subject.engine, subject.call)
+        await subject.engine.unload(gently=True)
+    assert await subject.engine.health() is not Health.OK
+
+
+async def check_broken_weights_raise_the_engines_words_and_leave_no_process(subject: EngineUnderTest) -> None:
+    if subject.broken is None:
+        pytest.skip("nothing that fails to load")
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(EngineError) as caught:
+        await asyncio.wait_for(subject.broken.load(lambda _progress: None), subject.load_s)
+    assert re.search(subject.broken_words, str(caught.value)), str(caught.value)
+    assert subject.broken.pids == ()
+    await assert_gone(set(psutil.Process().children(recursive=True)) - before)
+    assert await subject.broken.health() is not Health.OK
+    await subject.broken.unload(gently=True)
+
+
+async def check_a_cancelled_load_leaves_nothing_and_can_be_repeated(subject: EngineUnderTest) -> None:
+    started = asyncio.Event()
+    before = set(psutil.Process().children(recursive=True))
+    loading = asyncio.create_task(subject.engine.load(lambda _progress: started.set()))
+    await asyncio.wait({loading, asyncio.create_task(started.wait())}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+
+    async def has_process_or_is_done() -> bool:
+        return loading.done() or bool(subject.engine.pids)
+
+    await wait_until(has_process_or_is_done, 1.0)
+    processes = process_tree(subject.engine.pids)
+    loading.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(asyncio.gather(loading, return_exceptions=True)), 20)
+    if loading.cancelled():
+        await assert_gone([*processes, *(set(psutil.Process().children(recursive=True)) - before)])
+        assert subject.engine.pids == ()
+    await load(subject)
+    assert await ask(subject.engine, subject.call)
+
+
+# ---- requests ----
+
+
+async def check_a_streamed_answer_comes_in_pieces_to_its_end(subject: EngineUnderTest) -> None:
+    if subject.streamed is None:
+        pytest.skip("does not stream")
+    await load(subject)
+    async with asyncio.timeout(30), subject.engine.stream(subject.streamed) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        body = await response.read()
+    events = [event for event in re.split(rb"\r?\n\r?\n", body) if event.strip()]
+    assert len(events) > 2, body
+    assert await ask(subject.engine, subject.call)
+
+
+async def check_leaving_a_stream_early_frees_the_engine(subject: EngineUnderTest) -> None:
+    if subject.long is None:
+        pytest.skip("no answer that lasts")
+    await load(subject)
+    async with subject.engine.stream(subject.long) as response:
+        await first_bytes(response)
+        counted = await count_running(subject)
+        assert counted is None or counted >= 1, "the answer had ended before it was left: make the long call longer"
+    left_at = time.monotonic()
+    if counted is not None:
+
+        async def is_idle() -> bool:
+            return await count_running(subject) == 0
+
+        assert await wait_until(is_idle, LEFT_STREAM_LIMIT_S), "still working for a client that has left"
+        assert time.monotonic() - left_at < LEFT_STREAM_LIMIT_S + 0.5
+    assert await ask(subject.engine, subject.call)
+
+
+async def check_unload_ends_while_a_stream_runs(subject: EngineUnderTest) -> None:
+    if subject.long is None:
+        pytest.skip("no answer that lasts")
+    await load(subject)
+    processes = process_tree(subject.engine.pids)
+    async with subject.engine.stream(subject.long) as response:
+        await first_bytes(response)
+        await asyncio.wait_for(subject.engine.unload(gently=True), 15)
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            await asyncio.wait_for(response.read(), 5)
+    await assert_gone(processes)
+
+
+# ---- what it keeps between requests ----
+
+
+async def check_stats_never_raise(subject: EngineUnderTest) -> None:
+    assert isinstance(await subject.engine.stats(), EngineStats)
+    await load(subject)
+    await ask(subject.engine, subject.call)
+    loaded = await subject.engine.stats()
+    numbers = [value for value in dataclasses.asdict(loaded).values() if value is not None]
+    assert all(value >= 0 for value in numbers), loaded
+    if loaded.kv_used_tokens is not None and loaded.kv_total_tokens is not None:
+        assert loaded.kv_used_tokens <= loaded.kv_total_tokens
+    await subject.engine.unload(gently=True)
+    assert isinstance(await subject.engine.stats(), EngineStats)
+
+
+async def check_a_flush_is_honest_about_what_it_did(subject: EngineUnderTest) -> None:
+    await load(subject)
+    call = dataclasses.replace(subject.call, tenant="alpha", cache_mode="prefix")
+    await ask(subject.engine, call)
+    again = await ask(subject.engine, call)
+    outcome = await asyncio.wait_for(subject.engine.flush(FlushRequest(FlushScope.MODEL)), 30)
+    assert outcome.result in subject.flushes, outcome
+    if outcome.result is FlushResult.NOT_SUPPORTED:
+        assert outcome.detail, "why not, and what would do instead"
+        assert not subject.engine.capabilities.flushes_cache
+    elif subject.cached is not None:
+        assert subject.cached(again) > 0, "the prompt is too short to show reuse"
+        assert subject.cached(await ask(subject.engine, call)) == 0
+    assert await subject.engine.health() is Health.OK
+
+
+async def check_what_one_tenant_left_is_reused_by_no_other(subject: EngineUnderTest) -> None:
+    await load(subject)
+    if subject.cached is None or not subject.engine.capabilities.isolates_tenants:
+        pytest.skip("does not isolate tenants")
+    alpha = dataclasses.replace(subject.call, tenant="alpha", cache_mode="prefix")
+    await ask(subject.engine, alpha)
+    assert subject.cached(await ask(subject.engine, alpha)) > 0
+    for tenant in ("beta", "gamma", "delta", "epsilon"):
+        call = dataclasses.replace(alpha, tenant=tenant)
+        assert subject.cached(await ask(subject.engine, call)) == 0, tenant
+    tagged = dataclasses.replace(alpha, tenant="epsilon", cache_tag="other")
+    assert subject.cached(await ask(subject.engine, tagged)) == 0
+    private = dataclasses.replace(alpha, tenant="epsilon", cache_mode="none")
+    assert subject.cached(await ask(subject.engine, private)) == 0
+
+
+# ---- when it dies or hangs ----
+
+
+async def check_a_killed_engine_is_noticed_and_loads_again(subject: EngineUnderTest) -> None:
+    await load(subject)
+    processes = process_tree(subject.engine.pids)
+    if not processes:
+        pytest.skip("no process of ours")
+    gone = asyncio.create_task(subject.engine.wait_gone())
+    os.kill(processes[0].pid, signal.SIGKILL)
+    await asyncio.wait_for(gone, 5)
+    assert await subject.engine.health() is not Health.OK
+    assert isinstance(await subject.engine.stats(), EngineStats)
+    with pytest.raises((aiohttp.ClientError, OSError)):
+        await ask(subject.engine, subject.call)
+    await load(subject)
+    await assert_gone(processes)
+    assert await ask(subject.engine, subject.call)
+
+
+async def check_a_hung_engine_is_silent_and_unload_kills_it(subject: EngineUnderTest) -> None:
+    await load(subject)
+    processes = process_tree(subject.engine.pids)
+    if not processes:
+        pytest.skip("no process of ours")
+    for process in processes:
+        process.suspend()
+    assert await subject.engine.health() is Health.SILENT
+    await asyncio.wait_for(subject.engine.unload(gently=True), 20)
+    await assert_gone(processes)
+
+
+CHECKS = (
+    check_a_load_reports_progress_and_ends_with_an_engine_that_serves,
+    check_unload_leaves_no_process_and_may_be_repeated,
+    check_unload_without_gentleness_leaves_no_process,
+    check_it_loads_again_after_unload,
+    check_broken_weights_raise_the_engines_words_and_leave_no_process,
+    check_a_cancelled_load_leaves_nothing_and_can_be_repeated,
+    check_a_streamed_answer_comes_in_pieces_to_its_end,
+    check_leaving_a_stream_early_frees_the_engine,
+    check_unload_ends_while_a_stream_runs,
+    check_stats_never_raise,
+    check_a_flush_is_honest_about_what_it_did,
+    check_what_one_tenant_left_is_reused_by_no_other,
+    check_a_killed_engine_is_noticed_and_loads_again,
+    check_a_hung_engine_is_silent_and_unload_kills_it,
+)

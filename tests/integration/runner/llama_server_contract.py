@@ -1,0 +1,224 @@
+"""A llama-server in router mode, as far as its contract goes: models with states, slots that hold prompts, one stream.
+
+Written from the documented endpoints; no model runs here. Tokens are words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+SLOTS = 2
+
+
+@dataclass
+class ContractSlot:
+    """What one slot holds and whether it works."""
+
+    words: list[str] = field(default_factory=list)
+    is_processing: bool = False
+
+
+@dataclass
+class ContractModel:
+    """One model of the router. ``load_s``: how long a load takes. ``exit_code``: what its loads end with, None = they work."""
+
+    status: str = "unloaded"
+    failed: bool = False
+    load_s: float = 0.05
+    exit_code: int | None = None
+    refuses_unload: bool = False
+    evicted: bool = False
+    slots: list[ContractSlot] = field(default_factory=lambda: [ContractSlot() for _ in range(SLOTS)])
+
+
+class RouterContract:
+    """The server; ``models`` may be changed by a test at any time."""
+
+    def __init__(self) -> None:
+        self.models = {"tiny": ContractModel(), "broken": ContractModel(exit_code=1)}
+        self.key = ""
+        self.told: list[str] = []
+        self.bodies: list[dict[str, object]] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+        self._events: set[asyncio.Queue[dict[str, object]]] = set()
+        self._loads: set[asyncio.Task[None]] = set()
+
+    def count_running(self) -> int:
+        """Return how many slots work."""
+        return sum(slot.is_processing for model in self.models.values() for slot in model.slots)
+
+    # ---- the router's own endpoints ----
+
+    async def list_models(self, _request: web.Request) -> web.Response:
+        data = []
+        for name, model in self.models.items():
+            status: dict[str, object] = {"value": model.status, "args": ["llama-server"]}
+            if model.failed:
+                status |= {"failed": True, "exit_code": model.exit_code}
+            data.append({"id": name, "object": "model", "status": status})
+        return web.json_response({"data": data, "object": "list"})
+
+    async def load(self, request: web.Request) -> web.Response:
+        name = (await request.json())["model"]
+        self.told.append(f"load {name}")
+        if name not in self.models:
+            return error(400, f"model '{name}' not found")
+        if self.models[name].status != "unloaded":
+            return error(400, "model is already running")
+        self.models[name].status, self.models[name].failed = "loading", False
+        task = asyncio.create_task(self._load(name))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+        return web.json_response({"success": True})
+
+    async def unload(self, request: web.Request) -> web.Response:
+        name = (await request.json())["model"]
+        self.told.append(f"unload {name}")
+        model = self.models[name]
+        if model.refuses_unload:
+            return error(500, "the instance does not react")
+        if model.status == "unloaded":
+            return error(400, "model is not running")
+        model.status = "unloaded"
+        model.slots = [ContractSlot() for _ in range(SLOTS)]
+        return web.json_response({"success": True})
+
+    async def publish_events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        events: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+        self._events.add(events)
+        try:
+            while True:
+                await response.write(b"data: " + json.dumps(await events.get()).encode() + b"\n\n")
+        finally:
+            self._events.discard(events)
+
+    async def _load(self, name: str) -> None:
+        model = self.models[name]
+        for step in range(1, 5):
+            await asyncio.sleep(model.load_s / 4)
+            if model.status != "loading":
+                return
+            progress = {"stages": ["text_model"], "current": "text_model", "value": step / 4}
+            event: dict[str, object] = {"model": name, "event": "model_status"}
+            for events in self._events:
+                events.put_nowait(event | {"data": {"status": "loading", "progress": progress}})
+        await asyncio.sleep(model.load_s / 4)
+        if model.status == "loading":
+            model.failed = model.exit_code is not None
+            model.status = "unloaded" if model.failed or model.evicted else "loaded"
+
+    # ---- what it passes on to the model ----
+
+    async def properties(self, request: web.Request) -> web.Response:
+        if "model" not in request.query:
+            return web.json_response({"role": "router", "max_instances": 4})
+        caps = {"supports_tools": True}
+        return web.json_response({"total_slots": SLOTS, "chat_template_caps": caps, "modalities": {"vision": True}})
+
+    async def show_slots(self, request: web.Request) -> web.Response:
+        slots = self._loaded(request.query.get("model", "")).slots
+        return web.json_response([
+            {"id": index, "n_ctx": 4096, "is_processing": slot.is_processing, "n_prompt_tokens": len(slot.words)}
+            for index, slot in enumerate(slots)
+        ])  # fmt: skip
+
+    async def erase_slot(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._loaded(body["model"]).slots[int(request.match_info["slot"])].words = []
+        return web.json_response({"n_erased": 1})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        model = self._loaded(body["model"])
+        slot = model.slots[body.get("id_slot", 0)]
+        words = list(body["prompt"]) if "prompt" in body else " ".join(m["content"] for m in body["messages"]).split()
+        reused = count_common(slot.words, words) if body.get("cache_prompt", True) else 0
+        slot.words = words
+        usage = {"prompt_tokens": len(words), "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": reused}}
+        if not body.get("stream"):
+            return web.json_response({"choices": [], "usage": usage, "timings": {"cache_n": reused}})
+        slot.is_processing = True
+        try:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            for _ in range(body["max_tokens"]):
+                await response.write(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
+                await asyncio.sleep(0.01)
+                if model.status == "unloaded":
+                    return response
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            slot.is_processing = False
+        return response
+
+    def _loaded(self, name: str) -> ContractModel:
+        model = self.models.get(name)
+        if model is None or model.status not in {"loaded", "sleeping"}:
+            raise web.HTTPBadRequest(text=json.dumps({"error": {"message": f"model '{name}' is not loaded"}}))
+        return model
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: object) -> web.StreamResponse:
+        assert callable(handler)
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return error(401, "Invalid API Key")
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    def build_app(self) -> web.Application:
+        """Return the application."""
+        app = web.Application(middlewares=[self._check_key])
+        app.router.add_get("/health", healthy)
+        app.router.add_get("/models", self.list_models)
+        app.router.add_get("/models/sse", self.publish_events)
+        app.router.add_post("/models/load", self.load)
+        app.router.add_post("/models/unload", self.unload)
+        app.router.add_get("/props", self.properties)
+        app.router.add_get("/slots", self.show_slots)
+        app.router.add_post("/slots/{slot}", self.erase_slot)
+        for path in ("/completion", "/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self.complete)
+        return app
+
+
+async def healthy(_request: web.Request) -> web.Response:
+    """Answer a health check."""
+    return web.json_response({"status": "ok"})
+
+
+def count_common(held: list[str], wanted: list[str]) -> int:
+    """Return the length of the common beginning, less the last word, which is always processed anew."""
+    common = 0
+    while common < min(len(held), len(wanted) - 1) and held[common] == wanted[common]:
+        common += 1
+    return common
+
+
+def error(status: int, message: str) -> web.Response:
+    """Return an error as llama-server words it."""
+    return web.json_response({"error": {"code": status, "message": message, "type": "invalid_request_error"}}, status=status)
+
+
+@asynccontextmanager
+async def run_router() -> AsyncIterator[RouterContract]:
+    """Yield a listening router."""
+    router = RouterContract()
+    runner = web.AppRunner(router.build_app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    router.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield router
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,120 @@
+"""A paid provider of OpenAI's Chat Completions, as its documentation describes it, with the moods of a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+KEY = "sk-a-key-that-must-not-leak"
+NAME = "provider-large"
+Mood = Callable[[web.Request], web.StreamResponse]
+
+
+def refuse(status: int, message: str, **headers: str) -> Mood:
+    """Return a mood in which a request is turned away."""
+
+    def answer(_request: web.Request) -> web.StreamResponse:
+        body = {"error": {"message": message, "type": "provider_error", "param": None, "code": "nope"}}
+        return web.json_response(body, status=status, headers={name.replace("_", "-"): text for name, text in headers.items()})
+
+    return answer
+
+
+def drop(request: web.Request) -> web.StreamResponse:
+    """Close the connection without a word."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+@dataclass
+class ProviderContract:
+    """``moods`` are what the next requests meet, first one first; without any they are answered."""
+
+    key: str = KEY
+    names: tuple[str, ...] = (NAME, "provider-small")
+    moods: list[Mood] = field(default_factory=list)
+    pause_s: float = 0.0
+    token_s: float = 0.0
+    breaks_after: int | None = None
+    tells_usage: bool = True
+    headers: dict[str, str] = field(default_factory=dict)
+    compresses: bool = False
+    asked: list[dict[str, object]] = field(default_factory=list)
+    seen_headers: list[dict[str, str]] = field(default_factory=list)
+    tries: int = 0
+    lists: int = 0
+    running: int = 0
+    url: str = ""
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[ProviderContract]:
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    def _check(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if given != self.key:
+            body = {"error": {"message": f"Incorrect API key provided: {given[:7]}***", "code": "invalid_api_key"}}
+            raise web.HTTPUnauthorized(text=json.dumps(body), content_type="application/json")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._check(request)
+        self.lists += 1
+        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.names]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.tries += 1
+        if self.moods:
+            return self.moods.pop(0)(request)
+        self._check(request)
+        body = await request.json()
+        self.asked.append(body)
+        self.seen_headers.append({name.lower(): text for name, text in request.headers.items()})
+        self.running += 1
+        try:
+            await asyncio.sleep(self.pause_s)
+            return await (self._stream(request, body) if body.get("stream") else self._whole(body))
+        finally:
+            self.running -= 1
+
+    async def _whole(self, body: dict[str, object]) -> web.Response:
+        choice = {"index": 0, "message": {"role": "assistant", "content": "word"}, "finish_reason": "stop"}
+        answer: dict[str, object] = {"id": "x", "object": "chat.completion", "model": body["model"], "choices": [choice]}
+        if self.tells_usage:
+            answer["usage"] = {"prompt_tokens": 20, "completion_tokens": 1, "total_tokens": 21}
+        response = web.json_response(answer, headers=self.headers)
+        if self.compresses:
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    async def _stream(self, request: web.Request, body: dict[str, object]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self.headers})
+        await response.prepare(request)
+        limit = body.get("max_tokens")
+        for number in range(limit if isinstance(limit, int) else 8):
+            if number == self.breaks_after:
+                return drop(request)
+            event = {"model": body["model"], "choices": [{"index": 0, "delta": {"content": f"word{number} "}}]}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await asyncio.sleep(self.token_s)
+        if self.tells_usage and isinstance(options := body.get("stream_options"), dict) and options.get("include_usage"):
+            usage = {"prompt_tokens": 20, "completion_tokens": 8, "total_tokens": 28}
+            await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response

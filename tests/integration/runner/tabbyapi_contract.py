@@ -1,0 +1,140 @@
+"""A server that answers as TabbyAPI does (its routes for one model, written from its documentation and source)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+API_KEY, ADMIN_KEY = "an-api-key", "an-admin-key"
+
+
+@dataclass
+class TabbyContract:
+    """``folders`` are the models it has; ``broken`` of them fail half-way. The rest says what it did."""
+
+    folders: tuple[str, ...] = ("tiny", "other", "bad")
+    broken: tuple[str, ...] = ("bad",)
+    modules: int = 6
+    module_s: float = 0.01
+    token_s: float = 0.005
+    cuts_load_stream: bool = False
+    keeps_model: bool = False
+    loaded: str | None = None
+    loads: list[dict[str, object]] = field(default_factory=list)
+    asked: list[dict[str, object]] = field(default_factory=list)
+    evicted: list[str] = field(default_factory=list)
+    running: int = 0
+    url: str = ""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[TabbyContract]:
+        app = web.Application()
+        app.router.add_get("/v1/model", self._model)
+        app.router.add_post("/v1/model/load", self._load)
+        app.router.add_post("/v1/model/unload", self._unload)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await runner.cleanup()
+
+    def _check(self, request: web.Request, *, admin: bool = False) -> None:
+        keys = {request.headers.get("x-admin-key"), request.headers.get("Authorization", "").removeprefix("Bearer ")}
+        if not keys & ({ADMIN_KEY} if admin else {API_KEY, ADMIN_KEY}):
+            raise web.HTTPUnauthorized(text='{"detail":"Invalid key"}', content_type="application/json")
+
+    def _card(self) -> dict[str, object]:
+        length = self.loads[-1].get("max_seq_len") if self.loads else None
+        return {"id": self.loaded, "object": "model", "owned_by": "tabbyAPI", "parameters": {"max_seq_len": length}}
+
+    def _require_model(self) -> None:
+        if self.loaded is None:
+            raise web.HTTPServiceUnavailable(
+                text='{"detail":"No models are currently loaded."}', content_type="application/json"
+            )
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._check(request)
+        self._require_model()
+        return web.json_response(self._card())
+
+    async def _load(self, request: web.Request) -> web.StreamResponse:
+        self._check(request, admin=True)
+        wishes = await request.json()
+        if wishes["model_name"] not in self.folders:
+            raise web.HTTPBadRequest(
+                text='{"detail":"Could not find the model path for load."}', content_type="application/json"
+            )
+        self.loads.append(wishes)
+        events: asyncio.Queue[dict[str, object] | None] = asyncio.Queue()
+        # Detached: a listener that goes does not stop the load.
+        task = asyncio.create_task(self._run_load(str(wishes["model_name"]), events))
+        self._tasks.add(task)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while (event := await events.get()) is not None:
+            await response.write(f"data: {json.dumps(event)}\r\n\r\n".encode())
+            if self.cuts_load_stream:
+                assert request.transport is not None
+                request.transport.abort()
+                break
+        return response
+
+    async def _run_load(self, name: str, events: asyncio.Queue[dict[str, object] | None]) -> None:
+        if self.loaded not in (None, name):
+            self.evicted.append(str(self.loaded))
+            self.loaded = None
+        for module in range(1, self.modules + 1):
+            await asyncio.sleep(self.module_s)
+            if name in self.broken and module == self.modules // 2:
+                events.put_nowait({"error": {"message": "CUDA out of memory", "trace": None}})
+                events.put_nowait(None)
+                return
+            events.put_nowait({"model_type": "model", "module": module, "modules": self.modules, "status": "processing"})
+        self.loaded = name
+        events.put_nowait({"model_type": "model", "module": self.modules, "modules": self.modules, "status": "finished"})
+        events.put_nowait(None)
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        self._check(request, admin=True)
+        self._require_model()
+        if not self.keeps_model:
+            self.loaded = None
+        return web.json_response(None)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self._check(request)
+        self._require_model()
+        body = await request.json()
+        self.asked.append(body)
+        count = int(body.get("max_tokens", 8))
+        if not body.get("stream"):
+            choice = {"index": 0, "message": {"role": "assistant", "content": "word " * count}, "finish_reason": "length"}
+            usage = {"prompt_tokens": 20, "completion_tokens": count, "total_tokens": 20 + count}
+            return web.json_response({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.running += 1
+        try:
+            for number in range(count):
+                if self.loaded is None:
+                    break
+                await response.write(f'data: {{"choices":[{{"delta":{{"content":"word{number} "}}}}]}}\r\n\r\n'.encode())
+                await asyncio.sleep(self.token_s)
+            await response.write(b"data: [DONE]\r\n\r\n")
+        finally:
+            self.running -= 1
+        return response

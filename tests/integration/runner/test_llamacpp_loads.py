@@ -1,0 +1,197 @@
+"""Loading and unloading the real llama.cpp: what it is given, what it says when it cannot, what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+
+from runner.config import TINY_MODEL_PATH
+from runner.definitions.plan import Progress
+from runner.engines.child import gpu_environment
+from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
+from runner.engines.port import FlushRequest, FlushResult, FlushScope, Health
+from runner.errors import EngineError
+from tests.integration.runner.engine_cases_llamacpp import QUESTION, tiny_plan
+from tests.integration.runner.engine_suite import ask, assert_gone, chat_call, process_tree, wait_until
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+
+
+@pytest_asyncio.fixture
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+def ignore(_progress: Progress) -> None:
+    """Take progress that is of no interest."""
+
+
+def our_children() -> list[psutil.Process]:
+    """Return the engine processes this test has started and not ended."""
+    return [child for child in psutil.Process().children() if any("runner.engines" in word for word in child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "failed to read magic"),
+        (b"this is no model " * 100, "invalid magic"),
+        (TINY_MODEL_PATH.read_bytes()[:100], "failed to read key-value pairs"),
+        (TINY_MODEL_PATH.read_bytes()[:600_000], "data is not within the file bounds, model is corrupted or incomplete"),
+    ],
+    ids=["empty", "something else", "cut in its header", "cut in its weights"],
+)
+async def test_a_file_that_is_no_whole_model_fails_with_the_reason(
+    tmp_path: Path, client: aiohttp.ClientSession, content: bytes, words: str
+) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    engine = LlamaCpp(tiny_plan(path), client)
+    with pytest.raises(EngineError) as caught:
+        await engine.load(ignore)
+    assert str(caught.value).startswith("broken.gguf could not be loaded: ")
+    assert words in str(caught.value)
+    assert engine.pids == ()
+    assert our_children() == []
+
+
+async def test_a_file_that_is_not_there_fails_with_the_reason(tmp_path: Path, client: aiohttp.ClientSession) -> None:
+    engine = LlamaCpp(tiny_plan(tmp_path / "gone.gguf"), client)
+    with pytest.raises(EngineError, match=r"gone\.gguf could not be loaded: .*No such file"):
+        await engine.load(ignore)
+    with pytest.raises(EngineError, match="give its path in the settings"):
+        await LlamaCpp(dataclasses.replace(tiny_plan(), path=None), client).load(ignore)
+
+
+async def test_a_child_killed_half_way_is_an_error_and_the_next_load_works(client: aiohttp.ClientSession) -> None:
+    engine = LlamaCpp(tiny_plan(), client)
+
+    def kill_child(progress: Progress) -> None:
+        if progress.stage == "reading weights":
+            os.kill(engine.pids[0], signal.SIGKILL)
+
+    with pytest.raises(EngineError, match=r"could not be loaded: the engine process died without a word"):
+        await engine.load(kill_child)
+    assert engine.pids == ()
+    assert our_children() == []
+    try:
+        await engine.load(ignore)
+        assert await engine.health() is Health.OK
+    finally:
+        await engine.unload(gently=True)
+
+
+async def test_a_load_tells_its_stages(client: aiohttp.ClientSession) -> None:
+    engine = LlamaCpp(tiny_plan(), client)
+    reported: list[Progress] = []
+    try:
+        await engine.load(reported.append)
+    finally:
+        await engine.unload(gently=True)
+    stages = list(dict.fromkeys(progress.stage for progress in reported))
+    assert stages == ["starting the engine process", "reading weights", "warming up"]
+
+
+async def test_a_child_that_reads_for_long_is_seen_reading(client: aiohttp.ClientSession) -> None:
+    """Frozen while it loads, as on a slow disk: the share of the file that is in its memory is reported meanwhile."""
+    engine = LlamaCpp(tiny_plan(), client)
+    shares: list[float] = []
+
+    def freeze_child(progress: Progress) -> None:
+        if progress.stage == "reading weights" and not shares:
+            os.kill(engine.pids[0], signal.SIGSTOP)
+        if progress.fraction is not None:
+            shares.append(progress.fraction)
+
+    loading = asyncio.create_task(engine.load(freeze_child))
+
+    async def is_watched() -> bool:
+        return len(shares) >= 3
+
+    try:
+        assert await wait_until(is_watched, 5.0)
+        os.kill(engine.pids[0], signal.SIGCONT)
+        await asyncio.wait_for(loading, 10)
+    finally:
+        await engine.unload(gently=False)
+    assert all(0.0 <= share <= 0.99 for share in shares)
+
+
+async def test_a_context_of_no_given_length_is_the_models_own_where_that_is_short(client: aiohttp.ClientSession) -> None:
+    engine = LlamaCpp(tiny_plan(slots=2, context_tokens=None), client)
+    try:
+        await engine.load(ignore)
+        assert (await engine.stats()).kv_total_tokens == 2 * 2048
+    finally:
+        await engine.unload(gently=True)
+
+
+async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client: aiohttp.ClientSession) -> None:
+    engine = LlamaCpp(tiny_plan(slots=1), client)
+    handles = 0
+    for number in range(12):
+        await engine.load(ignore)
+        processes = process_tree(engine.pids)
+        if number % 2:
+            await ask(engine, chat_call("tiny", QUESTION, max_tokens=2))
+        await asyncio.wait_for(engine.unload(gently=True), 3)  # the engine's own deadlock at this point would take longer
+        await assert_gone(processes)
+        if number == 1:
+            handles = psutil.Process().num_fds()
+    assert psutil.Process().num_fds() <= handles
+
+
+async def test_a_flush_of_what_is_not_loaded_finds_nothing(client: aiohttp.ClientSession) -> None:
+    outcome = await LlamaCpp(tiny_plan(), client).flush(FlushRequest(FlushScope.ALL))
+    assert (outcome.result, outcome.entries_removed) == (FlushResult.FLUSHED, 0)
+
+
+async def test_the_child_sees_the_gpus_of_its_plan_alone_and_none_of_our_secrets(
+    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_TOKEN", "secret")
+    engine = LlamaCpp(dataclasses.replace(tiny_plan(), gpu_ids=(1, 3)), client)
+    try:
+        await engine.load(ignore)
+        seen = psutil.Process(engine.pids[0]).environ()
+    finally:
+        await engine.unload(gently=True)
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("1,3", "PCI_BUS_ID")
+    assert "MUSTER_TOKEN" not in seen
+    assert gpu_environment(()) == {}
+
+
+async def test_options_of_the_plan_reach_the_engine() -> None:
+    options: dict[str, object] = {
+        "gguf_n_gpu_layers": 7, "gguf_flash_attn": "off", "gguf_type_k": "q8_0", "gguf_type_v": "f32", "gguf_embedding": True,
+    }  # fmt: skip
+    settings = child_settings(tiny_plan(options=options), TINY_MODEL_PATH, "key")
+    told = {name: settings[name] for name in ("gpu_layers", "flash_attn", "type_k", "type_v", "embedding")}
+    assert told == {"gpu_layers": 7, "flash_attn": "off", "type_k": "q8_0", "type_v": "f32", "embedding": True}
+
+
+async def test_a_combination_the_engine_refuses_is_told_in_its_words(client: aiohttp.ClientSession) -> None:
+    options: dict[str, object] = {"gguf_flash_attn": "off", "gguf_type_v": "q8_0"}
+    engine = LlamaCpp(tiny_plan(options=options), client)
+    with pytest.raises(EngineError, match=r"quantized V cache requires flash_attn to be enabled$"):
+        await engine.load(ignore)
+    assert engine.pids == ()
+
+
+async def test_all_parts_of_a_split_model_count(tmp_path: Path) -> None:
+    parts = [tmp_path / f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for part in [*parts, tmp_path / "big-00001-of-00003.gguf", tmp_path / "other.gguf"]:
+        part.write_bytes(b"x")
+    assert weight_files(parts[0]) == parts
+    assert weight_files(tmp_path / "other.gguf") == [tmp_path / "other.gguf"]
+    assert weight_files(tmp_path / "gone.gguf") == []

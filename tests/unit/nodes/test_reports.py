@@ -1,0 +1,149 @@
+"""What a box says of itself is cut to size, whatever it says; and the API paths that follow from it."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes.session import ServerSession, TelemetryArrived, find_endpoints, read_endpoints, store_endpoints
+from nodes.session.reports import MAX_AVAILABLE, MAX_ENDPOINTS, MAX_GPUS, MAX_MB, MAX_REPLICAS, clean_register, clean_telemetry
+from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
+from wire import bridge
+from wire.bridge import GpuInfo, MemoryInfo, ReplicaInfo, Telemetry
+
+CHAT, EMBED = "/v1/chat/completions", "/v1/embeddings"
+MEGABYTE = 1024 * 1024
+
+
+def cleaned(**fields: object) -> Telemetry:
+    message = Telemetry(**fields)  # type: ignore[arg-type]  # names of its fields
+    clean_telemetry(message)
+    return message
+
+
+def loaded(model: str, *endpoints: str, state: str = "loaded") -> ReplicaInfo:
+    return ReplicaInfo(model=model, state=state, endpoints=list(endpoints))
+
+
+# cutting
+
+
+def test_a_modest_report_stays_as_it_is() -> None:
+    said = {
+        "gpus": [GpuInfo(index=1, name="L4", memory_total_mb=9, memory_used_mb=3, temperature_c=61.5, power_w=70.0)],
+        "replicas": [
+            ReplicaInfo(model="m", state="loading", engine="vllm", detail="weights", progress=0.5, eta_s=9.0, endpoints=[CHAT])
+        ],
+        "available": ["a", "b"],
+        "memory": MemoryInfo(kind="host", total_mb=9, used_mb=3, weights_mb=2, kv_mb=1),
+        "queue_depth": 3,
+        "avg_wait_ms": 40,
+        "last_error": "CUDA",
+    }
+    assert cleaned(**said) == Telemetry(**said)  # type: ignore[arg-type]  # names of its fields
+
+
+def test_a_flood_is_cut_to_what_can_be_kept() -> None:
+    text = "x" * MEGABYTE
+    replica = ReplicaInfo(
+        model=text, state=text, engine=text, detail=text, endpoints=["/" + text, *[f"/{n}" for n in range(99)]]
+    )
+    message = cleaned(
+        gpus=[GpuInfo(index=0, name=text)] * 10_000,
+        replicas=[replica] * 10_000,
+        available=[f"{number}{text}" for number in range(600)],
+        last_error=text,
+        memory=MemoryInfo(kind=text),
+    )
+    assert (len(message.gpus), len(message.replicas), len(message.available)) == (MAX_GPUS, MAX_REPLICAS, MAX_AVAILABLE)
+    assert len(message.replicas[0].endpoints) <= MAX_ENDPOINTS
+    assert len(msgspec.json.encode(message)) < 512 * 1024
+
+
+@pytest.mark.parametrize("number", [-1, -(10**40), 10**40])
+def test_numbers_are_brought_into_their_range(number: int) -> None:
+    gpu = GpuInfo(index=number, name="g", memory_total_mb=number, memory_used_mb=number, utilization_percent=float(number))
+    replica = ReplicaInfo(model="m", state="s", slots=number, active=number, progress=float(number), memory_mb=number)
+    message = cleaned(gpus=[gpu], replicas=[replica], queue_depth=number, avg_wait_ms=number, current_load=number)
+    top = MAX_MB if number > 0 else 0
+    assert (message.gpus[0].memory_total_mb, message.replicas[0].memory_mb) == (top, top)
+    assert message.gpus[0].utilization_percent == (100.0 if number > 0 else 0.0)
+    assert message.replicas[0].progress == (1.0 if number > 0 else 0.0)
+    assert message.replicas[0].slots == (MAX_REPORTED_LOAD if number > 0 else 0)
+    assert (message.avg_wait_ms or 0) < 2**31
+
+
+def test_the_memory_of_all_gpus_together_fits_its_column() -> None:
+    assert MAX_GPUS * MAX_MB < 2**31
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "a\nb", "a\u202eb", "\x1b[31m"])
+def test_text_becomes_printable(text: str) -> None:
+    message = cleaned(replicas=[ReplicaInfo(model=text, state=text, detail=text)], last_error=text, available=[text])
+    said = [message.replicas[0].model, message.replicas[0].detail, message.last_error or "", *message.available]
+    assert all(word.isprintable() and word for word in said)
+
+
+def test_only_paths_are_taken_for_endpoints() -> None:
+    replica = ReplicaInfo(model="m", state="loaded", endpoints=["v1/chat", "", "/v1/x\n", CHAT, CHAT, "/" + "x" * 200])
+    assert cleaned(replicas=[replica]).replicas[0].endpoints == [CHAT]
+
+
+def test_a_bridge_worker_says_nothing_of_replicas() -> None:
+    message = bridge.Register(endpoints=[CHAT], replicas=[loaded("m")], available=["x"], memory=MemoryInfo())
+    clean_register(message)
+    assert (message.endpoints, message.replicas, message.available, message.memory) == ([], [], [], None)
+
+
+@given(st.lists(st.tuples(st.text(), st.text(), st.integers() | st.none(), st.floats(allow_nan=False) | st.none())))
+def test_whatever_is_said_can_be_written_as_json_for_postgresql(rows: list[tuple[str, str, int | None, float | None]]) -> None:
+    replicas = [ReplicaInfo(model=m, state=s, memory_mb=mb, progress=p, eta_s=p, detail=m) for m, s, mb, p in rows]
+    message = cleaned(replicas=replicas, available=[row[0] for row in rows])
+    text = json.dumps(msgspec.to_builtins(message), allow_nan=False)
+    assert "\\u0000" not in text
+    text.encode()
+
+
+def test_telemetry_is_cut_before_anybody_sees_it() -> None:
+    session = ServerSession(SocketPolicy())
+    session.receive_text(bridge.encode_message(bridge.Register(models=["m"], protocol_version=bridge.MUSTER_V1)))
+    frame = bridge.encode_message(Telemetry(replicas=[loaded("m")] * 10_000))
+    (effect,) = session.receive_text(frame)
+    assert isinstance(effect, TelemetryArrived)
+    assert len(effect.telemetry.replicas) == MAX_REPLICAS
+
+
+# API paths
+
+
+def test_a_replica_that_names_its_paths_is_asked_on_those_alone() -> None:
+    found = find_endpoints(["a", "b"], replicas=[loaded("a", EMBED)], registered=[CHAT])
+    assert found == {"a": {EMBED}, "b": {CHAT}}
+
+
+def test_without_any_word_a_box_is_asked_anything() -> None:
+    assert find_endpoints(["a"], replicas=[loaded("a")], registered=[]) == {}
+    assert find_endpoints(["a"], replicas=[], registered=[]) == {}
+
+
+def test_copies_of_a_model_answer_what_one_of_them_answers() -> None:
+    assert find_endpoints(["a"], replicas=[loaded("a", EMBED), loaded("a", CHAT)], registered=[]) == {"a": {EMBED, CHAT}}
+    assert find_endpoints(["a"], replicas=[loaded("a", EMBED), loaded("a")], registered=[]) == {}
+    assert find_endpoints(["a"], replicas=[loaded("a", EMBED), loaded("a")], registered=[CHAT]) == {"a": {EMBED, CHAT}}
+
+
+@pytest.mark.parametrize("state", ["failed", "unloaded"])
+def test_copies_that_are_gone_say_nothing(state: str) -> None:
+    assert find_endpoints(["a"], replicas=[loaded("a", EMBED, state=state)], registered=[CHAT]) == {"a": {CHAT}}
+
+
+def test_paths_are_stored_in_order_and_read_back() -> None:
+    paths = {"b": frozenset({EMBED, CHAT}), "a": frozenset({CHAT})}
+    stored = store_endpoints(paths)
+    assert json.dumps(stored) == json.dumps({"a": [CHAT], "b": [CHAT, EMBED]})
+    assert read_endpoints(stored) == paths
+    assert read_endpoints(None) == {}

@@ -1,0 +1,78 @@
+"""Visitors of a fair queue: a clock that the test turns, and requests whose order of being served is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
+
+LONG_S = 1000.0
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def settle() -> None:
+    """Let every task that can run do so."""
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+class Visitors:
+    """A queue under test; ``served`` are the names of requests in the order in which they got a slot."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 1,
+        limits: QueueLimits | None = None,
+        max_depth: int = 1000,
+        weight_of: Callable[[str], float] = lambda _: 1.0,
+    ) -> None:
+        self.clock = Clock()
+        self.budget = WaitBudget(max_depth, clock=self.clock)
+        self.queue = FairQueue(
+            slots=slots, limits=limits or QueueLimits(), budget=self.budget, weight_of=weight_of, clock=self.clock
+        )
+        self.served: list[str] = []
+        self.turns: dict[str, Turn] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def come(self, *names: str, priority: Priority = "normal", timeout_s: float = LONG_S) -> None:
+        """Let requests come; the tenant of request ``a1`` is ``a``."""
+        for name in names:
+            self.tasks[name] = asyncio.create_task(self._visit(name, priority, timeout_s))
+        await settle()
+
+    async def go(self, name: str, *, after_s: float = 0.0) -> None:
+        """Let a request end after so many seconds."""
+        self.clock.now += after_s
+        self.queue.leave(self.turns.pop(name))
+        await settle()
+
+    async def serve_all(self, *, each_s: float = 0.0) -> list[str]:
+        """End what runs, one request at a time, until nothing is left; return who was served."""
+        while self.turns:
+            await self.go(next(iter(self.turns)), after_s=each_s)
+        return self.served
+
+    def score_of(self, tenant: str) -> float:
+        """Return the score of a tenant that is known."""
+        return next(share.score for share in self.queue.snapshot() if share.fairness_key == tenant)
+
+    def known(self) -> set[str]:
+        """Return the tenants that have an account."""
+        return {share.fairness_key for share in self.queue.snapshot()}
+
+    async def _visit(self, name: str, priority: Priority, timeout_s: float) -> None:
+        turn = await self.queue.enter(tenant=name[0], priority=priority, timeout_s=timeout_s)
+        self.served.append(name)
+        self.turns[name] = turn

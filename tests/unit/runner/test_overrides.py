@@ -1,0 +1,469 @@
+"""Load overrides: limits of every field, the merge rule, fields that depend on each other, plans and their keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.definitions.definition import Backend, ModelDefinition
+from runner.definitions.environment import read_vllm_defaults
+from runner.definitions.fields import BACKEND_FIELDS, BACKENDS, KV_TYPES
+from runner.definitions.kinds import MAX_INTEGER
+from runner.definitions.overrides import (
+    check_overrides,
+    check_quantization,
+    load_constraints,
+    load_recommendations,
+    make_plan,
+    plan_key,
+)
+from runner.definitions.plan import LoadPlan
+from runner.errors import ConfigError, InvalidLoadRequest
+
+STEP = 268435456
+
+
+def model(backend: Backend, **fields: Any) -> ModelDefinition:
+    """Return a definition of model ``m``; fields of the backend become its options."""
+    options = {name: value for name, value in fields.items() if name in BACKEND_FIELDS[backend]}
+    return ModelDefinition(
+        model_id="m", backend=backend, options=options, **{name: fields[name] for name in fields.keys() - options.keys()}
+    )
+
+
+def plan_of(definition: ModelDefinition, overrides: dict[str, object] | None = None, **fields: Any) -> LoadPlan:
+    """Return the plan of a load with these overrides."""
+    checked = check_overrides(definition, overrides or {})
+    values = {"path": Path("/models/m"), "threads": 2, "gpu_ids": (), **fields}
+    return make_plan(definition, overrides=checked, **values)
+
+
+LIMITS: list[tuple[Backend, str, list[object], list[object]]] = [
+    ("gguf", "replicas", [1, 2], [0, 3, 1.0, True, None, "1"]),
+    ("gguf", "target_inflight", [1, 2, 1024], [0, 1025, None]),
+    ("gguf", "gguf_n_ctx", [1, 2, 4096, MAX_INTEGER], [0, -1, 1.5, "4096", None, True, MAX_INTEGER + 1]),
+    ("gguf", "gguf_flash_attn", ["on", "off", "auto"], ["On", True, None, ""]),
+    ("gguf", "gguf_type_k", list(KV_TYPES), ["q3_0", "F16", None, 16]),
+    ("gguf", "gguf_type_v", list(KV_TYPES), ["q8_1", None]),
+    ("exllamav3", "exllama_cache_size", [256, 512, 16384], [0, 255, 257, 511, 16385, None]),
+    ("exllamav3", "exllama_cache_quant", ["2", "8", "8,4", "2,8", None], ["1", "9", "8,", ",8", "8,8,8", "8, 4", "", 8, "a"]),
+    ("exllamav3", "exllama_max_rq_tokens", [1, 2, None], [0, -1, "1"]),
+    ("vllm", "vllm_max_model_len", [256, 512, 32768], [0, 255, 257, 300, None, 512.0]),
+    ("vllm", "vllm_kv_cache_dtype", ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], ["fp16", None]),
+    ("vllm", "vllm_kv_cache_memory_bytes", [STEP, 2 * STEP, None], [0, STEP - 1, STEP + 1]),
+    ("vllm", "vllm_max_pixels", [200704, 401408, None], [0, 200703, 200705]),
+    ("vllm", "vllm_speculative_method", ["ngram", None], ["", 1, "a\nb"]),
+    ("vllm", "vllm_speculative_model", ["org/draft", None], ["", []]),
+    ("vllm", "vllm_speculative_moe_backend", [None], ["", False]),
+    ("vllm", "vllm_speculative_attention_backend", [None], ["", {}]),
+    ("vllm", "vllm_num_speculative_tokens", [None], [0, -1, 1.5]),
+    ("llama_server", "llama_server_n_ctx", [1, 4096], [0, None]),
+    ("llama_server", "llama_server_image_max_tokens", [1, None], [0]),
+    ("llama_server", "llama_server_spec_type", ["draft", None], [""]),
+    ("llama_server", "llama_server_spec_draft_n_max", [1, 6, None], [0, 7]),
+    ("llama_server", "llama_server_spec_draft_p_min", [0, 0.0, 0.5, 1, 1.0, None], [-0.01, 1.01, "0", True]),
+    ("tabbyapi", "exllama_cache_size", [256], [255]),
+]
+ACCEPTED = [(backend, name, value) for backend, name, good, _ in LIMITS for value in good]
+REFUSED = [(backend, name, value) for backend, name, _, bad in LIMITS for value in bad]
+
+
+@pytest.mark.parametrize(("backend", "name", "value"), ACCEPTED)
+def test_a_value_at_or_within_its_limits_is_taken(backend: Backend, name: str, value: object) -> None:
+    assert check_overrides(model(backend, replica_max=2), {name: value}) == {name: value}
+
+
+@pytest.mark.parametrize(("backend", "name", "value"), REFUSED)
+def test_a_value_beyond_its_limits_is_refused_with_field_value_and_limit(backend: Backend, name: str, value: object) -> None:
+    definition = model(backend, replica_max=2)
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(definition, {name: value})
+
+    assert caught.value.param == name
+    assert caught.value.message.startswith(f"{name}: {json.dumps(value)} is not allowed; it must be ")
+    for limit in ("minimum", "maximum"):
+        number = load_constraints(definition)[name].get(limit)
+        assert number is None or f"{number:.12g}" in caught.value.message
+
+
+@pytest.mark.parametrize("bits", [(2, 2), (8, 8), (2, 8)])
+def test_both_numbers_of_bits_within_two_and_eight_are_taken(bits: tuple[int, int]) -> None:
+    wanted: dict[str, object] = {"exllama_cache_k_bits": bits[0], "exllama_cache_v_bits": bits[1]}
+
+    assert check_overrides(model("exllamav3"), wanted) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "param", "words"),
+    [
+        ({}, {"exllama_cache_k_bits": 1, "exllama_cache_v_bits": 8}, "exllama_cache_k_bits", "from 2 to 8"),
+        ({}, {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 9}, "exllama_cache_v_bits", "from 2 to 8"),
+        ({}, {"exllama_cache_k_bits": 8}, "exllama_cache_v_bits", "is needed too"),
+        ({}, {"exllama_cache_v_bits": 8}, "exllama_cache_k_bits", "is needed too"),
+        (
+            {},
+            {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 8, "exllama_cache_quant": "8"},
+            "exllama_cache_quant",
+            "set one of the two ways to null",
+        ),
+        (
+            {"exllama_cache_quant": "8,8"},
+            {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 8},
+            "exllama_cache_quant",
+            "cannot go together",
+        ),
+        (
+            {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 8},
+            {"exllama_cache_v_bits": None},
+            "exllama_cache_v_bits",
+            "is needed too",
+        ),
+    ],
+)
+def test_the_two_ways_to_quantise_an_exllama_cache_exclude_each_other(
+    options: dict[str, object], overrides: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(model("exllamav3", **options), overrides)
+
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+def test_null_takes_back_what_the_definition_says() -> None:
+    definition = model("exllamav3", exllama_cache_quant="8,8")
+    wanted: dict[str, object] = {"exllama_cache_quant": None, "exllama_cache_k_bits": 6, "exllama_cache_v_bits": 5}
+
+    plan = plan_of(definition, wanted)
+
+    assert check_overrides(definition, wanted) == wanted
+    assert plan.options == {"exllama_cache_k_bits": 6, "exllama_cache_v_bits": 5}
+
+
+def test_a_quantised_v_cache_needs_flash_attention() -> None:
+    definition = model("gguf", gguf_type_v="q8_0")
+
+    assert check_overrides(definition, {"gguf_flash_attn": "on"})
+    assert check_overrides(definition, {"gguf_flash_attn": "off", "gguf_type_v": "f16"})
+    with pytest.raises(InvalidLoadRequest, match="gguf_type_v cannot be q8_0 with gguf_flash_attn off") as caught:
+        check_overrides(definition, {"gguf_flash_attn": "off"})
+    assert caught.value.param == "gguf_type_v"
+
+
+def test_a_number_of_speculative_tokens_needs_a_way_to_speculate() -> None:
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(model("vllm"), {"vllm_num_speculative_tokens": 3})
+
+    assert caught.value.param == "vllm_num_speculative_tokens"
+    assert check_overrides(model("vllm"), {"vllm_num_speculative_tokens": 3, "vllm_speculative_method": "ngram"})
+    assert check_overrides(model("vllm", vllm_speculative_model="org/draft"), {"vllm_num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("vllm_max_model_len", "is a field of vllm, and m runs on gguf"),
+        ("exllama_cache_size", "is a field of exllamav3, tabbyapi, and m runs on gguf"),
+        ("gguf_n_gpu_layers", "is set in the settings and not by a load"),
+        ("enabled", "is set in the settings and not by a load"),
+        ("gguf_ctx", "is not a field of any backend"),
+        ("trust_remote_code", "is not a field of any backend"),
+    ],
+)
+def test_a_field_that_a_load_cannot_set_is_refused_with_those_it_can(name: str, words: str) -> None:
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(model("gguf"), {name: 1})
+
+    assert caught.value.param == name
+    assert caught.value.message == (
+        f"{name} {words}; a load of this model may set replicas, target_inflight, gguf_n_ctx, gguf_flash_attn, "
+        "gguf_type_k, gguf_type_v."
+    )
+
+
+def test_a_server_given_on_the_command_line_takes_no_overrides() -> None:
+    assert load_constraints(model("attached")) == {}
+    with pytest.raises(InvalidLoadRequest, match="a load of this model may set nothing"):
+        check_overrides(model("attached"), {"target_inflight": 2})
+
+
+@pytest.mark.parametrize("name", ["llama_server_n_ctx", "llama_server_spec_draft_n_max", "maxContextLength"])
+def test_a_load_cannot_change_how_a_running_server_was_started(name: str) -> None:
+    definition = model("llama_server", server_url="http://127.0.0.1:1")
+
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(definition, {name: 4})
+
+    assert caught.value.param == name
+    assert load_constraints(definition).keys() == {"replicas", "target_inflight"}
+
+
+def test_a_long_value_is_not_repeated_whole() -> None:
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(model("gguf"), {"gguf_flash_attn": "x" * 5000})
+
+    assert len(caught.value.message) < 200
+
+
+OVERRIDE_VALUES = {
+    "gguf_n_ctx": st.integers(1, 9999),
+    "gguf_flash_attn": st.sampled_from(["on", "auto"]),
+    "gguf_type_k": st.sampled_from(KV_TYPES),
+    "gguf_type_v": st.sampled_from(KV_TYPES),
+    "target_inflight": st.integers(1, 9),
+}
+_VLLM_VALUES = {
+    "vllm_speculative_method": st.none() | st.just("ngram"),
+    "vllm_kv_cache_memory_bytes": st.none() | st.integers(1, 9).map(lambda count: count * STEP),
+    "vllm_max_pixels": st.none() | st.just(200704),
+}
+
+
+@given(defined=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES), wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES))
+def test_a_key_in_the_override_beats_the_definition_and_others_stay(
+    defined: dict[str, object], wanted: dict[str, object]
+) -> None:
+    plan = plan_of(model("gguf", **defined), wanted)
+    merged = {**defined, **wanted}
+
+    assert plan.slots == merged.pop("target_inflight", 1)
+    assert plan.context_tokens == merged.get("gguf_n_ctx")
+    assert plan.options == merged
+
+
+@given(defined=st.fixed_dictionaries({}, optional=_VLLM_VALUES), wanted=st.fixed_dictionaries({}, optional=_VLLM_VALUES))
+def test_even_null_in_the_override_beats_the_definition(defined: dict[str, object], wanted: dict[str, object]) -> None:
+    plan = plan_of(model("vllm", **defined), wanted)
+
+    for name in _VLLM_VALUES:
+        expected = wanted[name] if name in wanted else defined.get(name)
+        assert plan.options.get(name) == expected
+
+
+@given(wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES))
+def test_checked_overrides_pass_the_check_again(wanted: dict[str, object]) -> None:
+    checked = check_overrides(model("gguf"), wanted)
+
+    assert check_overrides(model("gguf"), checked) == checked == wanted
+
+
+def test_constraints_are_the_table_as_data() -> None:
+    constraints = load_constraints(model("vllm", replica_max=3, target_inflight=8, vllm_max_model_len=512))
+
+    assert constraints["vllm_max_model_len"] == {
+        "kind": "integer", "minimum": 256, "step": 256, "unit": "tokens", "display_unit": "tokens", "default": 512,
+    }  # fmt: skip
+    assert constraints["vllm_kv_cache_memory_bytes"] == {
+        "kind": "integer_or_null", "minimum": STEP, "step": STEP, "unit": "bytes", "display_unit": "MiB", "default": None,
+    }  # fmt: skip
+    assert constraints["vllm_kv_cache_dtype"] == {
+        "kind": "enum", "values": ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], "default": "auto",
+    }  # fmt: skip
+    assert constraints["vllm_speculative_method"]["kind"] == "string_or_null"
+    assert (constraints["replicas"]["maximum"], constraints["replicas"]["default"]) == (3, 1)
+    assert constraints["target_inflight"]["default"] == 8
+    assert load_constraints(model("llama_server"))["llama_server_spec_draft_p_min"] == {
+        "kind": "number_or_null", "minimum": 0.0, "maximum": 1.0, "default": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_constraints_of_every_backend_agree_with_the_check(backend: Backend) -> None:
+    definition = model(backend, replica_max=2)
+    constraints = load_constraints(definition)
+
+    assert json.loads(json.dumps(constraints)) == constraints
+    assert {"replicas", "target_inflight"} <= constraints.keys()
+    for name, limits in constraints.items():
+        if limits["kind"] not in {"integer", "integer_or_null"} or name.endswith(("_bits", "speculative_tokens")):
+            continue
+        minimum, step = limits["minimum"], limits["step"]
+        assert isinstance(minimum, int)
+        assert isinstance(step, int)
+        assert check_overrides(definition, {name: minimum})
+        for bad in (minimum - 1, minimum + step - 1 if step > 1 else minimum - step):
+            with pytest.raises(InvalidLoadRequest):
+                check_overrides(definition, {name: bad})
+
+
+@pytest.mark.parametrize("backend", ["gguf", "exllamav3", "tabbyapi"])
+def test_recommended_pairs_can_be_loaded(backend: Backend) -> None:
+    [recommendation] = load_recommendations(model(backend))
+
+    assert recommendation["kind"] == "pair_presets"
+    fields, presets = recommendation["fields"], recommendation["presets"]
+    assert isinstance(fields, list)
+    assert isinstance(presets, list)
+    assert len(presets) >= 3
+    for preset in presets:
+        check_overrides(model(backend), dict(zip(fields, preset["values"], strict=True)))
+
+
+def test_backends_without_cache_types_recommend_nothing() -> None:
+    assert load_recommendations(model("vllm")) == []
+
+
+def test_the_fields_of_the_model_runner_request_become_those_of_the_backend() -> None:
+    wanted: dict[str, object] = {"quantization": "awq-4bit", "maxContextLength": 32768, "gpuMemoryBudgetMB": 40000}
+
+    plan = plan_of(model("vllm", vllm_max_model_len=256, target_inflight=4), wanted, gpu_ids=(0, 1))
+
+    assert (plan.quantization, plan.context_tokens, plan.memory_budget_mb) == ("awq-4bit", 32768, 40000)
+    assert (plan.options["vllm_max_model_len"], plan.slots, plan.gpu_ids) == (32768, 4, (0, 1))
+    assert plan_of(model("gguf"), {"maxContextLength": 77}).context_tokens == 77
+    assert plan_of(model("ct2"), {"maxContextLength": 77}).context_tokens == 77
+    assert plan_of(model("ct2"), {"quantization": "bf16"}).options == {"compute_type": "bfloat16"}
+
+
+def test_null_in_a_field_of_the_model_runner_request_means_not_given() -> None:
+    wanted: dict[str, object] = {"quantization": None, "maxContextLength": None, "gpuMemoryBudgetMB": None}
+
+    assert check_overrides(model("tgi"), wanted) == {}
+
+
+def test_an_exllama_cache_holds_the_context_of_every_slot() -> None:
+    plan = plan_of(model("exllamav3", target_inflight=3), {"maxContextLength": 1000})
+
+    assert (plan.context_tokens, plan.slots, plan.options["exllama_cache_size"]) == (1000, 3, 3072)
+    shared = plan_of(model("exllamav3", target_inflight=4, exllama_cache_size=16384))
+    assert (shared.context_tokens, shared.options["exllama_cache_size"]) == (4096, 16384)
+
+
+@pytest.mark.parametrize(
+    ("backend", "overrides", "param", "words"),
+    [
+        ("vllm", {"quantization": "int3"}, "quantization", 'quantization: "int3" is not allowed; it must be one of awq-4bit'),
+        ("gguf", {"quantization": "awq-4bit"}, "quantization", "it must be one of fp16, bf16"),
+        ("exllamav3", {"quantization": "fp16"}, "quantization", "exllamav3 loads files as they are"),
+        ("vllm", {"maxContextLength": 0}, "maxContextLength", "of at least 256 in steps of 256"),
+        ("vllm", {"maxContextLength": 300}, "maxContextLength", "in steps of 256"),
+        ("gguf", {"maxContextLength": 0}, "maxContextLength", "of at least 1"),
+        ("ct2", {"maxContextLength": 0}, "maxContextLength", "of at least 1"),
+        ("tgi", {"maxContextLength": 4096}, "maxContextLength", "the context of a tgi model is its own"),
+        ("gguf", {"maxContextLength": 1, "gguf_n_ctx": 1}, "maxContextLength", "give one of them"),
+        ("exllamav3", {"maxContextLength": 1, "exllama_cache_size": 256}, "maxContextLength", "give one of them"),
+        ("gguf", {"gpuMemoryBudgetMB": 0}, "gpuMemoryBudgetMB", "of at least 1"),
+        ("gguf", {"gpuMemoryBudgetMB": 1.5}, "gpuMemoryBudgetMB", "1.5 is not allowed"),
+        ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "gpuMemoryBudgetMB", "takes no memory of this box"),
+    ],
+)
+def test_fields_of_the_model_runner_request_have_limits_too(
+    backend: Backend, overrides: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(model(backend), overrides)
+
+    assert caught.value.param == param
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("backend", "wanted", "files", "fits"),
+    [
+        ("vllm", "awq-4bit", "awq-4bit", True),
+        ("vllm", "awq-4bit", None, True),
+        ("vllm", "fp16", "bf16", True),
+        ("vllm", "awq-4bit", "bf16", False),
+        ("vllm", "gptq-4bit", "awq-4bit", False),
+        ("vllm", "fp16", "gptq-4bit", False),
+        ("ct2", "bf16", "int8", True),
+        ("vllm", "bf16", "fp32", True),
+        ("vllm", "bf16", "fp8", False),
+        ("vllm", "awq-4bit", "awq", True),
+        ("gguf", "fp16", "F16", True),
+        ("gguf", "fp16", "fp16", True),
+        ("gguf", "fp16", "bf16", False),
+        ("gguf", "fp16", "q4_k_m", False),
+        ("gguf", None, "q4_k_m", True),
+    ],
+)
+def test_a_quantisation_must_be_what_the_files_are_or_can_become(
+    backend: Backend, wanted: str | None, files: str | None, *, fits: bool
+) -> None:
+    plan = plan_of(model(backend), {"quantization": wanted})
+
+    if fits:
+        check_quantization(plan, files)
+        return
+    with pytest.raises(InvalidLoadRequest, match=f"the files of m are {files}") as caught:
+        check_quantization(plan, files)
+    assert caught.value.param == "quantization"
+
+
+def test_what_adapters_need_of_the_common_fields_is_in_the_options() -> None:
+    definition = model("ct2", device="cpu", compute_type="int8", revision="abc", enable_thinking=False, prompt_format="x")
+
+    assert plan_of(definition).options == {
+        "device": "cpu", "compute_type": "int8", "revision": "abc", "enable_thinking": False, "prompt_format": "x",
+    }  # fmt: skip
+
+
+def test_vllm_variables_hold_where_nobody_says_otherwise() -> None:
+    env = {
+        "VLLM_MAX_MODEL_LEN": "1000", "VLLM_GPU_MEMORY_UTILIZATION": "0.5", "VLLM_ENABLE_PREFIX_CACHING": "False", "HOME": "/",
+    }  # fmt: skip
+
+    plan = plan_of(model("vllm"), defaults=env)
+    assert plan.context_tokens == 1000
+    assert plan.options["vllm_gpu_memory_utilization"] == 0.5
+    assert plan.options["vllm_enable_prefix_caching"] is False
+    assert plan_of(model("vllm", vllm_max_model_len=512), defaults=env).context_tokens == 512
+    assert plan_of(model("vllm", vllm_max_model_len=512), {"vllm_max_model_len": 256}, defaults=env).context_tokens == 256
+    assert plan_of(model("gguf"), defaults=env).options == {}
+    assert read_vllm_defaults({"VLLM_MAX_MODEL_LEN": " "}) == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("VLLM_MAX_MODEL_LEN", "0"),
+        ("VLLM_MAX_MODEL_LEN", "4k"),
+        ("VLLM_GPU_MEMORY_UTILIZATION", "0"),
+        ("VLLM_GPU_MEMORY_UTILIZATION", "1.1"),
+        ("VLLM_GPU_MEMORY_UTILIZATION", "nan"),
+        ("VLLM_ENABLE_PREFIX_CACHING", "maybe"),
+    ],
+)
+def test_a_vllm_variable_that_cannot_be_used_is_named(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable} must be .*, not '{text}'"):
+        read_vllm_defaults({variable: text})
+
+
+def test_the_key_of_a_plan_tells_memory_apart_and_nothing_else() -> None:
+    definition = model("gguf", gguf_n_ctx=4096, gguf_type_k="f16", enable_thinking=True)
+    base = plan_key(plan_of(definition))
+
+    same = [
+        plan_of(definition, threads=7, path=Path("/elsewhere/m")),
+        plan_of(msgspec.structs.replace(definition, enable_thinking=False, replicas=2, enabled=True)),
+        plan_of(definition, {"gguf_n_ctx": 4096}),
+        plan_of(definition, {"gguf_type_v": "f16", "gguf_flash_attn": "auto"}),
+    ]
+    others = [
+        plan_of(definition, {"gguf_n_ctx": 4097}),
+        plan_of(definition, {"gguf_type_k": "q8_0"}),
+        plan_of(definition, {"target_inflight": 2}),
+        plan_of(definition, {"gpuMemoryBudgetMB": 100}),
+        plan_of(definition, {"quantization": "fp16"}),
+        plan_of(definition, gpu_ids=(0,)),
+        plan_of(model("ct2"), {"maxContextLength": 4096}),
+    ]
+
+    assert len(base) == 16
+    assert {plan_key(plan) for plan in same} == {base}
+    assert len({base, *(plan_key(plan) for plan in others)}) == len(others) + 1
+
+
+def test_the_key_of_a_plan_stays_the_same_over_releases() -> None:
+    plan = LoadPlan(
+        model_id="m", backend="gguf", context_tokens=4096, slots=2, options={"gguf_type_v": "q8_0", "gguf_type_k": "q4_0"}
+    )
+
+    assert plan_key(plan) == "8efabddc264af34d"
+    assert plan_key(plan) == plan_key(LoadPlan("x", "gguf", None, 4096, 2, options=dict(reversed(list(plan.options.items())))))

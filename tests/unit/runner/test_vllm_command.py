@@ -1,0 +1,165 @@
+"""The command line and environment that a plan becomes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from runner.definitions.plan import LoadPlan
+from runner.engines.vllm import command
+from runner.engines.vllm.command import CPU_KV_BYTES, MIB, OVERHEAD_BYTES, PYTHON_VARIABLE, build_command, build_environment
+from runner.errors import EngineError
+
+SOCKET = Path("/run/s")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-1.safetensors").write_bytes(b"\0" * MIB)
+    (tmp_path / "model-2.safetensors").write_bytes(b"\0" * MIB)
+    return tmp_path
+
+
+def plan_for(
+    model: Path, *, gpu_ids: tuple[int, ...] = (), budget_mb: int | None = None, options: Mapping[str, object] | None = None
+) -> LoadPlan:
+    return LoadPlan("m", "vllm", model, slots=3, threads=2, gpu_ids=gpu_ids, memory_budget_mb=budget_mb, options=options or {})
+
+
+def flags(plan: LoadPlan) -> list[str]:
+    return build_command("py", plan, SOCKET)
+
+
+def value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_a_plan_on_the_cpu_gets_a_bounded_cache_and_no_graphs(model: Path) -> None:
+    words = flags(plan_for(model))
+    assert words[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
+    assert value(words, "--uds") == "/run/s"
+    assert value(words, "--max-num-seqs") == "3"
+    assert value(words, "--scheduling-policy") == "priority"
+    assert value(words, "--kv-cache-memory-bytes") == str(CPU_KV_BYTES)
+    assert "--enforce-eager" in words
+    assert "--enable-prefix-caching" in words
+    assert not {"--port", "--host", "--api-key", "--trust-remote-code", "--enable-sleep-mode"} & set(words)
+
+
+def test_a_plan_on_gpus_uses_them_all_and_leaves_the_cache_to_vllm(model: Path) -> None:
+    words = flags(plan_for(model, gpu_ids=(1, 3)))
+    assert value(words, "--tensor-parallel-size") == "2"
+    assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(words)
+    assert build_environment(plan_for(model, gpu_ids=(1, 3)))["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert build_environment(plan_for(model))["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_budget_becomes_the_cache_that_the_weights_leave(model: Path) -> None:
+    words = flags(plan_for(model, gpu_ids=(0,), budget_mb=4096))
+    assert int(value(words, "--kv-cache-memory-bytes")) == 4096 * MIB - 2 * MIB - OVERHEAD_BYTES
+    # The share would otherwise be nine tenths of a card that others use as well.
+    assert float(value(words, "--gpu-memory-utilization")) < 0.1
+
+
+def test_a_budget_below_the_weights_is_refused_with_the_number_that_would_do(model: Path) -> None:
+    with pytest.raises(EngineError, match=r"a budget of 1000 MB .* need 1026 MB"):
+        flags(plan_for(model, gpu_ids=(0,), budget_mb=1000))
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "flag", "expected"),
+    [
+        ("vllm_kv_cache_memory_bytes", 268435456, "--kv-cache-memory-bytes", "268435456"),
+        ("vllm_gpu_memory_utilization", 0.5, "--gpu-memory-utilization", "0.5"),
+        ("vllm_kv_cache_dtype", "fp8", "--kv-cache-dtype", "fp8"),
+        ("vllm_max_model_len", 512, "--max-model-len", "512"),
+        ("vllm_max_pixels", 200704, "--mm-processor-kwargs", '{"max_pixels":200704}'),
+        ("vllm_tool_call_parser", "hermes", "--tool-call-parser", "hermes"),
+        ("vllm_max_lora_rank", 12, "--max-lora-rank", "16"),
+        ("vllm_task", "embed", "--runner", "pooling"),
+    ],
+)
+def test_an_option_becomes_its_flag(model: Path, option: str, given: object, flag: str, expected: str) -> None:
+    assert value(flags(plan_for(model, gpu_ids=(0,), options={option: given})), flag) == expected
+
+
+def test_speculative_options_become_one_object(model: Path) -> None:
+    options = {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4}
+    given = json.loads(value(flags(plan_for(model, options=options)), "--speculative-config"))
+    assert given == {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def test_prefix_caching_can_be_switched_off(model: Path) -> None:
+    words = flags(plan_for(model, options={"vllm_enable_prefix_caching": False}))
+    assert "--no-enable-prefix-caching" in words
+    assert "--enable-prefix-caching" not in words
+
+
+def test_a_model_that_says_how_it_is_quantised_is_left_to_say_so(model: Path) -> None:
+    plan = LoadPlan("m", "vllm", model, quantization="awq")
+    assert value(flags(plan), "--quantization") == "awq"
+    (model / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert "--quantization" not in flags(plan)
+
+
+def test_adapters_are_named_with_a_rank_that_holds_them_all(model: Path, tmp_path: Path) -> None:
+    for name, rank in (("a", 4), ("b", 24)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    words = flags(plan_for(model, options={"vllm_lora": {name: str(tmp_path / name) for name in "ab"}}))
+    assert value(words, "--max-lora-rank") == "32"
+    assert value(words, "--max-loras") == "2"
+    at = words.index("--lora-modules")
+    assert [json.loads(word)["name"] for word in words[at + 1 : at + 3]] == ["a", "b"]
+
+
+def test_a_rank_beyond_vllms_is_refused(model: Path) -> None:
+    with pytest.raises(EngineError, match="up to rank 512, not 600"):
+        flags(plan_for(model, options={"vllm_max_lora_rank": 600}))
+
+
+def test_an_adapter_that_is_not_there_is_named(model: Path) -> None:
+    with pytest.raises(EngineError, match=r"vllm_lora a: /nowhere has no adapter_config.json"):
+        flags(plan_for(model, options={"vllm_lora": {"a": "/nowhere"}}))
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"has no config\.json"):
+        flags(plan_for(tmp_path))
+    with pytest.raises(EngineError, match="needs the folder of the model"):
+        flags(LoadPlan("m", "vllm"))
+
+
+def test_the_environment_carries_no_secret_of_ours_and_opens_no_network(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUSTER_TOKEN", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "would lock us out")
+    environment = build_environment(plan_for(model))
+    assert not [name for name in environment if name.startswith("MUSTER_")]
+    assert "VLLM_API_KEY" not in environment
+    assert (environment["HF_HUB_OFFLINE"], environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1", "1")
+    assert environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_pictures_are_not_fetched_by_address(model: Path) -> None:
+    assert "--allowed-media-domains=none.invalid" in flags(plan_for(model))
+
+
+def test_a_named_python_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    assert command.find_python() == sys.executable
+
+
+def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    monkeypatch.setattr(command, "_ROOT", tmp_path)
+    with pytest.raises(EngineError, match=rf"not installed: .*\.venv-vllm .*{PYTHON_VARIABLE}"):
+        command.find_python()
+    beside = tmp_path / ".venv-vllm" / "bin" / "python"
+    beside.parent.mkdir(parents=True)
+    beside.touch()
+    assert command.find_python() == str(beside)

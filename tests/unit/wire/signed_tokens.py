@@ -1,0 +1,102 @@
+"""A valid token of each level, and the request that it permits; tests change one thing in them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from wire.optoken import (
+    Binding,
+    Grant,
+    Level,
+    Operation,
+    Verified,
+    Verifier,
+    params_digest,
+    read_token,
+    sign_l0,
+    sign_l1,
+)
+
+NOW = 1_745_880_000
+KEY = b"a key of the tests, 32 bytes long"
+OTHER_KEY = b"another key of the tests, as long"
+BOX = "box-7"
+MODEL = "meta-llama/Llama-3.1-70B-Instruct"
+PARAMS: dict[str, object] = {
+    "modelId": MODEL,
+    "quantization": "awq-4bit",
+    "maxContextLength": 32768,
+    "evictModel": "meta-llama/Llama-3.1-8B-Instruct",
+    "overrides": {"target_inflight": 4, "flags": ["a", "b"]},
+}
+FLUSH_PARAMS: dict[str, object] = {"scope": "tenant", "tenantId": "community-x", "modelId": None}
+KID = "2026-10"
+
+Token = dict[str, Any]  # Any: tests put anything into a token.
+
+
+def make_grant(**changes: Any) -> Grant:
+    """What both levels say."""
+    fields: dict[str, Any] = {
+        "operation": Operation.MODEL_LOAD,
+        "model_id": MODEL,
+        "signers": ["admin1", "admin2"],
+        "nonce": "0123456789abcdef",
+        "issued_at": NOW,
+    }
+    return Grant(**(fields | changes))
+
+
+def make_binding(**changes: Any) -> Binding:
+    """What L1 says beside."""
+    fields: dict[str, Any] = {
+        "audience": BOX,
+        "params_digest": params_digest(PARAMS),
+        "op_id": "op-1",
+        "fence": 7,
+        "expires_at": NOW + 300,
+        "kid": KID,
+    }
+    return Binding(**(fields | changes))
+
+
+def make_l0(key: bytes = KEY, **changes: Any) -> Token:
+    """A signed L0 token whose claims differ from the valid ones in ``changes``."""
+    return sign_l0(key, make_grant(**changes))
+
+
+def make_l1(key: bytes = KEY, grant: Grant | None = None, **changes: Any) -> Token:
+    """A signed L1 token whose binding differs from the valid one in ``changes``."""
+    return sign_l1(key, grant or make_grant(), make_binding(**changes))
+
+
+def sign_claims(claims: Mapping[str, Any], key: bytes = KEY) -> Token:
+    """Sign any claims, by the rule of their level, with nothing of the code under test."""
+    compact = "v" in claims
+    text = json.dumps(claims, sort_keys=True, separators=(",", ":") if compact else None, ensure_ascii=not compact)
+    return {"opToken": dict(claims), "signature": hmac.new(key, text.encode(), hashlib.sha256).hexdigest()}
+
+
+def make_verifier(level: Level = Level.L0, **changes: Any) -> Verifier:
+    """The rules of the box that the valid tokens are for."""
+    fields: dict[str, Any] = {"level": level, "min_signers": 2, "runner_id": BOX, "keys": {"": KEY, KID: KEY}}
+    return Verifier(**(fields | changes))
+
+
+def verify(
+    token: object,
+    verifier: Verifier | None = None,
+    *,
+    operation: Operation = Operation.MODEL_LOAD,
+    model_id: str | None = MODEL,
+    params: Mapping[str, object] = PARAMS,
+    now: float = NOW,
+) -> Verified:
+    """Check a token for the request that the valid ones permit, at the moment of their issue."""
+    return (verifier or make_verifier()).verify(
+        read_token(token), operation=operation, model_id=model_id, params=params, now=now
+    )

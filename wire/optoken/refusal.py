@@ -1,0 +1,43 @@
+"""Why a token is refused: one reason per check, for the log of the box and for tests. Outside, all reasons look the same."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """The check that failed first."""
+
+    TOO_LARGE = "too_large"
+    MALFORMED = "malformed"
+    """Not an object, its JSON text or base64url of it; or JSON beyond the strict subset."""
+    DUPLICATE_KEY = "duplicate_key"
+    BAD_FIELD = "bad_field"
+    """A member is missing, of the wrong type, out of range, or unknown in a format that is closed."""
+    UNKNOWN_VERSION = "unknown_version"
+    LEVEL_TOO_LOW = "level_too_low"
+    UNKNOWN_KEY = "unknown_key"
+    BAD_SIGNATURE = "bad_signature"
+    WRONG_AUDIENCE = "wrong_audience"
+    EXPIRED = "expired"
+    NOT_YET_VALID = "not_yet_valid"
+    LIFETIME_TOO_LONG = "lifetime_too_long"
+    BEFORE_LEDGER = "before_ledger"
+    """Issued before this box began to remember tokens, so it may have been spent already."""
+    WRONG_OPERATION = "wrong_operation"
+    WRONG_MODEL = "wrong_model"
+    UNSIGNABLE_PARAMS = "unsignable_params"
+    """The request has a parameter without canonical form (a float); no token can cover it."""
+    WRONG_PARAMS = "wrong_params"
+    TOO_FEW_SIGNERS = "too_few_signers"
+    REPLAYED = "replayed"
+    STALE_FENCE = "stale_fence"
+    LEDGER_FULL = "ledger_full"
+
+
+class OpTokenError(Exception):
+    """A token that is not accepted. The text is the reason alone: nothing of the token is repeated."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason

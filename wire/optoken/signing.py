@@ -1,0 +1,78 @@
+"""Making tokens: for the control plane, for owners' scripts and for tests."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wire.optoken.canonical import canonical_bytes, spec_bytes
+
+TOKEN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What every token says. ``model_id``: None for a flush that names no model. ``issued_at``: Unix seconds."""
+
+    operation: str
+    model_id: str | None
+    signers: Sequence[str]
+    nonce: str
+    issued_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What an L1 token says beside: for which box, which parameters (see ``params_digest``), which approval, which order.
+
+    ``expires_at``: Unix seconds, at most 300 after the issue. ``op_id`` is the same in all tokens of one approval.
+    ``fence`` grows from operation to operation.
+    """
+
+    audience: str
+    params_digest: str
+    op_id: str
+    fence: int
+    expires_at: int
+    kid: str = ""
+    statement_digest: str | None = None
+    checkpoint: str | None = None
+
+
+def sign_l0(key: bytes, grant: Grant) -> dict[str, object]:
+    """Return ``{"opToken": …, "signature": hex}`` as public model runners check it."""
+    claims = _spec_claims(grant)
+    return {"opToken": claims, "signature": hmac.new(key, spec_bytes(claims), hashlib.sha256).hexdigest()}
+
+
+def sign_l1(key: bytes, grant: Grant, binding: Binding) -> dict[str, object]:
+    """Return ``{"opToken": …, "signature": base64url}`` over the canonical bytes. Raises NotCanonical."""
+    claims = {name: value for name, value in _spec_claims(grant).items() if value is not None}
+    claims |= {
+        "v": TOKEN_VERSION,
+        "kid": binding.kid,
+        "aud": binding.audience,
+        "exp": binding.expires_at,
+        "opId": binding.op_id,
+        "paramsDigest": binding.params_digest,
+        "fence": binding.fence,
+    }
+    if binding.statement_digest is not None:
+        claims["stmtDigest"] = binding.statement_digest
+    if binding.checkpoint is not None:
+        claims["checkpoint"] = binding.checkpoint
+    mac = hmac.digest(key, canonical_bytes(claims), "sha256")
+    return {"opToken": claims, "signature": base64.urlsafe_b64encode(mac).rstrip(b"=").decode()}
+
+
+def _spec_claims(grant: Grant) -> dict[str, object]:
+    return {
+        "operation": str(grant.operation),
+        "modelId": grant.model_id,
+        "issuedAt": grant.issued_at,
+        "signers": list(grant.signers),
+        "nonce": grant.nonce,
+    }

@@ -1,0 +1,225 @@
+"""Whether a token holds for one request on one box at one moment. Cheap checks first, the signature before any content.
+
+What needs memory (nonce seen, approval used, fence overtaken) comes after and is the caller's, in this order: spend the nonce,
+then compare the fence and book the operation.
+
+A token names no model by leaving ``modelId`` out (L0 also: null), and then it holds only for a request that names none. There
+is no wildcard: ``"*"`` is the name of a model that nobody has.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from wire.optoken.canonical import NotCanonical, canonical_bytes, params_digest, spec_bytes
+from wire.optoken.refusal import OpTokenError, Reason
+from wire.optoken.signing import TOKEN_VERSION
+from wire.optoken.token import Claim, SignedToken, decode_base64url
+
+MIN_KEY_BYTES = 16
+MAX_AGE_S = 300
+L0_SKEW_S = 300
+L1_SKEW_S = 60
+MAX_TEXT_CHARS = 200
+MIN_NONCE_CHARS = 8
+MAX_SIGNERS = 64
+
+_HEX_MAC = re.compile(r"[0-9a-f]{64}")
+_L1_MEMBERS = frozenset(
+    {"operation", "modelId", "issuedAt", "signers", "nonce"}
+    | {"v", "kid", "aud", "exp", "opId", "stmtDigest", "paramsDigest", "fence", "checkpoint"}
+)
+"""All that an L1 token may say: what a box does not know, it cannot honour."""
+
+
+class Operation(StrEnum):
+    """What a token can permit."""
+
+    MODEL_LOAD = "model-load"
+    MODEL_UNLOAD = "model-unload"
+    CACHE_FLUSH = "cache-flush"
+
+
+class Level(StrEnum):
+    """How much a token proves. The names sort by strength, and are compared so."""
+
+    L0 = "L0"
+    L1 = "L1"
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A token that holds. ``op_id`` and ``fence`` are None at L0, which has neither.
+
+    ``expires_at``: Unix seconds after which this token would be refused anyway, so its nonce need not be remembered longer.
+    ``max_uses``: how often the approval behind ``op_id`` may be carried out.
+    """
+
+    level: Level
+    kid: str
+    nonce: str
+    op_id: str | None
+    signers: tuple[str, ...]
+    fence: int | None
+    expires_at: int
+    max_uses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The rules of one box; the token has no say in them.
+
+    ``keys``: HMAC-SHA256 keys by id, ``""`` the one that L0 tokens (which name none) are checked with. ``runner_id``: the
+    audience this box answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused.
+    Raises ValueError for rules that would accept what nobody signed.
+    """
+
+    level: Level
+    min_signers: int
+    runner_id: str
+    keys: Mapping[str, bytes] = field(repr=False)
+    not_before: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_signers < 1:
+            raise ValueError("at least one signer must be required")
+        if not self.runner_id:
+            raise ValueError("a box without an id cannot be the audience of a token")
+        if any(len(key) < MIN_KEY_BYTES for key in self.keys.values()):
+            raise ValueError(f"a key shorter than {MIN_KEY_BYTES} bytes")
+
+    def verify(
+        self, token: SignedToken, *, operation: Operation, model_id: str | None, params: Mapping[str, object], now: float
+    ) -> Verified:
+        """Return what the token proves for a request, or raise OpTokenError with the first check that failed.
+
+        ``params``: every member of the request body as it will be acted on. ``now``: Unix seconds, read once by the caller.
+        """
+        level = _read_level(token.claims)
+        if level < self.level:
+            raise OpTokenError(Reason.LEVEL_TOO_LOW)
+        kid = self._check_signature(token, level)
+        expires_at = self._check_l0(token.claims, now) if level is Level.L0 else self._check_l1(token.claims, now)
+        _check_purpose(token.claims, operation, model_id)
+        if level is not Level.L0:
+            _check_params(token.claims, params)
+        signers = _read_signers(token.claims)
+        if len(signers) < self.min_signers:
+            raise OpTokenError(Reason.TOO_FEW_SIGNERS)
+        return Verified(
+            level=level,
+            kid=kid,
+            nonce=_read_text(token.claims, "nonce", shortest=MIN_NONCE_CHARS),
+            op_id=None if level is Level.L0 else _read_text(token.claims, "opId"),
+            signers=signers,
+            fence=None if level is Level.L0 else _read_integer(token.claims, "fence", least=1),
+            expires_at=expires_at,
+            max_uses=1,
+        )
+
+    def _check_signature(self, token: SignedToken, level: Level) -> str:
+        """Return the id of the key whose signature holds. The algorithm follows from the key; the token names none."""
+        kid = "" if level is Level.L0 else token.claims.get("kid")
+        if not isinstance(kid, str) or kid not in self.keys:
+            raise OpTokenError(Reason.UNKNOWN_KEY)
+        try:
+            signed = spec_bytes(token.claims) if level is Level.L0 else canonical_bytes(dict(token.claims))
+        except NotCanonical:
+            raise OpTokenError(Reason.MALFORMED) from None
+        expected = hmac.digest(self.keys[kid], signed, "sha256")
+        given = _read_mac(token.signature, level)
+        if given is None or not hmac.compare_digest(given, expected):
+            raise OpTokenError(Reason.BAD_SIGNATURE)
+        return kid
+
+    def _check_l0(self, claims: Mapping[str, Claim], now: float) -> int:
+        issued_at = _read_integer(claims, "issuedAt", least=0)
+        if issued_at < now - MAX_AGE_S:
+            raise OpTokenError(Reason.EXPIRED)
+        if issued_at > now + L0_SKEW_S:
+            raise OpTokenError(Reason.NOT_YET_VALID)
+        self._check_remembered(issued_at)
+        return issued_at + MAX_AGE_S
+
+    def _check_l1(self, claims: Mapping[str, Claim], now: float) -> int:
+        if not claims.keys() <= _L1_MEMBERS:
+            raise OpTokenError(Reason.BAD_FIELD)
+        if _read_text(claims, "aud") != self.runner_id:
+            raise OpTokenError(Reason.WRONG_AUDIENCE)
+        issued_at = _read_integer(claims, "issuedAt", least=0)
+        expires_at = _read_integer(claims, "exp", least=issued_at)
+        if issued_at > now + L1_SKEW_S:
+            raise OpTokenError(Reason.NOT_YET_VALID)
+        if expires_at > issued_at + MAX_AGE_S:
+            raise OpTokenError(Reason.LIFETIME_TOO_LONG)
+        if now > expires_at:
+            raise OpTokenError(Reason.EXPIRED)
+        self._check_remembered(issued_at)
+        return expires_at
+
+    def _check_remembered(self, issued_at: int) -> None:
+        if self.not_before is not None and issued_at < self.not_before:
+            raise OpTokenError(Reason.BEFORE_LEDGER)
+
+
+def _read_level(claims: Mapping[str, Claim]) -> Level:
+    if "v" not in claims:
+        return Level.L0
+    if claims["v"] != TOKEN_VERSION:
+        raise OpTokenError(Reason.UNKNOWN_VERSION)
+    return Level.L1
+
+
+def _read_mac(text: str, level: Level) -> bytes | None:
+    if _HEX_MAC.fullmatch(text):
+        return bytes.fromhex(text)
+    return None if level is Level.L0 else decode_base64url(text)
+
+
+def _check_purpose(claims: Mapping[str, Claim], operation: Operation, model_id: str | None) -> None:
+    if _read_text(claims, "operation") != operation.value:
+        raise OpTokenError(Reason.WRONG_OPERATION)
+    if "modelId" in claims and claims["modelId"] is None and "v" in claims:
+        raise OpTokenError(Reason.BAD_FIELD)
+    permitted = claims.get("modelId")
+    must_be_named = operation is not Operation.CACHE_FLUSH
+    if permitted != model_id or (must_be_named and not model_id):
+        raise OpTokenError(Reason.WRONG_MODEL)
+
+
+def _check_params(claims: Mapping[str, Claim], params: Mapping[str, object]) -> None:
+    try:
+        actual = params_digest(params)
+    except NotCanonical:
+        raise OpTokenError(Reason.UNSIGNABLE_PARAMS) from None
+    if not hmac.compare_digest(_read_text(claims, "paramsDigest").encode(), actual.encode()):
+        raise OpTokenError(Reason.WRONG_PARAMS)
+
+
+def _read_signers(claims: Mapping[str, Claim]) -> tuple[str, ...]:
+    """Return the distinct names, in their order. One name twice is one signer; a blank one spoils the token."""
+    listed = claims.get("signers")
+    if not isinstance(listed, list) or len(listed) > MAX_SIGNERS:
+        raise OpTokenError(Reason.BAD_FIELD)
+    names = [name.strip() for name in listed]
+    if not all(0 < len(name) <= MAX_TEXT_CHARS for name in names):
+        raise OpTokenError(Reason.BAD_FIELD)
+    return tuple(dict.fromkeys(names))
+
+
+def _read_text(claims: Mapping[str, Claim], name: str, *, shortest: int = 1) -> str:
+    value = claims.get(name)
+    if not isinstance(value, str) or not shortest <= len(value) <= MAX_TEXT_CHARS:
+        raise OpTokenError(Reason.BAD_FIELD)
+    return value
+
+
+def _read_integer(claims: Mapping[str, Claim], name: str, *, least: int) -> int:
+    value = claims.get(name)
+    if not isinstance(value, int) or value < least:
+        raise OpTokenError(Reason.BAD_FIELD)
+    return value
