@@ -175,13 +175,17 @@ class GatewayRuntime:
     async def _run_reports(self) -> None:
         """Write heartbeat and presences on a clock of their own: what holds a sweep up must not make us look dead."""
         for turn in itertools.count():
+            if turn:
+                await asyncio.sleep(_PRESENCE_S)
+            news_only = turn % _PRESENCE_FULL_EVERY != 0
+            if news_only and not any(isinstance(link, RelayLink) and link.has_news for link in self.registry):
+                continue
             used, self.keys.used = self.keys.used, {}
             try:
-                await run_in_database(self._write_back, used, news_only=turn % _PRESENCE_FULL_EVERY != 0)
+                await run_in_database(self._write_back, used, news_only=news_only)
             except (DatabaseError, InterfaceError, OSError) as error:
                 self.keys.used = used | self.keys.used
                 logger.warning("gateway.report_failed error=%s", type(error).__name__)
-            await asyncio.sleep(_PRESENCE_S)
 
     async def _run_reconciler(self) -> None:
         while True:

@@ -91,12 +91,16 @@ class Box:
 
     async def take_sample(self) -> Telemetry:
         """Return a fresh reading of the machine, the models and the load."""
+        await self.parts.look()
+        return self._sample()
+
+    def _sample(self) -> Telemetry:
+        """Return the models and the load as they are now, and the machine as it was last read."""
         parts = self.parts
-        reading = await parts.look()
-        models = parts.pool.registry.models
+        reading, models = parts.reading, parts.pool.registry.models
         return Telemetry(
             current_load=self.load,
-            gpus=reading.gpus,
+            gpus=reading.gpus if reading is not None else [],
             replicas=list_replicas(models),
             available=parts.pool.registry.available_ids()[:MAX_AVAILABLE],
             memory=read_memory(reading, models),
@@ -250,7 +254,10 @@ class Box:
         models = self.parts.pool.registry.ready_ids()
         if models != self._declared:
             self._declared = models
+            sample = self._sample()
             for link in self._links.values():
+                # In this order: what a new model answers is known before it is routed.
+                link.post(sample)
                 link.post(self.list_models())
         self._report_soon()
 

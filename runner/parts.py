@@ -45,6 +45,7 @@ READING_LIFE_S = 1.0
 MEASURE_LIFE_S = 5.0
 """Looking at every engine's processes and asking it for its numbers costs more than a reading of the machine."""
 DISCOVERY_LIFE_S = 30.0
+SEEK_LIFE_S = 1.0
 MIB = 1024 * 1024
 
 
@@ -102,6 +103,12 @@ class Parts:
         if at_once or now - self._discovered_at >= DISCOVERY_LIFE_S:
             self._discovered_at = now
             await self.pool.registry.discover()
+
+    async def seek(self, model_id: str) -> None:
+        """Look through the model files again for a model that is not known, unless that was done within a second."""
+        is_known = any(model.model_id == model_id for model in self.pool.registry.models)
+        if not is_known and time.monotonic() - self._discovered_at >= SEEK_LIFE_S:
+            await self.discover(at_once=True)
 
     @property
     def is_settled(self) -> bool:

@@ -24,16 +24,16 @@ from benchmarks.processes import Child
 START_S = 60.0
 GONE_S = 20.0
 _STEP_S = 0.02
+_ENGINE_MODULE = "runner.engines.children."
 _FOREIGN = ("MUSTER_", "TENANT_", "LLM_POOL_", "OP_TOKEN_", "VLLM_", "HF_")
 """Variables of the caller that would change what a box does."""
-_KEPT = ("MUSTER_VLLM_PYTHON",)
 
 
 class Box:
     """One box. ``data`` survives its process; ``client`` is there while it runs."""
 
     def __init__(self, data: Path, *, models: Path, environment: Mapping[str, str], options: tuple[str, ...]) -> None:
-        self._data = data
+        self.data = data
         self._options = options
         data.mkdir(parents=True, exist_ok=True)
         key_file = data / "operations.key"
@@ -41,7 +41,7 @@ class Box:
             key_file.touch(0o600)
             key_file.write_text(secrets.token_hex(32) + "\n")
         self._key = key_file.read_text().strip().encode()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN) or name in _KEPT}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         self._environment = kept | {
             "MODEL_BASE_PATH": str(models),
             "VERIFIED_OP_TOKEN_KEY_PATH": str(key_file),
@@ -73,8 +73,8 @@ class Box:
         """Start it; return the seconds until it answered. Raises BenchmarkError with its last words."""
         began = time.monotonic()
         self._starts += 1
-        argv = [sys.executable, "-m", "runner", "--standalone", "--api-port", "0", "--data", str(self._data), *self._options]
-        self._child = Child(f"box-{self._starts}", argv, log_dir=self._data, env=self._environment)
+        argv = [sys.executable, "-m", "runner", "--standalone", "--api-port", "0", "--data", str(self.data), *self._options]
+        self._child = Child(f"box-{self._starts}", argv, log_dir=self.data, env=self._environment)
         log = self._child.log_path
         url = None
         while url is None:
@@ -112,6 +112,15 @@ class Box:
             return [child for child in psutil.Process(self.pid).children(recursive=True) if is_alive(child)]
         except psutil.NoSuchProcess:
             return []
+
+    def strays(self) -> list[psutil.Process]:
+        """Return engine processes that were started for it, wherever they hang in the process tree now."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if str(self.pid) in words and any(_ENGINE_MODULE in word for word in words) and is_alive(process):
+                found.append(process)
+        return found
 
     def engine_bytes(self) -> int:
         """Return the memory of its engines; pages that they share count once."""
@@ -162,6 +171,12 @@ async def wait_for(condition: Callable[[], bool], *, limit_s: float) -> float | 
             return None
         await asyncio.sleep(_STEP_S)
     return time.monotonic() - began
+
+
+async def require(condition: Callable[[], bool], what: str, *, limit_s: float = START_S) -> None:
+    """Wait until ``condition`` holds. Raises BenchmarkError that says ``what`` did not happen."""
+    if await wait_for(condition, limit_s=limit_s) is None:
+        raise BenchmarkError(f"{what} within {limit_s:g} s: it did not")
 
 
 def is_alive(process: psutil.Process) -> bool:

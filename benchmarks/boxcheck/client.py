@@ -13,8 +13,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.errors import BenchmarkError
 from benchmarks.boxcheck.parsing import read_events
+from benchmarks.errors import BenchmarkError
 from wire.optoken import Grant, Operation, sign_l0
 
 SIGNERS = ("first-owner", "second-owner")

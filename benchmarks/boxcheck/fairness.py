@@ -12,7 +12,7 @@ from benchmarks.boxcheck.arithmetic import Stay, percentile, relative_error, sha
 from benchmarks.boxcheck.box import Box
 from benchmarks.boxcheck.client import tenant
 from benchmarks.boxcheck.models import FIRST
-from benchmarks.boxcheck.parsing import read_metrics
+from benchmarks.boxcheck.parsing import read_metrics, sum_samples
 from benchmarks.boxcheck.workbench import Workbench
 
 WEIGHTS = {"small": 1.0, "middle": 2.0, "large": 4.0}
@@ -43,9 +43,11 @@ async def run(bench: Workbench) -> None:
         counted = read_metrics((await box.client.call("GET", "/metrics")).body.decode())
         _judge(bench, served, since=since, until=until)
         bench.section.judge(
-            "every request was served", passed=set(statuses) == {200}, shown=", ".join(f"{n} × {s}" for s, n in statuses.items())
+            "every request was served",
+            passed=set(statuses) == {200},
+            shown=", ".join(f"{n} × {s}" for s, n in statuses.items()),
         )
-        by_tenant = {name: sum(s.value for s in counted if s.labels.get("tenant") == name) for name in WEIGHTS}
+        by_tenant = {name: sum_samples(counted, "vllm_requests_total", tenant=name, status="success") for name in WEIGHTS}
         answered = Counter(one.stay.tenant for one in served)
         bench.section.judge(
             "the metrics count the same requests per tenant",
@@ -85,7 +87,19 @@ def _judge(bench: Workbench, served: list[Served], *, since: float, until: float
     inside = [one for one in served if since <= one.stay.ended <= until]
     gpu_shares = shares({name: sum(one.gpu_ms for one in inside if one.stay.tenant == name) for name in WEIGHTS})
     rows: list[list[object]] = [
-        ["tenant", "weight", "answers", "of tokens", "slot time, s", "share", "due", "off by", "engine time", "wait p50, ms", "p95"]
+        [
+            "tenant",
+            "weight",
+            "answers",
+            "of tokens",
+            "slot time, s",
+            "share",
+            "due",
+            "off by",
+            "engine time",
+            "wait p50, ms",
+            "p95",
+        ]
     ]
     for name, weight in WEIGHTS.items():
         mine = [one for one in inside if one.stay.tenant == name]

@@ -6,20 +6,22 @@ import asyncio
 import re
 import time
 
-from benchmarks.boxcheck.box import Box
+from benchmarks.boxcheck.box import Box, require
 from benchmarks.boxcheck.client import Reply, tenant
 from benchmarks.boxcheck.models import FIRST
 from benchmarks.boxcheck.workbench import Workbench
+from benchmarks.errors import BenchmarkError
 
 DEPTH = 2
 RATE = 3
 LONG_TOKENS = 1500
+FILL_S = 10.0
 LOAD = {"gguf_n_ctx": 2048}
 
 
 async def run(bench: Workbench) -> None:
     """Fill the queue of the box, of a model and of a tenant; wait too long; ask too often."""
-    environment = {"MAX_QUEUE_DEPTH": str(DEPTH), f"TENANT_RATE_LIMIT_community-x": f"{RATE}req/min"}
+    environment = {"MAX_QUEUE_DEPTH": str(DEPTH), "TENANT_RATE_LIMIT_community-x": f"{RATE}req/min"}
     async with bench.open("box", environment=environment) as box:
         await box.client.load_whole(FIRST, overrides=LOAD)
         await _queue_full(bench, box)
@@ -34,14 +36,12 @@ async def run(bench: Workbench) -> None:
 async def _queue_full(bench: Workbench, box: Box) -> None:
     section, client = bench.section, box.client
     async with client.open_stream(FIRST, tokens=LONG_TOKENS) as (seen, _):
-        while not seen.body:
-            await asyncio.sleep(0.005)
+        await require(lambda: bool(seen.body), "the slot was taken")
         waiting = [asyncio.create_task(client.chat(FIRST, headers=tenant(f"waiter-{n}"))) for n in range(DEPTH)]
-        while (await client.call("GET", "/v1/admin/models")).document["models"] and not await _depth_is(box, DEPTH):
-            await asyncio.sleep(0.005)
+        await _fill(box, DEPTH)
         refused = await client.chat(FIRST, headers=tenant("latecomer"))
     served = await asyncio.gather(*waiting)
-    show_reply(bench, "queue full", refused)
+    _show_reply(bench, "queue full", refused)
     error, retry = refused.error, refused.headers.get("retry-after", "")
     wanted = re.compile(rf"Queue depth {DEPTH}/{DEPTH}, retry in (\d+) seconds?\Z")
     text = wanted.match(str(error.get("message")))
@@ -63,7 +63,7 @@ async def _rate_limit(bench: Workbench, box: Box) -> None:
     within = [await client.chat(FIRST, headers=tenant("community-x")) for _ in range(RATE)]
     refused = await client.chat(FIRST, headers=tenant("community-x"))
     other = await client.chat(FIRST, headers=tenant("community-y"))
-    show_reply(bench, "rate limit", refused)
+    _show_reply(bench, "rate limit", refused)
     error, retry = refused.error, refused.headers.get("retry-after", "")
     section.judge(
         "too many requests answer 429 rate_limit_exceeded",
@@ -92,11 +92,9 @@ async def _model_caps(bench: Workbench, box: Box) -> None:
     """The caps of llm-pool: one waiting request for each tenant, two for the model; nobody waits longer than allowed."""
     section, client = bench.section, box.client
     async with client.open_stream(FIRST, tokens=LONG_TOKENS) as (seen, _):
-        while not seen.body:
-            await asyncio.sleep(0.005)
+        await require(lambda: bool(seen.body), "the slot was taken")
         waiting = [asyncio.create_task(client.chat(FIRST, headers=tenant(name))) for name in ("one", "two")]
-        while not await _depth_is(box, 2):
-            await asyncio.sleep(0.005)
+        await _fill(box, 2)
         by_tenant, by_model = await asyncio.gather(
             client.chat(FIRST, headers=tenant("one")), client.chat(FIRST, headers=tenant("three"))
         )
@@ -107,20 +105,27 @@ async def _model_caps(bench: Workbench, box: Box) -> None:
         ("waited too long", waited[0], 503, "queue_timeout"),
     ]
     for title, reply, status, code in cases:
-        show_reply(bench, title, reply)
+        _show_reply(bench, title, reply)
         section.judge(
             f"{title}: {status} {code} with Retry-After",
-            passed=(reply.status, reply.error.get("code")) == (status, code) and reply.headers.get("retry-after", "").isdecimal(),
+            passed=(reply.status, reply.error.get("code")) == (status, code)
+            and reply.headers.get("retry-after", "").isdecimal(),
         )
         section.figures[code] = reply.error
 
 
-async def _depth_is(box: Box, depth: int) -> bool:
-    models = (await box.client.call("GET", "/v1/admin/models")).document["models"]
-    return sum(int(entry["queue_depth"]) for entry in models) >= depth
+async def _fill(box: Box, depth: int) -> None:
+    """Return once so many requests wait. Raises BenchmarkError."""
+    deadline = time.monotonic() + FILL_S
+    while True:
+        models = (await box.client.call("GET", "/v1/admin/models")).document["models"]
+        if sum(int(entry["queue_depth"]) for entry in models) >= depth:
+            return
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"{depth} requests waited within {FILL_S:g} s: they did not")
 
 
-def show_reply(bench: Workbench, title: str, reply: Reply) -> None:
+def _show_reply(bench: Workbench, title: str, reply: Reply) -> None:
     """Print a refusal as it came."""
     named = ("retry-after", "content-type", "x-queue-wait-ms", "x-cache-hit")
     bench.section.line(f"\n  {title}: HTTP {reply.status}")

@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.boxcheck.box import Box, open_box
 from benchmarks.boxcheck.findings import Section
-from benchmarks.boxcheck.models import ModelFolder
+from benchmarks.boxcheck.models import VLLM_VARIABLE, ModelFolder
 from benchmarks.runner import Progress
 
 THREADS = ("--threads", "1")
@@ -50,4 +50,6 @@ class Workbench:
         data.mkdir(parents=True, exist_ok=True)
         if settings is not None:
             (data / "settings.json").write_bytes(msgspec.json.encode(settings))
-        return open_box(data, models=self.models.path, environment=environment, options=(*THREADS, *arguments))
+        python = self.models.vllm_python
+        given = {**({VLLM_VARIABLE: python} if python else {}), **(environment or {})}
+        return open_box(data, models=self.models.path, environment=given, options=(*THREADS, *arguments))

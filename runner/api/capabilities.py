@@ -99,13 +99,13 @@ class CapabilityReport:
             quantization=first.plan.quantization or _compute_type(first) or (shape.quantization if shape is not None else None),
             context_length=context_of(first, stats.get(first), shape),
             loaded_at=None if model.loaded_at is None else int(model.loaded_at),
-            gpu_memory_mb=None if memory is None else memory // MIB,
+            gpu_memory_mb=None if memory is None else round(memory / MIB),
             engine=first.supervisor.engine.name,
             replicas=len(model.replicas),
             endpoints=list(model.capabilities.endpoints),
             weights_mb=_sum_mb([replica.weights_bytes for replica in model.replicas]),
             kv_mb=_sum_mb([replica.kv_bytes for replica in model.replicas]),
-            predicted_mb=None if model.predicted_bytes is None else model.predicted_bytes // MIB,
+            predicted_mb=None if model.predicted_bytes is None else round(model.predicted_bytes / MIB),
             capabilities=self._join([model.capabilities]),
         )
 
@@ -179,4 +179,4 @@ def _compute_type(replica: Replica) -> str | None:
 
 def _sum_mb(sizes: list[int | None]) -> int | None:
     known = [size for size in sizes if size is not None]
-    return sum(known) // MIB if known else None
+    return round(sum(known) / MIB) if known else None

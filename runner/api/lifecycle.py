@@ -7,7 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runner.api.bodies import decode, read_object
-from runner.operations.tasks import FlushBody, LoadBody, Operations, Reply, UnloadBody
+from runner.operations.tasks import FlushBody, LoadBody, Reply, UnloadBody
+from runner.parts import Parts
 
 TOKEN_FIELD = "verifiedOpToken"  # noqa: S105  # the name of a field
 
@@ -15,13 +16,16 @@ TOKEN_FIELD = "verifiedOpToken"  # noqa: S105  # the name of a field
 class Lifecycle:
     """Endpoints of the model-runner specification."""
 
-    def __init__(self, operations: Operations) -> None:
-        self._operations = operations
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._operations = parts.operations
 
     async def load(self, request: Request) -> Response:
         """``POST /v1/models/load``."""
         fields = await read_object(request)
-        return answer(await self._operations.load(decode(fields, LoadBody), without_token(fields)))
+        body = decode(fields, LoadBody)
+        await self._parts.seek(body.modelId)
+        return answer(await self._operations.load(body, without_token(fields)))
 
     async def unload(self, request: Request) -> Response:
         """``POST /v1/models/unload``."""

@@ -107,7 +107,7 @@ def _describe(one: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, 
 def _schema_of_any(kind: type) -> dict[str, Any]:
     """Return what msgspec asks for where a type says that anything will do."""
     if kind is object:
-        return {}
+        return {"description": "Any JSON value."}
     raise NotImplementedError
 
 

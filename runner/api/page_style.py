@@ -31,8 +31,8 @@ progress::-moz-progress-bar { background: var(--accent); }
 table { width: 100%; border-collapse: collapse; }
 th, td { padding: .6rem 1rem; text-align: left; vertical-align: top; border-top: 1px solid var(--line);
   overflow-wrap: anywhere; }
-thead th { border-top: 0; font-size: .85rem; color: var(--soft); }
-tbody th { font-weight: 600; }
+thead th { border-top: 0; font-size: .85rem; color: var(--soft); white-space: nowrap; }
+tbody th { font-weight: 600; min-width: 9rem; }
 .state { display: inline-block; padding: .05rem .6rem; border-radius: 1rem; font-size: .85rem; font-weight: 600;
   white-space: nowrap; background: var(--track); color: var(--soft); }
 .state.good { background: var(--good-back); color: var(--good); }
@@ -56,5 +56,6 @@ a { color: var(--accent); }
   tr { padding: .6rem 1rem; }
   tr + tr { border-top: 1px solid var(--line); }
   th, td { padding: .1rem 0; border: 0; }
+  .endpoints span { flex-basis: 100%; }
 }
 """

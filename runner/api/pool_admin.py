@@ -5,6 +5,7 @@ Loads and unloads pass the same gate as those of the model-runner API: each need
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -66,6 +67,7 @@ class PoolAdmin:
         overrides = without_token(fields)
         if overrides.pop("modelId", name) != name:
             raise InvalidRequest("modelId is another model than that of the path.", param="modelId")
+        await self._parts.seek(name)
         model = self._parts.pool.registry.find(name)
         if overrides and model.state not in _FREE:
             raise InvalidLoadRequest(f"{name} is {model.state}: unload it before it is loaded with other values.")
@@ -115,7 +117,7 @@ class PoolAdmin:
             "runtime_inflight": model.active,
             "fairness": _describe_fairness(model),
             "last_error": model.last_error,
-            "load_constraints": load_constraints(definition),
+            "load_constraints": {name: _constrain(limits) for name, limits in load_constraints(definition).items()},
             "load_recommendations": _recommend(model),
             "load_override": model.overrides,
             "capabilities": _describe_capabilities(model),
@@ -130,7 +132,7 @@ class PoolAdmin:
             "is_loaded": model.is_ready,
             "configured_target_inflight": model.definition.target_inflight,
             "effective_target_inflight": _effective_inflight(model),
-            "vram_estimate_mib": None if size is None else size // MIB,
+            "vram_estimate_mib": None if size is None else -(-size // MIB),
             "vram_estimate_replica_count": count,
             "vram_estimate_source": source,
         }
@@ -198,6 +200,11 @@ def _describe_capabilities(model: Model) -> dict[str, object]:
         "response_formats": ["text"],
         "endpoints": list(found.endpoints),
     }
+
+
+def _constrain(limits: Mapping[str, object]) -> dict[str, object]:
+    """Return a constraint with the choices of an enum under llm-pool's name for them."""
+    return {"allowed_values" if name == "values" else name: value for name, value in limits.items()}
 
 
 def _recommend(model: Model) -> dict[str, object]:

@@ -55,7 +55,7 @@ class Routes:
 def make_routes(parts: Parts, config: ApiConfig) -> Routes:
     """Return the routes of the API's port."""
     shapes = Shapes()
-    report, lifecycle, pool = CapabilityReport(parts, shapes), Lifecycle(parts.operations), PoolAdmin(parts, shapes)
+    report, lifecycle, pool = CapabilityReport(parts, shapes), Lifecycle(parts), PoolAdmin(parts, shapes)
     has_metrics = config.has_metrics and config.metrics_port is None
     table = [
         *_runner_endpoints(parts, report, lifecycle),

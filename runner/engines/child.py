@@ -24,6 +24,7 @@ from runner.errors import EngineError
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 6.0
+LAST_WORDS_S = 1.0
 LAST_WORDS_LINES = 4
 MAX_LINE_BYTES = 256 * 1024
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,8 @@ class Child:
             await self.kill()
             raise
         if not answer.url:
+            with contextlib.suppress(TimeoutError):  # its log says why, and is written by another thread of it
+                await asyncio.wait_for(process.wait(), LAST_WORDS_S)
             await self.kill()
             raise EngineError(self.last_words(answer.error))
         self.info = answer.info

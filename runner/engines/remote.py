@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import math
 import os
 import random
 import re
@@ -367,7 +368,7 @@ def _describe(status: int) -> bytes:
 
 def _back_off(tried: int) -> float:
     """Return the seconds to wait before the next try, spread so that many requests do not come back at once."""
-    return min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**tried) * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
+    return min(MAX_PAUSE_S, math.ldexp(FIRST_PAUSE_S, tried)) * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
 
 
 def _read_retry_after(headers: Mapping[str, str]) -> float | None:

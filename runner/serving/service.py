@@ -16,6 +16,7 @@ import msgspec
 from runner.admission import TenantRates, Turn
 from runner.engines.port import Call
 from runner.errors import (
+    EngineError,
     EngineUnavailable,
     InvalidRequest,
     ModalityUnsupported,
@@ -102,6 +103,8 @@ class Serving:
         status = "cancelled"
         try:
             model = self._select(request)
+            if not request.on_socket:
+                self._rates.take(request.tenant)
             async with self._serve(model, request) as answer:
                 yield answer
             status = "success" if answer.status < 400 else "error"
@@ -133,8 +136,6 @@ class Serving:
                 f"{model.model_id} is a remote model: set allow_remote to true to let this request leave the box.",
                 param="allow_remote",
             )
-        if not request.on_socket:
-            self._rates.take(request.tenant)
         return model
 
     @asynccontextmanager
@@ -173,7 +174,7 @@ class Serving:
             context = replica.supervisor.engine.stream(call)
             try:
                 response = await context.__aenter__()
-            except (aiohttp.ClientError, OSError) as error:
+            except (aiohttp.ClientError, EngineError, OSError) as error:
                 raise _report(replica, request, error, began_answer=False) from None
             try:
                 yield await self._begin(replica, request, response, turn, began=began, drops_usage=drops_usage)

@@ -478,6 +478,18 @@ def test_the_list_shows_the_contracts_fields_first_and_ours_after(token: str) ->
     assert node["last_heartbeat_at"].endswith("Z")
 
 
+def test_the_list_shows_what_a_box_reports_of_its_models() -> None:
+    replicas = [{"model": "m", "state": "loading", "progress": 0.5}]
+    make_presence(
+        make_node("a"), replicas=replicas, available_models=["x"], memory={"total_mb": 9}, queue_depth=2, avg_wait_ms=3
+    )
+    make_node("b")
+    one, two = list_nodes()
+    assert (one["replicas"], one["available_models"], one["memory"]) == (replicas, ["x"], {"total_mb": 9})
+    assert (one["queue_depth"], one["avg_wait_ms"]) == (2, 3)
+    assert (two["replicas"], two["available_models"], two["memory"], two["queue_depth"]) == ([], [], None, None)
+
+
 @pytest.mark.parametrize(("age_s", "status"), [(1, "available"), (11, "available"), (16, "offline")])
 def test_the_list_judges_freshness_when_it_is_read(age_s: float, status: str) -> None:
     make_presence(make_node(), age_s=age_s)

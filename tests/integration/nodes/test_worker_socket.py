@@ -415,6 +415,42 @@ async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
         assert presence_reports(door.registry)[0].status == "draining"
 
 
+async def test_only_boxes_that_said_something_new_are_written_between_two_full_rounds() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(replicas=[bridge.ReplicaInfo(model="m", state="loaded")]))
+        await socket.acknowledged()
+        (link,) = door.links
+        assert len(presence_reports(door.registry, news_only=True)) == 1
+        assert presence_reports(door.registry, news_only=True) == []
+        same = bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="loaded")], queue_depth=1)
+        socket.say(same)
+        await socket.wait(lambda: link.telemetry is not None and link.telemetry.queue_depth == 1)
+        assert presence_reports(door.registry, news_only=True) == []
+        socket.say(bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="unloading")]))
+        await socket.wait(lambda: link.has_news)
+        (report,) = presence_reports(door.registry, news_only=True)
+        assert report.said is not None
+        assert report.said.replicas == [{"model": "m", "state": "unloading"}]
+        assert len(presence_reports(door.registry)) == 1
+
+
+async def test_the_paths_of_a_model_follow_telemetry() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(endpoints=["/v1/chat/completions"]))
+        await socket.acknowledged()
+        (link,) = door.links
+        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == [link]
+        assert list(door.registry.links_answering("m", "/v1/embeddings")) == []
+        replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"])
+        socket.say(bridge.Telemetry(replicas=[replica]))
+        await socket.wait(lambda: door.registry.links_answering("m", "/v1/embeddings"))
+        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == []
+
+
 async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> None:
     _, secret = await enrol()
     door = Door()

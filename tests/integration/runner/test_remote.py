@@ -44,7 +44,7 @@ async def loaded(
     provider: ProviderContract | None = None, **options: object
 ) -> AsyncIterator[tuple[RemoteEngine, ProviderContract]]:
     """Yield a loaded adapter and its provider."""
-    async with prepared(provider, **options) as (engine, served):
+    async with prepared(provider, key=KEY, **options) as (engine, served):
         await engine.load(lambda _progress: None)
         yield engine, served
 
