@@ -241,6 +241,10 @@ class RemoteRefused(RequestRefused):
     status = 502
 
 
+class EngineNotReached(EngineUnavailable):
+    """No engine has seen the request: there was none, or no connection to it."""
+
+
 class DownloadFailed(RunnerError):
     """Model files could not be fetched; the text says why and what would help."""
 

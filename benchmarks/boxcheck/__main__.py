@@ -95,6 +95,7 @@ def _make(name: str, root: Path, models: ModelFolder, options: Options, progress
         asyncio.run(_call(CHECKS[name], bench))
     except (BenchmarkError, AssertionError, aiohttp.ClientError, OSError, KeyError, TimeoutError) as error:
         section.judge("the check ran to its end", passed=False, shown=f"{type(error).__name__}: {error}")
+    section.close()
     return section
 
 

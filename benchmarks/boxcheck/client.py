@@ -20,7 +20,7 @@ from wire.optoken import Grant, Operation, sign_l0
 SIGNERS = ("first-owner", "second-owner")
 CALL_S = 120.0
 LOAD_S = 300.0
-_PROMPT = (
+PROMPT = (
     "You are the guide of a small lighthouse. Explain to a visitor, step by step and in plain words, how the lamp is lit, "
     "who keeps watch at night, and what the keeper writes into the book every morning before breakfast."
 )
@@ -166,7 +166,7 @@ class BoxClient:
     # Inference
 
     async def chat(
-        self, model_id: str, *, tokens: int = 8, prompt: str = _PROMPT, headers: Mapping[str, str] | None = None
+        self, model_id: str, *, tokens: int = 8, prompt: str = PROMPT, headers: Mapping[str, str] | None = None
     ) -> Reply:
         """Ask for exactly ``tokens`` tokens, in one piece."""
         return await self.call("POST", "/v1/chat/completions", body=question(model_id, tokens, prompt), headers=headers)
@@ -175,7 +175,7 @@ class BoxClient:
     async def open_stream(self, model_id: str, *, tokens: int) -> AsyncIterator[tuple[Streamed, asyncio.Task[None]]]:
         """Ask for a stream; yields what has been seen of it so far, and the task that reads it to its end."""
         seen = Streamed()
-        reading = asyncio.create_task(self._read_stream(question(model_id, tokens, _PROMPT) | {"stream": True}, seen))
+        reading = asyncio.create_task(self._read_stream(question(model_id, tokens, PROMPT) | {"stream": True}, seen))
         try:
             yield seen, reading
         finally:
@@ -195,7 +195,7 @@ class BoxClient:
         seen.ended_at = time.monotonic()
 
 
-def question(model_id: str, tokens: int, prompt: str = _PROMPT) -> dict[str, object]:
+def question(model_id: str, tokens: int, prompt: str = PROMPT) -> dict[str, object]:
     """Return the body of a chat request that is answered with exactly ``tokens`` tokens."""
     return {
         "model": model_id,

@@ -24,7 +24,12 @@ class Section:
     write: Callable[[str], None]
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, object] = field(default_factory=dict)
+    seconds: float | None = None
     _began: float = field(default_factory=time.monotonic)
+
+    def close(self) -> None:
+        """Note how long the check took."""
+        self.seconds = round(time.monotonic() - self._began, 1)
 
     def line(self, text: str = "") -> None:
         """Print a line."""
@@ -54,7 +59,7 @@ class Section:
         """Return everything as plain JSON."""
         return {
             "passed": self.passed,
-            "seconds": round(time.monotonic() - self._began, 1),
+            "seconds": self.seconds,
             "findings": [{"demand": f.demand, "passed": f.passed, "shown": f.shown} for f in self.findings],
             "figures": self.figures,
         }

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.boxcheck.box import GONE_S, Box, wait_for
-from benchmarks.boxcheck.client import Reply, speech_form, tenant
+from benchmarks.boxcheck.client import PROMPT, Reply, speech_form, tenant
 from benchmarks.boxcheck.models import FIRST
 from benchmarks.boxcheck.workbench import Workbench
 
 MIB = 1024 * 1024
 SLOTS = 4
 """As many as there are owners of cache entries here, so that none loses its entries to another."""
+LONG_PROMPT = " ".join([PROMPT] * 4)
+"""Several blocks of vLLM's cache, which keeps whole blocks of 128 tokens on a CPU."""
 CACHED = "x-cache-tokens-reused"
 
 
@@ -113,7 +115,7 @@ async def _ask_tenants(bench: Workbench, box: Box, candidate: Candidate) -> dict
     """Ask the same as two tenants and under a tag, then flush by each scope and ask again."""
 
     async def ask(name: str, **headers: str) -> int:
-        reply = await box.client.chat(candidate.model, headers=tenant(name, **headers))
+        reply = await box.client.chat(candidate.model, prompt=LONG_PROMPT, headers=tenant(name, **headers))
         if reply.status != 200:
             raise AssertionError(f"{reply.status}: {reply.body[:300]!r}")
         return int(reply.number(CACHED))

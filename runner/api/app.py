@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runner.api.access import AccessGuard
-from runner.api.refusals import Broken, MethodNotAllowed, NotFound, render
+from runner.api.refusals import Broken, MethodNotAllowed, ModelLoadFailed, NotFound, OperationFailed, render
 from runner.api.routes import make_metrics_routes, make_routes
 from runner.config import ApiConfig
 from runner.errors import CorruptModel, DownloadFailed, EngineError, InvalidRequest, RequestRefused, RunnerError
@@ -32,20 +32,6 @@ class Api:
 
     asgi: ASGIApp
     close: Callable[[], None]
-
-
-class OperationFailed(RequestRefused):
-    """An engine did not do what it was told; the text has its own words."""
-
-    code = "engine_failed"
-    status = 500
-
-
-class ModelLoadFailed(RequestRefused):
-    """The files of a model could not be fetched or cannot be used."""
-
-    code = "model_load_failed"
-    status = 500
 
 
 class RequestIds:
@@ -89,7 +75,7 @@ def _wrap(routes: Sequence[Route], config: ApiConfig) -> ASGIApp:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    return render(_as_refusal(error), path=request.url.path, model=request.path_params.get("name"))
+    return render(_as_refusal(error), path=request.scope["path"], model=request.path_params.get("name"))
 
 
 def _as_refusal(error: Exception) -> RequestRefused:
@@ -110,13 +96,13 @@ def _http_error(request: Request, error: Exception) -> Response:
     refusal: RequestRefused
     if error.status_code == 405:
         allowed = ", ".join(sorted(headers.pop("allow", "").split(", ")))
-        refusal = MethodNotAllowed(f"{request.url.path} answers {allowed}, not {request.method}.")
+        refusal = MethodNotAllowed(f"{request.scope['path']} answers {allowed}, not {request.method}.")
         headers["allow"] = allowed
     elif error.status_code == 404:
         refusal = NotFound("There is no such path here; GET / lists those that are.")
     else:
         refusal = InvalidRequest(error.detail)
-    return render(refusal, path=request.url.path, headers=headers)
+    return render(refusal, path=request.scope["path"], headers=headers)
 
 
 def _nobody(_request: Request, _error: Exception) -> Response:
@@ -125,4 +111,4 @@ def _nobody(_request: Request, _error: Exception) -> Response:
 
 def _broken(request: Request, _error: Exception) -> Response:
     # Starlette raises it again after this answer, so that the server logs it.
-    return render(Broken("The box failed at this; its log says why."), path=request.url.path)
+    return render(Broken("The box failed at this; its log says why."), path=request.scope["path"])

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
 from runner.api.refusals import SlowBody, TooLarge, WrongMediaType
-from runner.errors import InvalidRequest
+from runner.errors import InvalidRequest, Unavailable
 
 MIB = 1024 * 1024
 JSON_BYTES = 8 * MIB
+HELD_BYTES = 1024 * MIB
+"""Bodies of all requests that are read or answered, together."""
 SILENCE_S = 30.0
 """Longest wait for the next piece of a body."""
 _AT = re.compile(r" - at `\$?\.?([^`]*)`")
@@ -23,8 +27,36 @@ _FIELD = re.compile(r"field `([^`]*)`")
 Body = TypeVar("Body")
 
 
-async def read_body(request: Request, *, most_bytes: int) -> bytes:
-    """Return the body. Raises TooLarge, SlowBody, and ClientDisconnect when the client leaves meanwhile."""
+class BodyBudget:
+    """Bounds what the bodies of all requests take together."""
+
+    def __init__(self, most_bytes: int = HELD_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Yield what counts bytes of one request, which raises Unavailable when none are left; the context gives them back."""
+        mine = 0
+
+        def take(size: int) -> None:
+            nonlocal mine
+            if self.held_bytes + size > self._most_bytes:
+                raise Unavailable("The bodies of other requests fill the memory set aside for them.", retry_after_s=2)
+            mine += size
+            self.held_bytes += size
+
+        try:
+            yield take
+        finally:
+            self.held_bytes -= mine
+
+
+async def read_body(request: Request, *, most_bytes: int, take: Callable[[int], None] | None = None) -> bytes:
+    """Return the body; ``take`` is told its bytes as they come, and may raise.
+
+    Raises TooLarge, SlowBody, and ClientDisconnect when the client leaves meanwhile.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most_bytes:
         raise _too_large(most_bytes)
@@ -42,6 +74,8 @@ async def read_body(request: Request, *, most_bytes: int) -> bytes:
         size += len(piece)
         if size > most_bytes:
             raise _too_large(most_bytes)
+        if take is not None:
+            take(len(piece))
         pieces.append(piece)
 
 

@@ -136,7 +136,7 @@ def _describe_loading(model: Model) -> LoadingModel:
     eta = load.eta_s() if load is not None else None
     return LoadingModel(
         id=model.model_id,
-        progress=None if load is None or load.fraction is None else round(load.fraction, 3),
+        progress=0.0 if load is None or load.fraction is None else round(load.fraction, 3),
         eta=None if eta is None else round(eta),
         stage=load.stage if load is not None else "",
     )

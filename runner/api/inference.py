@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from runner.admission import clean_tenant
-from runner.api.bodies import MIB, check_media_type, parse_object, read_body
+from runner.api.bodies import MIB, BodyBudget, check_media_type, parse_object, read_body
 from runner.api.forms import read_form_fields
 from runner.api.refusals import render
 from runner.engines.port import MESSAGES, RESPONSES
@@ -35,21 +35,29 @@ _WAITED = (QueueTimeout, ModelUnloading)
 """Refusals that a request may hear after it has waited."""
 
 
+class _ClientStalled(Exception):
+    """The client takes nothing of its answer."""
+
+
 class InferenceEndpoint:
     """ASGI endpoint of every inference path. ``is_form``: the body is multipart, with the model in one of its fields."""
 
-    def __init__(self, parts: Parts, *, is_form: bool) -> None:
+    def __init__(self, parts: Parts, budget: BodyBudget, *, is_form: bool) -> None:
         self._parts = parts
+        self._budget = budget
         self._is_form = is_form
         self._jobs: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; when the client leaves, the engine is freed in the next turn of the loop."""
-        try:
-            inference = await self._read(Request(scope, receive))
-        except ClientDisconnect:
-            return
-        reply = _Reply(scope, send, inference)
+        with self._budget.hold() as take:
+            try:
+                inference = await self._read(Request(scope, receive), take)
+            except ClientDisconnect:
+                return
+            await self._serve(inference, _Reply(scope, send, inference), receive)
+
+    async def _serve(self, inference: Inference, reply: _Reply, receive: Receive) -> None:
         work = asyncio.create_task(self._answer(inference, reply))
         gone = asyncio.create_task(_wait_gone(receive))
         self._jobs.add(work)
@@ -71,26 +79,26 @@ class InferenceEndpoint:
         for work in self._jobs:
             work.cancel()
 
-    async def _read(self, request: Request) -> Inference:
+    async def _read(self, request: Request, take: Callable[[int], None]) -> Inference:
         """Return what is asked. Raises RequestRefused, ClientDisconnect."""
         headers = {name: value for name, value in request.headers.items() if name not in _NOT_TO_ENGINE}
         headers["x-request-id"] = request.scope["state"]["request_id"]
         tenant, priority = clean_tenant(headers.get("x-tenant-id", "")), read_priority(headers.get("x-priority", ""))
         mode, tag = read_cache_mode(headers.get("x-cache-mode", "")), read_cache_tag(headers.get("x-cache-tag", ""))
-        body, fields = await self._read_body(request)
-        query = request.url.query
+        body, fields = await self._read_body(request, take)
+        query = request.scope["query_string"].decode("latin-1")
         return Inference(
-            "POST", request.url.path + (f"?{query}" if query else ""), headers, body, fields.model, tenant, priority, mode, tag,
-            is_streaming=bool(fields.stream), allow_remote=bool(fields.allow_remote),
+            "POST", request.scope["path"] + (f"?{query}" if query else ""), headers, body, fields.model, tenant, priority, mode,
+            tag, is_streaming=bool(fields.stream), allow_remote=bool(fields.allow_remote),
         )  # fmt: skip
 
-    async def _read_body(self, request: Request) -> tuple[bytes, BodyFields]:
+    async def _read_body(self, request: Request, take: Callable[[int], None]) -> tuple[bytes, BodyFields]:
         if self._is_form:
             check_media_type(request, "multipart/form-data")
-            body = await read_body(request, most_bytes=FORM_BYTES)
+            body = await read_body(request, most_bytes=FORM_BYTES, take=take)
             return body, read_form_fields(request.headers["content-type"], body)
         check_media_type(request, "application/json")
-        body = await read_body(request, most_bytes=JSON_BYTES)
+        body = await read_body(request, most_bytes=JSON_BYTES, take=take)
         fields = read_fields(body)
         parse_object(body)  # an engine may take the other one of two fields of the same name
         return body, fields
@@ -101,7 +109,7 @@ class InferenceEndpoint:
                 await reply.send_answer(answer)
         except RequestRefused as refusal:
             await reply.refuse(refusal)
-        except TimeoutError:
+        except _ClientStalled:
             log.warning("client took nothing of its answer for %.0f s model=%s", STALL_S, inference.model)
 
 
@@ -118,7 +126,7 @@ class _Reply:
         self._is_event_stream = False
 
     async def send_answer(self, answer: Answer) -> None:
-        """Send an answer to its end. Raises what reading it raises, TimeoutError when the client does not take it."""
+        """Send an answer to its end. Raises what reading it raises, and _ClientStalled."""
         self._is_event_stream = answer.is_event_stream
         await self._start(answer.status, answer.headers)
         if answer.body is not None:
@@ -162,8 +170,11 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _send(self, message: dict[str, object]) -> None:
-        async with asyncio.timeout(STALL_S):
-            await self._send_message(message)
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self._send_message(message)
+        except TimeoutError:
+            raise _ClientStalled from None
 
 
 def error_event(endpoint: str, refusal: RequestRefused) -> bytes:

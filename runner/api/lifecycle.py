@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runner.api.bodies import decode, read_object
+from runner.errors import Unavailable
 from runner.operations.tasks import FlushBody, LoadBody, Reply, UnloadBody
 from runner.parts import Parts
 
+Handler = Callable[[Request], Coroutine[None, None, Response]]
 TOKEN_FIELD = "verifiedOpToken"  # noqa: S105  # the name of a field
+
+
+class Interruptible:
+    """Handlers that may wait for minutes, and that are told when the box stops meanwhile."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Response]] = set()
+
+    def wrap(self, handler: Handler) -> Handler:
+        """Return the same handler, which raises Unavailable when ``close`` is called before it has answered."""
+
+        async def wrapped(request: Request) -> Response:
+            task = asyncio.create_task(handler(request))
+            self._running.add(task)
+            try:
+                await asyncio.wait({task})
+            finally:
+                task.cancel()
+                self._running.discard(task)
+            if task.cancelled():
+                raise Unavailable("The box is shutting down.", retry_after_s=5)
+            return task.result()
+
+        return wrapped
+
+    def close(self) -> None:
+        """Interrupt what waits; operations themselves are ended by those who carry them out."""
+        for task in self._running:
+            task.cancel()
 
 
 class Lifecycle:

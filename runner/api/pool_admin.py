@@ -15,22 +15,16 @@ from starlette.responses import Response
 from runner.api.answers import ReloadAnswer
 from runner.api.bodies import read_object
 from runner.api.lifecycle import TOKEN_FIELD, answer, without_token
+from runner.api.refusals import ModelLoadFailed
 from runner.api.shapes import Shapes
 from runner.definitions.overrides import describe, load_constraints, load_recommendations
-from runner.errors import InvalidLoadRequest, InvalidRequest, RequestRefused
+from runner.errors import InvalidLoadRequest, InvalidRequest
 from runner.operations.tasks import LoadBody, Reply, UnloadBody
 from runner.parts import MIB, Parts
 from runner.pool import Model, ModelState
 from runner.pool.loading import ELSEWHERE
 
 _FREE = frozenset({ModelState.UNLOADED, ModelState.FAILED})
-
-
-class LoadDidNotSucceed(RequestRefused):
-    """A load ended in another state than loaded; the text says why."""
-
-    code = "model_load_failed"
-    status = 500
 
 
 class PoolAdmin:
@@ -77,7 +71,7 @@ class PoolAdmin:
         if isinstance(task_id, str) and reply.body.get("status") != "completed":
             task = await self._parts.operations.wait(task_id)
             if task["status"] != "completed":
-                raise LoadDidNotSucceed(f"{name} was not loaded: {task.get('error') or task['status']}")
+                raise ModelLoadFailed(f"{name} was not loaded: {task.get('error') or task['status']}")
         return answer(Reply(200, await self._describe(model)))
 
     async def unload(self, request: Request) -> Response:

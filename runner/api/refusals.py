@@ -50,6 +50,20 @@ class SlowBody(RequestRefused):
     retryable = True
 
 
+class OperationFailed(RequestRefused):
+    """An engine did not do what it was told; the text has its own words."""
+
+    code = "engine_failed"
+    status = 500
+
+
+class ModelLoadFailed(RequestRefused):
+    """The files of a model could not be fetched or used, or its load ended in another state than loaded."""
+
+    code = "model_load_failed"
+    status = 500
+
+
 class Broken(RequestRefused):
     """A bug of ours; the log has the details."""
 

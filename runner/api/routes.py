@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runner.api import answers
+from runner.api.bodies import BodyBudget
 from runner.api.capabilities import LIFE_S, CapabilityReport
 from runner.api.health import read_health
 from runner.api.inference import InferenceEndpoint
-from runner.api.lifecycle import Lifecycle
-from runner.api.metrics import write_metrics
+from runner.api.lifecycle import Interruptible, Lifecycle
 from runner.api.openapi import Endpoint, describe_api
 from runner.api.page import write_page
 from runner.api.pool_admin import PoolAdmin
@@ -57,12 +57,15 @@ def make_routes(parts: Parts, config: ApiConfig) -> Routes:
     shapes = Shapes()
     report, lifecycle, pool = CapabilityReport(parts, shapes), Lifecycle(parts), PoolAdmin(parts, shapes)
     has_metrics = config.has_metrics and config.metrics_port is None
+    slow, budget = Interruptible(), BodyBudget()
     table = [
-        *_runner_endpoints(parts, report, lifecycle),
+        *_runner_endpoints(parts, report),
+        *_lifecycle_endpoints(lifecycle, slow),
         *([_metrics_endpoint(parts)] if has_metrics else []),
-        *_pool_endpoints(pool),
+        *_pool_endpoints(pool, slow),
+        _model_endpoint(parts),
     ]
-    json_door, form_door = InferenceEndpoint(parts, is_form=False), InferenceEndpoint(parts, is_form=True)
+    json_door, form_door = InferenceEndpoint(parts, budget, is_form=False), InferenceEndpoint(parts, budget, is_form=True)
     table[:0] = [
         *(Endpoint("POST", path, json_door, text, "Inference", request=BodyFields) for path, text in _INFERENCE),
         *(Endpoint("POST", path, form_door, text, "Inference", is_form=True) for path, text in _FORMS),
@@ -72,6 +75,7 @@ def make_routes(parts: Parts, config: ApiConfig) -> Routes:
     def close() -> None:
         json_door.close()
         form_door.close()
+        slow.close()
 
     return Routes([Route(one.path, one.handler, methods=[one.method]) for one in table], close)
 
@@ -82,7 +86,7 @@ def make_metrics_routes(parts: Parts) -> Routes:
     return Routes([Route(one.path, one.handler, methods=[one.method])], lambda: None)
 
 
-def _runner_endpoints(parts: Parts, report: CapabilityReport, lifecycle: Lifecycle) -> list[Endpoint]:
+def _runner_endpoints(parts: Parts, report: CapabilityReport) -> list[Endpoint]:
     async def capabilities(_request: Request) -> Response:
         headers = {"content-type": "application/json", "cache-control": f"max-age={LIFE_S:.0f}"}
         return Response(await report.read(), headers=headers)
@@ -96,6 +100,15 @@ def _runner_endpoints(parts: Parts, report: CapabilityReport, lifecycle: Lifecyc
         entries = [_entry(model) for model in ready]
         return _json(answers.ModelList(data=entries, models=[model.model_id for model in ready]))
 
+    tag = "Runner"
+    return [
+        Endpoint("GET", "/v1/capabilities", capabilities, "What the box can do now", tag, answer=answers.CapabilitiesAnswer),
+        Endpoint("GET", "/health", health, "Whether the box is well", tag, answer=answers.HealthAnswer),
+        Endpoint("GET", "/v1/models", models, "Loaded models", tag, answer=answers.ModelList),
+    ]
+
+
+def _model_endpoint(parts: Parts) -> Endpoint:
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
         if name in _OPERATIONS:
@@ -105,34 +118,38 @@ def _runner_endpoints(parts: Parts, report: CapabilityReport, lifecycle: Lifecyc
             raise UnknownModel(f"{found.model_id} is not loaded on this box; it is {found.state}.")
         return _json(_entry(found))
 
-    tag = "Runner"
+    # The last of the table: its path fits those of operations too.
+    return Endpoint("GET", "/v1/models/{name:path}", model, "A loaded model", "Runner", answer=answers.ModelEntry)
+
+
+def _lifecycle_endpoints(lifecycle: Lifecycle, slow: Interruptible) -> list[Endpoint]:
+    tag, load, unload, flush = "Runner", slow.wrap(lifecycle.load), slow.wrap(lifecycle.unload), slow.wrap(lifecycle.flush)
     return [
-        Endpoint("GET", "/v1/capabilities", capabilities, "What the box can do now", tag, answer=answers.CapabilitiesAnswer),
-        Endpoint("POST", "/v1/models/load", lifecycle.load, "Load a model", tag, LoadBody, answers.TaskAnswer, status=202),
+        Endpoint("POST", "/v1/models/load", load, "Load a model", tag, LoadBody, answers.TaskAnswer, status=202),
         Endpoint("GET", "/v1/models/load/{task_id}", lifecycle.read_task, "How a load goes on", tag, answer=answers.TaskAnswer),
-        Endpoint("POST", "/v1/models/unload", lifecycle.unload, "Unload a model", tag, UnloadBody, answers.UnloadAnswer),
-        Endpoint("POST", "/v1/cache/flush", lifecycle.flush, "Flush KV caches", tag, FlushBody, answers.FlushAnswer),
-        Endpoint("GET", "/health", health, "Whether the box is well", tag, answer=answers.HealthAnswer),
-        Endpoint("GET", "/v1/models", models, "Loaded models", tag, answer=answers.ModelList),
-        Endpoint("GET", "/v1/models/{name:path}", model, "A loaded model", tag, answer=answers.ModelEntry),
+        Endpoint("POST", "/v1/models/unload", unload, "Unload a model", tag, UnloadBody, answers.UnloadAnswer),
+        Endpoint("POST", "/v1/cache/flush", flush, "Flush KV caches", tag, FlushBody, answers.FlushAnswer),
     ]
 
 
 def _metrics_endpoint(parts: Parts) -> Endpoint:
     async def metrics(request: Request) -> Response:
+        from runner.api.metrics import write_metrics  # its library stays out of boxes that nobody scrapes
+
         body, content_type = await write_metrics(parts, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})
 
     return Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus", "Runner", media_type="text/plain")
 
 
-def _pool_endpoints(pool: PoolAdmin) -> list[Endpoint]:
+def _pool_endpoints(pool: PoolAdmin, slow: Interruptible) -> list[Endpoint]:
     tag, path = "llm-pool admin", "/v1/admin/models"
+    load, unload = slow.wrap(pool.load), slow.wrap(pool.unload)
     return [
         Endpoint("GET", path, pool.list_models, "Every model with its state, limits and queue", tag),
         Endpoint("GET", "/v1/admin/gpu-memory", pool.read_gpu_memory, "Memory of GPUs and models", tag),
-        Endpoint("POST", f"{path}/{{name:path}}/load", pool.load, "Load a model and wait", tag, dict[str, object]),
-        Endpoint("POST", f"{path}/{{name:path}}/unload", pool.unload, "Unload a model and wait", tag, dict[str, object]),
+        Endpoint("POST", f"{path}/{{name:path}}/load", load, "Load a model and wait", tag, dict[str, object]),
+        Endpoint("POST", f"{path}/{{name:path}}/unload", unload, "Unload a model and wait", tag, dict[str, object]),
         Endpoint(
             "POST", "/v1/admin/settings/reload", pool.reload_settings, "Read the settings files again", tag,
             answer=answers.ReloadAnswer,

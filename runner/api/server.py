@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 1000
 """Connections and requests at once; those above get a 503 without being read."""
 KEEP_ALIVE_S = 5
+TICK_S = 1.0
 START_LIMIT_S = 10.0
 GRACE_S = 2
 """What is left of answers when the box goes may take this long; drained requests have had their time before."""
@@ -34,6 +35,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
+        self._leaving = asyncio.Event()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -44,6 +46,17 @@ class _Server(uvicorn.Server):
         """Listen, and say so."""
         await super().startup(sockets)
         self.is_up.set()
+
+    async def main_loop(self) -> None:
+        """Keep the Date header right until ``leave``; uvicorn's own loop wakes ten times as often."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), TICK_S)
+
+    def leave(self) -> None:
+        """Begin to end."""
+        self.should_exit = True
+        self._leaving.set()
 
 
 @asynccontextmanager
@@ -88,7 +101,7 @@ async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         yield
     finally:
         up.cancel()
-        server.should_exit = True
+        server.leave()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running, GRACE_S + START_LIMIT_S)
 

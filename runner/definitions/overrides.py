@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,6 +39,7 @@ QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
 _UNQUANTISED = frozenset({"fp32", "fp16", "bf16"})
 _FILE_WORDS = {"f16": "fp16", "float16": "fp16", "bfloat16": "bf16", "f32": "fp32", "float32": "fp32"}
 _COMPUTE_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
+_FILE_WORD = re.compile(r"i?q[0-9][a-z0-9_]{0,12}\Z")
 _CONTEXT = Integer(minimum=1, unit="tokens")
 _BUDGET = Integer(minimum=1, unit="MiB")
 _CACHE_STEP = 256
@@ -228,6 +230,8 @@ def _check_quantization_word(definition: ModelDefinition, value: object) -> dict
             f"quantization: {_shown(value)} is not allowed; {definition.backend} loads files as they are, leave it out.",
             param="quantization",
         )
+    if definition.backend == "gguf" and isinstance(value, str) and _FILE_WORD.match(value):
+        return {"quantization": value}  # the files' own word, as the listings show it; compared with them before the load
     return {"quantization": _check_runner_value("quantization", value, Enum(values=words))}
 
 

@@ -194,6 +194,15 @@ class Child:
                 on_line(text)
 
 
+def _describe_exit(status: int | None) -> str:
+    """Return how a process ended, in words; nothing for one that has not, or that exited as it should."""
+    if status is None or status == 0:
+        return ""
+    if status > 0:
+        return f"the engine process exited with status {status}"
+    return f"the engine process was killed by {signal.Signals(-status).name}"
+
+
 def child_environment() -> dict[str, str]:
     """Return our environment without our secrets, and with the folder that ``runner`` is imported from."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}

@@ -16,6 +16,8 @@ MAX_OBSERVATIONS_OF_PLAN = 20
 _TASK_PLAIN = tuple(part.name for part in fields(TaskRow) if part.name not in {"state", "result"})
 _OBSERVED = tuple(part.name for part in fields(Observation))
 
+INTERRUPTED = "the runner ended while the model was being loaded; load it again"
+
 
 def save_task(connection: sqlite3.Connection, task: TaskRow) -> None:
     """Insert the task or replace what was known of it; beyond the newest ``MAX_TASKS``, ended ones are forgotten."""
@@ -45,8 +47,8 @@ def read_task(connection: sqlite3.Connection, task_id: str) -> TaskRow | None:
 def interrupt_tasks(connection: sqlite3.Connection, *, now: float) -> list[TaskRow]:
     """End every task that is still loading as interrupted; return them as they are now, oldest first."""
     rows = connection.execute(
-        "UPDATE tasks SET state = ?, finished_at = ? WHERE state = ? RETURNING *",
-        (TaskState.INTERRUPTED.value, now, TaskState.LOADING.value),
+        "UPDATE tasks SET state = ?, finished_at = ?, error = ? WHERE state = ? RETURNING *",
+        (TaskState.INTERRUPTED.value, now, INTERRUPTED, TaskState.LOADING.value),
     ).fetchall()
     return sorted((_make_task(row) for row in rows), key=lambda task: task.started_at)
 

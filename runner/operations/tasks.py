@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 TASK_SAVE_GAP_S = 1.0
-"""Progress is written to the ledger at most this often; the first and the last word always are."""
+"""Progress is written to the ledger at most this often; a new stage and the last word always are."""
 CLOSE_S = 10.0
 """How long an unload or flush may go on when the runner is told to end."""
 MAX_LOADS = 8
@@ -234,9 +234,10 @@ class Operations:
 
         def note(progress: Progress) -> None:
             nonlocal saved_at
-            row = replace(self._tasks[task_id], stage=progress.stage, fraction=progress.fraction)
+            before = self._tasks[task_id]
+            row = replace(before, stage=progress.stage, fraction=progress.fraction)
             self._tasks[task_id] = row
-            if time.monotonic() - saved_at >= TASK_SAVE_GAP_S:
+            if row.stage != before.stage or time.monotonic() - saved_at >= TASK_SAVE_GAP_S:
                 saved_at = time.monotonic()
                 saves.add(save := asyncio.create_task(self._ledger.save_task(row)))
                 save.add_done_callback(saves.discard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.definitions.overrides import check_quantization, plan_key
 from runner.definitions.plan import LoadPlan, Observation
@@ -57,7 +57,7 @@ class Capacity:
             return Prediction(None, None, expected_s)
         shape = await asyncio.to_thread(read_shape, plan.path)
         check_quantization(plan, shape.quantization)
-        seen = await self._ledger.observations(plan.backend) if self._ledger is not None else []
+        seen = _largest(await self._ledger.observations(plan.backend)) if self._ledger is not None else []
         predicted = estimate(
             shape,
             context_tokens=_context_of(plan, shape),
@@ -128,6 +128,15 @@ class Capacity:
         memory = await asyncio.to_thread(self._telemetry.measure, roots)
         return memory.gpu_bytes or memory.host_bytes
 
+    async def learn_again(self, replica: Replica) -> None:
+        """Write down what a replica took in the end, where that is more than when it was loaded."""
+        before = replica.learnt
+        if before is None or self._ledger is None or replica.memory is None:
+            return
+        measured = replica.memory.gpu_bytes or replica.memory.host_bytes
+        if measured > before.measured_bytes:
+            await self._ledger.add_observation(replace(before, measured_bytes=measured))
+
     async def learn(self, replica: Replica, prediction: Prediction, *, load_s: float) -> None:
         """Write down what a load really took, for the next prediction."""
         memory, predicted = replica.memory, prediction.estimate
@@ -137,13 +146,22 @@ class Capacity:
         if self._ledger is None:
             return
         measured = 0 if memory is None else memory.gpu_bytes or memory.host_bytes
-        await self._ledger.add_observation(
-            Observation(
-                backend=replica.plan.backend, model_id=replica.plan.model_id, plan_key=plan_key(replica.plan),
-                weights_bytes=predicted.weights_bytes if predicted else 0, kv_bytes=predicted.kv_bytes if predicted else 0,
-                measured_bytes=measured, load_s=load_s, loaded_at=time.time(),
-            )
+        replica.learnt = Observation(
+            backend=replica.plan.backend, model_id=replica.plan.model_id, plan_key=plan_key(replica.plan),
+            weights_bytes=predicted.weights_bytes if predicted else 0, kv_bytes=predicted.kv_bytes if predicted else 0,
+            measured_bytes=measured, load_s=load_s, loaded_at=time.time(),
         )  # fmt: skip
+        await self._ledger.add_observation(replica.learnt)
+
+
+def _largest(seen: Sequence[Observation]) -> list[Observation]:
+    """Return, for each model and plan, the observation in which it took most: engines grow with their first requests."""
+    most: dict[tuple[str, str], Observation] = {}
+    for each in seen:
+        key = (each.model_id, each.plan_key)
+        if key not in most or each.measured_bytes > most[key].measured_bytes:
+            most[key] = each
+    return list(most.values())
 
 
 def _context_of(plan: LoadPlan, shape: ModelShape) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from runner.admission import FairQueue
 from runner.definitions.definition import ModelDefinition
-from runner.definitions.plan import LoadPlan, Progress
+from runner.definitions.plan import LoadPlan, Observation, Progress
 from runner.engines.port import Capabilities
 from runner.engines.supervisor import Supervisor
 from runner.pool.states import ModelEvent, ModelState, next_state
@@ -31,6 +31,8 @@ class Replica:
     memory: TreeMemory | None = None
     weights_bytes: int | None = None
     kv_bytes: int | None = None
+    learnt: Observation | None = None
+    """What was written down when it was loaded."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -114,6 +114,7 @@ class Unloader:
     async def _memory_of(self, model: Model) -> int:
         for replica in model.replicas:
             await self._capacity.measure(replica)
+            await self._capacity.learn_again(replica)
         return model.memory_bytes or 0
 
     def _kill(self, model: Model) -> None:

@@ -17,6 +17,7 @@ from runner.admission import TenantRates, Turn
 from runner.engines.port import Call
 from runner.errors import (
     EngineError,
+    EngineNotReached,
     EngineUnavailable,
     InvalidRequest,
     ModalityUnsupported,
@@ -146,10 +147,14 @@ class Serving:
         try:
             self._change_load(1)
             turn = await model.queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
+            was_sent = True
             try:
-                was_sent = True
                 async with self._exchange(model, request, turn) as answer:
                     yield answer
+            except RequestRefused as refusal:
+                # Only an engine that was reached and then failed may have done, and may charge for, some of the work.
+                was_sent = isinstance(refusal, EngineUnavailable) and not isinstance(refusal, EngineNotReached)
+                raise
             finally:
                 model.queue.leave(turn)
         finally:
@@ -162,7 +167,7 @@ class Serving:
         """Ask a replica and yield its answer."""
         replica = model.pick()
         if replica is None:
-            raise EngineUnavailable(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
+            raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
         body, drops_usage = ask_for_usage(request.path, request.body)
         call = Call(
             request.method, request.path, request.headers, body, request.tenant, request.cache_mode, request.cache_tag,
@@ -317,7 +322,10 @@ def _report(replica: Replica, request: Inference, error: Exception, *, began_ans
     reason = type(error).__name__
     replica.supervisor.report_failure(f"{request.method} {request.endpoint}: {reason}")
     when = "broke off in the middle of its answer" if began_answer else "did not answer"
-    return EngineUnavailable(f"The engine {when} ({reason}).", retry_after_s=None if began_answer else 2)
+    is_reached = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    return (EngineUnavailable if is_reached else EngineNotReached)(
+        f"The engine {when} ({reason}).", retry_after_s=None if began_answer else 2
+    )
 
 
 def _explain_state(model: Model) -> RequestRefused:

@@ -18,7 +18,7 @@ import msgspec
 
 from runner.engines.children.web import Refusal
 from runner.engines.comfyui.images import strip_texts
-from runner.engines.comfyui.server import ComfyServer, Outcome, describe_failure
+from runner.engines.comfyui.server import ComfyServer, Outcome
 from runner.engines.comfyui.workflow import Graph
 from runner.engines.port import Priority
 from runner.errors import EngineError
@@ -136,13 +136,11 @@ class Job:
             case "progress" if data.max > 1:
                 self._stage = "working"
                 self._fraction = max(self._fraction, min(1.0, data.value / data.max))
-            case "execution_success" | "execution_interrupted" if data.prompt_id:
+            case "execution_success" | "execution_error" | "execution_interrupted" if data.prompt_id:
                 self._ending_at = time.monotonic()
             case "executing" if data.node is None and data.prompt_id:
                 self._ending_at = time.monotonic()
-            case "execution_error" if data.prompt_id:
-                self._ending_at = time.monotonic(); x = (msgspec.json.decode(message.data, type=dict[str, object]))
-        return self.outcome is not None or before != (self._stage, self._fraction, self._ending_at)
+        return before != (self._stage, self._fraction, self._ending_at)
 
     async def _look(self) -> None:
         """Ask the server whether it has ended. Raises Refusal when the server has lost it, or is lost itself."""

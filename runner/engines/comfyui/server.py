@@ -260,21 +260,21 @@ class ComfyServer:
             raise EngineError(f"{self.url}{path} answers HTTP {status}")
 
 
-def describe_failure(fields: Mapping[str, object]) -> Outcome:
+def _read_failure(status: _Status) -> Outcome:
+    for kind, fields in reversed(status.messages):
+        if kind == "execution_error":
+            return _describe_failure(fields)
+        if kind == "execution_interrupted":
+            return Outcome(error="it was interrupted on the server", may_pass=True)
+    return Outcome(error="the server gives no reason")
+
+
+def _describe_failure(fields: Mapping[str, object]) -> Outcome:
     """Return the outcome in an ``execution_error``: the node that failed and its words."""
     said = str(fields.get("exception_message") or fields.get("exception_type") or "no reason given").strip()
     node = str(fields.get("node_type") or "a node")
     kind = str(fields.get("exception_type") or "")
     return Outcome(error=f"{node}: {said}"[:MAX_WORDS], may_pass="OutOfMemory" in kind or "out of memory" in said)
-
-
-def _read_failure(status: _Status) -> Outcome:
-    for kind, fields in reversed(status.messages):
-        if kind == "execution_error":
-            return describe_failure(fields)
-        if kind == "execution_interrupted":
-            return Outcome(error="it was interrupted on the server", may_pass=True)
-    return Outcome(error="the server gives no reason")
 
 
 def _explain_refusal(said: _Submitted) -> str:

@@ -23,7 +23,18 @@ from wire.optoken import Grant, Operation, sign_l0
 
 DEADLINE_S = 20.0
 _READY = re.compile(r"^api listening url=(http://\S+)$", re.MULTILINE)
-_STRIPPED = ("MUSTER_", "TENANT_", "DEFAULT_RATE", "MAX_QUEUE", "QUEUE_TIMEOUT", "METRICS_", "LLM_POOL_", "HF_", "OP_TOKEN_")
+_STRIPPED = (
+    "MUSTER_",
+    "TENANT_",
+    "DEFAULT_RATE",
+    "MAX_QUEUE",
+    "QUEUE_TIMEOUT",
+    "METRICS_",
+    "LLM_POOL_",
+    "HF_",
+    "OP_TOKEN_",
+    "VERIFIED_OP_",
+)
 
 
 @dataclass
@@ -87,9 +98,13 @@ class ApiBox:
 
 @contextmanager
 def run_api_box(
-    folder: Path, *options: str, env: Mapping[str, str] | None = None, models: tuple[str, ...] = (), has_op_key: bool = True
-) -> Iterator[ApiBox]:
-    """Start ``python -m runner --standalone`` and yield it once its port answers; kill it at the end."""
+    folder: Path, *options: str, env: Mapping[str, str] | None = None, models: tuple[str, ...] = (), has_op_key: bool = True,
+    waits: bool = True,
+) -> Iterator[ApiBox]:  # fmt: skip
+    """Start ``python -m runner --standalone`` and yield it once it serves, or, not ``waits``, once its port answers.
+
+    It is killed at the end if it has not stopped by then.
+    """
     base = folder / "models"
     base.mkdir(parents=True, exist_ok=True)
     for name in models:
@@ -112,7 +127,8 @@ def run_api_box(
     try:
         box = ApiBox(process, log, _wait_ready(process, log), key)
         with box.client:
-            wait_serving(box)
+            if waits:
+                wait_serving(box)
             yield box
     finally:
         if process.poll() is None:

@@ -166,3 +166,16 @@ def test_settings_are_read_again_and_conflicts_change_nothing(tmp_path: Path) ->
         assert (broken.status_code, broken.json()["detail"]["code"]) == (400, "invalid_settings")
         names = [entry["name"] for entry in client.get("/v1/admin/models").json()["models"]]
         assert {"one", "two", "three"} <= set(names)
+
+
+def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with run_api_box(tmp_path, "--backend", url, waits=False) as running:
+            reply = running.client.get("/v1/capabilities")
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+            assert int(reply.headers["retry-after"]) >= 1
+            health = running.client.get("/health")
+            assert (health.status_code, health.json()["reasons"]) == (503, ["the box is starting"])
+            assert running.client.get("/").status_code == 200
+            running.wait_for(lambda: running.client.get("/v1/capabilities").json(), lambda body: "runnerType" in body)

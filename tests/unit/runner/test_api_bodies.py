@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from runner.api.answers import spec_name
-from runner.api.bodies import decode, parse_object
+from runner.api.bodies import BodyBudget, decode, parse_object
 from runner.api.forms import read_form_fields
-from runner.errors import InvalidRequest
+from runner.errors import InvalidRequest, Unavailable
 from runner.operations.tasks import FlushBody, LoadBody
 
 FORM = "multipart/form-data; boundary=line"
@@ -103,3 +103,14 @@ def test_a_form_that_cannot_be_trusted_is_refused(content_type: str, body: bytes
 )  # fmt: skip
 def test_field_names_are_those_of_the_specification(name: str, wire: str) -> None:
     assert spec_name(name) == wire
+
+
+def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
+    budget = BodyBudget(10)
+    with budget.hold() as first, budget.hold() as second:
+        first(6)
+        second(4)
+        with pytest.raises(Unavailable):
+            first(1)
+        assert budget.held_bytes == 10
+    assert budget.held_bytes == 0

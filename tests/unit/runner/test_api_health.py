@@ -30,7 +30,7 @@ def make_parts(*models: Model, phase: Phase = Phase.SERVING, waiting: int = 0, m
     for _ in range(waiting):
         budget.add()
     pool = SimpleNamespace(registry=SimpleNamespace(models=list(models)))
-    return cast(Parts, SimpleNamespace(phase=phase, pool=pool, budget=budget))
+    return cast("Parts", SimpleNamespace(phase=phase, pool=pool, budget=budget))
 
 
 def make_reading(*, free_mb: int) -> Reading:
@@ -54,7 +54,8 @@ def test_it_is_unwell_while_it_starts_or_stops(phase: Phase, reason: str) -> Non
 @pytest.mark.parametrize(
     "error",
     [
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "ggml_backend_alloc: failed to allocate CUDA0 buffer",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "ggml_backend_alloc: failed to allocate CUDA0 buffer",
         "std::bad_alloc", "mmap: Cannot allocate memory", "killed by the OOM killer",
     ],
 )  # fmt: skip

@@ -41,7 +41,14 @@ async def test_unfinished_tasks_are_interrupted_and_finished_ones_are_not(tmp_pa
     async with opened(tmp_path) as ledger:
         interrupted = await ledger.interrupt_tasks(T0 + 50)
         assert interrupted == [
-            replace(TASK, task_id=name, started_at=at, state=TaskState.INTERRUPTED, finished_at=T0 + 50)
+            replace(
+                TASK,
+                task_id=name,
+                started_at=at,
+                state=TaskState.INTERRUPTED,
+                finished_at=T0 + 50,
+                error=history.INTERRUPTED,
+            )
             for name, at in (("load-1", T0), ("late", T0 + 1))
         ]
         assert [await ledger.read_task(task.task_id) for task in interrupted] == interrupted

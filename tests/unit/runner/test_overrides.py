@@ -467,3 +467,15 @@ def test_the_key_of_a_plan_stays_the_same_over_releases() -> None:
 
     assert plan_key(plan) == "8efabddc264af34d"
     assert plan_key(plan) == plan_key(LoadPlan("x", "gguf", None, 4096, 2, options=dict(reversed(list(plan.options.items())))))
+
+
+def test_a_gguf_load_may_repeat_the_quantisation_that_listings_show_and_not_another() -> None:
+    definition = ModelDefinition(model_id="m", backend="gguf")
+    plan = make_plan(
+        definition, overrides=check_overrides(definition, {"quantization": "q8_0"}), path=Path("m.gguf"), threads=1, gpu_ids=()
+    )
+    check_quantization(plan, "q8_0")
+    with pytest.raises(InvalidLoadRequest, match="q4_k_m"):
+        check_quantization(plan, "q4_k_m")
+    with pytest.raises(InvalidLoadRequest, match="quantization"):
+        check_overrides(definition, {"quantization": "q8 0; rm"})
