@@ -160,7 +160,7 @@ class Box:
             for url in self._config.gateways:
                 self._add_link(url, give_up_s=None)
             await leave.wait()
-            self._parts.phase = Phase.STOPPING
+            self._parts.refuse_new()
             await self._drain(hurry)
 
     def set_mode(self, mode: Literal["spare_on", "spare_off"]) -> None:
@@ -172,6 +172,8 @@ class Box:
 
     async def reload(self) -> None:
         """Read the settings files again; what is wrong with them goes to the log."""
+        if self._parts is None:
+            return  # it is about to read them for the first time
         try:
             change = await self.parts.reload_settings()
         except (InvalidSettings, SettingsConflict) as error:
@@ -198,7 +200,7 @@ class Box:
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         self.is_leaving = True
-        log.info("leaving load=%s limit_s=%s", self.load, self._config.timeouts.drain_s)
+        log.info("leaving load=%s limit_s=%s", self.parts.serving.load, self._config.timeouts.drain_s)
         for link in self._links.values():
             link.post(Draining(reason="the box is shutting down"))
         idle, rush = asyncio.create_task(self.parts.serving.wait_idle()), asyncio.create_task(hurry.wait())

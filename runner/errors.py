@@ -141,6 +141,15 @@ class ModelUnloading(WrongState):
     code = "model_unloading"
 
 
+class AttachedModel(WrongState):
+    """It belongs to the server given with ``--backend``, which alone loads and unloads its models."""
+
+    code = "invalid_request"
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(f"{model_id} is a model of the server given with --backend; load and unload it there.")
+
+
 class ModelFailed(WrongState):
     """Its last load failed, or its engine is down."""
 

@@ -19,10 +19,10 @@ from runner.config import BackendConfig, LlamaConfig, RunnerConfig
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.environment import read_vllm_defaults
 from runner.definitions.overrides import make_plan
-from runner.definitions.settings import Settings, SettingsChange, diff_settings, read_settings
+from runner.definitions.settings import MODELS, Settings, SettingsChange, diff_settings, read_settings
 from runner.engines.registry import make_engine
 from runner.engines.supervisor import EngineState
-from runner.errors import RunnerError
+from runner.errors import RunnerError, SettingsConflict
 from runner.fit import read_shape
 from runner.ledger import Ledger
 from runner.library import Hub, Library, allow_listed
@@ -127,8 +127,14 @@ class Parts:
         files = self.config.files
         new = await asyncio.to_thread(read_settings, files.settings, files.local_settings)
         registry = self.pool.registry
-        busy = [model.model_id for model in registry.models if model.replicas or model.load is not None]
+        free = {ModelState.UNLOADED, ModelState.FAILED}
+        busy = {model.model_id for model in registry.models if model.replicas or model.state not in free}
         change = diff_settings(self.settings, new, busy)
+        if taken := [f"{MODELS}.{model_id}" for model_id in change.added if model_id in busy]:
+            raise SettingsConflict(
+                f"models that were loaded without settings would get some: {', '.join(taken)}; unload them first.",
+                details={"conflicts": taken},
+            )
         self.settings = new
         for model_id in [*change.added, *change.updated]:
             registry.define(new.models[model_id])
@@ -151,10 +157,15 @@ class Parts:
             if definition.enabled:
                 self._spawn(self._load_wanted(definition.model_id))
 
-    async def close(self) -> None:
-        """End loads and engines."""
+    def refuse_new(self) -> None:
+        """Begin to stop: what runs goes on, nothing new is taken."""
         self.phase = Phase.STOPPING
         self.serving.is_stopping = True
+        self.operations.is_stopping = True
+
+    async def close(self) -> None:
+        """End loads and engines."""
+        self.refuse_new()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -172,6 +183,7 @@ class Parts:
                 await loader.carry_out(order, lambda _: None)
         except RunnerError as error:
             log.error("model of the settings was not loaded model=%s: %s", model_id, error)  # noqa: TRY400  # text for the owner
+            loader.note_refusal(model_id, error)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -10,6 +10,9 @@ import redis
 from django.db import connection
 from pytest_django import DjangoDbBlocker
 
+# A module of checks that several test modules import: its asserts should say what they compared.
+pytest.register_assert_rewrite("tests.integration.runner.engine_suite")
+
 
 @pytest.fixture(scope="session")
 def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> None:

@@ -133,7 +133,8 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-        self._process = None
+        if self._process is process:
+            self._process = None
         readers, self._readers = self._readers, []
         for reader in readers:
             with contextlib.suppress(TimeoutError):
@@ -169,12 +170,21 @@ class Child:
         with contextlib.suppress(ConnectionError):
             process.stdin.write(msgspec.json.encode(settings) + b"\n")
             await process.stdin.drain()
-        while line := await process.stdout.readline():
-            answer = msgspec.json.decode(line, type=_Line)
+        while line := await self._read_line(process.stdout):
+            try:
+                answer = msgspec.json.decode(line, type=_Line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                raise EngineError("the engine process printed something else than its answer") from None
             if answer.url or answer.error:
                 return answer
             report(Progress(answer.stage, answer.fraction))
         return _Line()
+
+    async def _read_line(self, stream: asyncio.StreamReader) -> bytes:
+        try:
+            return await stream.readline()
+        except ValueError:
+            raise EngineError(f"the engine process printed a line of more than {MAX_LINE_BYTES} bytes") from None
 
     async def _read_log(self, stream: asyncio.StreamReader | None, on_line: Callable[[str], None] | None) -> None:
         """Keep the last lines the process printed, pass them on, and to the log at debug level."""

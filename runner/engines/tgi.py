@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -38,6 +37,7 @@ from runner.engines.port import (
     Progress,
     Report,
 )
+from runner.engines.private_folders import make_private_folder
 from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
 
@@ -195,7 +195,7 @@ class TgiEngine:
 
     async def _start(self, report: Report) -> None:
         """Start the launcher and wait until it is healthy. Raises EngineError with its last words."""
-        self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="muster-tgi-"))
+        self._folder = await asyncio.to_thread(make_private_folder, "tgi")
         ports, key = free_ports(3), secrets.token_urlsafe(24)
         self._server.base_url = f"http://127.0.0.1:{ports[0]}"
         self._server.headers = {"Authorization": f"Bearer {key}"}

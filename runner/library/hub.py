@@ -95,6 +95,10 @@ class Hub:
         self._running: dict[tuple[str, str, str | None], _Shared] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
+    def allows(self, repo_id: str) -> bool:
+        """Return whether the owner lets this repository be fetched."""
+        return self._is_allowed(repo_id)
+
     async def fetch(self, repo_id: str, *, wanted: str = "", revision: str | None = None, report: Report) -> Path:
         """Return where the files lie: the folder of the commit, or the GGUF ``wanted``. Two calls for the same share one.
 

@@ -22,7 +22,7 @@ from runner.library.files import (
 )
 from runner.library.hf_cache import RepoCache, cached_repos
 from runner.library.hub import Hub
-from runner.library.ids import check_model_id, check_revision, split_repo_id
+from runner.library.ids import check_model_id, check_revision, is_model_id, split_repo_id
 
 
 class Library:
@@ -82,6 +82,15 @@ class Library:
                 for entry in self._scanner.scan(self._base, bounds=self._base, skip=skip):
                     found[entry.model_id] = entry
             return sorted(found.values(), key=lambda entry: entry.model_id)
+
+    def can_fetch(self, model_id: str) -> bool:
+        """Return whether a model that is not here may be asked for at the hub: its id is that of a repository, or of a file in
+        one, and the owner allows it. Whether the hub has it, only the hub can say.
+        """
+        if self._hub is None or not is_model_id(model_id):
+            return False
+        repo = split_repo_id(tuple(model_id.split("/")))
+        return repo is not None and self._hub.allows(repo[0])
 
     async def fetch(self, model_id: str, *, revision: str | None, report: Report) -> Path:
         """Fetch a repository (``org/name``) or one GGUF of it (``org/name/file``), and return where it lies.

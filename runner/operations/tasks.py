@@ -14,7 +14,15 @@ import msgspec
 
 from runner.definitions.plan import Progress
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
-from runner.errors import InvalidRequest, OperationInterrupted, RequestRefused, RunnerError, UnknownTask, WrongState
+from runner.errors import (
+    InvalidRequest,
+    OperationInterrupted,
+    RequestRefused,
+    RunnerError,
+    Unavailable,
+    UnknownTask,
+    WrongState,
+)
 from runner.ledger import Ledger, LedgerError, TaskRow, TaskState
 from runner.operations.gate import Admitted, Gate
 from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
@@ -80,7 +88,10 @@ class Operations:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._task_of: dict[str, str] = {}
         self._governed: set[asyncio.Task[Reply]] = set()
+        self._starting = 0
         self._is_closing = False
+        self.is_stopping = False
+        """No operation is let in any more."""
 
     async def recover(self) -> None:
         """Close the tasks that an earlier process left unfinished."""
@@ -88,43 +99,47 @@ class Operations:
             log.warning("load was interrupted by the end of the runner task=%s model=%s", row.task_id, row.model_id)
 
     async def close(self) -> None:
-        """Cancel the loads under way and wait for them."""
-        self._is_closing = True
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        """Cancel the loads under way and wait for them; unloads and flushes may go on for a while."""
+        self._is_closing = self.is_stopping = True
+        await self._cancel_loads()
         if self._governed:
             _, late = await asyncio.wait(self._governed, timeout=CLOSE_S)
             for each in late:
                 each.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        await self._cancel_loads()  # one that was let in before the end may have begun since
+
+    async def _cancel_loads(self) -> None:
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     # The three operations. What a token has let in is carried out to its end, also when the caller leaves meanwhile.
 
     async def load(self, body: LoadBody, params: Mapping[str, object]) -> Reply:
         """Start a load: 202 with its task; 200 when the model is loaded already. Raises RequestRefused."""
         overrides = _overrides(body)
-        model = self._pool.registry.find(body.modelId)
+        model = self._pool.registry.find_or_plan(body.modelId)
         self._pool.loader.check(model, overrides)
         if body.evictModel is not None:
             self._pool.registry.find(body.evictModel)
         return await self._shielded(self._govern(
-            body.verifiedOpToken, Operation.MODEL_LOAD, body.modelId, params, lambda: self._start_load(body, overrides)
+            body.verifiedOpToken, Operation.MODEL_LOAD, body.modelId, params, lambda: self._start_load(body, overrides, model)
         ))  # fmt: skip
 
     async def unload(self, body: UnloadBody, params: Mapping[str, object]) -> Reply:
         """Unload a model and answer when it is gone. Raises RequestRefused, EngineError."""
-        self._pool.registry.find(body.modelId)
+        self._pool.unloader.check(self._pool.registry.find(body.modelId), force=body.force)
         return await self._shielded(self._govern(
             body.verifiedOpToken, Operation.MODEL_UNLOAD, body.modelId, params, lambda: self._unload(body)
         ))  # fmt: skip
 
     async def flush(self, body: FlushBody, params: Mapping[str, object]) -> Reply:
         """Flush what the scope names and say for each model what came of it. Raises RequestRefused."""
-        models = self._flush_targets(body)
+        self._flush_targets(body)
         return await self._shielded(self._govern(
-            body.verifiedOpToken, Operation.CACHE_FLUSH, body.modelId, params, lambda: self._flush(body, models)
+            body.verifiedOpToken, Operation.CACHE_FLUSH, body.modelId, params, lambda: self._flush(body)
         ))  # fmt: skip
 
     async def _shielded(self, work: Coroutine[None, None, Reply]) -> Reply:
@@ -143,6 +158,8 @@ class Operations:
         carry_out: Callable[[], Awaitable[Reply]],
     ) -> Reply:  # fmt: skip
         """Let an operation in, carry it out, and write down how it went."""
+        if self.is_stopping:
+            raise Unavailable("The box is shutting down.", retry_after_s=5)
         admitted = await self._gate.admit(token, operation=operation, model_id=model_id, params=params)
         if admitted.recorded is not None:
             return await self._repeat(admitted.recorded)
@@ -150,6 +167,14 @@ class Operations:
         try:
             reply = await carry_out()
             outcome = {"status": reply.status, "body": reply.body}
+        except asyncio.CancelledError:
+            outcome = dict(INTERRUPTED)
+            raise
+        except LedgerError as error:
+            log.error("operation ended, the ledger failed operation=%s error=%s", operation, error)  # noqa: TRY400
+            refusal = Unavailable("The ledger of this box cannot be used, so the operation was not carried out.")
+            outcome = _refusal_outcome(refusal)
+            raise refusal from None
         except RunnerError as error:
             outcome = _refusal_outcome(error)
             raise
@@ -188,8 +213,8 @@ class Operations:
             "stage": row.stage,
         }
         if row.state is TaskState.LOADING:
-            model = self._pool.registry.find(row.model_id)
-            eta = model.load.eta_s() if model.load is not None else None
+            load = self._pool.registry.find(row.model_id).load
+            eta = load.eta_s() if load is not None else None
             shown |= {"progress": round(row.fraction or 0.0, 3), "eta": None if eta is None else round(eta)}
         else:
             shown["progress"] = 1.0 if row.state is TaskState.COMPLETED else round(row.fraction or 0.0, 3)
@@ -197,9 +222,10 @@ class Operations:
             shown["error"] = row.error
         return {**shown, **row.result, "startedAt": int(row.started_at)}
 
-    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply:
+    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object], planned: Model) -> Reply:
         if len(self._running) >= MAX_LOADS:
             raise WrongState(f"{MAX_LOADS} loads are under way; wait for one to end.")
+        self._pool.registry.define(planned.definition)
         order = await self._pool.loader.order(body.modelId, overrides=overrides, evict=body.evictModel)
         if isinstance(order, Model):
             return await self._already(order)
@@ -209,10 +235,15 @@ class Operations:
             started_at=time.time(),
         )  # fmt: skip
         self._tasks[task_id], self._task_of[row.model_id] = row, task_id
-        # Written before it begins, so that a runner killed from here on finds it and says "interrupted".
-        await self._ledger.save_task(row)
-        task = asyncio.create_task(self._carry_out(order, task_id))
-        self._running[task_id] = task
+        try:
+            # Written before it begins, so that a runner killed from here on finds it and says "interrupted".
+            await self._ledger.save_task(row)
+        except BaseException:
+            self._pool.loader.call_off(order)
+            del self._tasks[task_id], self._task_of[row.model_id]
+            raise
+        self._running[task_id] = task = asyncio.create_task(self._carry_out(order, task_id))
+        task.add_done_callback(_report_failure)
         return Reply(202, self._show(row))
 
     async def _already(self, model: Model) -> Reply:
@@ -230,6 +261,7 @@ class Operations:
         )  # fmt: skip
 
     async def _carry_out(self, order: LoadOrder, task_id: str) -> None:
+        """Carry a load out and say how it ended, whatever happens."""
         saved_at = time.monotonic()
 
         def note(progress: Progress) -> None:
@@ -239,32 +271,46 @@ class Operations:
             self._tasks[task_id] = row
             if row.stage != before.stage or time.monotonic() - saved_at >= TASK_SAVE_GAP_S:
                 saved_at = time.monotonic()
-                saves.add(save := asyncio.create_task(self._ledger.save_task(row)))
+                saves.add(save := asyncio.create_task(self._save(row)))
                 save.add_done_callback(saves.discard)
 
-        saves: set[asyncio.Task[None]] = set()
+        saves: set[asyncio.Task[bool]] = set()
+        changes: dict[str, Any] = {
+            "state": TaskState.FAILED, "error": "it failed in an unexpected way; the log of this box says how",
+            "result": {"code": "model_load_failed"},
+        }  # fmt: skip
         try:
             result = await self._pool.loader.carry_out(order, note)
+            changes = {"state": TaskState.COMPLETED, "stage": "ready", "fraction": 1.0, "result": _load_result(result)}
         except RunnerError as error:
-            ended = replace(self._tasks[task_id], state=TaskState.FAILED, error=str(error), result=_failure(error))
+            changes |= {"error": str(error), "result": _failure(error)}
         except asyncio.CancelledError:
             state = TaskState.INTERRUPTED if self._is_closing else TaskState.FAILED
-            await self._end(replace(self._tasks[task_id], state=state, error="the load was cancelled", result={}), saves)
+            changes = {"state": state, "error": "the load was cancelled", "result": {}}
             raise
-        else:
-            ended = replace(
-                self._tasks[task_id], state=TaskState.COMPLETED, stage="ready", fraction=1.0, result=_load_result(result)
-            )
-        await self._end(ended, saves)
+        finally:
+            await self._end(replace(self._tasks[task_id], finished_at=time.time(), **changes), saves)
 
-    async def _end(self, row: TaskRow, saves: set[asyncio.Task[None]]) -> None:
-        """Write the last word on a load, after everything that was said before it."""
-        self._running.pop(row.task_id, None)
-        await asyncio.gather(*saves, return_exceptions=True)
-        await self._ledger.save_task(replace(row, finished_at=time.time()))
-        self._tasks.pop(row.task_id, None)
+    async def _end(self, row: TaskRow, saves: set[asyncio.Task[bool]]) -> None:
+        """Say the last word on a load, and write it down after everything that was said before it."""
+        self._tasks[row.task_id] = row
         if self._task_of.get(row.model_id) == row.task_id and row.state is not TaskState.COMPLETED:
             del self._task_of[row.model_id]
+        try:
+            await asyncio.gather(*saves)
+            if await self._save(row):
+                del self._tasks[row.task_id]  # else this process alone knows how it ended
+        finally:
+            del self._running[row.task_id]
+
+    async def _save(self, row: TaskRow) -> bool:
+        """Return whether a task is on disk; a load does not end because its progress cannot be written."""
+        try:
+            await self._ledger.save_task(row)
+        except LedgerError as error:
+            log.warning("load task was not written down task=%s error=%s", row.task_id, error)
+            return False
+        return True
 
     # Steps of unload and flush
 
@@ -288,9 +334,13 @@ class Operations:
             return [self._pool.registry.find(body.modelId)]
         return [model for model in self._pool.registry.models if model.is_ready]
 
-    async def _flush(self, body: FlushBody, models: list[Model]) -> Reply:
+    async def _flush(self, body: FlushBody) -> Reply:
         request = FlushRequest(body.scope, tenant=body.tenantId, tag=body.tag)
-        outcomes = [(model.model_id, await self._pool.unloader.flush(model, request)) for model in models]
+        outcomes: list[tuple[str, FlushOutcome]] = []
+        for model in self._flush_targets(body):
+            # Of several, one may have been unloaded while the others were flushed; then nothing is left in it.
+            if model.is_ready or body.modelId is not None:
+                outcomes.append((model.model_id, await self._pool.unloader.flush(model, request)))
         entries = [outcome.entries_removed for _, outcome in outcomes if outcome.entries_removed is not None]
         freed = [outcome.memory_freed_mb for _, outcome in outcomes if outcome.memory_freed_mb is not None]
         done = {FlushResult.FLUSHED, FlushResult.RELOADED}
@@ -316,6 +366,11 @@ class Operations:
         if isinstance(task_id, str) and status == 202:
             return Reply(200, {**await self.read_task(task_id), "repeated": True})
         return Reply(status if isinstance(status, int) else 200, {**shown, "repeated": True})
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("load failed unexpectedly", exc_info=error)
 
 
 def _overrides(body: LoadBody) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,12 @@ from runner.definitions.plan import LoadPlan, Observation
 from runner.engines.port import EngineStats
 from runner.errors import InsufficientMemory
 from runner.fit import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead, read_shape
-from runner.ledger import Ledger
+from runner.ledger import Ledger, LedgerError
 from runner.library import FoundModel, other_quantizations
 from runner.pool.model import Model, Replica
 from runner.telemetry import Reading, Telemetry
+
+log = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 DEFAULT_CONTEXT_TOKENS = 4096
@@ -77,11 +80,12 @@ class Capacity:
             return 0
         others = [other for other in models if other is not model]
         free = (reading.free_mb or 0) * MIB - sum(other.reserved_bytes for other in others)
-        if self._budget_bytes is not None:
-            held = sum(other.memory_bytes or other.reserved_bytes for other in others)
-            free = min(free, self._budget_bytes - held)
         if evictee is not None:
-            free += evictee.memory_bytes or 0
+            free += _freed_by(evictee)
+        if self._budget_bytes is not None:
+            staying = [other for other in others if other is not evictee]
+            held = sum(max(other.memory_bytes or 0, other.reserved_bytes) for other in staying)
+            free = min(free, self._budget_bytes - held)
         verdict = judge(
             prediction.estimate,
             free_bytes=max(0, free) // replicas,
@@ -135,7 +139,7 @@ class Capacity:
             return
         measured = replica.memory.gpu_bytes or replica.memory.host_bytes
         if measured > before.measured_bytes:
-            await self._ledger.add_observation(replace(before, measured_bytes=measured))
+            await self._remember(replace(before, measured_bytes=measured))
 
     async def learn(self, replica: Replica, prediction: Prediction, *, load_s: float) -> None:
         """Write down what a load really took, for the next prediction."""
@@ -151,7 +155,21 @@ class Capacity:
             weights_bytes=predicted.weights_bytes if predicted else 0, kv_bytes=predicted.kv_bytes if predicted else 0,
             measured_bytes=measured, load_s=load_s, loaded_at=time.time(),
         )  # fmt: skip
-        await self._ledger.add_observation(replica.learnt)
+        await self._remember(replica.learnt)
+
+    async def _remember(self, observation: Observation) -> None:
+        """Write an observation down; a disk that is full must not undo a load or keep a model from being unloaded."""
+        assert self._ledger is not None
+        try:
+            await self._ledger.add_observation(observation)
+        except LedgerError as error:
+            log.warning("observation was not written down model=%s error=%s", observation.model_id, error)
+
+
+def _freed_by(evictee: Model) -> int:
+    """Return the bytes that unloading gives back: of replicas that are up, for those of a dead engine are free already."""
+    up = [replica.memory for replica in evictee.replicas if replica.supervisor.is_ready and replica.memory is not None]
+    return sum(memory.gpu_bytes or memory.host_bytes for memory in up)
 
 
 def _largest(seen: Sequence[Observation]) -> list[Observation]:

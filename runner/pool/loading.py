@@ -1,4 +1,4 @@
-"""Loading: check and reserve, then evict, fetch, start every replica or none, measure and learn."""
+"""Loading: check and reserve, then fetch, evict, start every replica or none, measure and learn."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
+import msgspec
+
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.overrides import check_overrides, make_plan
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.port import Engine
 from runner.engines.supervisor import Supervisor
-from runner.errors import ModelUnloading, RunnerError
+from runner.errors import AttachedModel, CorruptModel, EngineError, ModelLoading, ModelUnloading, RunnerError, WrongState
 from runner.pool.capacity import Capacity, Prediction
 from runner.pool.model import LoadProgress, Model, Replica
 from runner.pool.registry import Registry
 from runner.pool.states import ModelEvent, ModelState
-from runner.pool.unloading import Unloader, stop_replicas
+from runner.pool.unloading import Unloader, end_flush, stop_replicas
 
 ELSEWHERE = frozenset({"llama_server", "tabbyapi", "tgi", "comfyui", "openai_compatible"})
 """Backends whose weights are not files of ours."""
@@ -26,9 +28,13 @@ ELSEWHERE = frozenset({"llama_server", "tabbyapi", "tgi", "comfyui", "openai_com
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """A load that was accepted: memory is reserved and the state is ``loading`` until ``Pool.carry_out`` has ended."""
+    """A load that was accepted: memory is reserved and the state is ``loading`` until ``carry_out`` has ended, or ``call_off``.
+
+    ``progress`` tells it from a later load of the same model.
+    """
 
     model: Model
+    progress: LoadProgress
     plan: LoadPlan
     replicas: int
     prediction: Prediction
@@ -73,31 +79,43 @@ class Loader:
         self.failed_loads = 0
 
     def check(self, model: Model, overrides: Mapping[str, object]) -> None:
-        """Raise what can be told of a load without looking at files or memory: ModelUnloading, InvalidLoadRequest."""
+        """Raise what can be told of a load without looking at files or memory.
+
+        These are AttachedModel, ModelUnloading and InvalidLoadRequest.
+        """
+        _refuse_attached(model)
         _refuse_unloading(model)
         check_overrides(model.definition, overrides)
 
     async def order(self, model_id: str, *, overrides: Mapping[str, object], evict: str | None = None) -> LoadOrder | Model:
         """Check a load and reserve its memory; returns the model itself when it is loaded or being loaded already.
 
-        Raises UnknownModel, ModelUnloading, InvalidLoadRequest, InsufficientMemory, and RunnerError for damaged files.
+        Raises UnknownModel, AttachedModel, ModelUnloading, InvalidLoadRequest, InsufficientMemory, WrongState for settings that
+        changed meanwhile, ModelLoading for an ``evict`` that is on its way in, and RunnerError for damaged files.
         """
         model = self._registry.find(model_id)
+        _refuse_attached(model)
         if _is_there(model):
             return model
         _refuse_unloading(model)
         evictee = self._registry.find(evict) if evict is not None and evict != model_id else None
-        wanted = check_overrides(model.definition, overrides)
-        path = await self._locate(model.definition)
-        must_fetch = path is None and model.definition.backend not in ELSEWHERE
-        plan = self._plan(model.definition, wanted, path)
-        replicas = _replicas(model.definition, wanted)
+        definition = model.definition
+        wanted = check_overrides(definition, overrides)
+        path = await self._locate(definition)
+        must_fetch = path is None and definition.backend not in ELSEWHERE
+        plan = self._plan(definition, wanted, path)
+        replicas = _replicas(definition, wanted)
         prediction = await self._capacity.predict(plan) if not must_fetch else Prediction(None, None, None)
         reading = await self._capacity.read()
         # From here to the end nothing waits: two loads that race for the same memory are decided one after the other.
+        model = self._registry.find(model_id)  # meanwhile it may have been forgotten, and another be known by its name
         if _is_there(model):
             return model
         _refuse_unloading(model)
+        if model.definition != definition:
+            raise WrongState(f"The settings of {model_id} changed while its load was checked; load it again.")
+        if evictee is not None:
+            _refuse_eviction(evictee)
         reserved = self._capacity.decide(
             model, plan, prediction, replicas=replicas, reading=reading, models=self._registry.models, evictee=evictee,
             found=self._registry.found,
@@ -105,11 +123,21 @@ class Loader:
         model.reserved_bytes, model.predicted_bytes = reserved, reserved or None
         model.overrides, model.load = dict(wanted), LoadProgress(expected_s=prediction.expected_s)
         model.apply(ModelEvent.LOAD)
-        return LoadOrder(model, plan, replicas, prediction, evictee, must_fetch)
+        return LoadOrder(model, model.load, plan, replicas, prediction, evictee, must_fetch)
+
+    def call_off(self, order: LoadOrder) -> None:
+        """Give up a load that was not begun."""
+        if order.model.load is order.progress:
+            self._fail(order.model, "the load was called off before it began")
 
     async def carry_out(self, order: LoadOrder, report: Report) -> LoadResult:
-        """Load every replica, or none. Raises EngineError or another RunnerError; the memory is given back then."""
+        """Load every replica, or none. Raises EngineError or another RunnerError; the memory is given back then.
+
+        WrongState: the model was unloaded by force before this began.
+        """
         model, began = order.model, time.monotonic()
+        if model.load is not order.progress:
+            raise WrongState(f"The load of {model.model_id} was ended before it began.")
         model.load_task = asyncio.current_task()
 
         def tell(progress: Progress) -> None:
@@ -117,19 +145,19 @@ class Loader:
             report(progress)
 
         try:
-            evicted = await self._evict(order, tell)
             plan, prediction = await self._fetch(order, tell)
+            evicted = await self._evict(order, tell)
             await self._start_replicas(order, plan, tell)
+            load_s = time.monotonic() - began
+            for replica in model.replicas:
+                await self._capacity.measure(replica)
+                await self._capacity.learn(replica, prediction, load_s=load_s / max(1, order.replicas))
+            model.serve(load_s=load_s)
         except BaseException as error:
             await self._give_up(model, error)
             raise
         finally:
             model.load_task = None
-        load_s = time.monotonic() - began
-        for replica in model.replicas:
-            await self._capacity.measure(replica)
-            await self._capacity.learn(replica, prediction, load_s=load_s / max(1, order.replicas))
-        model.serve(load_s=load_s)
         return LoadResult(
             model.model_id, order.replicas, load_s, model.memory_bytes, model.predicted_bytes,
             evicted.model_id if evicted is not None else None,
@@ -137,14 +165,29 @@ class Loader:
 
     def start_wanted(self, model: Model, plan: LoadPlan) -> None:
         """Load, in the background and until it serves, a model that the owner's settings switch on."""
-        model.is_wanted = True
-        model.load = LoadProgress()
+        progress = model.load = LoadProgress()
         model.apply(ModelEvent.LOAD)
-        supervisor = Supervisor(
-            self._make_engine(plan), silent_s=self._options.silent_s, on_change=lambda: self._follow_wanted(model)
-        )
+
+        def follow() -> None:
+            # A later load of the model may be under way while this one is being ended: that one says itself how it went.
+            if model.state is not ModelState.LOADING or model.load is not progress:
+                model.engines_changed()
+            elif supervisor.is_ready:
+                model.serve(load_s=time.monotonic() - progress.started_at)
+            elif supervisor.last_error is not None:
+                model.load = None
+                model.apply(ModelEvent.FAIL, error=supervisor.last_error)
+
+        supervisor = Supervisor(self._make_engine(plan), silent_s=self._options.silent_s, on_change=follow)
         model.replicas = [Replica(plan, supervisor)]
         supervisor.keep_trying(model.show_progress)
+
+    def note_refusal(self, model_id: str, error: RunnerError) -> None:
+        """Have a model that the owner's settings switch on, and whose load was refused, say so."""
+        model = self._registry.find(model_id)
+        if model.state is ModelState.UNLOADED:
+            model.apply(ModelEvent.LOAD)
+            self._fail(model, str(error))
 
     async def _locate(self, definition: ModelDefinition) -> Path | None:
         """Return where the weights are; None = they must be fetched, or are none of ours. Raises InvalidRequest."""
@@ -178,17 +221,30 @@ class Loader:
         definition = order.model.definition
         wanted = definition.model_path or definition.model_id
         path = await self._registry.library.fetch(wanted, revision=definition.revision, report=tell)
+        if not definition.is_configured:
+            definition = await self._recognise(order.model)
         plan = self._plan(definition, order.model.overrides, path)
         prediction = await self._capacity.predict(plan)
         reading = await self._capacity.read()
         reserved = self._capacity.decide(
-            order.model, plan, prediction, replicas=order.replicas, reading=reading, models=self._registry.models, evictee=None
-        )
+            order.model, plan, prediction, replicas=order.replicas, reading=reading, models=self._registry.models,
+            evictee=order.evictee, found=self._registry.found,
+        )  # fmt: skip
         order.model.reserved_bytes, order.model.predicted_bytes = reserved, reserved or None
         return plan, prediction
 
+    async def _recognise(self, model: Model) -> ModelDefinition:
+        """Give a model that was fetched the backend that its files are for. Raises CorruptModel for files that are for none."""
+        for entry in await self._registry.discover():
+            if entry.model_id == model.model_id:
+                if entry.problem is not None:
+                    raise CorruptModel(f"{model.model_id} was fetched and cannot be loaded: {entry.problem}")
+                model.definition = msgspec.structs.replace(model.definition, backend=entry.backend)
+        return model.definition
+
     async def _start_replicas(self, order: LoadOrder, plan: LoadPlan, tell: Report) -> None:
         model, count = order.model, order.replicas
+        await end_flush(model)
         await stop_replicas(model, gently=False)
         for index in range(count):
 
@@ -202,26 +258,35 @@ class Loader:
 
     async def _give_up(self, model: Model, error: BaseException) -> None:
         """Leave nothing of a load that failed or was cancelled."""
-        words = str(error) if isinstance(error, RunnerError) else "the load was cancelled"
-        await stop_replicas(model, gently=False)
+        was_cancelled = isinstance(error, asyncio.CancelledError)
+        words = "the load was cancelled" if was_cancelled else str(error) or type(error).__name__
+        try:
+            await stop_replicas(model, gently=False)
+        except EngineError as refusal:
+            words = f"{words}; and the engine did not go: {refusal}"
+        finally:
+            self._fail(model, words)
+
+    def _fail(self, model: Model, words: str) -> None:
         model.reserved_bytes, model.load = 0, None
         if model.state is ModelState.LOADING:
             self.failed_loads += 1
             model.apply(ModelEvent.FAIL, error=words)
 
-    def _follow_wanted(self, model: Model) -> None:
-        supervisor = model.replicas[0].supervisor
-        if model.state is ModelState.LOADING and supervisor.is_ready:
-            model.serve(load_s=time.monotonic() - model.load.started_at if model.load is not None else 0.0)
-        elif model.state is ModelState.LOADING and supervisor.last_error is not None:
-            model.load = None
-            model.apply(ModelEvent.FAIL, error=supervisor.last_error)
-        else:
-            model.engines_changed()
-
 
 def _is_there(model: Model) -> bool:
     return model.state in {ModelState.LOADED, ModelState.LOADING}
+
+
+def _refuse_attached(model: Model) -> None:
+    if model.definition.backend == "attached":
+        raise AttachedModel(model.model_id)
+
+
+def _refuse_eviction(evictee: Model) -> None:
+    _refuse_attached(evictee)
+    if evictee.state is ModelState.LOADING:
+        raise ModelLoading(f"{evictee.model_id} is being loaded, so it cannot be evicted; wait for it.", retry_after_s=5)
 
 
 def _refuse_unloading(model: Model) -> None:

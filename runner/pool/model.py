@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from runner.admission import FairQueue
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan, Observation, Progress
-from runner.engines.port import Capabilities
+from runner.engines.port import Capabilities, FlushOutcome
 from runner.engines.supervisor import Supervisor
 from runner.pool.states import ModelEvent, ModelState, next_state
 from runner.telemetry import TreeMemory
@@ -81,8 +81,8 @@ class Model:
         self.load_s: float | None = None
         self.predicted_bytes: int | None = None
         self.reserved_bytes = 0
-        self.is_wanted = False
-        """The owner's settings want it loaded: its supervisors go on trying although a first load failed."""
+        self.flush_task: asyncio.Task[FlushOutcome] | None = None
+        self.flush_lock = asyncio.Lock()
 
     @property
     def model_id(self) -> str:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from runner.admission import FairQueue
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.definition import Backend, ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.supervisor import Supervisor
-from runner.errors import ModelFailed, ModelUnloading, UnknownModel
+from runner.errors import ModelFailed, UnknownModel
 from runner.library import FoundModel, Library
 from runner.pool.model import Model, Replica
 from runner.pool.states import ModelEvent, ModelState
@@ -46,6 +46,18 @@ class Registry:
         if model is None:
             raise UnknownModel(f"There is no model {model_id!r} on this box. GET /v1/capabilities lists what can be loaded.")
         return model
+
+    def find_or_plan(self, model_id: str) -> Model:
+        """Return a model; one that is not here but may be fetched is returned without becoming known.
+
+        ``define`` its definition once somebody was allowed to load it. Raises UnknownModel.
+        """
+        if model_id in self._models or not self.library.can_fetch(model_id):
+            return self.find(model_id)
+        # What it is shows when it is here; a single file can only be a GGUF.
+        backend: Backend = "gguf" if model_id.endswith(".gguf") else "vllm"
+        definition = ModelDefinition(model_id=model_id, backend=backend, is_configured=False)
+        return Model(definition, self._make_queue(definition), _tell_nobody)
 
     def ready_ids(self) -> list[str]:
         """Return the models that can be served now."""
@@ -87,8 +99,10 @@ class Registry:
         return found
 
     def attach(self, definition: ModelDefinition, plan: LoadPlan, supervisor: Supervisor, queue: FairQueue) -> None:
-        """Offer a model of a server of somebody else's, ready as long as that answers."""
+        """Offer a model of a server of somebody else's, ready as long as that answers; a model of ours by that name stays."""
         model = self.define(definition)
+        if model.definition.backend != definition.backend:
+            return
         model.queue = queue  # one for all models of the server: its slots are shared
         if model.state is ModelState.UNLOADED:
             model.replicas = [Replica(plan, supervisor)]
@@ -101,9 +115,13 @@ class Registry:
             model.apply(ModelEvent.FAIL, error=supervisor.last_error)
 
     def detach(self, model_id: str) -> None:
-        """Withdraw a model that its server no longer lists; requests that run go on."""
+        """Withdraw a model that its server no longer lists; requests that run go on, those that wait hear it at their turn."""
         model = self._models.pop(model_id, None)
         if model is not None:
-            model.queue.cancel_waiting(ModelUnloading(f"{model_id} is no longer offered by its server."))
+            # The queue is left alone: requests for the server's other models wait in it too.
             model.apply(ModelEvent.UNLOAD)
             model.apply(ModelEvent.VANISH)
+
+
+def _tell_nobody() -> None:
+    """Nobody follows a model that is not known yet."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass
 
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
-from runner.errors import EngineError, ModelLoading, ModelNotLoaded, ModelUnloading
+from runner.errors import AttachedModel, EngineError, ModelLoading, ModelNotLoaded, ModelUnloading
 from runner.pool.capacity import Capacity
 from runner.pool.model import Model, Replica
 from runner.pool.registry import Registry
@@ -41,31 +42,53 @@ class Unloader:
         self._capacity = capacity
         self._drain_s = drain_s
         self._running: dict[str, asyncio.Task[UnloadResult]] = {}
+        self._forced: dict[str, asyncio.Event] = {}
+
+    def check(self, model: Model, *, force: bool) -> None:
+        """Raise what can be told of an unload beforehand: AttachedModel, ModelLoading (unless forced)."""
+        if model.definition.backend == "attached":
+            raise AttachedModel(model.model_id)
+        if model.state is ModelState.LOADING and not force:
+            raise ModelLoading(f"{model.model_id} is being loaded; wait for it, or unload it with force.", retry_after_s=5)
 
     async def unload(self, model_id: str, *, force: bool = False) -> UnloadResult:
         """Unload a model and see that it is gone; a second call while one runs waits for the same end.
 
-        Raises UnknownModel, ModelLoading (unless forced), EngineError when it does not go.
+        Raises UnknownModel, AttachedModel, ModelLoading (unless forced), EngineError when it does not go.
         """
         model = self._registry.find(model_id)
         running = self._running.get(model_id)
         if running is None:
+            self.check(model, force=force)
             if model.state is ModelState.UNLOADED:
                 return UnloadResult(model_id, 0, 0, 0, was_loaded=False)
-            if model.state is ModelState.LOADING and not force:
-                raise ModelLoading(f"{model_id} is being loaded; wait for it, or unload it with force.", retry_after_s=5)
-            running = asyncio.create_task(self._unload(model, force=force))
-            self._running[model_id] = running
-            running.add_done_callback(lambda _: self._running.pop(model_id, None))
-        elif force:
-            model.queue.pause()
-            self._kill(model)
+            self._forced[model_id] = forced = asyncio.Event()
+            self._running[model_id] = running = asyncio.create_task(self._unload(model, forced))
+            running.add_done_callback(lambda done: self._forget(model_id, done))
+        if force:
+            self._forced[model_id].set()
         return await asyncio.shield(running)
 
     async def flush(self, model: Model, request: FlushRequest) -> FlushOutcome:
-        """Clear what the replicas of a loaded model keep between requests; nothing is granted meanwhile."""
-        if not model.is_ready:
-            raise ModelNotLoaded(f"{model.model_id} is {model.state}, so there is nothing to flush.")
+        """Clear what the replicas of a loaded model keep between requests; nothing is granted meanwhile.
+
+        One flush after another. Raises ModelNotLoaded, ModelUnloading when an unload or load comes first, EngineError.
+        """
+        async with model.flush_lock:
+            if not model.is_ready:
+                raise ModelNotLoaded(f"{model.model_id} is {model.state}, so there is nothing to flush.")
+            model.flush_task = work = asyncio.create_task(self._flush(model, request))
+            try:
+                await asyncio.wait({work})
+            finally:
+                model.flush_task = None
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+            if work.cancelled():
+                raise ModelUnloading(f"{model.model_id} was unloaded or loaded anew before the flush had ended.")
+            return work.result()
+
+    async def _flush(self, model: Model, request: FlushRequest) -> FlushOutcome:
         model.queue.pause()
         try:
             with contextlib.suppress(TimeoutError):
@@ -80,33 +103,42 @@ class Unloader:
         for model in self._registry.models:
             if model.load_task is not None:
                 model.load_task.cancel()
+        unloads = list(self._running.values())
+        for unload in unloads:
+            unload.cancel()
+        await asyncio.gather(*unloads, return_exceptions=True)
         supervisors = {replica.supervisor for model in self._registry.models for replica in model.replicas}
         await asyncio.gather(*(supervisor.unload(gently=True) for supervisor in supervisors), return_exceptions=True)
 
-    async def _unload(self, model: Model, *, force: bool) -> UnloadResult:
-        if model.load_task is not None:
+    def _forget(self, model_id: str, done: asyncio.Task[UnloadResult]) -> None:
+        del self._running[model_id], self._forced[model_id]
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("model was not unloaded model=%s error=%s", model_id, error)
+
+    async def _unload(self, model: Model, forced: asyncio.Event) -> UnloadResult:
+        while model.load_task is not None:
             model.load_task.cancel()
             await asyncio.gather(model.load_task, return_exceptions=True)
-        if model.state is ModelState.LOADING:  # wanted by the owner, still trying
-            model.load = None
-        before = await self._memory_of(model)
+        # Nothing has waited since: from here on nobody loads or flushes it.
         model.apply(ModelEvent.UNLOAD)
+        model.load, model.reserved_bytes = None, 0
+        try:
+            return await self._take_away(model, forced)
+        except BaseException as error:
+            model.apply(ModelEvent.FAIL, error=str(error) or "the unload was cut off")
+            raise
+
+    async def _take_away(self, model: Model, forced: asyncio.Event) -> UnloadResult:
         model.queue.cancel_waiting(ModelUnloading(f"{model.model_id} is being unloaded."))
-        cut = 0
-        if not force:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(model.queue.wait_idle(), self._drain_s)
+        await end_flush(model)
+        before = await self._memory_of(model)
+        await _wait_any(model.queue.wait_idle(), forced.wait(), limit_s=self._drain_s)
         cut = model.active
         roots = [pid for replica in model.replicas for pid in replica.supervisor.engine.pids]
-        try:
-            await stop_replicas(model, gently=not force)
-        except EngineError as error:
-            model.apply(ModelEvent.FAIL, error=str(error))
-            raise
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(model.queue.wait_idle(), CUT_S)
+        await stop_replicas(model, gently=not forced.is_set())
+        await _wait_any(model.queue.wait_idle(), limit_s=CUT_S)
         after = await self._capacity.measure_roots(roots)
-        model.predicted_bytes, model.loaded_at, model.is_wanted, model.overrides = None, None, False, {}
+        model.predicted_bytes, model.loaded_at, model.overrides = None, None, {}
         model.apply(ModelEvent.VANISH)
         log.info("model unloaded model=%s freed_mb=%s", model.model_id, (before - after) >> 20)
         return UnloadResult(model.model_id, before, after, cut, was_loaded=True)
@@ -116,12 +148,6 @@ class Unloader:
             await self._capacity.measure(replica)
             await self._capacity.learn_again(replica)
         return model.memory_bytes or 0
-
-    def _kill(self, model: Model) -> None:
-        """Have the engines of a model that is being unloaded killed, which ends what still runs on them."""
-        for replica in model.replicas:
-            task = asyncio.create_task(replica.supervisor.engine.unload(gently=False))
-            task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
     async def _flush_replica(self, model: Model, replica: Replica, request: FlushRequest) -> FlushOutcome:
         engine = replica.supervisor.engine
@@ -137,8 +163,29 @@ class Unloader:
         if model.active:
             return FlushOutcome(FlushResult.REFUSED_BUSY, "the engine can only be reloaded, and requests run on it")
         await replica.supervisor.unload(gently=True)
-        await replica.supervisor.load(model.show_progress)
+        try:
+            await replica.supervisor.load(model.show_progress)
+        except EngineError:
+            replica.supervisor.keep_trying(model.show_progress)  # it served before: a flush must not take it away for good
+            raise
         return FlushOutcome(FlushResult.RELOADED, "the engine was reloaded")
+
+
+async def end_flush(model: Model) -> None:
+    """Have a flush that is under way end where it stands, with nothing half loaded."""
+    if model.flush_task is not None:
+        model.flush_task.cancel()
+        await asyncio.gather(model.flush_task, return_exceptions=True)
+
+
+async def _wait_any(*events: Coroutine[None, None, object], limit_s: float) -> None:
+    """Return when one of them is over, or the limit."""
+    waits = [asyncio.create_task(event) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def stop_replicas(model: Model, *, gently: bool) -> None:

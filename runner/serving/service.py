@@ -146,9 +146,12 @@ class Serving:
         was_sent = False
         try:
             self._change_load(1)
-            turn = await model.queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
-            was_sent = True
+            queue = model.queue
+            turn = await queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
             try:
+                if model.state is ModelState.UNLOADED:
+                    raise _explain_state(model)
+                was_sent = True
                 async with self._exchange(model, request, turn) as answer:
                     yield answer
             except RequestRefused as refusal:
@@ -156,7 +159,7 @@ class Serving:
                 was_sent = isinstance(refusal, EngineUnavailable) and not isinstance(refusal, EngineNotReached)
                 raise
             finally:
-                model.queue.leave(turn)
+                queue.leave(turn)
         finally:
             self._change_load(-1)
             if charge is not None:

@@ -7,10 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-pytest.register_assert_rewrite("tests.integration.runner.engine_suite")
-
-from tests.integration.runner.engine_suite import CHECKS  # noqa: E402
-from tests.vllm.serving import CASE  # noqa: E402
+from tests.integration.runner.engine_suite import CHECKS
+from tests.vllm.serving import CASE
 
 
 @pytest.mark.timeout(900)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -37,6 +36,7 @@ from runner.engines.port import (
     Progress,
     Report,
 )  # fmt: skip
+from runner.engines.private_folders import make_private_folder
 from runner.engines.vllm import command
 from runner.engines.vllm.flushing import Flusher
 from runner.engines.vllm.salts import PRIORITIES, Salts, seal_body
@@ -50,7 +50,6 @@ SOON_S = 0.2
 SLEEP_TIMEOUT = aiohttp.ClientTimeout(total=300.0)
 _CONNECT_S = 5.0
 _KEEPALIVE_S = 4.0
-_LONGEST_SOCKET_PATH = 100
 _CACHE_HINT = " (here: vllm_kv_cache_memory_bytes or the memory budget, or a shorter context)"
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/detokenize"})
 _LISTS = frozenset({"/v1/models"})
@@ -99,7 +98,7 @@ class VllmEngine:
         python = await asyncio.to_thread(command.find_python)
         self._log = StartupLog(report)
         try:
-            self._folder = await asyncio.to_thread(_make_private_folder)
+            self._folder = await asyncio.to_thread(make_private_folder, "vllm")
             server = self._open_session(self._folder / "s")
             started = await asyncio.to_thread(command.build_command, python, self._plan, self._folder / "s")
             self._weights_bytes = await asyncio.to_thread(command.weights_bytes, self._plan)
@@ -318,13 +317,6 @@ def _reason(answer: bytes) -> str:
     except msgspec.DecodeError:
         return answer[:200].decode("utf-8", "replace")
     return refusal.error.message if refusal.error is not None else refusal.message
-
-
-def _make_private_folder() -> Path:
-    """Return a new folder that only we may enter, with a path short enough for a socket in it."""
-    usual = Path(tempfile.gettempdir())
-    base = usual if len(str(usual)) + 30 <= _LONGEST_SOCKET_PATH else Path("/tmp")  # noqa: S108  # mkdtemp makes it private
-    return Path(tempfile.mkdtemp(prefix="muster-vllm-", dir=base))
 
 
 def _number(text: str | None) -> int | None:

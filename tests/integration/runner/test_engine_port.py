@@ -10,9 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-pytest.register_assert_rewrite("tests.integration.runner.engine_suite")
-
-from tests.integration.runner.engine_suite import CHECKS, EngineCase, EngineUnderTest  # noqa: E402
+from tests.integration.runner.engine_suite import CHECKS, EngineCase, EngineUnderTest
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,14 @@ async def test_requests_of_one_tenant_run_together_and_another_tenant_waits_its_
                 async with engine.stream(question("alpha", **endless)) as one:
                     assert await one.content.readany()
                     assert await ask_json(engine, question("alpha"))
+
+                    async def are_in(count: int) -> bool:
+                        return (await engine.stats()).running == count
+
                     other = asyncio.create_task(ask_json(engine, question("beta")))
+                    assert await wait_until(partial(are_in, 2), 5)
                     late = asyncio.create_task(ask_json(engine, question("alpha")))
-
-                    async def three_are_in() -> bool:
-                        return (await engine.stats()).running == 3
-
-                    assert await wait_until(three_are_in, 5)
+                    assert await wait_until(partial(are_in, 3), 5)
                     done, _pending = await asyncio.wait([other, late], timeout=0.3)
                     assert not done, "whoever comes after the other tenant does not overtake it"
                 assert cached(await asyncio.wait_for(other, 5)) == 0

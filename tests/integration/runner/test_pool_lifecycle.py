@@ -171,6 +171,7 @@ async def test_a_forced_unload_cuts_what_runs_and_says_how_much(parts: Parts) ->
         assert running.chunks is not None
         chunks = running.chunks
         await anext(chunks)
+        os.kill(pids_of(find(parts, "a"))[0], signal.SIGSTOP)  # so that the answer cannot end before it is cut
         unload = asyncio.create_task(parts.pool.unloader.unload("a", force=True))
         with pytest.raises(EngineUnavailable):
             await drain(chunks)

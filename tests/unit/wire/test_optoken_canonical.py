@@ -76,7 +76,7 @@ def test_no_object_has_the_same_bytes_at_both_levels(claims: dict[str, object]) 
         {1: 2},
         {"ä": 1},
         {1, 2},
-        object(),
+        pytest.param(object(), id="an object"),
     ],
     ids=repr,
 )
