@@ -22,7 +22,7 @@ from runner.errors import InvalidLoadRequest, InvalidRequest
 from runner.operations.tasks import LoadBody, Reply, UnloadBody
 from runner.parts import MIB, Parts
 from runner.pool import Model, ModelState
-from runner.pool.loading import ELSEWHERE
+from runner.pool.loading import is_elsewhere
 
 _FREE = frozenset({ModelState.UNLOADED, ModelState.FAILED})
 
@@ -145,7 +145,7 @@ class PoolAdmin:
 
     async def _file_size(self, model: Model) -> int | None:
         registry, definition = self._parts.pool.registry, model.definition
-        if definition.backend in ELSEWHERE:
+        if is_elsewhere(definition):
             return None
         wanted = definition.model_path or definition.model_id
         found = next((entry for entry in registry.found if wanted in {entry.model_id, str(entry.path)}), None)

@@ -6,11 +6,11 @@ One table, from which the settings are checked, overrides are checked, forms are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from runner.definitions.definition import Backend
-from runner.definitions.kinds import ENV_VARIABLE, URL, Boolean, Enum, Integer, Kind, Number, Text, TextMap
+from runner.definitions.kinds import ENV_VARIABLE, URL, Boolean, Enum, Integer, Kind, Number, Text, TextList, TextMap
 
 BACKENDS: tuple[str, ...] = tuple(name for name in get_args(Backend) if name != "attached")
 """Backends that settings may name."""
@@ -145,7 +145,12 @@ BACKEND_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "server_admin_key_env": _plain(Text(what=ENV_VARIABLE.what, is_valid=ENV_VARIABLE.is_valid, nullable=True)),
         **_EXLLAMA_CACHE,
     },
-    "tgi": dict(_SERVER),
+    "tgi": {
+        **{name: replace(field, is_required=False) for name, field in _SERVER.items()},
+        "tgi_launcher": _plain(_PATH),
+        "tgi_adapters": _plain(TextList(item=Text(what="the name of an adapter"))),
+        "tgi_prefix_caching": _plain(Boolean()),
+    },
     "comfyui": {**_SERVER, "comfyui_workflow": _plain(_PATH)},
     "openai_compatible": {
         "remote_base_url": _plain(URL, is_required=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ import aiohttp
 import msgspec
 
 from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.elsewhere import bearer, read_url
 from runner.engines.http import HttpServer
 from runner.engines.llama_probe import Findings, probe_slots
 from runner.engines.llama_router import LlamaRouter
@@ -76,8 +76,8 @@ class LlamaServer:
     async def load(self, report: Report) -> None:
         """Have a router load the model, or see that a plain server has it. Raises EngineError."""
         self._is_loaded = False
-        self._server.base_url = server_url(self._plan)
-        self._server.headers = {"Connection": "close", **_credentials(self._plan)}
+        self._server.base_url = read_url(self._plan, example="http://127.0.0.1:8080")
+        self._server.headers = {"Connection": "close", **bearer(self._plan)}
         report(Progress("asking the server"))
         is_router = await self._ask_is_router()
         self._router = LlamaRouter(self._server, self._model) if is_router else None
@@ -228,21 +228,3 @@ class LlamaServer:
         if self._slots is None and call.cache_mode == "none" and path in PINNABLE:
             members.append(b'"cache_prompt":false')
         return replace(call, body=end_with(call.body, b",".join(members))) if members else call
-
-
-def server_url(plan: LoadPlan) -> str:
-    """Return the address of the server, without a slash at its end. Raises EngineError when there is none."""
-    url = plan.options.get("server_url")
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise EngineError(f"{plan.model_id} needs server_url, like http://127.0.0.1:8080")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _credentials(plan: LoadPlan) -> dict[str, str]:
-    name = plan.options.get("server_api_key_env")
-    if not name:
-        return {}
-    key = os.environ.get(str(name), "").strip()
-    if not key:
-        raise EngineError(f"{plan.model_id}: the environment variable {name} (server_api_key_env) is empty")
-    return {"Authorization": f"Bearer {key}"}

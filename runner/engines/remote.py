@@ -10,7 +10,6 @@ import asyncio
 import io
 import logging
 import math
-import os
 import random
 import re
 import time
@@ -26,6 +25,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from runner.definitions.kinds import is_http_url
 from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.elsewhere import read_key
 from runner.engines.http import LARGE_BODY_BYTES, MAX_ANSWER_BYTES, HttpServer
 from runner.engines.library_child import read_option
 from runner.engines.port import (
@@ -128,7 +128,7 @@ class RemoteEngine:
         report(Progress("reading the settings"))
         self._server.base_url = self._base_url()
         self._server.headers = {"Accept-Encoding": "identity", "User-Agent": "muster"}
-        self._key = self._read_key()
+        self._key = read_key(self._plan, "remote_api_key_env").encode()
         if self._key:
             self._server.headers |= {"Authorization": f"Bearer {self._key.decode('ascii')}"}
         if self._check != "config_only":
@@ -219,18 +219,6 @@ class RemoteEngine:
                 f"{self._plan.model_id} needs remote_base_url, like https://api.example.com/v1, without credentials or query"
             )
         return url.rstrip("/")
-
-    def _read_key(self) -> bytes:
-        """Return the provider's key, empty when the settings name no variable. Raises EngineError naming the variable."""
-        name = read_option(self._plan.options, "remote_api_key_env", str)
-        if not name:
-            return b""
-        key = os.environ.get(name, "").strip()
-        if not key:
-            raise EngineError(f"{self._plan.model_id}: the environment variable {name} (remote_api_key_env) is empty")
-        if not key.isascii() or not key.isprintable() or " " in key:
-            raise EngineError(f"{self._plan.model_id}: what {name} holds cannot be a key: it has spaces or special characters")
-        return key.encode()
 
     async def _check_models(self) -> None:
         """Raise EngineError unless the provider lists the model; a list that is empty or in another shape proves nothing."""

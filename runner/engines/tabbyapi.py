@@ -7,7 +7,6 @@ out without a word. So this adapter looks before it loads, and listens to the en
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -18,6 +17,7 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
+from runner.engines.elsewhere import bearer, read_key, read_url
 from runner.engines.http import HttpServer
 from runner.engines.library_child import read_option
 from runner.engines.llama_slots import end_with, is_object
@@ -169,14 +169,9 @@ class TabbyApiEngine:
 
     def _connect(self) -> None:
         """Take address and keys from plan and environment. Raises EngineError."""
-        options = self._plan.options
-        url = read_option(options, "server_url", str)
-        if not url:
-            raise EngineError(f"{self._plan.model_id}: server_url is missing, such as http://127.0.0.1:5000")
-        key = _read_key(options, "server_api_key_env")
-        admin = _read_key(options, "server_admin_key_env")
-        self._server.base_url = url.rstrip("/").removesuffix("/v1")
-        self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = read_url(self._plan, example="http://127.0.0.1:5000")
+        headers, admin = bearer(self._plan), read_key(self._plan, "server_admin_key_env")
+        self._server.base_url, self._server.headers = url, headers
         self._admin = {"x-admin-key": admin} if admin else {}
 
     async def _loaded_model(self) -> _Card | None:
@@ -282,17 +277,6 @@ class TabbyApiEngine:
             if time.monotonic() > give_up_at:
                 raise EngineError(f"the server still holds {self._model} {UNLOAD_LIMIT_S:.0f} s after it was told to unload it")
             await asyncio.sleep(POLL_S)
-
-
-def _read_key(options: Mapping[str, object], option: str) -> str:
-    """Return the key in the variable that an option names, empty when it names none. Raises EngineError when it is not set."""
-    name = read_option(options, option, str)
-    if not name:
-        return ""
-    key = os.environ.get(name, "").strip()
-    if not key:
-        raise EngineError(f"the environment variable {name} (named by {option}) is empty")
-    return key
 
 
 def _refusal(what: str, status: int, body: bytes) -> str:

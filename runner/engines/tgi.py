@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ import msgspec
 from runner.definitions.plan import LoadPlan
 from runner.engines.child import Child
 from runner.engines.descendants import kill_rest, list_tree
+from runner.engines.elsewhere import bearer, read_url
 from runner.engines.exposition import read_samples
 from runner.engines.http import HttpServer
 from runner.engines.port import (
@@ -107,8 +108,10 @@ class TgiEngine:
                 await self._start(report)
             else:
                 report(Progress("asking the server"))
-                self._server.base_url = _server_url(self._plan)
-                self._server.headers = _credentials(self._plan)
+                self._server.base_url = read_url(
+                    self._plan, example="http://127.0.0.1:3000, or tgi_launcher, a program to start"
+                )
+                self._server.headers = bearer(self._plan)
                 if await self._server.check() is not Health.OK:
                     raise EngineError(f"{self._server.base_url}/health does not answer 200: it may still be loading")
             self._info = await self._ask_info()
@@ -271,23 +274,6 @@ def _refusal(status: int, problem: _Problem) -> RequestRefused:
     if status in {400, 413, 422}:
         return InvalidRequest(problem.error)
     return EngineUnavailable(f"{problem.error_type or 'error'}: {problem.error}")
-
-
-def _server_url(plan: LoadPlan) -> str:
-    url = plan.options.get("server_url")
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise EngineError(f"{plan.model_id} needs server_url, like http://127.0.0.1:3000, or tgi_launcher, a program to start")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _credentials(plan: LoadPlan) -> Mapping[str, str]:
-    name = plan.options.get("server_api_key_env")
-    if not name:
-        return {}
-    key = os.environ.get(str(name), "").strip()
-    if not key:
-        raise EngineError(f"{plan.model_id}: the environment variable {name} (server_api_key_env) is empty")
-    return {"Authorization": f"Bearer {key}"}
 
 
 def _ignore(_progress: Progress) -> None:

@@ -13,24 +13,24 @@ from typing import Any
 import msgspec
 
 from runner.definitions.plan import Progress
-from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
+from runner.engines.port import FlushRequest, FlushResult, FlushScope
 from runner.errors import (
     InvalidRequest,
     OperationInterrupted,
-    RequestRefused,
     RunnerError,
     Unavailable,
     UnknownTask,
     WrongState,
 )
 from runner.ledger import Ledger, LedgerError, TaskRow, TaskState
+from runner.ledger.approvals import INTERRUPTED
 from runner.operations.gate import Admitted, Gate
-from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
+from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result, refusal_outcome
+from runner.pool import LoadOrder, Model, ModelState, Pool
 from wire.optoken import Operation
 
 log = logging.getLogger(__name__)
 
-MIB = 1024 * 1024
 TASK_SAVE_GAP_S = 1.0
 """Progress is written to the ledger at most this often; a new stage and the last word always are."""
 CLOSE_S = 10.0
@@ -125,12 +125,12 @@ class Operations:
         if body.evictModel is not None:
             self._pool.registry.find(body.evictModel)
         return await self._shielded(self._govern(
-            body.verifiedOpToken, Operation.MODEL_LOAD, body.modelId, params, lambda: self._start_load(body, overrides, model)
+            body.verifiedOpToken, Operation.MODEL_LOAD, body.modelId, params, lambda: self._start_load(body, overrides)
         ))  # fmt: skip
 
     async def unload(self, body: UnloadBody, params: Mapping[str, object]) -> Reply:
         """Unload a model and answer when it is gone. Raises RequestRefused, EngineError."""
-        self._pool.unloader.check(self._pool.registry.find(body.modelId), force=body.force)
+        self._pool.registry.find(body.modelId)
         return await self._shielded(self._govern(
             body.verifiedOpToken, Operation.MODEL_UNLOAD, body.modelId, params, lambda: self._unload(body)
         ))  # fmt: skip
@@ -173,10 +173,10 @@ class Operations:
         except LedgerError as error:
             log.error("operation ended, the ledger failed operation=%s error=%s", operation, error)  # noqa: TRY400
             refusal = Unavailable("The ledger of this box cannot be used, so the operation was not carried out.")
-            outcome = _refusal_outcome(refusal)
+            outcome = refusal_outcome(refusal)
             raise refusal from None
         except RunnerError as error:
-            outcome = _refusal_outcome(error)
+            outcome = refusal_outcome(error)
             raise
         finally:
             await self._record(admitted, outcome)
@@ -222,10 +222,18 @@ class Operations:
             shown["error"] = row.error
         return {**shown, **row.result, "startedAt": int(row.started_at)}
 
-    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object], planned: Model) -> Reply:
-        if len(self._running) >= MAX_LOADS:
+    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply:
+        if len(self._running) + self._starting >= MAX_LOADS:
             raise WrongState(f"{MAX_LOADS} loads are under way; wait for one to end.")
-        self._pool.registry.define(planned.definition)
+        self._starting += 1
+        try:
+            return await self._begin_load(body, overrides)
+        finally:
+            self._starting -= 1
+
+    async def _begin_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply:
+        registry = self._pool.registry
+        registry.define(registry.find_or_plan(body.modelId).definition)
         order = await self._pool.loader.order(body.modelId, overrides=overrides, evict=body.evictModel)
         if isinstance(order, Model):
             return await self._already(order)
@@ -281,9 +289,9 @@ class Operations:
         }  # fmt: skip
         try:
             result = await self._pool.loader.carry_out(order, note)
-            changes = {"state": TaskState.COMPLETED, "stage": "ready", "fraction": 1.0, "result": _load_result(result)}
+            changes = {"state": TaskState.COMPLETED, "stage": "ready", "fraction": 1.0, "result": load_result(result)}
         except RunnerError as error:
-            changes |= {"error": str(error), "result": _failure(error)}
+            changes |= {"error": str(error), "result": failure_fields(error)}
         except asyncio.CancelledError:
             state = TaskState.INTERRUPTED if self._is_closing else TaskState.FAILED
             changes = {"state": state, "error": "the load was cancelled", "result": {}}
@@ -330,17 +338,18 @@ class Operations:
         needed = {FlushScope.MODEL: "modelId", FlushScope.TENANT: "tenantId", FlushScope.TAG: "tag"}.get(body.scope)
         if needed is not None and not getattr(body, needed):
             raise InvalidRequest(f"The scope {body.scope!s} needs {needed}.", param=needed)
-        if body.modelId is not None and body.scope is not FlushScope.ALL:
+        if body.modelId is not None:  # also with "all": the token names this model and no other
             return [self._pool.registry.find(body.modelId)]
         return [model for model in self._pool.registry.models if model.is_ready]
 
     async def _flush(self, body: FlushBody) -> Reply:
         request = FlushRequest(body.scope, tenant=body.tenantId, tag=body.tag)
-        outcomes: list[tuple[str, FlushOutcome]] = []
-        for model in self._flush_targets(body):
-            # Of several, one may have been unloaded while the others were flushed; then nothing is left in it.
-            if model.is_ready or body.modelId is not None:
-                outcomes.append((model.model_id, await self._pool.unloader.flush(model, request)))
+        # Of several, one may have been unloaded while the others were flushed; then nothing is left in it.
+        outcomes = [
+            (model.model_id, await self._pool.unloader.flush(model, request))
+            for model in self._flush_targets(body)
+            if model.is_ready or body.modelId is not None
+        ]
         entries = [outcome.entries_removed for _, outcome in outcomes if outcome.entries_removed is not None]
         freed = [outcome.memory_freed_mb for _, outcome in outcomes if outcome.memory_freed_mb is not None]
         done = {FlushResult.FLUSHED, FlushResult.RELOADED}
@@ -349,7 +358,7 @@ class Operations:
             {
                 "flushed": bool(outcomes) and all(outcome.result in done for _, outcome in outcomes),
                 "entriesRemoved": sum(entries) if entries else None, "memoryFreedMB": sum(freed) if freed else None,
-                "models": [_show_outcome(model_id, outcome) for model_id, outcome in outcomes],
+                "models": [flush_fields(model_id, outcome) for model_id, outcome in outcomes],
             },
         )  # fmt: skip
 
@@ -380,29 +389,3 @@ def _overrides(body: LoadBody) -> dict[str, object]:
         "gpuMemoryBudgetMB": body.gpuMemoryBudgetMB,
     }  # fmt: skip
     return {**body.overrides, **{name: value for name, value in named.items() if value is not None}}
-
-
-def _load_result(result: LoadResult) -> dict[str, object]:
-    return {
-        "gpuMemoryUsedMB": None if result.memory_bytes is None else result.memory_bytes // MIB,
-        "predictedMemoryMB": None if result.predicted_bytes is None else result.predicted_bytes // MIB,
-        "loadTimeMs": round(result.load_s * 1000), "replicas": result.replicas, "evicted": result.evicted,
-    }  # fmt: skip
-
-
-def _failure(error: RunnerError) -> dict[str, object]:
-    if isinstance(error, RequestRefused):
-        return {"code": error.code, **error.details}
-    return {"code": "model_load_failed"}
-
-
-def _refusal_outcome(error: RunnerError) -> dict[str, object]:
-    status = error.status if isinstance(error, RequestRefused) else 500
-    return {"status": status, "body": {"error": {**_failure(error), "message": str(error)}}}
-
-
-def _show_outcome(model_id: str, outcome: FlushOutcome) -> dict[str, object]:
-    return {
-        "modelId": model_id, "outcome": outcome.result.value, "detail": outcome.detail,
-        "entriesRemoved": outcome.entries_removed, "memoryFreedMB": outcome.memory_freed_mb,
-    }  # fmt: skip

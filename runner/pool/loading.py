@@ -23,7 +23,7 @@ from runner.pool.states import ModelEvent, ModelState
 from runner.pool.unloading import Unloader, end_flush, stop_replicas
 
 ELSEWHERE = frozenset({"llama_server", "tabbyapi", "tgi", "comfyui", "openai_compatible"})
-"""Backends whose weights are not files of ours."""
+"""Backends that are servers of somebody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Loader:
         definition = model.definition
         wanted = check_overrides(definition, overrides)
         path = await self._locate(definition)
-        must_fetch = path is None and definition.backend not in ELSEWHERE
+        must_fetch = path is None and not is_elsewhere(model.definition)
         plan = self._plan(definition, wanted, path)
         replicas = _replicas(definition, wanted)
         prediction = await self._capacity.predict(plan) if not must_fetch else Prediction(None, None, None)
@@ -184,14 +184,14 @@ class Loader:
 
     def note_refusal(self, model_id: str, error: RunnerError) -> None:
         """Have a model that the owner's settings switch on, and whose load was refused, say so."""
-        model = self._registry.find(model_id)
-        if model.state is ModelState.UNLOADED:
-            model.apply(ModelEvent.LOAD)
-            self._fail(model, str(error))
+        for model in self._registry.models:  # it may have been taken out of the settings meanwhile
+            if model.model_id == model_id and model.state is ModelState.UNLOADED:
+                model.apply(ModelEvent.LOAD)
+                self._fail(model, str(error))
 
     async def _locate(self, definition: ModelDefinition) -> Path | None:
         """Return where the weights are; None = they must be fetched, or are none of ours. Raises InvalidRequest."""
-        if definition.backend in ELSEWHERE:
+        if is_elsewhere(definition):
             return None
         if definition.is_configured and definition.model_path is not None:
             # The owner's own settings may name any place on the box; what a request names is resolved by the library.
@@ -272,6 +272,11 @@ class Loader:
         if model.state is ModelState.LOADING:
             self.failed_loads += 1
             model.apply(ModelEvent.FAIL, error=words)
+
+
+def is_elsewhere(definition: ModelDefinition) -> bool:
+    """Return whether the weights are no files of ours, because a server of somebody else's holds them."""
+    return definition.backend in ELSEWHERE and "tgi_launcher" not in definition.options
 
 
 def _is_there(model: Model) -> bool:

@@ -44,13 +44,6 @@ class Unloader:
         self._running: dict[str, asyncio.Task[UnloadResult]] = {}
         self._forced: dict[str, asyncio.Event] = {}
 
-    def check(self, model: Model, *, force: bool) -> None:
-        """Raise what can be told of an unload beforehand: AttachedModel, ModelLoading (unless forced)."""
-        if model.definition.backend == "attached":
-            raise AttachedModel(model.model_id)
-        if model.state is ModelState.LOADING and not force:
-            raise ModelLoading(f"{model.model_id} is being loaded; wait for it, or unload it with force.", retry_after_s=5)
-
     async def unload(self, model_id: str, *, force: bool = False) -> UnloadResult:
         """Unload a model and see that it is gone; a second call while one runs waits for the same end.
 
@@ -59,7 +52,10 @@ class Unloader:
         model = self._registry.find(model_id)
         running = self._running.get(model_id)
         if running is None:
-            self.check(model, force=force)
+            if model.definition.backend == "attached":
+                raise AttachedModel(model_id)
+            if model.state is ModelState.LOADING and not force:
+                raise ModelLoading(f"{model_id} is being loaded; wait for it, or unload it with force.", retry_after_s=5)
             if model.state is ModelState.UNLOADED:
                 return UnloadResult(model_id, 0, 0, 0, was_loaded=False)
             self._forced[model_id] = forced = asyncio.Event()

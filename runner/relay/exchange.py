@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -131,11 +132,17 @@ class Relay:
                 async with asyncio.timeout(deadline_ms / 1000 if deadline_ms > 0 else None):
                     end = await self._answer(job, body)
             except TimeoutError:
-                end = job.end("timeout", f"not finished within {deadline_ms} ms")
+                # An answer that is here in full when time runs out is delivered: only our own books were still being closed.
+                end = job.end() if job.whole else job.end("timeout", f"not finished within {deadline_ms} ms")
             frame = job.stream.reply(*job.whole, end) if job.whole is not None else job.stream.end(end)
             await job.send(frame)
         except (SessionLost, StreamClosed):
             log.debug("stream abandoned stream=%s", job.stream.ident)
+        except Exception:
+            # A bug of ours: the gateway would wait for the end of this stream until its deadline.
+            with contextlib.suppress(SessionLost, StreamClosed):
+                await job.send(job.stream.end(job.end("engine_failed", "the box failed; its log says why")))
+            raise
 
     async def _answer(self, job: _Job, body: bytes) -> End:
         """Have the request answered and forward that. Never raises for what the engine does."""

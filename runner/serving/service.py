@@ -38,7 +38,10 @@ from wire.bridge import TokenCounts
 from wire.usage import BodyReader, StreamReader, ask_for_usage
 
 WHOLE_BYTES = 8 * 1024 * 1024
-"""Unstreamed answers up to this size are read to their end before their headers leave, because those carry final numbers."""
+"""Unstreamed answers up to this size are read to their end before their headers leave, because those carry final numbers.
+
+Of answers whose length is not told, JSON alone: other kinds, such as sound, may be meant to be played as they come.
+"""
 _DONE = b"data: [DONE]\n\n"
 _USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
 
@@ -206,12 +209,12 @@ class Serving:
             reader = StreamReader(drops_usage=drops_usage)
             answer.chunks = _stream_events(replica, request, response, answer, reader, began=began)
             return answer
-        length = response.content_length
-        if length is not None and length <= WHOLE_BYTES:
-            await _read_whole(replica, request, response, answer, began=began)
-        else:
+        length, held = response.content_length, b""
+        if length <= WHOLE_BYTES if length is not None else response.content_type.endswith("json"):
+            held = await _read_whole(replica, request, response, answer, began=began)
+        if answer.body is None:
             headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
-            answer.chunks = _stream_body(replica, request, response, answer, began=began)
+            answer.chunks = _stream_body(replica, request, response, answer, held, began=began)
         return answer
 
     def _change_load(self, by: int) -> None:
@@ -238,13 +241,16 @@ class Serving:
 
 async def _read_whole(
     replica: Replica, request: Inference, response: aiohttp.ClientResponse, answer: Answer, *, began: float
-) -> None:
-    """Read an answer to its end; its headers then say what it took."""
+) -> bytes:
+    """Read an answer to its end; its headers then say what it took. Return what was read of one that is too long for that."""
     reader = BodyReader(is_readable=response.status < 300 and response.content_type.endswith("json"))
     try:
-        body = reader.feed(await response.read())
+        held, is_whole = await _hold(response)
     except (aiohttp.ClientError, OSError) as error:
         raise _report(replica, request, error, began_answer=False) from None
+    if not is_whole:
+        return held
+    body = reader.feed(held)
     numbers = answer.numbers
     numbers.wall_ms = (time.monotonic() - began) * 1000
     if response.content_type.endswith("json"):
@@ -252,6 +258,19 @@ async def _read_whole(
     answer.usage = reader.usage()
     answer.body = body
     answer.headers |= numbers.headers()
+    return b""
+
+
+async def _hold(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
+    """Return a body and True; of one of unknown length that goes beyond ``WHOLE_BYTES``, its beginning and False."""
+    if response.content_length is not None:
+        return await response.read(), True
+    held = bytearray()
+    while chunk := await response.content.readany():
+        held += chunk
+        if len(held) > WHOLE_BYTES:
+            return bytes(held), False
+    return bytes(held), True
 
 
 async def _stream_events(
@@ -290,11 +309,13 @@ async def _stream_events(
 
 
 async def _stream_body(
-    replica: Replica, request: Inference, response: aiohttp.ClientResponse, answer: Answer, *, began: float
+    replica: Replica, request: Inference, response: aiohttp.ClientResponse, answer: Answer, held: bytes, *, began: float
 ) -> AsyncIterator[bytes]:
-    """Yield a body that is too long to be held, or of unknown length."""
+    """Yield a body that is too long to be held, or of unknown length; ``held`` was read of it already."""
     reader = BodyReader(is_readable=response.status < 300 and response.content_type.endswith("json"))
     try:
+        if held:
+            yield reader.feed(held)
         while chunk := await response.content.readany():
             yield reader.feed(chunk)
     except (aiohttp.ClientError, OSError) as error:

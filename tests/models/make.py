@@ -53,12 +53,11 @@ def _home() -> Path:
     for path in [*_SOURCES, llama_shapes.GGUF]:
         digest.update(path.read_bytes())
     user = os.getuid() if hasattr(os, "getuid") else 0
-    home = Path(tempfile.gettempdir()) / f"muster-models-{user}-{digest.hexdigest()[:16]}"
-    home.mkdir(mode=0o700, exist_ok=True)
-    return home
+    return Path(tempfile.gettempdir()) / f"muster-models-{user}-{digest.hexdigest()[:16]}"
 
 
 def _made(name: str, write: Callable[[Path], None]) -> Path:
+    _home().mkdir(mode=0o700, exist_ok=True)  # each time: temporary folders are cleared now and then
     target = _home() / name
     if target.is_dir():
         return target

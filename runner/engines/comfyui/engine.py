@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 
-from runner.definitions.kinds import is_http_url
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.children.web import Refusal
 from runner.engines.comfyui.job import open_job
@@ -31,6 +29,7 @@ from runner.engines.comfyui.workflow import (
     make_warm_up,
     read_workflow,
 )
+from runner.engines.elsewhere import bearer, read_url
 from runner.engines.http import HttpServer
 from runner.engines.library_child import read_option
 from runner.engines.port import (
@@ -83,7 +82,7 @@ class ComfyUiEngine:
         """Check that the server can run the workflow with the checkpoint, and have it read that. Raises EngineError."""
         await self._stop_site()
         workflow = await self._read_workflow()
-        server = ComfyServer(self._client, self._url(), _credentials(self._plan))
+        server = ComfyServer(self._client, read_url(self._plan, example="http://127.0.0.1:8188"), bearer(self._plan))
         report(Progress("asking the server"))
         await server.version()
         checkpoint = await self._check_nodes(server, workflow)
@@ -154,12 +153,6 @@ class ComfyUiEngine:
         site, self._site = self._site, None
         if site is not None:
             await site.stop()
-
-    def _url(self) -> str:
-        url = read_option(self._plan.options, "server_url", str) or ""
-        if not is_http_url(url):
-            raise EngineError(f"{self._plan.model_id} needs server_url, like http://127.0.0.1:8188")
-        return url.rstrip("/")
 
     async def _read_workflow(self) -> Workflow:
         """Return the owner's template, or one of ours. Raises EngineError."""
@@ -239,13 +232,3 @@ def _find_file(wanted: str, names: list[str], url: str) -> str:
         return alike[0]
     listed = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
     raise EngineError(f"{url} has no checkpoint {wanted}; it has {listed or 'none'}: set server_model to one of them")
-
-
-def _credentials(plan: LoadPlan) -> Mapping[str, str]:
-    name = read_option(plan.options, "server_api_key_env", str)
-    if not name:
-        return {}
-    key = os.environ.get(name, "").strip()
-    if not key:
-        raise EngineError(f"{plan.model_id}: the environment variable {name} (server_api_key_env) is empty")
-    return {"Authorization": f"Bearer {key}"}

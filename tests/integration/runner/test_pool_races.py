@@ -13,14 +13,17 @@ import pytest
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
-from runner.errors import EngineError, ModelLoading, RunnerError, SettingsConflict, UnknownModel, WrongState
+from runner.errors import EngineError, InsufficientMemory, ModelLoading, RunnerError, SettingsConflict, UnknownModel, WrongState
 from runner.parts import Parts
 from runner.pool import Loader, LoadOptions, LoadOrder, Model, ModelState
+from runner.telemetry import TreeMemory
 from tests.integration.runner.gated_engine import GatedEngine
 from tests.integration.runner.processes import eventually
 from tests.integration.runner.test_pool_lifecycle import assembled, find, write_models
 
 FLUSH = FlushRequest(FlushScope.ALL)
+HUGE = {"gguf_n_ctx": 200_000_000}
+"""More than any machine of ours has memory for."""
 
 
 class Bench:
@@ -256,6 +259,21 @@ async def test_a_model_that_is_being_loaded_cannot_be_evicted(bench: Bench) -> N
     assert is_clean(find(bench.parts, "b"))
     bench.engines[0].may_load.set()
     await loading
+
+
+async def test_what_a_dead_engine_held_is_not_counted_as_freed_by_its_eviction(bench: Bench) -> None:
+    model = await bench.load("a")
+    engine = bench.engines[0]
+    everything = TreeMemory(host_bytes=1 << 60, gpu_bytes=None, pids=())
+    model.replicas[0].memory = everything
+    assert isinstance(await bench.loader.order("b", overrides=HUGE, evict="a"), LoadOrder)
+    await bench.unloader.unload("b", force=True)
+    engine.may_load.clear()
+    engine.has_died.set()
+    await eventually(lambda: model.state is ModelState.FAILED, "it is lost")
+    with pytest.raises(InsufficientMemory):
+        await bench.loader.order("b", overrides=HUGE, evict="a")
+    assert is_clean(find(bench.parts, "b"))
 
 
 async def test_a_model_that_vanished_while_its_load_was_checked_is_not_loaded(bench: Bench, tmp_path: Path) -> None:

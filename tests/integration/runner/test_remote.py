@@ -208,7 +208,9 @@ async def test_retry_after_is_waited_for() -> None:
         assert time.monotonic() - began >= 1.0
 
 
-@pytest.mark.parametrize("after", ["3600", formatdate(time.time() + 3600, usegmt=True)])
+@pytest.mark.parametrize(
+    "after", [pytest.param("3600", id="seconds"), pytest.param(formatdate(time.time() + 3600, usegmt=True), id="a date")]
+)
 async def test_nobody_waits_longer_than_half_a_minute(after: str, caplog: pytest.LogCaptureFixture) -> None:
     async with loaded(ProviderContract(moods=[refuse(429, "x", Retry_After=after)]), remote_max_retries=1) as (
         engine,

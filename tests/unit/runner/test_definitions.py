@@ -254,7 +254,7 @@ def test_an_unknown_field_is_refused_with_those_the_backend_has() -> None:
     assert "vllm" not in words
 
 
-@pytest.mark.parametrize("backend", ["llama_server", "tabbyapi", "tgi", "comfyui"])
+@pytest.mark.parametrize("backend", ["llama_server", "tabbyapi", "comfyui"])
 def test_a_server_of_somebody_elses_must_have_an_address(backend: str) -> None:
     assert model_refusal({"backend": backend}).startswith("engine.models.m.server_url is missing")
     assert one({"backend": backend, "server_url": "http://127.0.0.1:1"}).options == {"server_url": "http://127.0.0.1:1"}

@@ -1,0 +1,42 @@
+"""How lifecycle operations went, in the words of the model-runner specification. Pure."""
+
+from __future__ import annotations
+
+from runner.engines.port import FlushOutcome
+from runner.errors import RequestRefused, RunnerError
+from runner.pool import LoadResult
+from runner.serving.refusal import refusal_fields
+
+MIB = 1024 * 1024
+
+
+def load_result(result: LoadResult) -> dict[str, object]:
+    """Return what a completed load came to."""
+    return {
+        "gpuMemoryUsedMB": None if result.memory_bytes is None else result.memory_bytes // MIB,
+        "predictedMemoryMB": None if result.predicted_bytes is None else result.predicted_bytes // MIB,
+        "loadTimeMs": round(result.load_s * 1000), "replicas": result.replicas, "evicted": result.evicted,
+    }  # fmt: skip
+
+
+def failure_fields(error: RunnerError) -> dict[str, object]:
+    """Return the code of what went wrong, with its details."""
+    if isinstance(error, RequestRefused):
+        return {"code": error.code, **error.details}
+    return {"code": "model_load_failed"}
+
+
+def refusal_outcome(error: RunnerError) -> dict[str, object]:
+    """Return an operation that failed as it is recorded: an HTTP status and the body of its answer."""
+    if isinstance(error, RequestRefused):
+        return {"status": error.status, "body": {"error": refusal_fields(error)}}
+    fields = {**failure_fields(error), "message": str(error), "type": "api_error", "param": None, "retryable": False}
+    return {"status": 500, "body": {"error": fields}}
+
+
+def flush_fields(model_id: str, outcome: FlushOutcome) -> dict[str, object]:
+    """Return what a flush came to for one model."""
+    return {
+        "modelId": model_id, "outcome": outcome.result.value, "detail": outcome.detail,
+        "entriesRemoved": outcome.entries_removed, "memoryFreedMB": outcome.memory_freed_mb,
+    }  # fmt: skip

@@ -1,0 +1,396 @@
+"""Serving through the parts of a box: what is refused, what an answer carries, and that nothing is held when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from runner.engines.port import CHAT, EMBEDDINGS, Capabilities
+from runner.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModalityUnsupported,
+    ModelFailed,
+    ModelLoading,
+    ModelNotLoaded,
+    ModelUnloading,
+    QueueTimeout,
+    RemoteNotAllowed,
+    RequestRefused,
+    Unavailable,
+    UnknownModel,
+    WrongState,
+)
+from runner.parts import Parts
+from runner.pool import ModelState
+from runner.serving.request import Inference
+from runner.serving.service import Answer
+from tests.integration.runner.gated_engine import GatedEngine
+from tests.integration.runner.processes import eventually
+from tests.integration.runner.scripted_engine import Handler, ScriptedEngine, run_engine
+from tests.integration.runner.test_pool_lifecycle import assembled, find
+from tests.integration.runner.test_pool_races import Bench
+
+WORD = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
+USAGE = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11,'
+    b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+WHOLE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 4}}}
+NUMBERS = {"x-cache-hit", "x-cache-tokens-reused", "x-queue-wait-ms", "x-gpu-time-ms"}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with run_engine() as made:
+        yield made
+
+
+@pytest.fixture
+async def parts(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[Parts]:
+    """A box in front of the engine, one request at a time, that has files of the models ``a`` and ``b`` too."""
+    async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1") as made:
+        await eventually(lambda: made.pool.registry.ready_ids() == ["alpha", "beta"], "the server's models are known")
+        yield made
+
+
+def ask(model: str = "alpha", *, path: str = CHAT, tenant: str = "t1", **fields: object) -> Inference:
+    body = json.dumps({"model": model, "messages": [], **fields}).encode()
+    return Inference("POST", path, {"content-type": "application/json"}, body, model, tenant)
+
+
+async def read(answer: Answer) -> bytes:
+    if answer.body is not None:
+        return answer.body
+    assert answer.chunks is not None
+    return b"".join([chunk async for chunk in answer.chunks])
+
+
+async def serve(parts: Parts, request: Inference) -> bytes:
+    async with parts.door.open(request) as answer:
+        return await read(answer)
+
+
+def is_idle(parts: Parts) -> bool:
+    """Whether nothing is held: no slot, no replica, no place in a queue."""
+    models = parts.pool.registry.models
+    return (
+        parts.serving.load == 0
+        and parts.budget.depth == 0
+        and not any(model.active or model.queue.active or model.queue.depth for model in models)
+    )
+
+
+def streamed(*pieces: bytes, then: asyncio.Event | None = None, breaks: bool = False) -> Handler:
+    """Return a handler that answers with these events, then waits, ends or breaks off."""
+
+    async def handle(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        if then is not None:
+            await then.wait()
+        if breaks:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return handle
+
+
+async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+async def test_a_whole_answer_carries_its_final_numbers_also_when_its_length_is_not_told(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    async def chunked(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "X-GPU-Time-Ms": "12.4"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for byte in json.dumps(WHOLE).encode().partition(b"usage"):
+            await response.write(byte)
+        return response
+
+    async def known(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response(WHOLE, headers={"X-GPU-Time-Ms": "12.4"})
+
+    for handler in (known, chunked):
+        engine.handler = handler
+        async with parts.door.open(ask()) as answer:
+            assert set(answer.headers) >= NUMBERS
+            assert (answer.headers["x-cache-hit"], answer.headers["x-cache-tokens-reused"]) == ("true", "4")
+            assert answer.headers["x-gpu-time-ms"] == "12"
+            assert json.loads(await read(answer)) == WHOLE
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 6
+    assert is_idle(parts)
+
+
+async def test_a_long_answer_passes_without_being_held(parts: Parts, engine: ScriptedEngine) -> None:
+    block, written = bytes(1024 * 1024), 0
+
+    async def pour(request: web.Request, _body: bytes) -> web.StreamResponse:
+        nonlocal written
+        kind = request.query["as"]
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        if kind != "application/json":
+            response.content_length = 64 * len(block)
+        await response.prepare(request)
+        written = 0
+        while written < 64:
+            await response.write(block)
+            written += 1
+        return response
+
+    engine.handler = pour
+    for kind in ("application/octet-stream", "application/json"):
+        async with parts.door.open(ask(path=f"/v1/audio/speech?as={kind}")) as answer:
+            assert answer.body is None
+            assert answer.chunks is not None
+            assert "x-queue-wait-ms" in answer.headers
+            await anext(answer.chunks)
+            assert written < 64
+            rest = 0
+            async for chunk in answer.chunks:
+                rest += len(chunk)
+        assert 0 < 64 * len(block) - rest <= 9 * len(block)
+    assert is_idle(parts)
+
+
+async def test_a_stream_ends_with_its_numbers_on_the_boxs_own_port_only(parts: Parts, engine: ScriptedEngine) -> None:
+    engine.handler = streamed(WORD + USAGE, DONE)
+    asked = ask(stream=True, stream_options={"include_usage": True})
+    words, usage, comment, done, end = (await serve(parts, asked)).split(b"\n\n")
+    assert (words + b"\n\n", done + b"\n\n", end) == (WORD, DONE, b"")
+    muster = json.loads(usage.removeprefix(b"data: "))["muster"]
+    assert (muster["cache_tokens_reused"], set(muster)) == (4, {"queue_wait_ms", "gpu_time_ms", "cache_tokens_reused"})
+    assert comment.startswith(b": x-cache-hit=true; x-cache-tokens-reused=4; ")
+
+    unasked = await serve(parts, ask(stream=True))
+    assert b"usage" not in unasked
+    assert unasked.startswith(WORD + b": x-cache-hit=true")
+
+    async with parts.door.open(replace(asked, on_socket=True)) as answer:
+        assert await read(answer) == WORD + USAGE + DONE
+        assert answer.usage is not None
+        assert answer.numbers.cached_tokens == 4
+
+
+async def test_how_long_a_request_waited_is_said_in_its_header(parts: Parts, engine: ScriptedEngine) -> None:
+    may_end = asyncio.Event()
+    engine.handler = streamed(WORD, then=may_end)
+    async with parts.door.open(ask(stream=True)) as first:
+        assert first.headers["x-queue-wait-ms"] == "0"
+        waiting = asyncio.create_task(parts.door.open(ask("beta", stream=True, tenant="t2")).__aenter__())
+        await eventually(lambda: find(parts, "beta").queue.depth == 1, "the second one waits")
+        began = asyncio.get_running_loop().time()
+        await eventually(lambda: asyncio.get_running_loop().time() - began > 0.05, "some time has passed")
+        may_end.set()
+        await read(first)
+    second = await waiting
+    assert int(second.headers["x-queue-wait-ms"]) >= 50
+    await read(second)
+
+
+async def test_a_request_that_waits_too_long_is_told_so_and_leaves_no_trace(tmp_path: Path, engine: ScriptedEngine) -> None:
+    async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1", QUEUE_TIMEOUT_MS="50") as parts:
+        await eventually(parts.pool.registry.ready_ids, "the server's models are known")
+        engine.handler = hang
+        holding = asyncio.create_task(serve(parts, ask()))
+        await eventually(lambda: engine.seen, "the first one runs")
+        with pytest.raises(QueueTimeout) as refused:
+            await serve(parts, ask(tenant="t2"))
+        assert (refused.value.status, set(refused.value.details)) == (503, {"queueDepth", "avgWaitMs"})
+        holding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        assert is_idle(parts)
+
+
+@pytest.mark.parametrize("moment", ["queued", "asked", "streaming"])
+async def test_a_client_that_leaves_holds_nothing(parts: Parts, engine: ScriptedEngine, moment: str) -> None:
+    is_reading = asyncio.Event()
+
+    async def client(tenant: str) -> None:
+        async with parts.door.open(ask(stream=True, tenant=tenant)) as answer:
+            assert answer.chunks is not None
+            async for _ in answer.chunks:
+                is_reading.set()
+
+    engine.handler = hang if moment == "asked" else streamed(WORD, then=asyncio.Event())
+    tasks = [asyncio.create_task(client("t1"))]
+    await eventually(lambda: engine.seen if moment == "asked" else is_reading.is_set(), "the engine is at it")
+    if moment == "queued":
+        tasks.append(asyncio.create_task(client("t2")))
+        await eventually(lambda: find(parts, "alpha").queue.depth == 1, "the second one waits")
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        assert (parts.serving.load, parts.budget.depth, len(engine.seen)) == (1, 0, 1)
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert is_idle(parts)
+    await asyncio.wait_for(engine.gone.wait(), 2)
+
+
+async def test_an_engine_that_breaks_off_before_its_answer_may_be_asked_again(parts: Parts, engine: ScriptedEngine) -> None:
+    async def die(request: web.Request, _body: bytes) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    engine.handler = die
+    with pytest.raises(EngineUnavailable, match="did not answer") as refused:
+        await serve(parts, ask())
+    assert (refused.value.status, refused.value.retryable, refused.value.retry_after_s) == (502, True, 2)
+    assert is_idle(parts)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_an_engine_that_breaks_off_in_its_answer_is_an_error(
+    parts: Parts, engine: ScriptedEngine, *, is_stream: bool
+) -> None:
+    async def cut(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = 1000
+        await response.prepare(request)
+        await response.write(b'{"choices"')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    engine.handler = streamed(WORD, breaks=True) if is_stream else cut
+    seen: list[bytes] = []
+
+    async def client() -> None:
+        async with parts.door.open(ask(stream=is_stream)) as answer:
+            assert answer.chunks is not None
+            async for chunk in answer.chunks:
+                seen.append(chunk)  # noqa: PERF401  # what came before it broke off is to be seen
+
+    with pytest.raises(EngineUnavailable):
+        await client()
+    assert b"".join(seen) == (WORD if is_stream else b"")
+    assert is_idle(parts)
+    assert parts.tally.requests["alpha", "t1", "error"] == 1
+
+
+async def test_errors_of_the_engine_keep_their_status_and_words(parts: Parts, engine: ScriptedEngine) -> None:
+    async def refuse(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "7"})
+
+    engine.handler = refuse
+    async with parts.door.open(ask()) as answer:
+        assert (answer.status, answer.headers["retry-after"]) == (429, "7")
+        assert json.loads(await read(answer)) == {"error": {"message": "slow down"}}
+    assert parts.tally.requests["alpha", "t1", "error"] == 1
+    assert parts.pool.registry.ready_ids() == ["alpha", "beta"]
+
+
+async def test_every_state_of_a_model_is_refused_with_its_own_code(parts: Parts) -> None:
+    bench = Bench(parts)
+
+    async def refused(model_id: str = "a", *, path: str = CHAT) -> RequestRefused:
+        with pytest.raises(RequestRefused) as caught:
+            await serve(parts, ask(model_id, path=path))
+        assert is_idle(parts)
+        return caught.value
+
+    assert isinstance(await refused(), ModelNotLoaded)
+    assert isinstance(await refused("nobody"), UnknownModel)
+    assert isinstance(await refused("alpha", path="/v2/chat"), InvalidRequest)
+    bench.prepare = lambda made: made.may_load.clear()
+    loading = bench.start(await bench.order("a"))
+    error = await refused()
+    assert isinstance(error, ModelLoading)
+    assert error.retry_after_s is not None
+    await eventually(lambda: bench.engines, "the engine is started")
+    bench.engines[0].fails = EngineError("out of memory")
+    bench.engines[0].may_load.set()
+    await asyncio.gather(loading, return_exceptions=True)
+    error = await refused()
+    assert isinstance(error, ModelFailed)
+    assert "out of memory" in error.message
+    bench.prepare = lambda _made: None
+    model = await bench.load("a")
+    assert isinstance(await refused(path=EMBEDDINGS), ModalityUnsupported)
+    bench.engines[1].may_unload.clear()
+    unload = asyncio.create_task(bench.unloader.unload("a"))
+    await eventually(lambda: model.state is ModelState.UNLOADING, "it is on its way out")
+    assert isinstance(await refused(), ModelUnloading)
+    bench.engines[1].may_unload.set()
+    await unload
+    parts.refuse_new()
+    assert isinstance(await refused("alpha"), Unavailable)
+
+
+async def test_a_remote_model_is_asked_only_by_who_allows_it(parts: Parts) -> None:
+    def be_remote(made: GatedEngine) -> None:
+        made.capabilities = Capabilities((CHAT,), is_remote=True)
+
+    bench = Bench(parts)
+    bench.prepare = be_remote
+    await bench.load("a")
+    with pytest.raises(RemoteNotAllowed):
+        await serve(parts, ask("a"))
+    with pytest.raises(EngineUnavailable):
+        await serve(parts, replace(ask("a"), allow_remote=True))
+    assert is_idle(parts)
+
+
+async def test_a_model_that_its_server_no_longer_lists_takes_no_request_of_another_with_it(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    may_end = asyncio.Event()
+    engine.handler = streamed(WORD, DONE, then=may_end)
+    running = asyncio.create_task(serve(parts, ask("beta", stream=True)))
+    await eventually(lambda: len(engine.seen) == 1, "one runs")
+    waiting = {name: asyncio.create_task(serve(parts, ask(name, stream=True, tenant=name))) for name in ("alpha", "beta")}
+    await eventually(lambda: find(parts, "beta").queue.depth == 2, "two wait")
+    engine.models = ["beta"]
+    parts.refresh_attached()
+    await eventually(lambda: parts.pool.registry.ready_ids() == ["beta"], "alpha is withdrawn")
+    may_end.set()
+    assert WORD in await running
+    assert WORD in await waiting["beta"]
+    with pytest.raises(ModelNotLoaded):
+        await waiting["alpha"]
+    assert is_idle(parts)
+
+
+async def test_models_of_somebody_elses_server_are_neither_loaded_nor_unloaded_here(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    pool = parts.pool
+    for force in (False, True):
+        with pytest.raises(WrongState, match="--backend"):
+            await pool.unloader.unload("alpha", force=force)
+    with pytest.raises(WrongState, match="--backend"):
+        await pool.loader.order("alpha", overrides={})
+    with pytest.raises(WrongState, match="--backend"):
+        await pool.loader.order("a", overrides={}, evict="alpha")
+    assert (pool.registry.ready_ids(), find(parts, "a").state) == (["alpha", "beta"], ModelState.UNLOADED)
+    # It is still followed.
+    engine.models = ["gamma"]
+    parts.refresh_attached()
+    await eventually(lambda: pool.registry.ready_ids() == ["gamma"], "the change is seen")
+
+
+async def test_a_loaded_model_keeps_its_own_queue_when_a_server_lists_its_name(parts: Parts, engine: ScriptedEngine) -> None:
+    model = await Bench(parts).load("a")
+    queue = model.queue
+    engine.models = ["alpha", "a"]
+    parts.refresh_attached()
+    await eventually(lambda: parts.pool.registry.ready_ids() == ["a", "alpha"], "beta is withdrawn")
+    assert (model.queue, model.definition.backend, len(model.replicas)) == (queue, "gguf", 1)

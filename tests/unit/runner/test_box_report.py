@@ -1,0 +1,101 @@
+"""What a box says of itself to its gateways: every replica once, sums of what is known, nothing of what is not there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from runner.admission import FairQueue, QueueLimits, WaitBudget
+from runner.definitions.definition import ModelDefinition
+from runner.definitions.plan import LoadPlan
+from runner.engines.port import CHAT
+from runner.engines.supervisor import EngineState, Supervisor
+from runner.pool import LoadProgress, Model, ModelEvent, Replica
+from runner.report import MAX_DETAIL_CHARS, list_endpoints, list_replicas, read_memory
+from runner.telemetry import Reading, TreeMemory
+from tests.integration.runner.gated_engine import GatedEngine
+
+MIB = 1024 * 1024
+READING = Reading(gpus=[], kind="gpu", total_mb=1000, used_mb=400, free_mb=600, driver_version=None, at=0.0)
+
+
+def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2) -> Model:
+    queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
+    model = Model(ModelDefinition(model_id=name, backend="gguf", target_inflight=3), queue, lambda: None)
+    plan = LoadPlan(model_id=name, backend="gguf", slots=slots)
+    for _ in range(replicas):
+        supervisor = Supervisor(GatedEngine(), silent_s=1, on_change=lambda: None)
+        supervisor.state = EngineState.LOADED
+        model.replicas.append(Replica(plan, supervisor))
+    return model
+
+
+def served(model: Model) -> Model:
+    model.apply(ModelEvent.LOAD)
+    model.serve(load_s=1.0)
+    return model
+
+
+def test_a_model_that_nobody_wants_is_not_reported() -> None:
+    assert list_replicas([make_model()]) == []
+    assert list_endpoints([make_model()]) == []
+    assert read_memory(None, [make_model()]) is None
+
+
+async def test_a_model_that_is_being_loaded_counts_as_one_with_its_progress() -> None:
+    model = make_model(replicas=1)
+    model.apply(ModelEvent.LOAD)
+    model.load = LoadProgress(stage="reading weights " * 100, fraction=0.56789, expected_s=1000.0)
+    (info,) = list_replicas([model])
+    assert (info.model, info.state, info.engine, info.slots, info.progress) == ("m", "loading", "gguf", 3, 0.568)
+    assert info.detail is not None
+    assert len(info.detail) == MAX_DETAIL_CHARS
+    assert info.eta_s is not None
+    assert 0 < info.eta_s <= 1000
+    assert list_endpoints([model]) == []
+
+
+async def test_a_model_that_failed_says_why_whether_or_not_it_has_replicas() -> None:
+    model = make_model()
+    model.apply(ModelEvent.LOAD)
+    model.apply(ModelEvent.FAIL, error="out of memory")
+    (info,) = list_replicas([model])
+    assert (info.state, info.detail, info.progress, info.eta_s) == ("failed", "out of memory", None, None)
+    lost = served(make_model(replicas=1))
+    lost.replicas[0].supervisor.state, lost.replicas[0].supervisor.last_error = EngineState.FAILED, "it died"
+    lost.engines_changed()
+    (info,) = list_replicas([lost])
+    assert (info.state, info.detail) == ("failed", "it died")
+
+
+async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds() -> None:
+    model = served(make_model(replicas=2))
+    first, second = model.replicas
+    first.active, first.memory = 1, TreeMemory(host_bytes=70 * MIB, gpu_bytes=None, pids=())
+    second.memory = TreeMemory(host_bytes=70 * MIB, gpu_bytes=50 * MIB, pids=())
+    second.weights_bytes, second.kv_bytes = 40 * MIB, 5 * MIB
+    infos = list_replicas([model])
+    assert [(info.state, info.engine, info.slots, info.active) for info in infos] == [
+        ("loaded", "gated", 2, 1), ("loaded", "gated", 2, 0),
+    ]  # fmt: skip
+    assert [(info.memory_mb, info.weights_mb, info.kv_mb) for info in infos] == [(70, None, None), (50, 40, 5)]
+    assert [info.endpoints for info in infos] == [[CHAT], [CHAT]]
+    assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT]
+
+
+async def test_a_model_on_its_way_out_says_so_for_each_replica() -> None:
+    model = served(make_model(replicas=2))
+    model.apply(ModelEvent.UNLOAD)
+    assert {info.state for info in list_replicas([model])} == {"unloading"}
+    assert list_endpoints([model]) == []
+
+
+async def test_memory_is_that_of_the_machine_with_the_models_parts_of_it() -> None:
+    model = served(make_model(replicas=2))
+    memory = read_memory(READING, [model])
+    assert memory is not None
+    assert (memory.kind, memory.total_mb, memory.used_mb, memory.weights_mb, memory.kv_mb) == ("gpu", 1000, 400, None, None)
+    model.replicas[0].weights_bytes, model.replicas[0].kv_bytes = 30 * MIB, MIB
+    model.replicas[1].weights_bytes = 30 * MIB
+    memory = read_memory(replace(READING, used_mb=500), [model])
+    assert memory is not None
+    assert (memory.used_mb, memory.weights_mb, memory.kv_mb) == (500, 60, 1)
