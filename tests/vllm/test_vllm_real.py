@@ -33,7 +33,15 @@ from runner.engines.port import (
 )
 from runner.engines.vllm import VllmEngine
 from runner.errors import EngineError, ModalityUnsupported
-from tests.integration.runner.engine_suite import ask, assert_gone, first_bytes, openai_cached_tokens, process_tree, wait_until
+from tests.integration.runner.engine_suite import (
+    ask,
+    assert_gone,
+    chat_call,
+    first_bytes,
+    openai_cached_tokens,
+    process_tree,
+    wait_until,
+)
 from tests.integration.runner.processes import ROOT, eventually
 from tests.models.make import lora_dir
 from tests.vllm.serving import ENDLESS, LOAD_LIMIT_S, break_model, call, memory_mb, question, tiny_plan
@@ -152,7 +160,9 @@ async def test_waiting_requests_are_served_by_priority(engine: VllmEngine) -> No
     async def has_waiting(count: int) -> bool:
         return (await engine.stats()).waiting == count
 
-    async with engine.stream(question(**ENDLESS)) as response:
+    # A short question, so that nearly the whole context is left for an answer that outlasts the queueing.
+    busy = chat_call("tiny", "Explain lambda.", **{**ENDLESS, "max_tokens": 1950})
+    async with engine.stream(busy) as response:
         await first_bytes(response)
         tasks = []
         for count, request in enumerate([replace(SOON, priority="low"), SOON, replace(SOON, priority="high")], 1):
