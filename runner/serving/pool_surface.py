@@ -76,8 +76,10 @@ async def _translate(answer: Answer, builder: ResponseBuilder, began: float) -> 
             if out:
                 yield out
     except EngineUnavailable as error:
+        answer.has_failed = True
         yield builder.fail(error.code, error.message)
         return
+    answer.has_failed = builder.has_failed
     yield builder.finish(_measure(answer.numbers, builder, began, first_ms=first_ms)) + answer.numbers.comment()
 
 

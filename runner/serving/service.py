@@ -60,6 +60,8 @@ class Answer:
     is_event_stream: bool = False
     usage: TokenCounts | None = None
     numbers: Numbers = field(default_factory=Numbers)
+    has_failed: bool = False
+    """Its end was an error event: who read it knows, and nobody else would."""
 
 
 class Charge(Protocol):
@@ -111,7 +113,7 @@ class Serving:
                 self._rates.take(request.tenant)
             async with self._serve(model, request) as answer:
                 yield answer
-            status = "success" if answer.status < 400 else "error"
+            status = "success" if answer.status < 400 and not answer.has_failed else "error"
         except RequestRefused as refusal:
             status = "refused" if answer is None and not isinstance(refusal, EngineUnavailable) else "error"
             self.tally.count_refusal(refusal.code)

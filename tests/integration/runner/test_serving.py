@@ -286,6 +286,19 @@ async def test_an_engine_that_breaks_off_in_its_answer_is_an_error(
     assert parts.tally.requests["alpha", "t1", "error"] == 1
 
 
+async def test_an_answer_in_the_pools_shape_that_breaks_off_ends_in_an_error_event_and_counts_as_one(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    engine.handler = streamed(WORD, breaks=True)
+    body = json.dumps({"model": "alpha", "input": "x", "stream": True, "decoding": {"max_tokens": 4}}).encode()
+    seen = await serve(parts, Inference("POST", "/v1/responses", {}, body, "alpha", "t1"))
+    assert seen.count(b"event: error") == 1
+    assert b"response.completed" not in seen
+    assert is_idle(parts)
+    assert parts.tally.requests["alpha", "t1", "error"] == 1
+    assert ("alpha", "t1", "success") not in parts.tally.requests
+
+
 async def test_errors_of_the_engine_keep_their_status_and_words(parts: Parts, engine: ScriptedEngine) -> None:
     async def refuse(_request: web.Request, _body: bytes) -> web.StreamResponse:
         return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "7"})
