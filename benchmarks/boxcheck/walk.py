@@ -142,11 +142,11 @@ async def _refusals(walk: Walk, box: Box) -> None:
     await walk.go("POST", load, 400, body={"modelId": FIRST, "overrides": {"gguf_n_ctx": 0}, "verifiedOpToken": token})
     awq = {"modelId": FIRST, "quantization": "awq-4bit", "verifiedOpToken": client.sign(Operation.MODEL_LOAD, FIRST)}
     await walk.go("POST", load, 400, body=awq)
-    unknown = client.sign(Operation.MODEL_LOAD, "nobody/knows")
-    await walk.go("POST", load, 404, body={"modelId": "nobody/knows", "verifiedOpToken": unknown})
+    unknown = client.sign(Operation.MODEL_LOAD, "nobody-knows")
+    await walk.go("POST", load, 404, body={"modelId": "nobody-knows", "verifiedOpToken": unknown})
     await walk.go("GET", f"{load}/load-unknown", 404)
     await walk.go("POST", "/v1/chat/completions", 409, body=question(FIRST, 4))
-    await walk.go("POST", "/v1/chat/completions", 404, body=question("nobody/knows", 4))
+    await walk.go("POST", "/v1/chat/completions", 404, body=question("nobody-knows", 4))
 
 
 async def _load(walk: Walk, box: Box) -> None:
