@@ -37,8 +37,16 @@ def ignore(_progress: Progress) -> None:
 
 
 def our_children() -> list[psutil.Process]:
-    """Return the engine processes this test has started and not ended."""
-    return [child for child in psutil.Process().children() if any("runner.engines" in word for word in child.cmdline())]
+    """The engine processes of this test's own that still run."""
+    return [child for child in psutil.Process().children() if "runner.engines" in " ".join(_words_of(child))]
+
+
+def _words_of(process: psutil.Process) -> list[str]:
+    """The command line; nothing for a process that has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # its subclass ZombieProcess too
+        return []
 
 
 @pytest.mark.parametrize(
