@@ -11,7 +11,10 @@ TOLERANCE = 0.15
 
 
 async def run(bench: Workbench) -> None:
-    """Load each tiny model three times on a box that starts with nothing learnt, and let it answer once each time."""
+    """Load each tiny model three times on a box that starts with nothing learnt, and let it answer once each time.
+
+    Judged by the memory after that answer: engines grow with their first requests, and that is what must fit.
+    """
     section = bench.section
     rows: list[list[object]] = [["engine", "load", "predicted, MiB", "measured, MiB", "error", "after a request, MiB", "error"]]
     last: dict[str, float] = {}
@@ -28,10 +31,12 @@ async def run(bench: Workbench) -> None:
                 title = "first (defaults)" if number == 1 else f"{number} (learnt)"
                 rows.append([candidate.engine, title, predicted, measured, f"{error:+.0%}", used, f"{later:+.0%}"])
                 kept.append({"predicted_mb": predicted, "measured_mb": measured, "error": error, "after_request_mb": used})
-                last[candidate.engine] = error
+                last[candidate.engine] = later
         section.figures[candidate.engine] = kept
     section.table(rows)
     for engine, error in last.items():
         section.judge(
-            f"{engine}: the learnt prediction is within {TOLERANCE:.0%}", passed=abs(error) <= TOLERANCE, shown=f"{error:+.0%}"
+            f"{engine}: the learnt prediction is within {TOLERANCE:.0%} of what it takes once it serves",
+            passed=abs(error) <= TOLERANCE,
+            shown=f"{error:+.0%}",
         )
