@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
@@ -13,7 +14,17 @@ import msgspec
 
 from runner.engines.child import Child
 from runner.engines.http import HttpServer
-from runner.engines.port import Call, EngineStats, Health, Report
+from runner.engines.port import (
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+    Health,
+    LoadPlan,
+    Report,
+)
 from runner.errors import EngineError
 
 Value = TypeVar("Value")
@@ -86,6 +97,89 @@ class LibraryChild:
     async def health(self) -> Health:
         """Ask ``/health`` once."""
         return await self.server.check() if self.server.base_url else Health.UNREACHABLE
+
+    async def wait_gone(self) -> None:
+        """Return when the child has exited."""
+        await self._child.wait_gone()
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryKind:
+    """What tells one library from another. ``module`` is its child program; ``title`` names it in messages.
+
+    ``needs``: what ``plan.path`` must be, a folder with ``model.bin``. ``settings`` are those of its child beside the ones all
+    have; ``capabilities`` are made from the plan and from what the child said about the model.
+    """
+
+    name: str
+    module: str
+    title: str
+    needs: str
+    settings: Callable[[LoadPlan], Mapping[str, object]]
+    capabilities: Callable[[LoadPlan, Mapping[str, object]], Capabilities]
+
+
+class LibraryEngine:
+    """The adapter of CTranslate2's family: libraries that keep nothing between requests, so that tenants cannot meet.
+
+    Options of the plan: ``device`` (cpu, cuda or auto) and ``compute_type``, as CTranslate2 names them.
+    """
+
+    poll_s = 2.0
+    restart_max_s = 30.0
+
+    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession, *, kind: LibraryKind) -> None:
+        self._plan = plan
+        self._kind = kind
+        self._child = LibraryChild(kind.module, client)
+        self.name = kind.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the model can do; of one that is not loaded, what such models can."""
+        return self._kind.capabilities(self._plan, self._child.info)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The child process."""
+        return self._child.pids
+
+    async def load(self, report: Report) -> None:
+        """Start the child and load. Raises EngineError."""
+        plan = self._plan
+        if plan.path is None or not (plan.path / "model.bin").is_file():
+            raise EngineError(f"{plan.model_id}: {self._kind.needs} is needed, got {plan.path}")
+        settings = {
+            "folder": str(plan.path),
+            "model_name": plan.model_id,
+            "slots": plan.slots,
+            "threads": plan.threads,
+            "device": read_option(plan.options, "device", str) or ("cuda" if plan.gpu_ids else "cpu"),
+            "device_index": list(plan.gpu_ids),
+            "compute_type": read_option(plan.options, "compute_type", str) or plan.quantization or "default",
+        }
+        await self._child.start({**settings, **self._kind.settings(plan)}, report)
+
+    async def unload(self, *, gently: bool) -> None:
+        """Have the child unload and exit, or kill it; return when it is gone."""
+        await self._child.stop(gently=gently)
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """Say that there is nothing to flush."""
+        words = f"{self._kind.title} keeps nothing between requests, so there is no {request.scope} to flush"
+        return FlushOutcome(FlushResult.NOT_SUPPORTED, words)
+
+    async def stats(self) -> EngineStats:
+        """Return running and waiting requests; the library tells no more."""
+        return await self._child.stats()
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request to the child."""
+        return self._child.send(call)
+
+    async def health(self) -> Health:
+        """Ask the child once."""
+        return await self._child.health()
 
     async def wait_gone(self) -> None:
         """Return when the child has exited."""
