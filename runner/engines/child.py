@@ -91,8 +91,9 @@ class Child:
         if not answer.url:
             with contextlib.suppress(TimeoutError):  # its log says why, and is written by another thread of it
                 await asyncio.wait_for(process.wait(), LAST_WORDS_S)
+            ended = _describe_exit(process.returncode)
             await self.kill()
-            raise EngineError(self.last_words(answer.error))
+            raise EngineError(self.last_words(answer.error, ended=ended))
         self.info = answer.info
         return answer.url
 
@@ -145,10 +146,11 @@ class Child:
         if self._process is not None:
             await self._process.wait()
 
-    def last_words(self, error: str = "") -> str:
-        """Return ``error`` and the last lines the process printed."""
+    def last_words(self, error: str = "", *, ended: str = "") -> str:
+        """Return ``error`` and the last lines the process printed; of one that left neither, how it ``ended``."""
         words = [line for line in self._tail if line.strip()][-LAST_WORDS_LINES:]
-        return " | ".join(filter(None, [error, *words])) or "the engine process died without a word"
+        silent = f"the engine process died without a word{f' ({ended})' if ended else ''}"
+        return " | ".join(filter(None, [error, *words])) or silent
 
     async def _spawn(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int) -> asyncio.subprocess.Process:
         await self.kill()
@@ -205,12 +207,12 @@ class Child:
 
 
 def _describe_exit(status: int | None) -> str:
-    """Return how a process ended, in words; nothing for one that has not, or that exited as it should."""
+    """Return how a process ended, in a few words; nothing for one that has not, or that exited as it should."""
     if status is None or status == 0:
         return ""
     if status > 0:
-        return f"the engine process exited with status {status}"
-    return f"the engine process was killed by {signal.Signals(-status).name}"
+        return f"exit status {status}"
+    return f"killed by {signal.Signals(-status).name}"
 
 
 def child_environment() -> dict[str, str]:

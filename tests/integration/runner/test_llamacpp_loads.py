@@ -88,7 +88,7 @@ async def test_a_child_killed_half_way_is_an_error_and_the_next_load_works(clien
         if progress.stage == "reading weights":
             os.kill(engine.pids[0], signal.SIGKILL)
 
-    with pytest.raises(EngineError, match=r"could not be loaded: the engine process died without a word"):
+    with pytest.raises(EngineError, match=r"could not be loaded: the engine process died without a word \(killed by SIGKILL\)"):
         await engine.load(kill_child)
     assert engine.pids == ()
     assert our_children() == []
