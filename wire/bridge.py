@@ -7,7 +7,7 @@ either an optional field, or a message sent only to a box that announced ``MUSTE
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -84,6 +84,27 @@ class TokenCounts(msgspec.Struct, kw_only=True):
     total_tokens: int = 0
 
 
+class BoxGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How a box decides about operations. ``level``: L0, L1 or L2; ``runner_id``: the audience of tokens for it.
+
+    ``public_key``: its Ed25519 key as SPKI DER in base64url, which signs receipts and which ``runner_id`` names.
+    ``op_keys``: HMAC keys by id in base64url, the newest last, that tokens for it are signed with. ``policy_*``: what it
+    pinned, 0 and empty = nothing yet. ``witness_*``: the last audit checkpoint that it saw (root in base64). ``clock_ms``: Unix
+    time in milliseconds.
+    """
+
+    level: str
+    runner_id: str
+    public_key: str
+    op_keys: dict[str, str] = {}
+    policy_version: int = 0
+    policy_sha256: str = ""
+    policy_error: str = ""
+    witness_size: int = 0
+    witness_root: str = ""
+    clock_ms: int = 0
+
+
 # server -> worker
 
 
@@ -146,6 +167,44 @@ class NodeNotice(Message, tag="node_notice"):
     cordoned: bool = False
 
 
+class OpCommand(Message, tag="op_command"):
+    """muster v1: an operation to carry out. ``body`` is what the model-runner API takes, without its token.
+
+    ``use`` counts from 1 how often the approval behind ``op_id`` is carried out. The same (op_id, use) may come several times
+    and is carried out once; every time the box answers with an ``op_status``.
+    """
+
+    op_id: str
+    use: int
+    operation: str
+    body: dict[str, Any]  # Any: JSON, here and below
+    token: str
+
+
+class OpQuery(Message, tag="op_query"):
+    """muster v1: asks for the ``op_status`` of an operation; permits nothing."""
+
+    op_id: str
+    use: int
+
+
+class PolicyOffer(Message, tag="policy_offer"):
+    """muster v1: policies that follow the one this box holds, oldest first, each as in ``wire.optoken.approval`` bundles."""
+
+    policies: list[dict[str, Any]]
+
+
+class CheckpointOffer(Message, tag="checkpoint_offer"):
+    """muster v1: the newest audit checkpoint (a C2SP signed note) and why it extends the one of ``old_size`` entries.
+
+    ``proof``: hashes of an RFC 9162 consistency proof, in base64.
+    """
+
+    note: str
+    old_size: int
+    proof: list[str] = []
+
+
 # worker -> server
 
 
@@ -170,6 +229,7 @@ class Register(Message, tag="register"):
     replicas: list[ReplicaInfo] = []
     available: list[str] = []
     memory: MemoryInfo | None = None
+    governance: BoxGovernance | None = None
 
 
 class ResponseChunk(Message, tag="response_chunk"):
@@ -238,9 +298,63 @@ class Draining(Message, tag="draining"):
     reason: str = ""
 
 
-ServerMessage = RegisterAck | Request | Cancel | Ping | GracefulShutdown | ModelsRefresh | NodeNotice
+class OpStatus(Message, tag="op_status"):
+    """muster v1: where an operation stands on this box.
+
+    ``state``: running, succeeded, failed, refused (nothing was done), interrupted (cut off by the end of the program) or
+    unknown (never heard of). ``fraction`` 0.0 to 1.0 and ``eta_s`` while it runs. ``code`` and ``message`` say why not;
+    ``result`` is the answer of the model-runner API; ``receipt`` is signed by the box, for every end but ``refused``.
+    """
+
+    op_id: str
+    use: int
+    state: str
+    stage: str = ""
+    fraction: float | None = None
+    eta_s: float | None = None
+    code: str = ""
+    message: str = ""
+    result: dict[str, Any] = {}
+    receipt: str = ""
+
+
+class GovernanceReport(Message, tag="governance_report"):
+    """muster v1: what changed in how the box decides: a policy taken over or refused, a key renewed, a checkpoint seen.
+
+    ``witness_signature``: of the box over the checkpoint it saw; ``witness_alarm``: why the last one it was offered contradicts
+    the one it holds.
+    """
+
+    governance: BoxGovernance
+    witness_signature: str = ""
+    witness_alarm: str = ""
+
+
+ServerMessage = (
+    RegisterAck
+    | Request
+    | Cancel
+    | Ping
+    | GracefulShutdown
+    | ModelsRefresh
+    | NodeNotice
+    | OpCommand
+    | OpQuery
+    | PolicyOffer
+    | CheckpointOffer
+)
 WorkerMessage = (
-    Register | ResponseChunk | ResponseComplete | Pong | ModelsUpdate | WorkerError | Telemetry | ModeChange | Draining
+    Register
+    | ResponseChunk
+    | ResponseComplete
+    | Pong
+    | ModelsUpdate
+    | WorkerError
+    | Telemetry
+    | ModeChange
+    | Draining
+    | OpStatus
+    | GovernanceReport
 )
 
 _encoder = msgspec.json.Encoder()

@@ -62,6 +62,13 @@ class ErrorCode(StrEnum):
     INVALID_ADMIN_TOKEN = "INVALID_ADMIN_TOKEN"
     INTERNAL_ERROR = "INTERNAL_ERROR"
     CLIENT_CLOSED_REQUEST = "CLIENT_CLOSED_REQUEST"
+    # Governance: which rule refused stands in ``param`` or in the text.
+    APPROVAL_REFUSED = "APPROVAL_REFUSED"
+    STATE_CHANGED = "STATE_CHANGED"
+    FROZEN = "FROZEN"
+    NO_POLICY = "NO_POLICY"
+    TOO_MANY_OPEN = "TOO_MANY_OPEN"
+    NOT_PERMITTED = "NOT_PERMITTED"
 
 
 OPEN_REQUEST_STATES = frozenset({RequestState.QUEUED, RequestState.ASSIGNED, RequestState.RUNNING})

@@ -1,31 +1,43 @@
 """Operation tokens: what a box must be shown before it loads, unloads or flushes. Format, signing, verification; pure.
 
 L0 is the exchange format of public model runners: one shared key, parameters unsigned. L1 binds the token to one box, to the
-parameters of the request, to one approval and to an order. What a box remembers between tokens is not kept here.
+parameters of the request, to one approval and to an order. L2 carries what people signed and their proofs, so that whoever
+holds every key of the issuer still cannot operate the box. What a box remembers between tokens is not kept here.
+
+``approval`` stands alone: it judges statements, policies and proofs, here and for an auditor.
 """
 
+from wire.optoken.approval import ApprovalError, Policy, Rule, Statement
 from wire.optoken.canonical import NotCanonical, params_digest
+from wire.optoken.identity import make_runner_id, owns_runner_id
 from wire.optoken.refusal import OpTokenError, Reason
-from wire.optoken.signing import Binding, Grant, sign_l0, sign_l1
-from wire.optoken.token import MAX_TOKEN_BYTES, SignedToken, encode_token, read_token
+from wire.optoken.signed_token import MAX_TOKEN_BYTES, SignedToken, encode_token, read_token
+from wire.optoken.signing import Binding, Grant, sign_l0, sign_l1, sign_l2
 from wire.optoken.verifier import MIN_KEY_BYTES, Level, Operation, Verified, Verifier
 
 __all__ = [
     "MAX_TOKEN_BYTES",
     "MIN_KEY_BYTES",
+    "ApprovalError",
     "Binding",
     "Grant",
     "Level",
     "NotCanonical",
     "OpTokenError",
     "Operation",
+    "Policy",
     "Reason",
+    "Rule",
     "SignedToken",
+    "Statement",
     "Verified",
     "Verifier",
     "encode_token",
+    "make_runner_id",
+    "owns_runner_id",
     "params_digest",
     "read_token",
     "sign_l0",
     "sign_l1",
+    "sign_l2",
 ]

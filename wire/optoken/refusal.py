@@ -33,11 +33,23 @@ class Reason(StrEnum):
     REPLAYED = "replayed"
     STALE_FENCE = "stale_fence"
     LEDGER_FULL = "ledger_full"
+    NO_POLICY = "no_policy"
+    """This box wants proofs and has no policy yet to judge them by."""
+    WRONG_STATEMENT = "wrong_statement"
+    """The statement is not the one that the token was issued for."""
+    WRONG_TARGET = "wrong_target"
+    """People approved this for other boxes."""
+    NOT_APPROVED = "not_approved"
+    """The proofs do not make an approval; ``OpTokenError.rule`` says which rule refused them."""
 
 
 class OpTokenError(Exception):
-    """A token that is not accepted. The text is the reason alone: nothing of the token is repeated."""
+    """A token that is not accepted. The text is the reason, with the rule where there is one: nothing of the token.
 
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason.value)
+    ``rule``: a value of ``approval.Rule``, or "".
+    """
+
+    def __init__(self, reason: Reason, *, rule: str = "") -> None:
+        super().__init__(f"{reason.value} ({rule})" if rule else reason.value)
         self.reason = reason
+        self.rule = rule

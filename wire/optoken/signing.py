@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from wire.optoken.approval import STATEMENT_DOMAIN
 from wire.optoken.canonical import canonical_bytes, spec_bytes
 
 TOKEN_VERSION = 1
@@ -29,7 +30,7 @@ class Binding:
     """What an L1 token says beside: for which box, which parameters (see ``params_digest``), which approval, which order.
 
     ``expires_at``: Unix seconds, at most 300 after the issue. ``op_id`` is the same in all tokens of one approval.
-    ``fence`` grows from operation to operation.
+    ``fence`` grows from operation to operation. ``use``: which of its uses, counted from 1; above 1 only at L2.
     """
 
     audience: str
@@ -40,6 +41,7 @@ class Binding:
     kid: str = ""
     statement_digest: str | None = None
     checkpoint: str | None = None
+    use: int = 1
 
 
 def sign_l0(key: bytes, grant: Grant) -> dict[str, object]:
@@ -64,8 +66,23 @@ def sign_l1(key: bytes, grant: Grant, binding: Binding) -> dict[str, object]:
         claims["stmtDigest"] = binding.statement_digest
     if binding.checkpoint is not None:
         claims["checkpoint"] = binding.checkpoint
+    if binding.use != 1:
+        claims["use"] = binding.use
     mac = hmac.digest(key, canonical_bytes(claims), "sha256")
     return {"opToken": claims, "signature": base64.urlsafe_b64encode(mac).rstrip(b"=").decode()}
+
+
+def sign_l2(
+    key: bytes, grant: Grant, binding: Binding, *, statement: bytes, proofs: Sequence[Mapping[str, object]]
+) -> dict[str, object]:
+    """Return an L1 token with the statement that people signed and their proofs beside it. Raises NotCanonical.
+
+    ``statement``: its exact bytes; their digest goes into the signed members, whatever ``binding`` says of it.
+    """
+    digest = hashlib.sha256(STATEMENT_DOMAIN + statement).hexdigest()
+    token = sign_l1(key, grant, replace(binding, statement_digest=digest))
+    encoded = base64.urlsafe_b64encode(statement).rstrip(b"=").decode()
+    return {**token, "statement": encoded, "proofs": [dict(proof) for proof in proofs]}
 
 
 def _spec_claims(grant: Grant) -> dict[str, object]:

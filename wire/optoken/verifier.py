@@ -12,13 +12,15 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from wire.optoken.approval import Policy, Rule, Statement
 from wire.optoken.canonical import NotCanonical, canonical_bytes, params_digest, spec_bytes
 from wire.optoken.refusal import OpTokenError, Reason
+from wire.optoken.signed_token import Claim, SignedToken, decode_base64url
 from wire.optoken.signing import TOKEN_VERSION
-from wire.optoken.token import Claim, SignedToken, decode_base64url
+from wire.optoken.statement import Wanted, check_statement
 
 MIN_KEY_BYTES = 16
 MAX_AGE_S = 300
@@ -31,9 +33,9 @@ MAX_SIGNERS = 64
 _HEX_MAC = re.compile(r"[0-9a-f]{64}")
 _L1_MEMBERS = frozenset(
     {"operation", "modelId", "issuedAt", "signers", "nonce"}
-    | {"v", "kid", "aud", "exp", "opId", "stmtDigest", "paramsDigest", "fence", "checkpoint"}
+    | {"v", "kid", "aud", "exp", "opId", "use", "stmtDigest", "paramsDigest", "fence", "checkpoint"}
 )
-"""All that an L1 token may say: what a box does not know, it cannot honour."""
+"""All that a token from L1 on may say: what a box does not know, it cannot honour."""
 
 
 class Operation(StrEnum):
@@ -49,6 +51,7 @@ class Level(StrEnum):
 
     L0 = "L0"
     L1 = "L1"
+    L2 = "L2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,10 @@ class Verified:
     """A token that holds. ``op_id`` and ``fence`` are None at L0, which has neither.
 
     ``expires_at``: Unix seconds after which this token would be refused anyway, so its nonce need not be remembered longer.
-    ``max_uses``: how often the approval behind ``op_id`` may be carried out.
+    ``max_uses``: how often the approval behind ``op_id`` may be carried out; ``use``: which of them this is, from 1.
+    From ``statement`` on: what people signed, at L2 only. ``approvers`` are those whose proofs hold, while ``signers`` is
+    what the issuer says. ``daily_cap``: uses of ``op_class`` that a box allows in 24 h, 0 = no cap. ``not_after`` (Unix
+    seconds): when the approval ends.
     """
 
     level: Level
@@ -67,6 +73,17 @@ class Verified:
     fence: int | None
     expires_at: int
     max_uses: int
+    use: int = 1
+    statement: Statement | None = None
+    approvers: tuple[str, ...] = ()
+    op_class: str = ""
+    daily_cap: int = 0
+    not_after: int | None = None
+
+    @property
+    def op_key(self) -> str | None:
+        """What a ledger books once: the approval, at L2 with the number of its use; None at L0."""
+        return f"{self.op_id}.{self.use}" if self.level is Level.L2 else self.op_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,9 @@ class Verifier:
 
     ``keys``: HMAC-SHA256 keys by id, ``""`` the one that L0 tokens (which name none) are checked with. ``runner_id``: the
     audience this box answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused.
-    Raises ValueError for rules that would accept what nobody signed.
+    ``policy``: what this box has pinned; without one, an L2 box refuses every token. ``min_signers`` counts below L2 only,
+    where the issuer is believed about who signed; at L2 the policy decides. Raises ValueError for rules that would accept what
+    nobody signed.
     """
 
     level: Level
@@ -83,6 +102,7 @@ class Verifier:
     runner_id: str
     keys: Mapping[str, bytes] = field(repr=False)
     not_before: float | None = None
+    policy: Policy | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.min_signers < 1:
@@ -98,19 +118,21 @@ class Verifier:
         """Return what the token proves for a request, or raise OpTokenError with the first check that failed.
 
         ``params``: every member of the request body as it will be acted on. ``now``: Unix seconds, read once by the caller.
+        A box below L2 takes a token with statement and proofs for an L1 token and does not look at them.
         """
-        level = _read_level(token.claims)
-        if level < self.level:
+        carried = _read_level(token)
+        if carried < self.level:
             raise OpTokenError(Reason.LEVEL_TOO_LOW)
+        level = min(carried, max(self.level, Level.L1))
         kid = self._check_signature(token, level)
         expires_at = self._check_l0(token.claims, now) if level is Level.L0 else self._check_l1(token.claims, now)
         _check_purpose(token.claims, operation, model_id)
         if level is not Level.L0:
             _check_params(token.claims, params)
         signers = _read_signers(token.claims)
-        if len(signers) < self.min_signers:
+        if level is not Level.L2 and len(signers) < self.min_signers:
             raise OpTokenError(Reason.TOO_FEW_SIGNERS)
-        return Verified(
+        verified = Verified(
             level=level,
             kid=kid,
             nonce=_read_text(token.claims, "nonce", shortest=MIN_NONCE_CHARS),
@@ -119,6 +141,43 @@ class Verifier:
             fence=None if level is Level.L0 else _read_integer(token.claims, "fence", least=1),
             expires_at=expires_at,
             max_uses=1,
+            use=1 if level is Level.L0 or "use" not in token.claims else _read_integer(token.claims, "use", least=1),
+        )
+        if level is Level.L2:
+            return self._check_approval(token, verified, operation=operation, model_id=model_id, params=params, now=now)
+        if verified.use != 1:
+            raise OpTokenError(Reason.NOT_APPROVED, rule=Rule.TOO_MANY_USES.value)
+        return verified
+
+    def _check_approval(
+        self,
+        token: SignedToken,
+        verified: Verified,
+        *,
+        operation: Operation,
+        model_id: str | None,
+        params: Mapping[str, object],
+        now: float,
+    ) -> Verified:
+        """Return ``verified`` with what people signed."""
+        wanted = Wanted(
+            runner_id=self.runner_id,
+            operation=operation.value,
+            model_id=model_id,
+            params=params,
+            op_id=verified.op_id or "",
+            use=verified.use,
+            statement_digest=_read_text(token.claims, "stmtDigest"),
+        )
+        found = check_statement(token.extra, wanted, policy=self.policy, now=now)
+        return replace(
+            verified,
+            max_uses=found.statement.max_uses,
+            statement=found.statement,
+            approvers=found.approvers,
+            op_class=found.statement.op_class,
+            daily_cap=found.daily_cap,
+            not_after=found.statement.not_after,
         )
 
     def _check_signature(self, token: SignedToken, level: Level) -> str:
@@ -166,12 +225,13 @@ class Verifier:
             raise OpTokenError(Reason.BEFORE_LEDGER)
 
 
-def _read_level(claims: Mapping[str, Claim]) -> Level:
-    if "v" not in claims:
+def _read_level(token: SignedToken) -> Level:
+    """Return the level of what a token carries; nothing of it is believed yet."""
+    if "v" not in token.claims:
         return Level.L0
-    if claims["v"] != TOKEN_VERSION:
+    if token.claims["v"] != TOKEN_VERSION:
         raise OpTokenError(Reason.UNKNOWN_VERSION)
-    return Level.L1
+    return Level.L2 if "statement" in token.extra else Level.L1
 
 
 def _read_mac(text: str, level: Level) -> bytes | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.unit.wire.passkeys import Proof
+from tests.unit.wire.policies import NOW as POLICY_NOW
+from tests.unit.wire.policies import approve, make_people, make_policy, make_statement
 from wire.optoken import (
     Binding,
     Grant,
@@ -19,9 +22,11 @@ from wire.optoken import (
     read_token,
     sign_l0,
     sign_l1,
+    sign_l2,
 )
+from wire.optoken.approval import Statement
 
-NOW = 1_745_880_000
+NOW = POLICY_NOW
 KEY = b"a key of the tests, 32 bytes long"
 OTHER_KEY = b"another key of the tests, as long"
 BOX = "box-7"
@@ -35,6 +40,11 @@ PARAMS: dict[str, object] = {
 }
 FLUSH_PARAMS: dict[str, object] = {"scope": "tenant", "tenantId": "community-x", "modelId": None}
 KID = "2026-10"
+
+PEOPLE = make_people(4)
+POLICY = make_policy(PEOPLE)
+STATEMENT = make_statement(POLICY, params=PARAMS, targets=[BOX, "box-9"])
+PROOFS = approve(STATEMENT, PEOPLE[:2])
 
 Token = dict[str, Any]  # Any: tests put anything into a token.
 
@@ -74,6 +84,19 @@ def make_l1(key: bytes = KEY, grant: Grant | None = None, **changes: Any) -> Tok
     return sign_l1(key, grant or make_grant(), make_binding(**changes))
 
 
+def make_l2(
+    key: bytes = KEY,
+    grant: Grant | None = None,
+    *,
+    statement: Statement = STATEMENT,
+    proofs: Sequence[Proof] = PROOFS,
+    **changes: Any,
+) -> Token:
+    """A signed L2 token, approved by two of four people unless other ``proofs`` are given."""
+    binding = make_binding(**({"op_id": statement.op_id} | changes))
+    return sign_l2(key, grant or make_grant(), binding, statement=statement.raw, proofs=proofs)
+
+
 def sign_claims(claims: Mapping[str, Any], key: bytes = KEY) -> Token:
     """Sign any claims, by the rule of their level, with nothing of the code under test."""
     compact = "v" in claims
@@ -83,7 +106,7 @@ def sign_claims(claims: Mapping[str, Any], key: bytes = KEY) -> Token:
 
 def make_verifier(level: Level = Level.L0, **changes: Any) -> Verifier:
     """The rules of the box that the valid tokens are for."""
-    fields: dict[str, Any] = {"level": level, "min_signers": 2, "runner_id": BOX, "keys": {"": KEY, KID: KEY}}
+    fields: dict[str, Any] = {"level": level, "min_signers": 2, "runner_id": BOX, "keys": {"": KEY, KID: KEY}, "policy": POLICY}
     return Verifier(**(fields | changes))
 
 

@@ -1,9 +1,5 @@
-"""Every way in which a token can be wrong at L0 and L1, one case each. What needs memory is in test_gate.py.
-
-Left to the level with statements and proofs: HMAC with public key bytes · changed target list · body differs from statement ·
-duplicate proof · same key under two approvers · same person, two keys · requester's own proof · M-1 proofs · proof for another
-digest · WebAuthn without user verification, wrong origin, wrong RP id, cross-origin, ``webauthn.create`` · old policy version ·
-policy rollback · policy signed only by new keys · L0 and L1 tokens at an L2 box.
+"""Every way in which a token can be wrong at L0 and L1, one case each. Statements and proofs are in test_optoken_l2.py and
+test_approval_*.py, what needs memory is in test_gate.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.signed_tokens import make_l0, make_l1, verify
 from wire.optoken import MAX_TOKEN_BYTES, OpTokenError, Reason, encode_token, read_token
-from wire.optoken.token import decode_base64url
+from wire.optoken.signed_token import decode_base64url
 
 
 def refusal(value: object) -> Reason:

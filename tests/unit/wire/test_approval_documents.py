@@ -1,0 +1,377 @@
+"""What is signed has one spelling, and a policy that could lock people out or be read in two ways is none."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from typing import Any
+
+import pytest
+import rfc8785
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, rsa, x25519
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.wire.passkeys import KeyFile, SoftPasskey
+from tests.unit.wire.policies import NOW, Person, make_people, make_policy_bytes, make_statement
+from wire.optoken.approval import (
+    BREAK_GLASS,
+    MAX_DEPTH,
+    MAX_INTEGER,
+    MAX_POLICY_BYTES,
+    MAX_STATEMENT_BYTES,
+    STATEMENT_DOMAIN,
+    ApprovalError,
+    PolicyRef,
+    Rule,
+    canonical,
+    decode_bytes,
+    digest_words,
+    encode_bytes,
+    load_public_key,
+    policy_words,
+    read_canonical,
+    read_policy,
+    read_statement,
+)
+from wire.optoken.proposal import DEFAULT_CLASSES, build_statement, digest_reason
+
+PEOPLE = make_people(3)
+POLICY = read_policy(make_policy_bytes(PEOPLE))
+STATEMENT = make_statement(POLICY)
+
+TEXTS = st.text(st.characters(exclude_categories=["C", "Zl", "Zp", "Zs"]) | st.just(" "), max_size=20)
+NAMES = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=10)
+LEAVES = st.booleans() | st.integers(-MAX_INTEGER, MAX_INTEGER) | TEXTS
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=6
+)
+DOCUMENTS = st.dictionaries(NAMES, VALUES, max_size=4)
+
+
+def rule_of(read: Any, *arguments: Any, **named: Any) -> Rule:
+    with pytest.raises(ApprovalError) as caught:
+        read(*arguments, **named)
+    return caught.value.rule
+
+
+@settings(max_examples=100)
+@given(DOCUMENTS)
+def test_canonical_bytes_are_those_of_another_implementation_of_the_rfc(value: dict[str, Any]) -> None:
+    assert canonical(value) == rfc8785.dumps(value)
+    assert read_canonical(canonical(value), limit=10**6) == value
+
+
+@settings(max_examples=100)
+@given(DOCUMENTS, st.sampled_from([{"indent": 1}, {"separators": (", ", ": ")}, {"ensure_ascii": True}, {"reverse": True}]))
+def test_every_other_spelling_of_a_document_is_refused(value: dict[str, Any], style: dict[str, Any]) -> None:
+    turned = dict(sorted(value.items(), reverse=True)) if style.pop("reverse", False) else value
+    spelled = json.dumps(turned, **{"separators": (",", ":"), "ensure_ascii": False, **style}).encode()
+    if spelled == canonical(value):
+        return
+    assert rule_of(read_canonical, spelled, limit=10**6) is Rule.NOT_CANONICAL
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"", b"{", b"[]", b"7", b"null", b'{"a":1.0}', b'{"a":1e3}', b'{"a":-0}', b'{"a":NaN}', b'{"a":null}', b'{"a":01}',
+        b'{"a":1,"a":1}', b'{"b":1,"a":1}', b'{"a":1} ', b'\xef\xbb\xbf{"a":1}', b'{"a":"\xff"}', b'{"a":"\\u0061"}',
+        b'{"a":"\\ud800"}', b'{"a":"x\\ny"}', '{"a":"\u202ex"}'.encode(), '{"a":"\u200bx"}'.encode(), '{"ä":1}'.encode(),
+        b'{"a":"\x7f"}', b'{"a":9007199254740992}', b'{"a":' + b"9" * 5000 + b"}", b'{"a":' + b"[" * 9000 + b"]" * 9000 + b"}",
+        b'{"a":"' + b"x" * 20_000 + b'"}',
+    ],
+    ids=range(27),
+)  # fmt: skip
+def test_what_is_not_canonical_is_refused(raw: bytes) -> None:
+    assert rule_of(read_canonical, raw, limit=20_000) is Rule.NOT_CANONICAL
+
+
+@pytest.mark.parametrize(
+    "value", [1.0, None, float("nan"), b"x", {1: 2}, {("a",): 1}, {"ä": 1}, "\ud800", object(), {1, 2}], ids=range(10)
+)
+def test_values_that_cannot_be_signed_are_refused_at_any_depth(value: object) -> None:
+    for nested in ({"a": value}, {"a": [value]}, {"a": {"b": value}}):
+        assert rule_of(canonical, nested) is Rule.NOT_CANONICAL
+
+
+def test_nesting_is_bounded() -> None:
+    value: Any = 0
+    for _ in range(MAX_DEPTH):
+        value = [value]
+    assert canonical(value)
+    assert rule_of(canonical, [value]) is Rule.NOT_CANONICAL
+
+
+@pytest.mark.parametrize(
+    "text", ["=", "AA==", "A", "AB", "A A", "AA\n", "+/+/", "é", "QQ=", None, 7, b"QQ", ["QQ"], "A" * 200_000], ids=range(14)
+)
+def test_base64url_has_one_spelling(text: object) -> None:
+    assert rule_of(decode_bytes, text) is Rule.BAD_PROOF
+
+
+@given(st.binary(max_size=40))
+def test_bytes_come_back_from_base64url(data: bytes) -> None:
+    assert decode_bytes(encode_bytes(data)) == data
+
+
+def test_words_are_those_of_the_published_examples() -> None:
+    """The example of the proquint paper: 127.0.0.1 is lusab-babad, 63.84.220.193 is gutih-tugad."""
+    assert digest_words(bytes([127, 0, 0, 1, 63, 84, 220, 193]) + bytes(24)) == "lusab-babad-gutih-tugad-babab-babab"
+    assert len(digest_words(STATEMENT.digest).split("-")) == 6
+    assert policy_words(STATEMENT.digest.hex()).startswith(digest_words(STATEMENT.digest) + "-")
+    assert len(policy_words(STATEMENT.digest.hex()).split("-")) == 12
+
+
+# Statements
+
+
+def spelled(**members: Any) -> bytes:
+    """The bytes of the valid statement with other members; ``...`` leaves one out, ``class_`` stands for ``class``."""
+    changed = json.loads(STATEMENT.raw) | {name.rstrip("_"): value for name, value in members.items()}
+    return canonical({name: value for name, value in changed.items() if value is not ...})
+
+
+def test_a_statement_is_what_was_proposed() -> None:
+    assert read_statement(STATEMENT.raw) == STATEMENT
+    assert STATEMENT.raw == spelled()
+    assert (STATEMENT.reason_digest, STATEMENT.policy) == (digest_reason("needed"), POLICY.ref)
+    assert STATEMENT.digest.hex() == hashlib.sha256(STATEMENT_DOMAIN + STATEMENT.raw).hexdigest()
+
+
+STATEMENT_ROWS: dict[str, dict[str, Any]] = {
+    "version 2": {"v": 2},
+    "version true": {"v": True},
+    "version as text": {"v": "1"},
+    "a member more": {"note": "x"},
+    "a member less": {"reasonDigest": ...},
+    "opId empty": {"opId": ""},
+    "opId a number": {"opId": 7},
+    "opId with outer blanks": {"opId": " op-1"},
+    "opId endless": {"opId": "x" * 301},
+    "class empty": {"class_": ""},
+    "no targets": {"targets": []},
+    "targets as text": {"targets": "box-7"},
+    "one target twice": {"targets": ["box-7", "box-7"]},
+    "an empty target": {"targets": [""]},
+    "a target with outer blanks": {"targets": ["box-7 "]},
+    "a target that is a number": {"targets": [7]},
+    "a target that is a list": {"targets": [["box-7"]]},
+    "a crowd of targets": {"targets": [f"box-{number}" for number in range(65)]},
+    "params a list": {"params": []},
+    "policy as text": {"policy": "main"},
+    "policy with a member more": {"policy": {"id": "main", "version": 1, "sha256": "x", "url": "y"}},
+    "policy version 0": {"policy": {"id": "main", "version": 0, "sha256": "x"}},
+    "policy version true": {"policy": {"id": "main", "version": True, "sha256": "x"}},
+    "requestedBy empty": {"requestedBy": ""},
+    "requestedAt negative": {"requestedAt": -1},
+    "notBefore true": {"notBefore": True},
+    "notAfter as text": {"notAfter": "1"},
+    "maxUses 0": {"maxUses": 0},
+}
+
+
+@pytest.mark.parametrize("members", STATEMENT_ROWS.values(), ids=STATEMENT_ROWS)
+def test_a_statement_has_exactly_its_members(members: dict[str, Any]) -> None:
+    assert rule_of(read_statement, spelled(**members)) is Rule.BAD_STATEMENT
+
+
+def test_a_statement_has_a_bounded_size() -> None:
+    large = canonical(json.loads(STATEMENT.raw) | {"params": {"x": "y" * MAX_STATEMENT_BYTES}})
+    assert rule_of(read_statement, large) is Rule.NOT_CANONICAL
+
+
+def test_a_proposal_that_nobody_could_read_is_no_statement() -> None:
+    fields: dict[str, Any] = {
+        "op_id": "op-1", "operation": "model-load", "op_class": "model-load", "targets": ["box-7"], "requested_by": "zoe",
+        "policy_ref": PolicyRef("main", 1, "0" * 64), "reason": "any text,\nalso several lines", "requested_at": NOW,
+        "not_before": NOW, "not_after": NOW + 60, "max_uses": 1,
+    }  # fmt: skip
+    assert build_statement(**fields, params={"n": 1}).params == {"n": 1}
+    assert rule_of(build_statement, **fields, params={"n": 0.5}) is Rule.NOT_CANONICAL
+    assert rule_of(build_statement, **fields, params={"n": None}) is Rule.NOT_CANONICAL
+    assert rule_of(build_statement, **{**fields, "targets": []}, params={}) is Rule.BAD_STATEMENT
+
+
+# Policies
+
+
+def edited(people: list[Person] = PEOPLE, **members: Any) -> bytes:
+    """The bytes of the valid policy with other members; ``...`` leaves one out."""
+    classes = {name: dict(needs) for name, needs in DEFAULT_CLASSES.items() if name != BREAK_GLASS}
+    changed = json.loads(make_policy_bytes(people, classes={})) | {"classes": classes} | members
+    return canonical({name: value for name, value in changed.items() if value is not ...})
+
+
+def with_class(name: str = "model-load", people: list[Person] = PEOPLE, **members: Any) -> bytes:
+    classes = {**DEFAULT_CLASSES, name: {**DEFAULT_CLASSES.get(name, DEFAULT_CLASSES["model-load"]), **members}}
+    plain = {key: dict(value) for key, value in classes.items() if key != BREAK_GLASS or name == BREAK_GLASS}
+    return edited(people, classes=plain)
+
+
+def approver(**members: Any) -> dict[str, Any]:
+    own: dict[str, Any] = json.loads(make_policy_bytes(PEOPLE))["approvers"][0]
+    return {name: value for name, value in {**own, **members}.items() if value is not ...}
+
+
+def with_key(**members: Any) -> bytes:
+    key = {**approver()["keys"][0], **members}
+    first = approver(keys=[{name: value for name, value in key.items() if value is not ...}])
+    return edited(approvers=[first, *json.loads(make_policy_bytes(PEOPLE))["approvers"][1:]])
+
+
+def other_key(key: Any) -> str:
+    return encode_bytes(key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo))
+
+
+REST = json.loads(make_policy_bytes(PEOPLE))["approvers"][1:]
+ADA = PEOPLE[0]
+COMPRESSED = bytes.fromhex(
+    "3039301306072a8648ce3d020106082a8648ce3d030107032200"
+) + ADA.passkey.private_key.public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+
+POLICY_ROWS: dict[str, bytes] = {
+    "version 2 of the format": edited(v=2),
+    "version true of the format": edited(v=True),
+    "a member more": edited(note="x"),
+    "a member less": edited(logKeys=...),
+    "version 0": edited(version=0),
+    "a first version with a previous one": edited(previous="ab"),
+    "a second version without a previous one": edited(version=2),
+    "previous a number": edited(version=2, previous=7),
+    "issuedAt as text": edited(issuedAt="now"),
+    "expires before it was issued": edited(expiresAt=NOW - 90_000),
+    "origins as text": edited(origins="https://muster.example"),
+    "an origin twice": edited(origins=["https://a.example", "https://a.example"]),
+    "an RP id that is a number": edited(rpIds=[7]),
+    "no approvers": edited(approvers=[]),
+    "approvers as an object": edited(approvers={}),
+    "an approver that is text": edited(approvers=["ada"]),
+    "an approver twice": edited(approvers=[approver(), approver(keys=REST[0]["keys"]), REST[1]]),
+    "an approver with outer blanks": edited(approvers=[approver(id="ada "), *REST]),
+    "an approver without keys": edited(approvers=[approver(keys=[]), *REST]),
+    "an approver with many keys": edited(approvers=[approver(keys=approver()["keys"] * 3), *REST]),
+    "an approver with a member more": edited(approvers=[approver(mail="x"), *REST]),
+    "duplicate groups": edited(approvers=[approver(groups=["a", "a"]), *REST]),
+    "groups of lists": edited(approvers=[approver(groups=[["a"]]), *REST]),
+    "same key under two approvers": edited(approvers=[approver(), {**REST[0], "keys": approver()["keys"]}, REST[1]]),
+    "same key under two approvers and two ids": edited(
+        approvers=[approver(), {**REST[0], "keys": [{**approver()["keys"][0], "keyid": "other"}]}, REST[1]]
+    ),
+    "same key as passkey and key file": edited(
+        approvers=[approver(keys=[approver()["keys"][2], {**approver()["keys"][2], "keyid": "x", "type": "webauthn"}]), *REST]
+    ),
+    "two keys of one id": edited(
+        approvers=[approver(keys=[approver()["keys"][0], {**approver()["keys"][1], "keyid": ADA.passkey.keyid}]), *REST]
+    ),
+    "key type unknown": with_key(type="totp"),
+    "key type a list": with_key(type=["webauthn"]),
+    "key type left out": with_key(type=...),
+    "a P-256 key file": with_key(type="ed25519"),
+    "break glass as a number": with_key(breakGlass=1),
+    "break glass as text": with_key(breakGlass="no"),
+    "keyid empty": with_key(keyid=""),
+    "no key": with_key(publicKey=encode_bytes(b"no key")),
+    "a key in PEM": with_key(publicKey=encode_bytes(b"-----BEGIN PUBLIC KEY-----")),
+    "an RSA key": with_key(publicKey=other_key(rsa.generate_private_key(65537, 2048))),
+    "a P-384 key": with_key(publicKey=other_key(ec.generate_private_key(ec.SECP384R1()))),
+    "a secp256k1 key": with_key(publicKey=other_key(ec.generate_private_key(ec.SECP256K1()))),
+    "an X25519 key": with_key(publicKey=other_key(x25519.X25519PrivateKey.generate())),
+    "a compressed P-256 key": with_key(publicKey=encode_bytes(COMPRESSED)),
+    "a key with more behind it": with_key(publicKey=encode_bytes(ADA.passkey.public_key + b"\0")),
+    "a key of an unknown algorithm": with_key(publicKey=encode_bytes(bytes.fromhex("302a300506032b6509032100") + bytes(32))),
+    "classes a list": edited(classes=[]),
+    "a crowd of classes": edited(classes={f"c{number}": dict(DEFAULT_CLASSES["model-load"]) for number in range(65)}),
+    "a class that is text": edited(classes={"model-load": "2 of 3"}),
+    "a class with a member more": with_class(note="x"),
+    "a class without a member": edited(classes={"model-load": {"threshold": 2}}),
+    "threshold 0": with_class(threshold=0),
+    "threshold true": with_class(threshold=True),
+    "threshold as text": with_class(threshold="2"),
+    "M = N": with_class("policy-change", threshold=3),
+    "M > N": with_class("policy-change", threshold=4),
+    "a policy that fewer may change than may load": with_class(people=make_people(4), threshold=3),
+    "a policy that fewer may change than a factor asks for": with_class(
+        people=make_people(4, groups=["owners"]), factors={"owners": 3}
+    ),
+    "a policy that one may change alone": with_class("policy-change", solo=True),
+    "deny threshold 0": with_class(denyThreshold=0),
+    "no uses": with_class(maxUses=0),
+    "no time to use it": with_class(usableS=0),
+    "solo as a number": with_class(solo=1),
+    "device bound as text": with_class(deviceBound="yes"),
+    "factors a list": with_class(factors=["owners"]),
+    "a factor of nobody": with_class(factors={"owners": 1}),
+    "a factor of 0": with_class(factors={"owners": 0}),
+    "a factor of true": with_class(factors={"owners": True}),
+    "a factor without end": with_class(factors={"owners": MAX_INTEGER}),
+    "more key files than people": with_class(fileProofs=3),
+    "operations as text": with_class(operations="model-load"),
+    "proposers of lists": with_class(proposers=[["ada"]]),
+    "break-glass without a key for it": with_class(BREAK_GLASS, threshold=1, dailyCap=2),
+    "break-glass without a cap": with_class(BREAK_GLASS, make_people(3, break_glass=True), threshold=1, dailyCap=0),
+    "break-glass that one lost key ends": with_class(
+        BREAK_GLASS, [*make_people(1, break_glass=True), *make_people(4)[1:]], threshold=1, dailyCap=2
+    ),
+}
+
+
+@pytest.mark.parametrize("raw", POLICY_ROWS.values(), ids=POLICY_ROWS)
+def test_a_policy_that_could_mislead_or_lock_out_is_refused(raw: bytes) -> None:
+    assert rule_of(read_policy, raw) in {Rule.BAD_POLICY, Rule.BAD_PROOF}
+
+
+def test_the_rows_above_differ_from_a_policy_that_is_read() -> None:
+    for raw in (edited(), with_class(), with_key(), with_class(threshold=2, solo=True), with_class(fileProofs=2)):
+        assert read_policy(raw).ref.version == 1
+    with_factors = edited(
+        make_people(3, groups=["owners"]), classes={"x": {**DEFAULT_CLASSES["unfreeze"], "factors": {"owners": 2}}}
+    )
+    assert read_policy(with_factors).classes["x"].required == 2
+
+
+def test_people_in_two_groups_cannot_fill_both_for_one_another() -> None:
+    both = [*make_people(2, groups=["a", "b"]), *make_people(3)[2:]]
+    classes = {"x": {**DEFAULT_CLASSES["unfreeze"], "threshold": 1, "factors": {"a": 1, "b": 1}}}
+    assert rule_of(read_policy, edited(both, classes=classes)) is Rule.BAD_POLICY
+
+
+def test_more_proofs_than_a_token_may_carry_are_never_required() -> None:
+    crowd = [Person(f"p{number}") for number in range(18)]
+    assert rule_of(make_policy_bytes, crowd, classes={"x": {"operations": ["x"], "threshold": 17}}) is Rule.BAD_POLICY
+    assert make_policy_bytes(crowd, classes={"x": {"operations": ["x"], "threshold": 16}})
+
+
+def test_a_policy_has_a_bounded_size() -> None:
+    assert rule_of(read_policy, edited(origins=["x" * 300 + str(number) for number in range(300)])) is Rule.NOT_CANONICAL
+    assert MAX_POLICY_BYTES == 65_536
+
+
+def test_the_classes_of_a_new_policy_are_those_of_the_manual() -> None:
+    policy = read_policy(make_policy_bytes(make_people(3, break_glass=True)))
+    assert {name: found.threshold for name, found in policy.classes.items()} == {
+        "model-load": 2, "model-unload": 2, "cache-flush": 2, "node-drain": 1, "node-evict": 2, "limit-raise": 2,
+        "admin-token-mint": 2, "policy-change": 2, "unfreeze": 2, "break-glass-review": 2, "standing": 2, "break-glass": 1,
+    }  # fmt: skip
+    assert policy.classes["break-glass"].daily_cap == 2
+    assert (policy.classes["standing"].max_uses, policy.classes["standing"].usable_s) == (20, 7 * 86_400)
+    assert BREAK_GLASS not in POLICY.classes
+
+
+def test_a_key_has_one_encoding() -> None:
+    for key in (SoftPasskey(), KeyFile()):
+        assert load_public_key(key.public_key) is not None
+    assert rule_of(load_public_key, COMPRESSED) is Rule.BAD_POLICY
+    assert rule_of(load_public_key, b"") is Rule.BAD_POLICY
+    weak = dsa.generate_private_key(1024).public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    assert rule_of(load_public_key, weak) is Rule.BAD_POLICY
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(sorted(json.loads(POLICY.raw))), VALUES)
+def test_anything_at_all_in_place_of_a_member_is_refused_and_never_breaks_the_reader(name: str, odd: Any) -> None:
+    for raw in (edited(**{name: odd}), with_key(publicKey=odd), with_class(factors=odd), edited(approvers=[odd])):
+        with contextlib.suppress(ApprovalError):
+            assert read_policy(raw).raw == raw

@@ -1,0 +1,394 @@
+"""Who counts as an approver: every proof that is almost right, and how people fill the factors of a class."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA256
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.wire.passkeys import (
+    BACKED_UP,
+    BACKUP_ELIGIBLE,
+    USER_PRESENT,
+    USER_VERIFIED,
+    KeyFile,
+    Proof,
+    SoftPasskey,
+)
+from tests.unit.wire.policies import (
+    Person,
+    approve,
+    edit_statement,
+    make_people,
+    make_policy,
+    make_statement,
+    renamed,
+)
+from wire.optoken.approval import (
+    MAX_PROOFS,
+    ApprovalError,
+    Policy,
+    Rule,
+    Statement,
+    Verdict,
+    check_proof,
+    decode_bytes,
+    encode_bytes,
+    judge,
+    require_met,
+)
+from wire.optoken.proposal import DEFAULT_CLASSES
+
+PEOPLE = make_people(4, break_glass=True)
+ADA, BOB, CLEO, DAN = PEOPLE
+POLICY = make_policy(PEOPLE)
+STATEMENT = make_statement(POLICY)
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+
+
+def rule_of(proofs: Any, statement: Statement = STATEMENT, policy: Policy = POLICY) -> Rule:
+    with pytest.raises(ApprovalError) as caught:
+        require_met(statement, proofs, policy)
+    return caught.value.rule
+
+
+def with_class(people: list[Person], **members: Any) -> tuple[Policy, Statement]:
+    """A policy whose class for loads differs, and a statement under it."""
+    policy = make_policy(people, classes={"model-load": {**DEFAULT_CLASSES["model-load"], **members}})
+    return policy, make_statement(policy)
+
+
+def ada_with(**changes: Any) -> list[Proof]:
+    """Ada's proof by a passkey or browser that misbehaves, with Bob's good one."""
+    return [ADA.approve(STATEMENT, key=ADA.passkey.misbehaving(**changes)), BOB.approve(STATEMENT)]
+
+
+def edited(**members: Any) -> list[Proof]:
+    """Ada's good proof with other members (``...`` leaves one out), and Bob's good one."""
+    proof = {**ADA.approve(STATEMENT), **members}
+    return [{name: value for name, value in proof.items() if value is not ...}, BOB.approve(STATEMENT)]
+
+
+def test_two_people_approve_with_passkeys_key_files_or_both() -> None:
+    by_passkeys = approve(STATEMENT, [ADA, BOB])
+    by_files = [person.approve(STATEMENT, key=person.key_file) for person in (ADA, BOB)]
+    for proofs in (by_passkeys, by_files, [by_passkeys[0], by_files[1]], by_passkeys[::-1]):
+        assert sorted(require_met(STATEMENT, proofs, POLICY).approved_by) == ["ada", "bob"]
+
+
+def test_a_passkey_may_be_an_ed25519_key() -> None:
+    eve = replace(PEOPLE[0], name="eve", passkey=SoftPasskey(Ed25519PrivateKey.generate()))
+    policy = make_policy([eve, BOB, CLEO])
+    statement = make_statement(policy)
+    assert require_met(statement, approve(statement, [eve, BOB]), policy).is_met
+
+
+PROOF_ROWS: dict[str, tuple[list[Any], Rule]] = {
+    "duplicate proof": (approve(STATEMENT, [ADA, ADA]), Rule.DUPLICATE_PROOF),
+    "same person, two keys": (
+        [ADA.approve(STATEMENT), ADA.approve(STATEMENT, key=ADA.second)],
+        Rule.DUPLICATE_PROOF,
+    ),
+    "same person, passkey and key file": (
+        [ADA.approve(STATEMENT), ADA.approve(STATEMENT, key=ADA.key_file)],
+        Rule.DUPLICATE_PROOF,
+    ),
+    "M-1 proofs": (approve(STATEMENT, [ADA]), Rule.TOO_FEW_APPROVERS),
+    "no proof": ([], Rule.TOO_FEW_APPROVERS),
+    "same key under another approver": (
+        [ADA.approve(STATEMENT), renamed(ADA, "bob").approve(STATEMENT)],
+        Rule.UNKNOWN_KEY,
+    ),
+    "an approver nobody named": ([renamed(ADA, "eve").approve(STATEMENT)], Rule.UNKNOWN_KEY),
+    "a key nobody named": ([ADA.approve(STATEMENT, key=SoftPasskey())], Rule.UNKNOWN_KEY),
+    "proof for another statement": (
+        [ADA.approve(edit_statement(STATEMENT, opId="op-2")), BOB.approve(STATEMENT)],
+        Rule.WRONG_CHALLENGE,
+    ),
+    "key file proof for another statement": (
+        [ADA.approve(edit_statement(STATEMENT, opId="op-2"), key=ADA.key_file), BOB.approve(STATEMENT)],
+        Rule.BAD_SIGNATURE,
+    ),
+    "without user verification": (ada_with(flags=USER_PRESENT), Rule.NOT_VERIFIED_BY_USER),
+    "without user presence": (ada_with(flags=USER_VERIFIED), Rule.NOT_VERIFIED_BY_USER),
+    "wrong origin": (ada_with(origin="https://muster.example.evil.example"), Rule.WRONG_ORIGIN),
+    "origin without TLS": (ada_with(origin="http://muster.example"), Rule.WRONG_ORIGIN),
+    "origin with a port": (ada_with(origin="https://muster.example:8443"), Rule.WRONG_ORIGIN),
+    "origin a list": (ada_with(client_changes={"origin": ["https://muster.example"]}), Rule.WRONG_ORIGIN),
+    "origin an object": (ada_with(client_changes={"origin": {}}), Rule.WRONG_ORIGIN),
+    "origin null": (ada_with(client_changes={"origin": None}), Rule.WRONG_ORIGIN),
+    "origin left out": (ada_with(client_changes={"origin": ...}), Rule.WRONG_ORIGIN),
+    "wrong RP id": (ada_with(rp_id="evil.example"), Rule.WRONG_ORIGIN),
+    "cross-origin": (ada_with(client_changes={"crossOrigin": True}), Rule.WRONG_ORIGIN),
+    "cross-origin as text": (ada_with(client_changes={"crossOrigin": "true"}), Rule.WRONG_ORIGIN),
+    "cross-origin a list": (ada_with(client_changes={"crossOrigin": []}), Rule.WRONG_ORIGIN),
+    "cross-origin zero": (ada_with(client_changes={"crossOrigin": 0}), Rule.WRONG_ORIGIN),
+    "a top origin": (ada_with(client_changes={"topOrigin": "https://muster.example"}), Rule.WRONG_ORIGIN),
+    "webauthn.create": (ada_with(client_type="webauthn.create"), Rule.BAD_PROOF),
+    "type a list": (ada_with(client_changes={"type": ["webauthn.get"]}), Rule.BAD_PROOF),
+    "challenge padded": (
+        ada_with(client_changes={"challenge": encode_bytes(STATEMENT.digest) + "="}),
+        Rule.WRONG_CHALLENGE,
+    ),
+    "challenge in hex": (ada_with(client_changes={"challenge": STATEMENT.digest.hex()}), Rule.WRONG_CHALLENGE),
+    "challenge a list": (ada_with(client_changes={"challenge": [encode_bytes(STATEMENT.digest)]}), Rule.WRONG_CHALLENGE),
+    "challenge left out": (ada_with(client_changes={"challenge": ...}), Rule.WRONG_CHALLENGE),
+    "challenge without the domain": (
+        ada_with(client_changes={"challenge": encode_bytes(hashlib.sha256(STATEMENT.raw).digest())}),
+        Rule.WRONG_CHALLENGE,
+    ),
+    "signed by another key": (
+        [
+            {**SoftPasskey().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.passkey.keyid},
+            BOB.approve(STATEMENT),
+        ],
+        Rule.BAD_SIGNATURE,
+    ),
+    "HMAC with public key bytes": (
+        edited(
+            type="ed25519",
+            keyid=ADA.key_file.keyid,
+            clientDataJSON=...,
+            authenticatorData=...,
+            signature=encode_bytes(hmac.digest(ADA.key_file.public_key, STATEMENT.digest, "sha512")),
+        ),
+        Rule.BAD_SIGNATURE,
+    ),
+    "flags edited after signing": (
+        edited(authenticatorData=encode_bytes(decode_bytes(ADA.approve(STATEMENT)["authenticatorData"]) + b"\0")),
+        Rule.BAD_SIGNATURE,
+    ),
+    "authenticator data cut short": (
+        edited(authenticatorData=encode_bytes(decode_bytes(ADA.approve(STATEMENT)["authenticatorData"])[:36])),
+        Rule.WRONG_ORIGIN,
+    ),
+    "no authenticator data": (edited(authenticatorData=""), Rule.WRONG_ORIGIN),
+    "client data no JSON": (edited(clientDataJSON=encode_bytes(b"{")), Rule.BAD_PROOF),
+    "client data no UTF-8": (edited(clientDataJSON=encode_bytes(b"\xff\xfe")), Rule.BAD_PROOF),
+    "client data a list": (edited(clientDataJSON=encode_bytes(b"[]")), Rule.BAD_PROOF),
+    "client data with a name twice": (
+        edited(clientDataJSON=encode_bytes(b'{"type":"webauthn.create","type":"webauthn.get"}')),
+        Rule.BAD_PROOF,
+    ),
+    "client data nested without end": (edited(clientDataJSON=encode_bytes(b"[" * 60_000)), Rule.BAD_PROOF),
+    "client data without end": (edited(clientDataJSON="A" * 1_000_000), Rule.BAD_PROOF),
+    "passkey shown as a key file": (
+        edited(type="ed25519", clientDataJSON=..., authenticatorData=...),
+        Rule.UNKNOWN_KEY,
+    ),
+    "type unknown": (edited(type="totp"), Rule.UNKNOWN_KEY),
+    "type of the proof a list": (edited(type=["webauthn"]), Rule.UNKNOWN_KEY),
+    "keyid a number": (edited(keyid=7), Rule.UNKNOWN_KEY),
+    "keyid a list": (edited(keyid=[ADA.passkey.keyid]), Rule.UNKNOWN_KEY),
+    "keyid left out": (edited(keyid=...), Rule.UNKNOWN_KEY),
+    "approver a list": (edited(approver=["ada"]), Rule.UNKNOWN_KEY),
+    "approver in capitals": (edited(approver="Ada"), Rule.UNKNOWN_KEY),
+    "one member more": (edited(comment="fine by me"), Rule.BAD_PROOF),
+    "one member less": (edited(signature=...), Rule.BAD_PROOF),
+    "signature null": (edited(signature=None), Rule.BAD_PROOF),
+    "signature a list": (edited(signature=[]), Rule.BAD_PROOF),
+    "signature empty": (edited(signature=""), Rule.BAD_SIGNATURE),
+    "signature padded": (edited(signature=ADA.approve(STATEMENT)["signature"] + "="), Rule.BAD_PROOF),
+    "signature in plain base64": (edited(signature="+/+/"), Rule.BAD_PROOF),
+    "a proof that is text": (["proof"], Rule.UNKNOWN_KEY),
+    "a proof that is null": ([None], Rule.UNKNOWN_KEY),
+    "a break-glass key for routine work": (
+        [ADA.approve(STATEMENT, key=ADA.break_glass), BOB.approve(STATEMENT)],
+        Rule.WRONG_KEY_CLASS,
+    ),
+    "a crowd of proofs": (approve(STATEMENT, [ADA]) * (MAX_PROOFS + 1), Rule.BAD_PROOF),
+}
+
+
+@pytest.mark.parametrize(("proofs", "rule"), PROOF_ROWS.values(), ids=PROOF_ROWS)
+def test_a_proof_that_is_almost_right_is_refused(proofs: list[Any], rule: Rule) -> None:
+    assert rule_of(proofs) is rule
+
+
+@pytest.mark.parametrize("proofs", [None, {}, "ab", 7, {"ada": 1}], ids=repr)
+def test_proofs_are_a_list(proofs: Any) -> None:
+    assert rule_of(proofs) is Rule.BAD_PROOF
+
+
+def test_one_bad_proof_spoils_the_good_ones_beside_it() -> None:
+    good = approve(STATEMENT, [ADA, BOB, CLEO])
+    assert rule_of([*good, {**DAN.approve(STATEMENT), "signature": good[0]["signature"]}]) is Rule.BAD_SIGNATURE
+
+
+def test_browsers_that_do_not_speak_of_frames_are_believed() -> None:
+    assert judge(STATEMENT, ada_with(client_changes={"crossOrigin": ..., "extra": {"any": [1.5]}}), POLICY).is_met
+
+
+def test_a_second_spelling_of_a_signature_is_still_one_vote() -> None:
+    """ECDSA allows (r, n - s) beside (r, s): harmless as long as people are counted, not signatures."""
+    proof = ADA.approve(STATEMENT)
+    r, s = decode_dss_signature(decode_bytes(proof["signature"]))
+    twin = {**proof, "signature": encode_bytes(encode_dss_signature(r, P256_ORDER - s))}
+    assert check_proof(twin, STATEMENT, POLICY).approver == "ada"
+    assert rule_of([proof, twin]) is Rule.DUPLICATE_PROOF
+
+
+def test_a_passkey_signature_over_the_bare_digest_is_no_assertion() -> None:
+    bare = ADA.passkey.private_key.sign(STATEMENT.digest, ECDSA(SHA256()))  # type: ignore[call-arg]  # a P-256 key here
+    assert rule_of(edited(signature=encode_bytes(bare))) is Rule.BAD_SIGNATURE
+
+
+def test_the_requester_never_counts() -> None:
+    own = make_statement(POLICY, requested_by="ada")
+    assert rule_of(approve(own, [ADA, BOB]), own) is Rule.REQUESTER_APPROVES
+    assert rule_of(approve(own, [ADA, BOB, CLEO]), own) is Rule.REQUESTER_APPROVES
+    assert require_met(own, approve(own, [BOB, CLEO]), POLICY).is_met
+
+
+def test_the_requester_counts_in_a_solo_class() -> None:
+    classes = {"model-load": {**DEFAULT_CLASSES["model-load"], "threshold": 1, "solo": True}}
+    policy = make_policy([ADA], classes=classes)
+    own = make_statement(policy, requested_by="ada")
+    assert require_met(own, approve(own, [ADA]), policy).approved_by == ("ada",)
+
+
+def test_a_break_glass_key_opens_break_glass_and_nothing_else_does() -> None:
+    statement = make_statement(POLICY, op_class="break-glass")
+    assert require_met(statement, [ADA.approve(statement, key=ADA.break_glass)], POLICY).is_met
+    assert rule_of(approve(statement, [ADA, BOB, CLEO]), statement) is Rule.WRONG_KEY_CLASS
+    own = make_statement(POLICY, op_class="break-glass", requested_by="ada")
+    assert rule_of([ADA.approve(own, key=ADA.break_glass)], own) is Rule.REQUESTER_APPROVES
+
+
+CLASS_ROWS: dict[str, tuple[dict[str, Any], Rule]] = {
+    "a class the policy has not": ({"op_class": "anything"}, Rule.UNKNOWN_CLASS),
+    "a laxer class of other operations": ({"op_class": "node-drain"}, Rule.UNKNOWN_CLASS),
+    "more uses than the class allows": ({"max_uses": 2}, Rule.TOO_MANY_USES),
+    "more uses than standing allows": ({"op_class": "standing", "max_uses": 21}, Rule.TOO_MANY_USES),
+    "a window too long": ({"not_after": STATEMENT.not_before + 8 * 3600 + 1}, Rule.WINDOW_TOO_LONG),
+    "a window that never opens": ({"not_after": STATEMENT.not_before}, Rule.WINDOW_TOO_LONG),
+    "a window that ends before it begins": ({"not_after": STATEMENT.not_before - 1}, Rule.WINDOW_TOO_LONG),
+}
+
+
+@pytest.mark.parametrize(("changes", "rule"), CLASS_ROWS.values(), ids=CLASS_ROWS)
+def test_a_statement_keeps_to_its_class(changes: dict[str, Any], rule: Rule) -> None:
+    statement = make_statement(POLICY, **changes)
+    assert rule_of(approve(statement, PEOPLE), statement) is rule
+
+
+@pytest.mark.parametrize("flags", [BACKUP_ELIGIBLE, BACKUP_ELIGIBLE | BACKED_UP, BACKED_UP])
+def test_a_class_can_refuse_passkeys_that_can_be_copied(flags: int) -> None:
+    policy, statement = with_class(PEOPLE, deviceBound=True)
+    synced = ADA.passkey.misbehaving(flags=USER_PRESENT | USER_VERIFIED | flags)
+    assert rule_of([ADA.approve(statement, key=synced)], statement, policy) is Rule.NOT_DEVICE_BOUND
+    assert rule_of([ADA.approve(statement, key=ADA.key_file)], statement, policy) is Rule.NOT_DEVICE_BOUND
+    assert require_met(statement, approve(statement, [ADA, BOB]), policy).is_met
+    assert judge(STATEMENT, ada_with(flags=USER_PRESENT | USER_VERIFIED | flags), POLICY).is_met
+
+
+def test_a_class_can_ask_for_a_proof_from_a_key_file() -> None:
+    policy, statement = with_class(PEOPLE, fileProofs=1, deviceBound=True)
+    verdict = judge(statement, approve(statement, [ADA, BOB]), policy)
+    assert (verdict.missing, verdict.missing_file_proofs, verdict.is_met) == (0, 1, False)
+    assert rule_of(approve(statement, [ADA, BOB]), statement, policy) is Rule.TOO_FEW_APPROVERS
+    mixed = [ADA.approve(statement), BOB.approve(statement, key=BOB.key_file)]
+    assert require_met(statement, mixed, policy).is_met
+
+
+def test_a_verdict_counts_people_before_it_is_met() -> None:
+    verdict = judge(STATEMENT, approve(STATEMENT, [ADA]), POLICY)
+    assert (verdict.required, verdict.missing, verdict.approved_by, verdict.is_met) == (2, 1, ("ada",), False)
+    assert judge(STATEMENT, [], POLICY) == Verdict(2, (), {}, 0)
+
+
+def test_groups_must_all_be_there() -> None:
+    owners, operators = make_people(3, groups=["owners"]), [replace(p, groups=("operators",)) for p in make_people(6)[3:]]
+    policy, statement = with_class([*owners, *operators], factors={"owners": 1, "operators": 1})
+    assert require_met(statement, approve(statement, [owners[0], operators[0]]), policy).is_met
+    assert rule_of(approve(statement, owners), statement, policy) is Rule.MISSING_FACTOR
+    assert judge(statement, approve(statement, owners), policy).missing_factors == {"operators": 1}
+
+
+def test_one_person_fills_one_factor() -> None:
+    people = make_people(3, groups=["owners", "operators"])
+    policy, statement = with_class(people, threshold=1, factors={"owners": 1, "operators": 1})
+    assert rule_of(approve(statement, people[:1]), statement, policy) is Rule.TOO_FEW_APPROVERS
+    assert require_met(statement, approve(statement, people[:2]), policy).is_met
+
+
+def by_brute_force(people: list[frozenset[str]], factors: Mapping[str, int]) -> bool:
+    """Whether some order of people fills all slots."""
+    slots = [group for group, count in factors.items() for _ in range(count)]
+    return any(
+        all(group in its for group, its in zip(slots, chosen, strict=True))
+        for chosen in itertools.permutations(people, len(slots))
+    )
+
+
+GROUPS = ("a", "b", "c")
+EVERYBODY = [replace(person, groups=GROUPS) for person in make_people(10)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.frozensets(st.sampled_from(GROUPS)), min_size=1, max_size=5),
+    st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 2), min_size=1),
+)
+def test_factors_are_filled_whenever_some_assignment_fills_them(
+    its_groups: list[frozenset[str]], factors: dict[str, int]
+) -> None:
+    some = [replace(person, groups=tuple(sorted(its))) for person, its in zip(EVERYBODY, its_groups, strict=False)]
+    policy, statement = with_class([*some, *EVERYBODY[len(some) :]], threshold=1, factors=factors)
+    verdict = judge(statement, [person.approve(statement, key=person.key_file) for person in some], policy)
+    assert (not verdict.missing_factors) is by_brute_force(its_groups, factors)
+    missing = sum(verdict.missing_factors.values())
+    assert 0 <= missing <= sum(factors.values())
+    # What is said to be missing is enough: that many more people, each in every group, complete it.
+    assert by_brute_force([*its_groups, *[frozenset(GROUPS)] * missing], factors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.frozensets(st.sampled_from(GROUPS)), min_size=3, max_size=5),
+    st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 2), min_size=1),
+)
+def test_a_policy_is_good_exactly_when_any_one_person_may_lose_the_keys(
+    its_groups: list[frozenset[str]], factors: dict[str, int]
+) -> None:
+    people = [replace(person, groups=tuple(sorted(its))) for person, its in zip(EVERYBODY, its_groups, strict=False)]
+    survives = all(by_brute_force([*its_groups[:lost], *its_groups[lost + 1 :]], factors) for lost in range(len(people)))
+    if survives:
+        with_class(people, threshold=1, factors=factors)
+    else:
+        with pytest.raises(ApprovalError, match=r"needs .* and finds"):
+            with_class(people, threshold=1, factors=factors)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+                    max_leaves=6))  # fmt: skip
+def test_anything_at_all_in_place_of_a_member_is_refused_and_never_breaks_the_verifier(odd: Any) -> None:
+    for name in ("type", "approver", "keyid", "clientDataJSON", "authenticatorData", "signature"):
+        with pytest.raises(ApprovalError):
+            judge(STATEMENT, [{**ADA.approve(STATEMENT, key=ADA.passkey), name: odd}], POLICY)
+    with pytest.raises(ApprovalError):
+        require_met(STATEMENT, odd, POLICY)
+    with pytest.raises(ApprovalError):
+        judge(STATEMENT, [odd], POLICY)
+    client = json.dumps({"type": "webauthn.get", "challenge": encode_bytes(STATEMENT.digest), "origin": repr(odd)})
+    with pytest.raises(ApprovalError):
+        judge(STATEMENT, [{**ADA.approve(STATEMENT), "clientDataJSON": encode_bytes(client.encode())}], POLICY)
+
+
+def test_a_key_file_is_the_one_that_the_policy_names() -> None:
+    proof = {**KeyFile().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.key_file.keyid}
+    assert rule_of([proof, BOB.approve(STATEMENT)]) is Rule.BAD_SIGNATURE

@@ -1,0 +1,193 @@
+"""Tree, signatures and notes of the audit log, against published vectors and against other implementations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from wire.auditlog import (
+    AuditLogError,
+    Checkpoint,
+    Frontier,
+    LogKey,
+    consistency_proof,
+    inclusion_proof,
+    leaf_hash,
+    open_note,
+    root,
+    to_bytes,
+    verify_consistency,
+    verify_inclusion,
+    verify_signature,
+)
+
+LEAVES = [
+    leaf_hash(bytes.fromhex(text))
+    for text in ("", "00", "10", "2021", "3031", "40414243", "5051525354555657", "606162636465666768696a6b6c6d6e6f")
+]
+"""The test data of the Certificate Transparency implementations (RFC 6962)."""
+ROOTS = [
+    "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    "6e340b9cffb37a989ca544e6bb780a2c78901d3fb33738768511a30617afa01d",
+    "fac54203e7cc696cf0dfcb42c92a1d9dbaf70ad9e621f4bd8d98662f00e3c125",
+    "aeb6bcfe274b70a14fb067a5e5578264db0fa9b51af5e0ba159158f329e06e77",
+    "d37ee418976dd95753c1c73862b9398fa2a2cf9b4ff0fdfe8b30cd95209614b7",
+    "4e3bbb1f7b478dcfe71fb631631519a3bca12c9aefca1612bfce4c13a86264d4",
+    "76e67dadbcdf1e10e1b74ddc608abd2f98dfb16fbce75277b5232a127f2087ef",
+    "ddb89be403809e325750d3d263cd78929c2942b7942a34b77e122c9594a74c8c",
+    "5dc9da79a70659a9ad559cb701ded9a2ab9d823aad2f4960cfe370eff4604328",
+]
+A, B, C = (
+    "96a296d224f285c67bee93c30f8a309157f0daa35dc5b87e410b78630a09cfc7",
+    "5f083f0a1a33ca076a95279832580db3e0ef4584bdff1f54c8a360f50de3031e",
+    "6b47aaf29ee3c2af9af889bc1fb9254dabd31177f16232dd6aab035ca39bf6e4",
+)
+D, E, F = (
+    "bc1a0643b12e4d2d7c77918f44e0f4f79a838b6cf9ec5b5c283e1f4d88599e6b",
+    "ca854ea128ed050b41b35ffc1b87b8eb2bde461e9e3b5596ece6b9d5975a0ae0",
+    "0ebc5d3437fbe2db158b9f126a1d118e308181031d0a949f8dededebc558ef6a",
+)
+INCLUSION = {(0, 1): [], (0, 8): [A, B, C], (5, 8): [D, E, ROOTS[4]], (2, 3): [ROOTS[2]], (1, 5): [ROOTS[1], B, D]}
+CONSISTENCY = {(1, 1): [], (1, 8): [A, B, C], (6, 8): [F, E, ROOTS[4]], (2, 5): [B, D]}
+
+
+def subtree(lo: int, hi: int) -> bytes:
+    return root(LEAVES[lo:hi])
+
+
+@pytest.mark.parametrize("size", range(9))
+def test_the_root_is_that_of_the_published_tree(size: int) -> None:
+    assert root(LEAVES[:size]).hex() == ROOTS[size]
+
+
+@pytest.mark.parametrize(("index", "size"), INCLUSION)
+def test_an_inclusion_proof_is_the_published_one(index: int, size: int) -> None:
+    assert [node.hex() for node in inclusion_proof(index, size, subtree)] == INCLUSION[index, size]
+
+
+@pytest.mark.parametrize(("old", "size"), CONSISTENCY)
+def test_a_consistency_proof_is_the_published_one(old: int, size: int) -> None:
+    assert [node.hex() for node in consistency_proof(old, size, subtree)] == CONSISTENCY[old, size]
+
+
+def test_every_proof_of_every_small_tree_holds_and_no_changed_one_does() -> None:
+    chance = random.Random(1)
+    leaves = [leaf_hash(bytes([number])) for number in range(40)]
+
+    def part(lo: int, hi: int) -> bytes:
+        return root(leaves[lo:hi])
+
+    for size in range(1, 41):
+        now = part(0, size)
+        for index in range(size):
+            path = inclusion_proof(index, size, part)
+            leaf = leaves[index]
+            assert verify_inclusion(leaf=leaf, index=index, size=size, proof=path, expected=now)
+            assert not verify_inclusion(leaf=leaf, index=index, size=size, proof=[*path, now], expected=now)
+            assert not verify_inclusion(leaf=leaf_hash(leaf), index=index, size=size, proof=path, expected=now)
+            assert not path or not verify_inclusion(leaf=leaf, index=index, size=size, proof=path[:-1], expected=now)
+            assert not verify_inclusion(leaf=leaf, index=size, size=size, proof=path, expected=now)
+        for old in range(size + 1):
+            was, path = part(0, old), consistency_proof(old, size, part)
+            assert verify_consistency(old=old, size=size, old_root=was, new_root=now, proof=path)
+            assert not verify_consistency(old=old, size=size, old_root=was, new_root=now, proof=[*path, now])
+            if 0 < old < size:
+                place = chance.randrange(len(path))
+                bent = [*path[:place], leaf_hash(path[place]), *path[place + 1 :]]
+                assert not verify_consistency(old=old, size=size, old_root=was, new_root=now, proof=bent)
+                assert not verify_consistency(old=old, size=size, old_root=leaf_hash(was), new_root=now, proof=path)
+
+
+def test_a_frontier_names_the_leaves_that_its_subtrees_cover() -> None:
+    frontier = Frontier()
+    for leaf in LEAVES[:7]:
+        frontier.append(leaf)
+    assert frontier.ranges() == [(0, 4), (4, 6), (6, 7)]
+    assert frontier.nodes == [subtree(lo, hi) for lo, hi in frontier.ranges()]
+
+
+VECTORS = [
+    (
+        "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a",
+        "",
+        "e5564300c360ac729086e2cc806e828a84877f1eb8e5d974d873e065224901555fb8821590a33bacc61e39701cf9b46bd25bf5f0595bbe24655141438e7a100b",
+    ),
+    (
+        "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
+        "72",
+        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00",
+    ),
+    (
+        "fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025",
+        "af82",
+        "6291d657deec24024827e69c3abe01a30ce548a284743a445e3680d7db5ac3ac18ff9b538d16f290ae67f760984dc6594a7c15e9716ed28dc027beceea1ec40a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "message", "signature"), VECTORS, ids=["empty", "one byte", "two bytes"])
+def test_signatures_of_rfc_8032_hold_and_no_changed_one_does(key: str, message: str, signature: str) -> None:
+    public, text, signed = (bytes.fromhex(part) for part in (key, message, signature))
+    assert verify_signature(public, text, signed)
+    assert not verify_signature(public, text + b"x", signed)
+    for place in range(0, 64, 7):
+        bent = bytes([*signed[:place], signed[place] ^ 1, *signed[place + 1 :]])
+        assert not verify_signature(public, text, bent)
+
+
+def test_what_the_library_signs_holds_and_hostile_encodings_do_not() -> None:
+    for number in range(8):
+        key = Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32)
+        public, message = key.public_key().public_bytes_raw(), bytes(number)
+        signature = key.sign(message)
+        assert verify_signature(public, message, signature)
+        assert verify_signature(
+            key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo), message, signature
+        )
+        order = 2**252 + 27742317777372353535851937790883648493
+        too_large = signature[:32] + (int.from_bytes(signature[32:], "little") + order).to_bytes(32, "little")
+        assert not verify_signature(public, message, too_large)
+        assert not verify_signature(public[:31], message, signature)
+        assert not verify_signature(public, message, signature[:63])
+        assert not verify_signature(b"\xff" * 32, message, signature)
+
+
+def test_a_verifier_key_is_read_as_other_tools_write_it() -> None:
+    # The example of golang.org/x/mod/sumdb/note.
+    text = "PeterNeumann+c74f20a3+ARpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TW"
+    key = LogKey.parse(text)
+    said = b"If you think cryptography is the answer to your problem,\nthen you don't know what your problem is.\n"
+    raw = to_bytes("x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=")
+
+    assert str(key) == text
+    assert raw[:4] == key.keyid
+    assert verify_signature(key.public, said, raw[4:])
+    for wrong in (text.replace("c74f", "c74e"), text.replace("Peter", "Paul"), "PeterNeumann", "", text[:-4]):
+        with pytest.raises(AuditLogError):
+            LogKey.parse(wrong)
+
+
+def test_a_checkpoint_opens_with_the_key_that_signed_it_alone() -> None:
+    signer = Ed25519PrivateKey.from_private_bytes(bytes(32))
+    key = LogKey("example.org/log", signer.public_key().public_bytes_raw())
+    checkpoint = Checkpoint("example.org/log", 7, bytes(32))
+    note = checkpoint.note(key, signer.sign(checkpoint.text().encode()))
+
+    assert note.startswith(f"example.org/log\n7\n{'A' * 43}=\n\n\u2014 example.org/log ")
+    assert open_note(note, [key]) == checkpoint
+    assert open_note(note + "\u2014 witness.example 3q2+7wAA\n", [key]) == checkpoint
+    stranger = LogKey(key.name, Ed25519PrivateKey.from_private_bytes(b"\x01" * 32).public_key().public_bytes_raw())
+    for wrong, keys in (
+        (note, []),
+        (note, [stranger]),
+        (note.replace("\n7\n", "\n8\n"), [key]),
+        (note.replace("\n7\n", "\n-7\n"), [key]),
+        (note.replace("\n\n", "\n"), [key]),
+        (note.replace("AAAA=", "AAA="), [key]),
+        ("", [key]),
+    ):
+        with pytest.raises(AuditLogError):
+            open_note(wrong, keys)
