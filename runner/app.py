@@ -7,7 +7,7 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Literal
+from typing import Literal, assert_never
 
 import aiohttp
 
@@ -15,11 +15,25 @@ from runner import AGENT_VERSION
 from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
+from runner.ledger import LedgerError
+from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
 from runner.report import list_endpoints, list_replicas, read_memory
-from runner.session import Stream
-from wire.bridge import Draining, ModeChange, ModelsUpdate, Register, RegisterAck, Telemetry
+from runner.session import Instruction, Stream
+from wire.bridge import (
+    CheckpointOffer,
+    Draining,
+    GovernanceReport,
+    ModeChange,
+    ModelsUpdate,
+    OpCommand,
+    OpQuery,
+    PolicyOffer,
+    Register,
+    RegisterAck,
+    Telemetry,
+)
 from wire.ids import new_uuid7
 
 log = logging.getLogger(__name__)
@@ -32,6 +46,8 @@ FAREWELL_S = 1.0
 SETTLE_S = 2.0
 MAX_AVAILABLE = 200
 """Names of loadable models that a gateway is told."""
+MAX_OFFERS = 64
+"""Offers of policies and checkpoints that are judged or wait for it; more are dropped, and offered again."""
 
 
 class Box:
@@ -47,6 +63,8 @@ class Box:
         self._is_telling = False
         self._mode: Literal["spare_on", "spare_off"] | None = None
         self._parts: Parts | None = None
+        self._commands: Commands | None = None
+        self._offers: set[asyncio.Task[None]] = set()
         self._relay: Relay | None = None
         self._settled = asyncio.Event()
         self.is_leaving = False
@@ -87,11 +105,13 @@ class Box:
             replicas=list_replicas(registry.models),
             available=registry.available_ids()[:MAX_AVAILABLE],
             memory=read_memory(parts.reading, registry.models),
+            governance=parts.governance.describe(),
         )
 
     async def take_sample(self) -> Telemetry:
         """Return a fresh reading of the machine, the models and the load."""
         await self.parts.look()
+        await self._look_at_governance()
         return self._sample()
 
     def _sample(self) -> Telemetry:
@@ -138,6 +158,56 @@ class Box:
         """Let a stream go on."""
         self.relay.credit(stream)
 
+    def instruct(self, link: GatewayLink, instruction: Instruction) -> None:
+        """Carry out a command, answer a query, judge an offer; nothing here waits for that."""
+        assert self._commands is not None
+        match instruction:
+            case OpCommand():
+                self._commands.take(instruction, link.post)
+            case OpQuery():
+                self._commands.query(instruction, link.post)
+            case PolicyOffer() | CheckpointOffer():
+                self._judge_soon(link, instruction)
+            case _:
+                assert_never(instruction)
+
+    def _judge_soon(self, link: GatewayLink, offer: PolicyOffer | CheckpointOffer) -> None:
+        if len(self._offers) < MAX_OFFERS:
+            self._offers.add(task := asyncio.create_task(self._judge(link, offer)))
+            task.add_done_callback(self._offers.discard)
+
+    async def _judge(self, link: GatewayLink, offer: PolicyOffer | CheckpointOffer) -> None:
+        governance = self.parts.governance
+        before = governance.standing
+        try:
+            if isinstance(offer, PolicyOffer):
+                report = await governance.take_policies(offer)
+            else:
+                report = await governance.take_checkpoint(offer)
+        except LedgerError as error:
+            log.error("offer of the control plane cannot be judged: %s", error)  # noqa: TRY400  # text for the owner
+            return
+        if report is not None:
+            link.post(report)
+            if governance.standing != before:
+                self._tell_governance(report, but=link)
+
+    async def _look_at_governance(self) -> None:
+        """See what the owner changed in the data folder and tell the control plane."""
+        report = await self.parts.governance.look()
+        if report is not None:
+            self._tell_governance(report)
+
+    def _tell_governance(self, report: GovernanceReport, *, but: GatewayLink | None = None) -> None:
+        for link in self._links.values():
+            if link is not but:
+                link.post(report)
+
+    async def _watch_governance(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.timeouts.heartbeat_s)
+            await self._look_at_governance()
+
     # Life of the process
 
     async def run(self, leave: asyncio.Event, hurry: asyncio.Event) -> None:
@@ -147,7 +217,11 @@ class Box:
                 assemble(self._config, self._client, on_change=self._models_changed, on_load=self._report_soon)
             )
             self._relay = Relay(self._parts.door.open)
+            self._commands = Commands(self._parts.operations, self._parts.seek)
+            stack.push_async_callback(self._commands.close)
             stack.push_async_callback(self._hang_up)
+            watch = asyncio.create_task(self._watch_governance())
+            stack.push_async_callback(_end, watch)
             if self._config.api is not None:
                 from runner.api.server import serve_api  # its libraries weigh more than the rest of a box without a port
 
@@ -194,9 +268,10 @@ class Box:
 
     async def _hang_up(self) -> None:
         await self.relay.close()
-        for task in self._link_tasks:
+        tasks = [*self._link_tasks, *self._offers]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._link_tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         self.is_leaving = True
@@ -266,6 +341,11 @@ class Box:
     def _report_soon(self) -> None:
         for link in self._links.values():
             link.report_soon()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def run_box(config: RunnerConfig) -> None:

@@ -22,6 +22,8 @@ from runner.session import (
     ClientSession,
     Credited,
     Effect,
+    Instructed,
+    Instruction,
     LeaveAsked,
     ModelsWanted,
     Noticed,
@@ -58,6 +60,9 @@ class Host(Protocol):
 
     def greet(self, link: GatewayLink, ack: RegisterAck) -> None:
         """Take note of an accepted registration."""
+
+    def instruct(self, link: GatewayLink, instruction: Instruction) -> None:
+        """Do or answer what the control plane says about operations; answers go to ``link``."""
 
     @property
     def load(self) -> int:
@@ -285,6 +290,16 @@ class _Session:
             case ModelsWanted():
                 host.refresh_models()
                 self.post(encode_message(host.list_models()))
+            case Instructed(instruction):
+                host.instruct(self._link, instruction)
+            case LeaveAsked() | Noticed() | Accepted():
+                self._take_note(effect)
+            case _:
+                assert_never(effect)
+
+    def _take_note(self, effect: LeaveAsked | Noticed | Accepted) -> None:
+        """Note what the gateway says about this session and this box."""
+        match effect:
             case LeaveAsked(reason, drain_s):
                 log.info("gateway asks to leave gateway=%s reason=%s", self._link.url, reason)
                 self._leave_within_s = self._timeouts.drain_s if drain_s is None else drain_s
@@ -296,8 +311,6 @@ class _Session:
                 if ack.heartbeat_interval_s:
                     self._heartbeat_s = ack.heartbeat_interval_s
                 self._link.accepted(ack)
-            case _:
-                assert_never(effect)
 
     async def _write_posts(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         while True:

@@ -162,6 +162,14 @@ class OperationInterrupted(WrongState):
     code = "operation_interrupted"
 
 
+class OperationLimit(RequestRefused):
+    """As many operations began as this box carries out in that time; the approval is not used up."""
+
+    code = "operation_limit"
+    status = 429
+    retryable = True
+
+
 class InsufficientMemory(WrongState):
     """It cannot fit; ``details`` has ``requiredMB``, ``freeMB`` and ``suggestions``."""
 

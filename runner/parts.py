@@ -27,7 +27,9 @@ from runner.fit import read_shape
 from runner.ledger import Ledger
 from runner.library import Hub, Library, allow_listed
 from runner.library.hub import PUBLIC_HUB
-from runner.operations.gate import Gate
+from runner.operations.gate import Gate, GateRules
+from runner.operations.governance import Governance
+from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
 from runner.pool.attached import AttachedServer
@@ -37,7 +39,6 @@ from runner.serving.pool_surface import PoolSurface
 from runner.serving.service import Serving
 from runner.serving.tally import Tally
 from runner.telemetry import Reading, Telemetry, open_telemetry
-from wire.optoken import Level
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Parts:
     tally: Tally
     serving: Serving
     door: Door
+    gate: Gate
+    governance: Governance
     operations: Operations
     costs: Costs
     _client: aiohttp.ClientSession
@@ -161,7 +164,7 @@ class Parts:
         """Begin to stop: what runs goes on, nothing new is taken."""
         self.phase = Phase.STOPPING
         self.serving.is_stopping = True
-        self.operations.is_stopping = True
+        self.operations.refuse_new()
 
     async def close(self) -> None:
         """End loads and engines."""
@@ -228,7 +231,13 @@ async def assemble(
     with tempfile.TemporaryDirectory(prefix="muster-node-") as scratch:
         ledger = await Ledger.open(files.data or Path(scratch))
         telemetry = await asyncio.to_thread(open_telemetry)
-        parts = _put_together(config, settings, telemetry, ledger, client, on_change=on_change, on_load=on_load)
+        try:
+            governance = await _open_governance(config, ledger)
+        except BaseException:
+            await asyncio.to_thread(telemetry.close)
+            await ledger.close()
+            raise
+        parts = _put_together(config, settings, telemetry, ledger, governance, client, on_change=on_change, on_load=on_load)
         try:
             await parts.operations.recover()
             await ledger.abandon_costs()
@@ -239,9 +248,26 @@ async def assemble(
             await ledger.close()
 
 
+async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:
+    """Return how the box decides about operations, after telling its owner where that is weaker than it could be."""
+    wanted = config.operations
+    if wanted.key_path is not None and not wanted.is_level_given:
+        log.warning(
+            "operation tokens of level L0 are taken, because VERIFIED_OP_TOKEN_KEY_PATH is set: whoever has that key operates "
+            "this box alone; say so with OP_TOKEN_LEVEL=0, or ask for more with OP_TOKEN_LEVEL=2"
+        )
+    if wanted.level == 2 and wanted.runner_id:
+        log.warning("MUSTER_RUNNER_ID counts below level 2 only; at level 2 the key of the box names it")
+    governance = Governance(wanted, data=config.files.data, name=config.name, ledger=ledger)
+    await governance.open()
+    if advice := governance.standing.advice:
+        log.log(logging.INFO if governance.disabled else logging.WARNING, "%s", advice)
+    return governance
+
+
 def _put_together(
-    config: RunnerConfig, settings: Settings, telemetry: Telemetry, ledger: Ledger, client: aiohttp.ClientSession, *,
-    on_change: Callable[[], None], on_load: Callable[[], None],
+    config: RunnerConfig, settings: Settings, telemetry: Telemetry, ledger: Ledger, governance: Governance,
+    client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None],
 ) -> Parts:  # fmt: skip
     files, timeouts = config.files, config.timeouts
     budget, limits = WaitBudget(config.max_queue_depth), _queue_limits(settings)
@@ -275,20 +301,23 @@ def _put_together(
         queue_timeout_s=timeouts.queue_s,
         on_load=on_load,
     )
-    wanted = config.operations
-    gate = Gate(
-        key_path=wanted.key_path,
-        level=Level(f"L{wanted.level}"),
-        min_signers=wanted.min_signers,
-        runner_id=wanted.runner_id,
-        ledger=ledger,
-    )
+    gate = _make_gate(config, governance, ledger)
     parts = Parts(
         config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
         tally=tally, serving=serving, door=Door(serving, PoolSurface(serving, lambda: parts.settings.decoding)),
-        operations=Operations(pool, gate, ledger), costs=costs, _client=client, _make_queue=make_queue,
+        gate=gate, governance=governance, operations=Operations(pool, gate, ledger, Clerk(governance.identity)), costs=costs,
+        _client=client, _make_queue=make_queue,
     )  # fmt: skip
     return parts
+
+
+def _make_gate(config: RunnerConfig, governance: Governance, ledger: Ledger) -> Gate:
+    rules = GateRules(
+        key_path=governance.key_path, level=governance.level, min_signers=config.operations.min_signers,
+        runner_id=governance.runner_id, policy=lambda: governance.policy, ops_per_hour=config.operations.ops_per_hour,
+        disabled=governance.disabled,
+    )  # fmt: skip
+    return Gate(rules, ledger=ledger)
 
 
 def _queue_limits(settings: Settings) -> QueueLimits:

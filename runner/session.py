@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from runner.errors import StreamClosed
 from wire.bridge import (
     MUSTER_V1,
+    CheckpointOffer,
     GracefulShutdown,
     ModelsRefresh,
     NodeNotice,
+    OpCommand,
+    OpQuery,
     Ping,
+    PolicyOffer,
     ProtocolError,
     Register,
     RegisterAck,
@@ -186,7 +190,18 @@ class Noticed:
     notice: NodeNotice
 
 
-Effect = Accepted | Opened | Cancelled | Credited | Reply | Pinged | ModelsWanted | LeaveAsked | Noticed
+Instruction = OpCommand | OpQuery | PolicyOffer | CheckpointOffer
+"""What the control plane says about operations and how they are decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instructed:
+    """Do or answer this; what comes of it is posted as messages."""
+
+    instruction: Instruction
+
+
+Effect = Accepted | Opened | Cancelled | Credited | Reply | Pinged | ModelsWanted | LeaveAsked | Noticed | Instructed
 
 
 class ClientSession:
@@ -223,6 +238,8 @@ class ClientSession:
                 return [LeaveAsked(message.reason or "", None if limit is None else float(limit))]
             case NodeNotice():
                 return [Noticed(message)]
+            case OpCommand() | OpQuery() | PolicyOffer() | CheckpointOffer():
+                return [Instructed(message)]
             case _:
                 raise ProtocolError("a muster v1 gateway sends requests and cancels as binary frames")
 

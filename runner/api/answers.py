@@ -100,6 +100,19 @@ class Queue(msgspec.Struct, kw_only=True, rename=spec_name):
     p95_wait_ms: int
 
 
+class OperationsState(msgspec.Struct, kw_only=True, rename=spec_name):
+    """Who may load, unload and flush: at which level, by which policy (0 and "" = none pinned), and what the owner should do.
+
+    ``witnessSize``: entries of the audit log that this box vouches for; ``policyWords``: fingerprint of the pinned version.
+    """
+
+    level: str
+    policy_version: int
+    policy_words: str
+    witness_size: int
+    advice: str
+
+
 class CapabilitiesAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
     """``GET /v1/capabilities``."""
 
@@ -109,6 +122,7 @@ class CapabilitiesAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
     resources: Resources
     queue: Queue
     capabilities: Flags
+    operations: OperationsState
     health: str
 
 
@@ -186,6 +200,7 @@ class TaskAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
     replicas: int | None = None
     evicted: str | None = None
     started_at: int | None = None
+    receipt: str | None = None
 
 
 class UnloadAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
@@ -198,6 +213,7 @@ class UnloadAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
     memory_after_mb: int
     requests_cut: int
     was_loaded: bool
+    receipt: str | None = None
 
 
 class FlushedModel(msgspec.Struct, kw_only=True, rename=spec_name):
@@ -217,6 +233,7 @@ class FlushAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
     entries_removed: int | None
     memory_freed_mb: int | None
     models: list[FlushedModel]
+    receipt: str | None = None
 
 
 class ReloadAnswer(msgspec.Struct, kw_only=True):

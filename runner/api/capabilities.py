@@ -16,6 +16,7 @@ from runner.api.answers import (
     LoadedModel,
     LoadingModel,
     Models,
+    OperationsState,
     Queue,
     Resources,
     UnusableModel,
@@ -25,6 +26,7 @@ from runner.api.shapes import Shapes
 from runner.engines.port import Capabilities, EngineStats
 from runner.errors import Unavailable
 from runner.fit import ModelShape
+from runner.operations.governance import Standing
 from runner.parts import MIB, Parts, Phase
 from runner.pool import Model, ModelState, Replica
 from runner.telemetry import Reading
@@ -69,7 +71,7 @@ class CapabilityReport:
         budget = parts.budget
         return CapabilitiesAnswer(
             runner_type=f"muster-{AGENT_VERSION}",
-            runner_id=parts.config.operations.runner_id,
+            runner_id=parts.governance.runner_id,
             models=Models(
                 loaded=[await self._describe(model, stats) for model in ready],
                 loading=[_describe_loading(model) for model in models if model.state is ModelState.LOADING],
@@ -87,6 +89,7 @@ class CapabilityReport:
                 p95_wait_ms=round(budget.p95_wait_ms),
             ),
             capabilities=self._join([model.capabilities for model in ready]),
+            operations=_describe_operations(parts.governance.standing),
             health="unhealthy" if find_ailments(parts, reading) else "healthy",
         )  # fmt: skip
 
@@ -119,6 +122,16 @@ class CapabilityReport:
             audio_input=any(one.audio_input for one in each),
             function_calling=any(one.function_calling for one in each),
         )
+
+
+def _describe_operations(standing: Standing) -> OperationsState:
+    return OperationsState(
+        level=standing.level,
+        policy_version=standing.policy_version,
+        policy_words=standing.policy_words,
+        witness_size=standing.witness_size,
+        advice=standing.advice,
+    )
 
 
 def context_of(replica: Replica, stats: EngineStats | None, shape: ModelShape | None) -> int | None:

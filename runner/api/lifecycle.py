@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from runner.api.bodies import decode, read_object
 from runner.errors import Unavailable
-from runner.operations.tasks import FlushBody, LoadBody, Reply, UnloadBody
+from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
 from runner.parts import Parts
 
 Handler = Callable[[Request], Coroutine[None, None, Response]]

@@ -51,10 +51,11 @@ class _Collector:
         yield from _queues(models, self._parts)
         yield from _memory(models, self._reading)
         yield from _loads(models)
+        yield from _operations(self._parts)
         if self._spending is not None:
             yield from _money(self._spending)
         info = GaugeMetricFamily(f"{_PREFIX}_info", "Which program this is", labels=["version", "runner_id"])
-        info.add_metric([AGENT_VERSION, self._parts.config.operations.runner_id], 1)
+        info.add_metric([AGENT_VERSION, self._parts.governance.runner_id], 1)
         yield info
 
 
@@ -152,6 +153,16 @@ def _loads(models: list[Model]) -> Iterator[Metric]:
             seconds.add_metric([model.model_id], model.load_s)
         restarts.add_metric([model.model_id], sum(replica.supervisor.restarts for replica in model.replicas))
     yield from (states, seconds, restarts)
+
+
+def _operations(parts: Parts) -> Iterator[Metric]:
+    refused = CounterMetricFamily(f"{_PREFIX}_operations_refused", "Operation tokens that were refused", labels=["reason"])
+    for reason, count in parts.gate.refusals.items():
+        refused.add_metric([reason], count)
+    standing = parts.governance.standing
+    yield refused
+    yield GaugeMetricFamily(f"{_PREFIX}_policy_version", "Pinned policy, 0 = none", value=standing.policy_version)
+    yield GaugeMetricFamily(f"{_PREFIX}_witness_entries", "Entries of the audit log vouched for", value=standing.witness_size)
 
 
 def _money(spending: CostSummary) -> Iterator[Metric]:

@@ -40,7 +40,7 @@ async def write_page(parts: Parts, report: CapabilityReport, table: Sequence[End
     html = _PAGE.format(
         style=STYLE, refresh=refresh, name=escape(state.runner_id), kind=escape(state.runner_type), health=escape(state.health),
         tone="good" if state.health == "healthy" else "bad", uptime=_duration(time() - parts.started_at),
-        numbers=_numbers(state), models=_models(state), endpoints=_endpoints(table),
+        numbers=_numbers(state), models=_models(state), operations=_operations(state), endpoints=_endpoints(table),
     )  # fmt: skip
     return Response(html, headers=_HEADERS)
 
@@ -88,6 +88,16 @@ def _models(state: CapabilitiesAnswer) -> str:
     return (
         "".join(rows) or '<tr><td colspan="3">No model is known here: set MODEL_BASE_PATH or write a settings file.</td></tr>'
     )
+
+
+def _operations(state: CapabilitiesAnswer) -> str:
+    held = state.operations
+    policy = f"version {held.policy_version}, {held.policy_words}" if held.policy_version else "none pinned"
+    witnessed = f"{held.witness_size} entries" if held.witness_size else "nothing yet"
+    rows = {"Level": held.level, "Runner id": state.runner_id, "Policy": policy, "Audit log witnessed": witnessed}
+    table = "".join(f'<tr><th scope="row">{name}</th><td>{escape(value)}</td></tr>' for name, value in rows.items())
+    advice = f'<p><span class="state bad">to do</span> {escape(held.advice)}</p>' if held.advice else ""
+    return f'{advice}<div class="scroll"><table><tbody>{table}</tbody></table></div>'
 
 
 def _loaded_row(model: LoadedModel, device: str) -> str:
@@ -168,6 +178,8 @@ _PAGE = """<!doctype html>
 <thead><tr><th>Model</th><th>State</th><th>Detail</th></tr></thead>
 <tbody>{models}</tbody>
 </table></div>
+<h2>Operations</h2>
+{operations}
 <h2>Endpoints</h2>
 <section class="endpoints">{endpoints}</section>
 </main>

@@ -19,7 +19,7 @@ from runner.api.refusals import ModelLoadFailed
 from runner.api.shapes import Shapes
 from runner.definitions.overrides import describe, load_constraints, load_recommendations
 from runner.errors import InvalidLoadRequest, InvalidRequest
-from runner.operations.tasks import LoadBody, Reply, UnloadBody
+from runner.operations.bodies import LoadBody, Reply, UnloadBody
 from runner.parts import MIB, Parts
 from runner.pool import Model, ModelState
 from runner.pool.loading import is_elsewhere

@@ -24,7 +24,7 @@ from runner.api.shapes import Shapes
 from runner.config import ApiConfig
 from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TRANSCRIPTIONS
 from runner.errors import UnknownModel
-from runner.operations.tasks import FlushBody, LoadBody, UnloadBody
+from runner.operations.bodies import FlushBody, LoadBody, UnloadBody
 from runner.parts import Parts
 from runner.pool import Model
 from runner.serving.request import BodyFields

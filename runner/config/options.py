@@ -17,13 +17,16 @@ MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS
 MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS, MUSTER_OWNER, MUSTER_LOG_LEVEL,
 MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA, MUSTER_MEMORY_BUDGET_MB.
 
-The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), VERIFIED_OP_TOKEN_KEY_PATH (without
-it nothing can be loaded or unloaded over HTTP), OP_TOKEN_LEVEL (0 or 1), OP_TOKEN_MIN_SIGNERS (2), MAX_QUEUE_DEPTH (16),
+The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), MAX_QUEUE_DEPTH (16),
 QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
 TENANT_WEIGHT_<tenant>, CUDA_VISIBLE_DEVICES, VLLM_MAX_MODEL_LEN, VLLM_GPU_MEMORY_UTILIZATION, VLLM_ENABLE_PREFIX_CACHING,
 LOG_LEVEL, LOG_FORMAT (text or json), ENABLE_METRICS, METRICS_PORT. LLM_POOL_SETTINGS_PATH and LLM_POOL_LOCAL_SETTINGS_PATH
-name the settings files. MUSTER_HUB_ALLOW limits which repositories may be fetched (a comma list of patterns such as org/*),
-MUSTER_RUNNER_ID is the audience of operation tokens (default: the name).
+name the settings files. MUSTER_HUB_ALLOW limits which repositories may be fetched (a comma list of patterns such as org/*).
+
+Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation token must prove; 2 unless the next one is set),
+VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens), OP_TOKEN_MIN_SIGNERS (2, below level 2),
+MUSTER_RUNNER_ID (whom tokens must be made for, below level 2; default: the name), MUSTER_OPS_PER_HOUR (60: how many operations
+may begin within an hour). At level 2 a person confirms the policy here once: python -m runner.operations.trust --help.
 
 Seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left),
 MUSTER_RECONNECT_MAX_S (30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30),
@@ -160,7 +163,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--api-host", metavar="HOST", help="address it listens on (default: 127.0.0.1; others need --api-key-file)")
     add("--api-key", metavar="KEY", help="key that its clients must send; better in a file or the environment")
     add("--api-key-file", metavar="FILE", help="file that holds that key")
-    add("--data", metavar="DIR", help="folder for what must survive a restart: used tokens, load tasks, measured memory")
+    add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
     add("--memory-budget-mb", metavar="N", help="memory that all models together may take (default: what is free)")
     add("--provider", help="provider this box belongs to (default: local)")
     add("--backend", metavar="URL", help="OpenAI-compatible server to front, such as http://127.0.0.1:11434")

@@ -66,7 +66,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> RunnerConfig:
         gpu_ids=_read_gpu_ids(options),
         engine=engine,
         api=_read_api(options, is_alone=is_alone),
-        operations=_read_operations(options, name=name, files=files),
+        operations=_read_operations(options, files=files),
         files=files,
         log_level=log_level or None,
         log_json=log_format == "json",
@@ -120,17 +120,20 @@ def _read_api(options: Options, *, is_alone: bool) -> ApiWish | None:
     )  # fmt: skip
 
 
-def _read_operations(options: Options, *, name: str, files: FilesConfig) -> OperationsConfig:
+def _read_operations(options: Options, *, files: FilesConfig) -> OperationsConfig:
     key_path = options.variable("VERIFIED_OP_TOKEN_KEY_PATH")
     if key_path and files.data is None:
         raise ConfigError(
             "VERIFIED_OP_TOKEN_KEY_PATH needs --data DIR: which tokens were used must survive a restart, or one works twice"
         )
+    # An owner who hands out keys chose the public format, which knows no proofs; everybody else gets the strongest level.
     return OperationsConfig(
         key_path=Path(key_path).expanduser() if key_path else None,
-        level=options.whole("OP_TOKEN_LEVEL", 0, lowest=0, highest=1),
+        level=options.whole("OP_TOKEN_LEVEL", 0 if key_path else 2, lowest=0, highest=2),
+        is_level_given=bool(options.variable("OP_TOKEN_LEVEL")),
         min_signers=options.whole("OP_TOKEN_MIN_SIGNERS", 2, lowest=1, highest=64),
-        runner_id=options.variable("MUSTER_RUNNER_ID", name),
+        runner_id=options.variable("MUSTER_RUNNER_ID"),
+        ops_per_hour=options.whole("MUSTER_OPS_PER_HOUR", 60, lowest=1, highest=10_000),
     )
 
 

@@ -69,12 +69,18 @@ class ApiWish:
 
 @dataclass(frozen=True, slots=True)
 class OperationsConfig:
-    """Who may load, unload and flush. ``key_path`` None = nobody. ``level`` is 0 or 1; ``runner_id`` the token's audience."""
+    """Who may load, unload and flush. ``level`` is 0, 1 or 2; ``is_level_given``: the owner named it.
+
+    ``key_path``: the owner's own keys of tokens, None = the box makes its own at levels 1 and 2, and has none at level 0.
+    ``runner_id``: the audience of tokens below level 2, "" = the name of the box. ``ops_per_hour``: how many may begin.
+    """
 
     key_path: Path | None
     level: int
+    is_level_given: bool
     min_signers: int
     runner_id: str
+    ops_per_hour: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,12 @@ NOT_TO_ENGINE = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "expect", "host", "content-length", "accept-encoding", "authorization", "cookie",
     "x-api-key", "x-worker-secret", "forwarded", "x-conversation-id", "x-tenant-id", "x-priority",
-    "x-cache-mode", "x-cache-tag",
+    "x-cache-mode", "x-cache-tag", "x-admin-key", "x-http-method", "x-http-method-override", "x-method-override",
+    "x-original-url", "x-rewrite-url",
 })  # fmt: skip
-"""Hop-by-hop headers (RFC 9110 section 7.6.1), credentials, what the runner itself acts on, and ``x-conversation-id``, which
-makes llama.cpp go on after its client has left."""
+"""Hop-by-hop headers (RFC 9110 section 7.6.1), credentials, what the runner itself acts on, what some servers take for another
+path or method than those that were checked, and ``x-conversation-id``, which makes llama.cpp go on after its client has left.
+"""
 
 
 class HttpServer:

@@ -42,7 +42,7 @@ class OpenAIServer:
     poll_s = 5.0
     restart_max_s = 2.0
     capabilities = Capabilities(endpoints=())
-    """Which paths such a server answers only it can say, so every one is passed on."""
+    """Which paths such a server answers only it can say, so every one that is for inference is passed on."""
     pids: tuple[int, ...] = ()
 
     def __init__(

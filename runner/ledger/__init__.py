@@ -1,4 +1,4 @@
-"""What the box must not forget: one SQLite file with spent nonces, operations, load tasks, observations and costs."""
+"""What the box must not forget: one SQLite file with spent nonces, operations, policies, load tasks, observations and costs."""
 
 from runner.ledger.database import FILE_NAME, LedgerError, LedgerFull
 from runner.ledger.ledger import Ledger
@@ -6,12 +6,16 @@ from runner.ledger.rows import (
     CostRow,
     CostState,
     OpAlreadyDone,
+    OpDetails,
     OpIsRunning,
+    OpRow,
     OpStart,
     OpStarted,
+    PolicyRow,
     StaleFence,
     TaskRow,
     TaskState,
+    TooManyOps,
 )
 
 __all__ = [
@@ -22,10 +26,14 @@ __all__ = [
     "LedgerError",
     "LedgerFull",
     "OpAlreadyDone",
+    "OpDetails",
     "OpIsRunning",
+    "OpRow",
     "OpStart",
     "OpStarted",
+    "PolicyRow",
     "StaleFence",
     "TaskRow",
     "TaskState",
+    "TooManyOps",
 ]

@@ -5,9 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
+from dataclasses import fields
 
 from runner.ledger.database import LedgerFull, transaction
-from runner.ledger.rows import OpAlreadyDone, OpIsRunning, OpStart, OpStarted, StaleFence
+from runner.ledger.rows import (
+    OpAlreadyDone,
+    OpDetails,
+    OpIsRunning,
+    OpRow,
+    OpStart,
+    OpStarted,
+    StaleFence,
+    TooManyOps,
+)
 
 MAX_NONCES = 50_000
 MAX_OPS = 50_000
@@ -15,9 +25,12 @@ MAX_SLOTS = 10_000
 NONCE_GRACE_S = 3600.0
 """How long a nonce is kept beyond its token's life: a clock set back by less brings no token back."""
 OP_LIFE_S = 30 * 86_400.0
-"""How long an operation is kept beyond its token's life. An approval lives for seven days at most, so none outlives it."""
+"""How long an operation is kept at least beyond the last moment at which its approval could be used."""
 INTERRUPTED: dict[str, object] = {"state": "interrupted"}
 """The outcome of an operation in whose midst the program ended."""
+HOUR_S = 3600.0
+DAY_S = 86_400.0
+_OP_PLAIN = tuple(part.name for part in fields(OpRow) if part.name not in {"op_key", "outcome"})
 
 
 def spend_nonce(connection: sqlite3.Connection, nonce: str, *, expires_at: float, now: float) -> bool:
@@ -33,43 +46,112 @@ def spend_nonce(connection: sqlite3.Connection, nonce: str, *, expires_at: float
 
 
 def begin_op(
-    connection: sqlite3.Connection, op_id: str, *, slot: str, fence: int, max_uses: int, expires_at: float, now: float
-) -> OpStart:
+    connection: sqlite3.Connection, op_id: str, *, slot: str, fence: int, max_uses: int, expires_at: float,
+    details: OpDetails, now: float,
+) -> OpStart:  # fmt: skip
     """Book an operation, or say why it is not to be carried out. Raises LedgerFull.
 
     A repeated operation gets its recorded outcome whatever its fence: the first one may have been overtaken since.
     """
     with transaction(connection):
-        connection.execute("DELETE FROM ops WHERE expires_at < ? AND outcome IS NOT NULL", (now - OP_LIFE_S,))
-        found = connection.execute("SELECT uses, outcome FROM ops WHERE op_id = ?", (op_id,)).fetchone()
-        if found is not None and found[1] is None:
+        if connection.execute("SELECT count(*) FROM ops").fetchone()[0] > MAX_OPS // 2:
+            # Only where room is needed: a clock that was set forward for a moment then makes nothing be forgotten.
+            connection.execute("DELETE FROM ops WHERE expires_at < ? AND outcome IS NOT NULL", (now - OP_LIFE_S,))
+        found = connection.execute("SELECT uses, outcome, receipt FROM ops WHERE op_id = ?", (op_id,)).fetchone()
+        if found is not None and found["outcome"] is None:
             return OpIsRunning()
-        if found is not None and found[0] >= max_uses:
-            return OpAlreadyDone(json.loads(found[1]))
-        last = connection.execute("SELECT fence FROM fences WHERE slot = ?", (slot,)).fetchone()
-        if last is not None and fence <= last[0]:
+        if found is not None and found["uses"] >= max_uses:
+            return OpAlreadyDone(json.loads(found["outcome"]), found["receipt"])
+        slots = {slot, *details.other_slots}
+        if any(_is_overtaken(connection, each, fence) for each in slots):
             return StaleFence()
-        connection.execute("INSERT INTO fences VALUES (?, ?) ON CONFLICT DO UPDATE SET fence = excluded.fence", (slot, fence))
+        too_many = _count_recent(connection, details, now)
+        if too_many is not None:
+            return too_many
+        raised = "INSERT INTO fences VALUES (?, ?) ON CONFLICT DO UPDATE SET fence = excluded.fence"
+        connection.executemany(raised, [(each, fence) for each in sorted(slots)])
         connection.execute(
-            "INSERT INTO ops VALUES (?, ?, ?, 1, NULL, ?, ?) ON CONFLICT DO UPDATE SET slot = excluded.slot,"
-            " fence = excluded.fence, uses = uses + 1, outcome = NULL, begun_at = excluded.begun_at,"
-            " expires_at = max(expires_at, excluded.expires_at)",
-            (op_id, slot, fence, now, expires_at),
-        )
+            "INSERT INTO ops (op_id, slot, fence, uses, begun_at, expires_at, operation, model_id, approval_id, use, op_class,"
+            " statement_digest, checkpoint) VALUES (?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT DO UPDATE SET slot = excluded.slot, fence = excluded.fence, uses = uses + 1, outcome = NULL,"
+            " begun_at = excluded.begun_at, expires_at = max(expires_at, excluded.expires_at), ended_at = NULL, receipt = '',"
+            " checkpoint = excluded.checkpoint",
+            (
+                op_id, slot, fence, now, expires_at, details.operation, details.model_id, details.approval_id, details.use,
+                details.op_class, details.statement_digest, details.checkpoint,
+            ),
+        )  # fmt: skip
         _refuse_beyond(connection, "SELECT count(*) FROM ops", MAX_OPS)
         _refuse_beyond(connection, "SELECT count(*) FROM fences", MAX_SLOTS)
     return OpStarted()
 
 
-def finish_op(connection: sqlite3.Connection, op_id: str, outcome: dict[str, object]) -> None:
+def _is_overtaken(connection: sqlite3.Connection, slot: str, fence: int) -> bool:
+    last = connection.execute("SELECT fence FROM fences WHERE slot = ?", (slot,)).fetchone()
+    return last is not None and fence <= last[0]
+
+
+def finish_op(connection: sqlite3.Connection, op_id: str, outcome: dict[str, object], *, receipt: str, now: float) -> None:
     """Record how a begun operation went; without effect on one that is not running."""
-    text = json.dumps(outcome)
-    connection.execute("UPDATE ops SET outcome = ? WHERE op_id = ? AND outcome IS NULL", (text, op_id))
+    connection.execute(
+        "UPDATE ops SET outcome = ?, receipt = ?, ended_at = ? WHERE op_id = ? AND outcome IS NULL",
+        (json.dumps(outcome), receipt, now, op_id),
+    )
 
 
-def interrupt_ops(connection: sqlite3.Connection) -> int:
+def certify_op(connection: sqlite3.Connection, op_id: str, outcome: dict[str, object], *, receipt: str) -> OpRow | None:
+    """Give an ended operation the receipt that it lacks, with the outcome that was signed; return it as it stands then."""
+    connection.execute(
+        "UPDATE ops SET outcome = ?, receipt = ? WHERE op_id = ? AND outcome IS NOT NULL AND receipt = ''",
+        (json.dumps(outcome), receipt, op_id),
+    )
+    return read_op(connection, op_id)
+
+
+def read_op(connection: sqlite3.Connection, op_id: str) -> OpRow | None:
+    """Return an operation, or None when it was never begun here."""
+    return _make_op(connection.execute("SELECT * FROM ops WHERE op_id = ?", (op_id,)).fetchone())
+
+
+def find_op(connection: sqlite3.Connection, approval_id: str, use: int) -> OpRow | None:
+    """Return one use of an approval, or None when it was never begun here."""
+    query = "SELECT * FROM ops WHERE approval_id = ? AND use = ?"
+    return _make_op(connection.execute(query, (approval_id, use)).fetchone())
+
+
+def _make_op(row: sqlite3.Row | None) -> OpRow | None:
+    if row is None:
+        return None
+    plain = {name: row[name] for name in _OP_PLAIN}
+    return OpRow(op_key=row["op_id"], outcome=None if row["outcome"] is None else json.loads(row["outcome"]), **plain)
+
+
+def interrupt_ops(connection: sqlite3.Connection, *, now: float) -> int:
     """Give every operation that runs no more the outcome ``INTERRUPTED``; return how many there were."""
-    return connection.execute("UPDATE ops SET outcome = ? WHERE outcome IS NULL", (json.dumps(INTERRUPTED),)).rowcount
+    return connection.execute(
+        "UPDATE ops SET outcome = ?, ended_at = ? WHERE outcome IS NULL", (json.dumps(INTERRUPTED), now)
+    ).rowcount
+
+
+def _count_recent(connection: sqlite3.Connection, details: OpDetails, now: float) -> TooManyOps | None:
+    """Return which limit does not leave room for one more. What began "later than now", before a clock was set back, counts."""
+    if details.most_per_hour is not None:
+        begun = "SELECT begun_at FROM ops WHERE begun_at > ? ORDER BY begun_at DESC"
+        times = [row[0] for row in connection.execute(begun, (now - HOUR_S,))]
+        if len(times) >= details.most_per_hour:
+            return _say_when(times, details.most_per_hour, HOUR_S, now, is_of_class=False)
+    if details.most_per_day is not None:
+        begun = "SELECT begun_at FROM ops WHERE begun_at > ? AND op_class = ? ORDER BY begun_at DESC"
+        times = [row[0] for row in connection.execute(begun, (now - DAY_S, details.op_class))]
+        if len(times) >= details.most_per_day:
+            return _say_when(times, details.most_per_day, DAY_S, now, is_of_class=True)
+    return None
+
+
+def _say_when(times: list[float], most: int, within_s: float, now: float, *, is_of_class: bool) -> TooManyOps:
+    """``times``: the newest first; the one that has to grow old enough is the one that uses up the last place."""
+    retry_after_s = within_s if most == 0 else times[most - 1] + within_s - now
+    return TooManyOps(most, within_s, max(1.0, retry_after_s), is_of_class)
 
 
 def _refuse_beyond(connection: sqlite3.Connection, count: str, limit: int) -> None:

@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "ledger.sqlite3"
 LOCK_NAME = "ledger.lock"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _BUSY_S = 5.0
 _COMPANIONS = ("", "-wal", "-shm")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
-_SCHEMA = """
+_FIRST_SCHEMA = """
 CREATE TABLE born (born_at REAL NOT NULL);
 CREATE TABLE nonces (digest BLOB PRIMARY KEY, expires_at REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX nonces_by_expiry ON nonces (expires_at);
@@ -52,6 +52,26 @@ CREATE TABLE spendings (
     tenant TEXT NOT NULL, month TEXT NOT NULL, counted_micros INTEGER NOT NULL, PRIMARY KEY (tenant, month)
 ) WITHOUT ROWID;
 """
+_SECOND_SCHEMA = """
+ALTER TABLE ops ADD COLUMN operation TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN model_id TEXT;
+ALTER TABLE ops ADD COLUMN approval_id TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN use INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE ops ADD COLUMN op_class TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN statement_digest TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN checkpoint TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN ended_at REAL;
+ALTER TABLE ops ADD COLUMN receipt TEXT NOT NULL DEFAULT '';
+UPDATE ops SET approval_id = op_id;
+CREATE INDEX ops_by_begin ON ops (begun_at);
+CREATE INDEX ops_by_approval ON ops (approval_id, use);
+CREATE TABLE policies (
+    version INTEGER PRIMARY KEY, document BLOB NOT NULL, statement BLOB NOT NULL, proofs TEXT NOT NULL, pinned_at REAL NOT NULL
+);
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID
+"""
+_STEPS = (_FIRST_SCHEMA, _SECOND_SCHEMA)
+"""What makes a file of version n+1 out of one of version n; a new file takes every step, so that there is one kind of file."""
 
 
 class LedgerError(RunnerError):
@@ -190,24 +210,33 @@ def _check_pages(connection: sqlite3.Connection) -> None:
 
 
 def _read_birth(connection: sqlite3.Connection, path: Path) -> float | None:
-    """Return since when the ledger remembers; None when the file has no tables yet."""
+    """Return since when the ledger remembers, after bringing its tables up to date; None when the file has none yet."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version == 0:
         return None
-    if version != SCHEMA_VERSION:
+    if not 0 < version <= SCHEMA_VERSION:
         raise LedgerError(
             f"{path} was written by another version of this program ({version}); use that one, or another directory"
         )
+    if version < SCHEMA_VERSION:
+        with transaction(connection):
+            _take_steps(connection, version)
+        log.info("ledger brought up to date path=%s from=%d to=%d", path, version, SCHEMA_VERSION)
     row = connection.execute("SELECT born_at FROM born").fetchone()
     return None if row is None else float(row[0])
 
 
 def _create_tables(connection: sqlite3.Connection, now: float) -> None:
     with transaction(connection):
-        for statement in _SCHEMA.split(";"):
-            connection.execute(statement)
+        _take_steps(connection, 0)
         connection.execute("INSERT INTO born VALUES (?)", (now,))
-        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def _take_steps(connection: sqlite3.Connection, version: int) -> None:
+    for step in _STEPS[version:]:
+        for statement in step.split(";"):
+            connection.execute(statement)
+    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
 def _move_aside(path: Path, now: float) -> Path:

@@ -17,9 +17,9 @@ from typing import TypeVar
 from uuid import uuid4
 
 from runner.definitions.plan import Observation
-from runner.ledger import approvals, costs, history
+from runner.ledger import approvals, costs, history, trust
 from runner.ledger.database import Database, LedgerError, open_database
-from runner.ledger.rows import CostRow, CostState, OpStart, OpStarted, TaskRow
+from runner.ledger.rows import CostRow, CostState, OpDetails, OpRow, OpStart, OpStarted, PolicyRow, TaskRow
 
 log = logging.getLogger(__name__)
 
@@ -79,23 +79,28 @@ class Ledger:
         now = self._clock()
         return await self._run(lambda db: approvals.spend_nonce(db, nonce, expires_at=expires_at, now=now))
 
-    async def begin_op(self, op_id: str, *, slot: str, fence: int, max_uses: int, expires_at: float) -> OpStart:
+    async def begin_op(
+        self, op_id: str, *, slot: str, fence: int, max_uses: int, expires_at: float, details: OpDetails | None = None
+    ) -> OpStart:
         """Book an operation before it is carried out; at most one caller gets ``OpStarted`` per use. Raises LedgerFull.
 
         ``slot``: the thing whose operations must not overtake each other. ``fence``: must be above the slot's last.
+        ``expires_at``: when its approval can no longer be used; it is remembered for longer than that.
         A caller that is cancelled while it waits leaves the operation interrupted: its approval is used up.
         """
-        now = self._clock()
+        now, written = self._clock(), details or OpDetails()
         answers: list[OpStart] = []
 
         def begin(db: sqlite3.Connection) -> OpStart:
-            answer = approvals.begin_op(db, op_id, slot=slot, fence=fence, max_uses=max_uses, expires_at=expires_at, now=now)
+            answer = approvals.begin_op(
+                db, op_id, slot=slot, fence=fence, max_uses=max_uses, expires_at=expires_at, details=written, now=now
+            )
             answers.append(answer)
             return answer
 
         def give_up(db: sqlite3.Connection) -> None:
             if OpStarted() in answers:
-                approvals.finish_op(db, op_id, approvals.INTERRUPTED)
+                approvals.finish_op(db, op_id, approvals.INTERRUPTED, receipt="", now=now)
 
         try:
             return await self._run(begin)
@@ -103,9 +108,39 @@ class Ledger:
             self._submit_last(give_up)
             raise
 
-    async def finish_op(self, op_id: str, outcome: dict[str, object]) -> None:
-        """Record how a begun operation went; whoever asks for it again is told this."""
-        await self._run(lambda db: approvals.finish_op(db, op_id, outcome))
+    async def finish_op(self, op_id: str, outcome: dict[str, object], *, receipt: str = "") -> None:
+        """Record how a begun operation went, and what was signed about it; whoever asks for it again is told this."""
+        now = self._clock()
+        await self._run(lambda db: approvals.finish_op(db, op_id, outcome, receipt=receipt, now=now))
+
+    async def certify_op(self, op_id: str, outcome: dict[str, object], *, receipt: str) -> OpRow | None:
+        """Give an operation that ended without a receipt one, and return it; the first receipt stays."""
+        return await self._run(lambda db: approvals.certify_op(db, op_id, outcome, receipt=receipt))
+
+    async def find_op(self, approval_id: str, use: int) -> OpRow | None:
+        """Return one use of an approval, or None when it was never begun here."""
+        return await self._run(lambda db: approvals.find_op(db, approval_id, use))
+
+    async def read_policies(self) -> list[PolicyRow]:
+        """Return the pinned policies, version 1 first."""
+        return await self._run(trust.read_policies)
+
+    async def add_policy(self, policy: PolicyRow) -> None:
+        """Pin the next policy."""
+        now = self._clock()
+        await self._run(lambda db: trust.add_policy(db, policy, now=now))
+
+    async def forget_trust(self, *facts: str) -> None:
+        """Drop every pinned policy and the facts of these names."""
+        await self._run(lambda db: trust.forget_trust(db, *facts))
+
+    async def read_fact(self, name: str) -> str | None:
+        """Return a fact, or None."""
+        return await self._run(lambda db: trust.read_fact(db, name))
+
+    async def write_fact(self, name: str, value: str) -> None:
+        """Replace a fact."""
+        await self._run(lambda db: trust.write_fact(db, name, value))
 
     async def save_task(self, task: TaskRow) -> None:
         """Write a task down, new or changed; the newest 1000 are kept."""
@@ -225,7 +260,7 @@ class Ledger:
 def _open(directory: Path, now: float) -> Database:
     database = open_database(directory, now=now)
     try:
-        interrupted = approvals.interrupt_ops(database.connection)
+        interrupted = approvals.interrupt_ops(database.connection, now=now)
     except BaseException:
         database.close()
         raise

@@ -32,6 +32,56 @@ class TaskRow:
 
 
 @dataclass(frozen=True, slots=True)
+class OpDetails:
+    """What is written down of an operation beside its order, and how many of its kind the box takes.
+
+    ``approval_id`` and ``use``: which use of which approval it is. ``statement_digest``: of what people signed, hex, "" below
+    L2. ``checkpoint``: of the audit log, as the token named it. ``most_per_hour``: operations of all kinds that may begin
+    within an hour; ``most_per_day``: those of ``op_class`` within 24 h; None = no limit. ``other_slots``: what it changes
+    beside its own slot, which must not overtake it either.
+    """
+
+    operation: str = ""
+    model_id: str | None = None
+    approval_id: str = ""
+    use: int = 1
+    op_class: str = ""
+    statement_digest: str = ""
+    checkpoint: str = ""
+    most_per_hour: int | None = None
+    most_per_day: int | None = None
+    other_slots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """An operation that was begun. ``outcome``: how it went (plain JSON), None while it runs. Times are Unix seconds."""
+
+    op_key: str
+    operation: str
+    model_id: str | None
+    approval_id: str
+    use: int
+    fence: int
+    statement_digest: str
+    checkpoint: str
+    outcome: dict[str, object] | None
+    begun_at: float
+    ended_at: float | None
+    receipt: str
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """A policy that this box took over, with what made it valid. ``proofs``: as they came, plain JSON."""
+
+    version: int
+    document: bytes
+    statement: bytes
+    proofs: list[object]
+
+
+@dataclass(frozen=True, slots=True)
 class OpStarted:
     """The operation may be carried out now; say with ``finish_op`` how it went."""
 
@@ -46,6 +96,7 @@ class OpAlreadyDone:
     """The operation was carried out as often as its approval allows; this is how it went."""
 
     outcome: dict[str, object]
+    receipt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +104,17 @@ class StaleFence:
     """A later operation has been accepted for the same slot, so this one would undo it."""
 
 
-OpStart = OpStarted | OpIsRunning | OpAlreadyDone | StaleFence
+@dataclass(frozen=True, slots=True)
+class TooManyOps:
+    """As many operations began within ``within_s`` seconds as may; the next is let in after ``retry_after_s``."""
+
+    most: int
+    within_s: float
+    retry_after_s: float
+    is_of_class: bool
+
+
+OpStart = OpStarted | OpIsRunning | OpAlreadyDone | StaleFence | TooManyOps
 
 
 class CostState(StrEnum):

@@ -10,61 +10,104 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.errors import OpTokenRefused, Unavailable, WrongState
-from runner.ledger import Ledger, LedgerError, LedgerFull, OpAlreadyDone, OpIsRunning, OpStarted, StaleFence
+from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable, WrongState
+from runner.ledger import (
+    Ledger,
+    LedgerError,
+    LedgerFull,
+    OpAlreadyDone,
+    OpDetails,
+    OpIsRunning,
+    OpStarted,
+    StaleFence,
+    TooManyOps,
+)
 from runner.operations.keys import KeyRing
-from wire.optoken import Level, Operation, OpTokenError, Reason, Verified, Verifier, read_token
+from runner.operations.receipts import Booked
+from wire.optoken import Level, Operation, OpTokenError, Policy, Reason, SignedToken, Verified, Verifier, read_token
 
 log = logging.getLogger(__name__)
 
 REFUSED = "The operation token was not accepted. The log of this box says why; then ask for a new token."
 KEY_READ_S = 10.0
+LIMIT_REASON = "operation_limit"
+"""What an operation is counted under that its token permits and this box's own limits do not."""
 
 
 class OperationRunning(WrongState):
-    """The operation that the token belongs to was begun before and has not ended."""
+    """The operation that the token belongs to was begun before and has not ended. ``op_key``: its name in the ledger."""
 
     code = "operation_running"
     retryable = True
 
+    def __init__(self, op_key: str) -> None:
+        super().__init__("The operation of this token is being carried out; wait until it has ended.")
+        self.op_key = op_key
+
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """An operation that may go on. ``op_id``: the approval behind it, None at L0, where tokens name none.
+    """An operation that may go on. ``op_id``: the approval behind it, None at L0, where tokens name none and nothing is booked.
 
-    ``recorded``: how it went when it was carried out already; then it must not be done again and the caller is told this.
+    ``recorded``: how it went when it was carried out already, with its ``receipt``; then it must not be done again and the
+    caller is told this.
     """
 
     level: Level
     operation: Operation
     op_id: str | None
     signers: tuple[str, ...]
+    booked: Booked | None = None
     recorded: dict[str, object] | None = None
+    receipt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GateRules:
+    """What the owner of a box asks of tokens. ``runner_id``: the audience this box answers to.
+
+    ``policy`` returns the pinned policy. ``ops_per_hour``: how many may begin within an hour, whoever approved; None = any.
+    ``disabled``: why no operation is carried out at all, "" = they are.
+    """
+
+    key_path: Path | None
+    level: Level
+    min_signers: int
+    runner_id: str
+    policy: Callable[[], Policy | None] = field(default=lambda: None)
+    ops_per_hour: int | None = None
+    disabled: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Touched:
+    """What an operation changes: in these slots none that was approved earlier may follow it."""
+
+    model_id: str | None
+    slot: str
+    other_slots: tuple[str, ...]
+
+    @classmethod
+    def by(cls, model_id: str | None, params: Mapping[str, object]) -> _Touched:
+        evicted = params.get("evictModel")
+        slot = "cache" if model_id is None else f"model:{model_id}"
+        return cls(model_id, slot, (f"model:{evicted}",) if isinstance(evicted, str) else ())
 
 
 class Gate:
-    """Admits operations by token. ``runner_id``: the audience this box answers to. Times are Unix seconds."""
+    """Admits operations by token. Times are Unix seconds."""
 
-    def __init__(
-        self,
-        *,
-        key_path: Path | None,
-        level: Level,
-        min_signers: int,
-        runner_id: str,
-        ledger: Ledger,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._keys = KeyRing(key_path)
+    def __init__(self, rules: GateRules, *, ledger: Ledger, clock: Callable[[], float] = time.time) -> None:
+        self._rules = rules
+        self._keys = KeyRing(rules.key_path)
         self._reading = asyncio.Lock()
-        self._level = level
-        self._min_signers = min_signers
-        self._runner_id = runner_id
         self._ledger = ledger
         self._clock = clock
+        self.refusals: dict[str, int] = {}
+        """How many tokens were refused, by reason."""
 
     async def admit(
         self, token: object, *, operation: Operation, model_id: str | None, params: Mapping[str, object]
@@ -72,74 +115,108 @@ class Gate:
         """Return the operation that ``token`` permits, with its nonce spent and, from L1 on, its approval booked.
 
         ``token``: what stands in ``verifiedOpToken``. ``params``: all members of the request body. Raises OperationsDisabled
-        (no usable key), OpTokenRefused (one text for all reasons), OperationRunning, Unavailable (the ledger fails).
+        (no usable key, or no place to remember), OpTokenRefused (one text for all reasons), OperationRunning, OperationLimit
+        (nothing was booked), Unavailable (the ledger fails).
         """
         verifier = await self._make_verifier()
         try:
             signed = read_token(token)
             verified = verifier.verify(signed, operation=operation, model_id=model_id, params=params, now=self._clock())
-            admitted = await self._book(verified, operation, model_id)
+            admitted = await self._book(signed, verified, operation, _Touched.by(model_id, params))
         except OpTokenError as error:
-            log.warning("operation refused operation=%s reason=%s", operation, error.reason)
+            self._count(error.reason.value)
+            log.warning("operation refused operation=%s reason=%s", operation, error)
             raise OpTokenRefused(REFUSED) from None
+        except OperationLimit as error:
+            self._count(LIMIT_REASON)
+            log.warning("operation refused operation=%s reason=%s: %s", operation, LIMIT_REASON, error)
+            raise
         except LedgerError as error:
             log.error("operation refused, the ledger failed operation=%s error=%s", operation, error)  # noqa: TRY400
             raise Unavailable("The ledger of this box cannot be written, so no operation is carried out.") from None
         log.info(
-            "operation admitted operation=%s level=%s op=%s signers=%s repeated=%s",
-            operation, admitted.level, admitted.op_id, len(admitted.signers), admitted.recorded is not None,
+            "operation admitted operation=%s level=%s op=%s class=%s approvers=%s signers=%s repeated=%s",
+            operation, admitted.level, admitted.op_id, verified.op_class or "-", len(verified.approvers),
+            len(admitted.signers), admitted.recorded is not None,
         )  # fmt: skip
         return admitted
 
-    async def finish(self, admitted: Admitted, outcome: dict[str, object]) -> None:
+    async def finish(self, admitted: Admitted, outcome: dict[str, object], *, receipt: str = "") -> None:
         """Record how an admitted operation went (plain JSON), for whoever comes with another token of the same approval.
 
         Raises LedgerError.
         """
-        if admitted.op_id is not None and admitted.recorded is None:
-            await self._ledger.finish_op(admitted.op_id, outcome)
+        if admitted.booked is not None and admitted.recorded is None:
+            await self._ledger.finish_op(admitted.booked.op_key, outcome, receipt=receipt)
+
+    def _count(self, reason: str) -> None:
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     async def _make_verifier(self) -> Verifier:
+        rules = self._rules
+        if rules.disabled:
+            raise OperationsDisabled(f"Operations are disabled: {rules.disabled}.")
         try:
             async with self._reading:
                 keys = await asyncio.wait_for(asyncio.to_thread(self._keys.read), KEY_READ_S)
         except TimeoutError:
             raise Unavailable("The key file of this box cannot be read in time, so no operation is carried out.") from None
         return Verifier(
-            level=self._level,
-            min_signers=self._min_signers,
-            runner_id=self._runner_id,
+            level=rules.level,
+            min_signers=rules.min_signers,
+            runner_id=rules.runner_id,
             keys=keys,
             # Rounded down since tokens carry whole seconds. No allowance for slow clocks: a token that was spent just before
             # the ledger was lost would fit into it.
             not_before=math.floor(self._ledger.born_at),
+            policy=rules.policy(),
         )
 
-    async def _book(self, verified: Verified, operation: Operation, model_id: str | None) -> Admitted:
+    async def _book(self, signed: SignedToken, verified: Verified, operation: Operation, touched: _Touched) -> Admitted:
         try:
             if not await self._ledger.spend_nonce(verified.nonce, expires_at=verified.expires_at):
                 raise OpTokenError(Reason.REPLAYED)
-            recorded = await self._begin(verified, model_id)
+            op_key, fence = verified.op_key, verified.fence
+            if verified.op_id is None or op_key is None or fence is None:
+                return Admitted(verified.level, operation, None, verified.signers)
+            booked = Booked(
+                op_key=op_key, op_id=verified.op_id, use=verified.use, operation=operation.value, fence=fence,
+                statement_digest="" if verified.statement is None else verified.statement.digest.hex(),
+                checkpoint=str(signed.claims.get("checkpoint") or ""), begun_at=self._clock(),
+            )  # fmt: skip
+            recorded, receipt = await self._begin(booked, verified, touched)
         except LedgerFull:
             raise OpTokenError(Reason.LEDGER_FULL) from None
-        return Admitted(verified.level, operation, verified.op_id, verified.signers, recorded)
+        return Admitted(verified.level, operation, verified.op_id, verified.signers, booked, recorded, receipt)
 
-    async def _begin(self, verified: Verified, model_id: str | None) -> dict[str, object] | None:
-        if verified.op_id is None or verified.fence is None:
-            return None
+    async def _begin(self, booked: Booked, verified: Verified, touched: _Touched) -> tuple[dict[str, object] | None, str]:
+        """Return how the operation went when it was carried out before, with its receipt; None and "" when it may begin."""
         begun = await self._ledger.begin_op(
-            verified.op_id,
-            slot="cache" if model_id is None else f"model:{model_id}",
-            fence=verified.fence,
-            max_uses=verified.max_uses,
-            expires_at=verified.expires_at,
-        )
+            booked.op_key,
+            slot=touched.slot,
+            fence=booked.fence,
+            # At L2 every use of an approval has a row of its own.
+            max_uses=1,
+            expires_at=max(verified.expires_at, verified.not_after or 0),
+            details=OpDetails(
+                operation=booked.operation, model_id=touched.model_id, approval_id=booked.op_id, use=booked.use,
+                op_class=verified.op_class, statement_digest=booked.statement_digest, checkpoint=booked.checkpoint,
+                most_per_hour=self._rules.ops_per_hour, most_per_day=verified.daily_cap or None,
+                other_slots=touched.other_slots,
+            ),
+        )  # fmt: skip
         match begun:
             case OpStarted():
-                return None
-            case OpAlreadyDone(outcome):
-                return outcome
+                return None, ""
+            case OpAlreadyDone(outcome, receipt):
+                return outcome, receipt
             case StaleFence():
                 raise OpTokenError(Reason.STALE_FENCE)
             case OpIsRunning():
-                raise OperationRunning("The operation of this token is being carried out; wait until it has ended.")
+                raise OperationRunning(booked.op_key)
+            case TooManyOps(most, within_s, retry_after_s, is_of_class):
+                kind = f"operations of the class {verified.op_class}" if is_of_class else "operations"
+                raise OperationLimit(
+                    f"{most} {kind} began on this box within {within_s / 3600:g} h, the most that it carries out; wait.",
+                    retry_after_s=retry_after_s,
+                )

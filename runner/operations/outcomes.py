@@ -26,12 +26,12 @@ def failure_fields(error: RunnerError) -> dict[str, object]:
     return {"code": "model_load_failed"}
 
 
-def refusal_outcome(error: RunnerError) -> dict[str, object]:
+def refusal_outcome(error: RunnerError) -> tuple[int, dict[str, object]]:
     """Return an operation that failed as it is recorded: an HTTP status and the body of its answer."""
     if isinstance(error, RequestRefused):
-        return {"status": error.status, "body": {"error": refusal_fields(error)}}
+        return error.status, {"error": refusal_fields(error)}
     fields = {**failure_fields(error), "message": str(error), "type": "api_error", "param": None, "retryable": False}
-    return {"status": 500, "body": {"error": fields}}
+    return 500, {"error": fields}
 
 
 def flush_fields(model_id: str, outcome: FlushOutcome) -> dict[str, object]:

@@ -70,6 +70,14 @@ def _read_param(text: str) -> tuple[str, object]:
         return name, value
 
 
+def _read_level(text: str) -> Level:
+    if text == Level.L2:
+        raise argparse.ArgumentTypeError(
+            "an L2 token carries the proofs of approvers, which no key file can make; only L0 and L1"
+        )
+    return Level(text)
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m runner.operations.sign",
@@ -81,7 +89,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--operation", type=Operation, choices=list(Operation), required=True)
     parser.add_argument("--model", metavar="ID", help="the model; left out for a flush that names none")
     parser.add_argument("--signer", action="append", default=[], required=True, metavar="NAME", help="once per approver")
-    parser.add_argument("--level", type=Level, choices=list(Level), default=Level.L0)
+    parser.add_argument("--level", type=_read_level, choices=[Level.L0, Level.L1], default=Level.L0)
     parser.add_argument("--runner-id", default="", metavar="ID", help="L1: the box that the token is for")
     parser.add_argument("--kid", default="", metavar="KID", help="L1: the name of the key where the box has a folder of keys")
     parser.add_argument("--op-id", default="", metavar="ID", help="L1: the approval; the same one is carried out once")

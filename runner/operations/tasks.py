@@ -1,31 +1,25 @@
-"""Lifecycle operations: checked, let in by the gate, carried out, answered in the words of the model-runner specification."""
+"""Lifecycle operations: checked, carried out once they are let in, answered in the words of the model-runner specification."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import msgspec
+from typing import Any, TypeVar
 
 from runner.definitions.plan import Progress
 from runner.engines.port import FlushRequest, FlushResult, FlushScope
-from runner.errors import (
-    InvalidRequest,
-    OperationInterrupted,
-    RunnerError,
-    Unavailable,
-    UnknownTask,
-    WrongState,
-)
-from runner.ledger import Ledger, LedgerError, TaskRow, TaskState
-from runner.ledger.approvals import INTERRUPTED
-from runner.operations.gate import Admitted, Gate
-from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result, refusal_outcome
+from runner.errors import InvalidRequest, RunnerError, UnknownTask, WrongState
+from runner.ledger import Ledger, LedgerError, OpRow, TaskRow, TaskState
+from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
+from runner.operations.executions import CUT_OFF, Begun, Ending, Executions
+from runner.operations.gate import Gate
+from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result
+from runner.operations.receipts import Clerk
 from runner.pool import LoadOrder, Model, ModelState, Pool
 from wire.optoken import Operation
 
@@ -33,65 +27,53 @@ log = logging.getLogger(__name__)
 
 TASK_SAVE_GAP_S = 1.0
 """Progress is written to the ledger at most this often; a new stage and the last word always are."""
-CLOSE_S = 10.0
-"""How long an unload or flush may go on when the runner is told to end."""
 MAX_LOADS = 8
 """Loads under way at once."""
 
-
-class LoadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/models/load``. ``overrides`` are the backend's own fields; the others are those of the specification."""
-
-    modelId: str  # noqa: N815  # names of the specification, here and below
-    quantization: str | None = None
-    maxContextLength: int | None = None  # noqa: N815
-    gpuMemoryBudgetMB: int | None = None  # noqa: N815
-    evictModel: str | None = None  # noqa: N815
-    overrides: dict[str, object] = {}
-    verifiedOpToken: Any = None  # noqa: N815  # Any: an object, its text, or base64url of it
+Done = TypeVar("Done")
+OnBegin = Callable[[], None]
 
 
-class UnloadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/models/unload``. ``force`` ends what runs instead of waiting for it."""
-
-    modelId: str  # noqa: N815
-    force: bool = False
-    verifiedOpToken: Any = None  # noqa: N815  # as above
+def _tell_nobody() -> None:
+    """Nobody follows an operation that came over HTTP."""
 
 
-class FlushBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/cache/flush``."""
-
-    scope: FlushScope
-    tenantId: str | None = None  # noqa: N815
-    modelId: str | None = None  # noqa: N815
-    tag: str | None = None
-    verifiedOpToken: Any = None  # noqa: N815  # as above
+async def _begin(on_begin: OnBegin, work: Awaitable[Done]) -> Done:
+    on_begin()
+    return await work
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """An HTTP status and a JSON object."""
+class LoadView:
+    """How a load that runs goes on. ``fraction`` 0.0 to 1.0; None = cannot be told."""
 
-    status: int
-    body: dict[str, object]
+    stage: str
+    fraction: float | None
+    eta_s: float | None
 
 
 class Operations:
     """``params`` of each call is the decoded request body without its token: what a token may bind."""
 
-    def __init__(self, pool: Pool, gate: Gate, ledger: Ledger) -> None:
+    def __init__(self, pool: Pool, gate: Gate, ledger: Ledger, clerk: Clerk) -> None:
         self._pool = pool
-        self._gate = gate
         self._ledger = ledger
+        self._executions = Executions(self, gate, ledger, clerk)
         self._tasks: dict[str, TaskRow] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._news: dict[str, asyncio.Event] = {}
         self._task_of: dict[str, str] = {}
-        self._governed: set[asyncio.Task[Reply]] = set()
         self._starting = 0
         self._is_closing = False
-        self.is_stopping = False
-        """No operation is let in any more."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether no operation is let in any more."""
+        return self._executions.is_stopping
+
+    def refuse_new(self) -> None:
+        """Let no operation in any more; what runs goes on."""
+        self._executions.is_stopping = True
 
     async def recover(self) -> None:
         """Close the tasks that an earlier process left unfinished."""
@@ -100,13 +82,10 @@ class Operations:
 
     async def close(self) -> None:
         """Cancel the loads under way and wait for them; unloads and flushes may go on for a while."""
-        self._is_closing = self.is_stopping = True
+        self._is_closing = True
+        self.refuse_new()
         await self._cancel_loads()
-        if self._governed:
-            _, late = await asyncio.wait(self._governed, timeout=CLOSE_S)
-            for each in late:
-                each.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        await self._executions.close()
         await self._cancel_loads()  # one that was let in before the end may have begun since
 
     async def _cancel_loads(self) -> None:
@@ -117,77 +96,47 @@ class Operations:
 
     # The three operations. What a token has let in is carried out to its end, also when the caller leaves meanwhile.
 
-    async def load(self, body: LoadBody, params: Mapping[str, object]) -> Reply:
+    # ``on_begin`` is called, and must not block, once nothing can refuse an operation any more but itself.
+
+    async def load(self, body: LoadBody, params: Mapping[str, object], *, on_begin: OnBegin = _tell_nobody) -> Reply:
         """Start a load: 202 with its task; 200 when the model is loaded already. Raises RequestRefused."""
         overrides = _overrides(body)
         model = self._pool.registry.find_or_plan(body.modelId)
         self._pool.loader.check(model, overrides)
         if body.evictModel is not None:
             self._pool.registry.find(body.evictModel)
-        return await self._shielded(self._govern(
-            body.verifiedOpToken, Operation.MODEL_LOAD, body.modelId, params, lambda: self._start_load(body, overrides)
-        ))  # fmt: skip
+        return await self._executions.run(
+            body.verifiedOpToken,
+            Operation.MODEL_LOAD,
+            body.modelId,
+            params,
+            lambda: _begin(on_begin, self._start_load(body, overrides)),
+        )
 
-    async def unload(self, body: UnloadBody, params: Mapping[str, object]) -> Reply:
+    async def unload(self, body: UnloadBody, params: Mapping[str, object], *, on_begin: OnBegin = _tell_nobody) -> Reply:
         """Unload a model and answer when it is gone. Raises RequestRefused, EngineError."""
         self._pool.registry.find(body.modelId)
-        return await self._shielded(self._govern(
-            body.verifiedOpToken, Operation.MODEL_UNLOAD, body.modelId, params, lambda: self._unload(body)
-        ))  # fmt: skip
+        return await self._executions.run(
+            body.verifiedOpToken, Operation.MODEL_UNLOAD, body.modelId, params, lambda: _begin(on_begin, self._unload(body))
+        )
 
-    async def flush(self, body: FlushBody, params: Mapping[str, object]) -> Reply:
+    async def flush(self, body: FlushBody, params: Mapping[str, object], *, on_begin: OnBegin = _tell_nobody) -> Reply:
         """Flush what the scope names and say for each model what came of it. Raises RequestRefused."""
         self._flush_targets(body)
-        return await self._shielded(self._govern(
-            body.verifiedOpToken, Operation.CACHE_FLUSH, body.modelId, params, lambda: self._flush(body)
-        ))  # fmt: skip
+        return await self._executions.run(
+            body.verifiedOpToken, Operation.CACHE_FLUSH, body.modelId, params, lambda: _begin(on_begin, self._flush(body))
+        )
 
-    async def _shielded(self, work: Coroutine[None, None, Reply]) -> Reply:
-        task = asyncio.create_task(work)
-        self._governed.add(task)
-        task.add_done_callback(self._forget)
-        return await asyncio.shield(task)
+    async def find(self, op_id: str, use: int) -> OpRow | None:
+        """Return one use of an approval as it was booked here, None when it never was. Raises LedgerError."""
+        return await self._executions.find(op_id, use)
 
-    def _forget(self, task: asyncio.Task[Reply]) -> None:
-        self._governed.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, RunnerError):
-            log.critical("operation failed unexpectedly", exc_info=error)
-
-    async def _govern(
-        self, token: object, operation: Operation, model_id: str | None, params: Mapping[str, object],
-        carry_out: Callable[[], Awaitable[Reply]],
-    ) -> Reply:  # fmt: skip
-        """Let an operation in, carry it out, and write down how it went."""
-        if self.is_stopping:
-            raise Unavailable("The box is shutting down.", retry_after_s=5)
-        admitted = await self._gate.admit(token, operation=operation, model_id=model_id, params=params)
-        if admitted.recorded is not None:
-            return await self._repeat(admitted.recorded)
-        outcome: dict[str, object] = {"status": 500, "body": {"error": {"code": "internal_error", "message": "See the log."}}}
-        try:
-            reply = await carry_out()
-            outcome = {"status": reply.status, "body": reply.body}
-        except asyncio.CancelledError:
-            outcome = dict(INTERRUPTED)
-            raise
-        except LedgerError as error:
-            log.error("operation ended, the ledger failed operation=%s error=%s", operation, error)  # noqa: TRY400
-            refusal = Unavailable("The ledger of this box cannot be used, so the operation was not carried out.")
-            outcome = refusal_outcome(refusal)
-            raise refusal from None
-        except RunnerError as error:
-            outcome = refusal_outcome(error)
-            raise
-        finally:
-            await self._record(admitted, outcome)
-        return reply
-
-    async def _record(self, admitted: Admitted, outcome: dict[str, object]) -> None:
-        try:
-            await self._gate.finish(admitted, outcome)
-        except LedgerError as error:
-            # It was done, and its token is spent: the caller must hear how it went even if nobody else will.
-            log.error("outcome of an operation was not recorded operation=%s error=%s", admitted.operation, error)  # noqa: TRY400
+    def describe_now(self, model_id: str | None) -> dict[str, object]:
+        """Return what the box has loaded at this moment: a model's state, and the names of all that are ready."""
+        registry = self._pool.registry
+        states = {model.model_id: model.state.value for model in registry.models}
+        state = "all" if model_id is None else states.get(model_id, "unknown")
+        return {"modelId": model_id, "state": state, "loaded": registry.ready_ids()}
 
     # Tasks
 
@@ -204,6 +153,28 @@ class Operations:
         if running is not None:
             await asyncio.shield(asyncio.gather(running, return_exceptions=True))
         return await self.read_task(task_id)
+
+    def view(self, task_id: str) -> LoadView | None:
+        """Return how a load goes on, None when it has ended."""
+        row = self._tasks.get(task_id)
+        if row is None or task_id not in self._running:
+            return None
+        load = next((model.load for model in self._pool.registry.models if model.model_id == row.model_id), None)
+        return LoadView(row.stage, row.fraction, None if load is None else load.eta_s())
+
+    async def wait_news(self, task_id: str, *, within_s: float) -> None:
+        """Return when a load has something new to say, or has ended, or after so many seconds."""
+        if task_id in self._running:
+            news = self._news.setdefault(task_id, asyncio.Event())
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the news.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await news.wait()
+
+    def _tell_news(self, task_id: str) -> None:
+        news = self._news.pop(task_id, None)
+        if news is not None:
+            news.set()
 
     def _show(self, row: TaskRow) -> dict[str, object]:
         shown: dict[str, object] = {
@@ -222,7 +193,7 @@ class Operations:
             shown["error"] = row.error
         return {**shown, **row.result, "startedAt": int(row.started_at)}
 
-    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply:
+    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply | Begun:
         if len(self._running) + self._starting >= MAX_LOADS:
             raise WrongState(f"{MAX_LOADS} loads are under way; wait for one to end.")
         self._starting += 1
@@ -231,7 +202,7 @@ class Operations:
         finally:
             self._starting -= 1
 
-    async def _begin_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply:
+    async def _begin_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply | Begun:
         registry = self._pool.registry
         registry.define(registry.find_or_plan(body.modelId).definition)
         order = await self._pool.loader.order(body.modelId, overrides=overrides, evict=body.evictModel)
@@ -252,11 +223,14 @@ class Operations:
             raise
         self._running[task_id] = task = asyncio.create_task(self._carry_out(order, task_id))
         task.add_done_callback(_report_failure)
-        return Reply(202, self._show(row))
+        return Begun(task_id, Reply(202, self._show(row)))
 
-    async def _already(self, model: Model) -> Reply:
+    async def _already(self, model: Model) -> Reply | Begun:
         task_id = self._task_of.get(model.model_id)
         if model.state is ModelState.LOADING and task_id is not None:
+            # Nothing may wait between this look and the caller's note that it follows the task.
+            if task_id in self._running:
+                return Begun(task_id, Reply(202, self._show(self._tasks[task_id])))
             return Reply(202, await self.read_task(task_id))
         memory = model.memory_bytes
         return Reply(
@@ -277,6 +251,7 @@ class Operations:
             before = self._tasks[task_id]
             row = replace(before, stage=progress.stage, fraction=progress.fraction)
             self._tasks[task_id] = row
+            self._tell_news(task_id)
             if row.stage != before.stage or time.monotonic() - saved_at >= TASK_SAVE_GAP_S:
                 saved_at = time.monotonic()
                 saves.add(save := asyncio.create_task(self._save(row)))
@@ -301,15 +276,18 @@ class Operations:
 
     async def _end(self, row: TaskRow, saves: set[asyncio.Task[bool]]) -> None:
         """Say the last word on a load, and write it down after everything that was said before it."""
-        self._tasks[row.task_id] = row
-        if self._task_of.get(row.model_id) == row.task_id and row.state is not TaskState.COMPLETED:
-            del self._task_of[row.model_id]
         try:
+            if receipt := await self._executions.end_task(row.task_id, _ending(row, self._show(row))):
+                row = replace(row, result={**row.result, "receipt": receipt})
+            self._tasks[row.task_id] = row
+            if self._task_of.get(row.model_id) == row.task_id and row.state is not TaskState.COMPLETED:
+                del self._task_of[row.model_id]
             await asyncio.gather(*saves)
             if await self._save(row):
                 del self._tasks[row.task_id]  # else this process alone knows how it ended
         finally:
             del self._running[row.task_id]
+            self._tell_news(row.task_id)
 
     async def _save(self, row: TaskRow) -> bool:
         """Return whether a task is on disk; a load does not end because its progress cannot be written."""
@@ -362,19 +340,16 @@ class Operations:
             },
         )  # fmt: skip
 
-    async def _repeat(self, recorded: Mapping[str, object]) -> Reply:
-        """Answer an operation that was carried out before: the task as it stands now, else the same words again."""
-        if recorded.get("state") == "interrupted":
-            raise OperationInterrupted(
-                "This operation was cut off by a restart of the box. See GET /v1/capabilities for what is loaded, "
-                "then ask for a new token."
-            )
-        status, body = recorded.get("status"), recorded.get("body")
-        shown = dict(body) if isinstance(body, dict) else {}
-        task_id = shown.get("taskId")
-        if isinstance(task_id, str) and status == 202:
-            return Reply(200, {**await self.read_task(task_id), "repeated": True})
-        return Reply(status if isinstance(status, int) else 200, {**shown, "repeated": True})
+
+def _ending(row: TaskRow, shown: dict[str, object]) -> Ending:
+    """Return how the operation behind a load ended."""
+    match row.state:
+        case TaskState.COMPLETED:
+            return Ending("succeeded", 200, shown)
+        case TaskState.INTERRUPTED:
+            return CUT_OFF
+        case _:
+            return Ending("failed", 200, shown)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

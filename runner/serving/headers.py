@@ -6,6 +6,8 @@ import re
 
 from multidict import CIMultiDictProxy
 
+from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TRANSCRIPTIONS
+
 HOP_BY_HOP = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "expect",
@@ -15,6 +17,11 @@ HOP_BY_HOP = frozenset({
 NOT_TO_CLIENT = HOP_BY_HOP | {
     "set-cookie", "set-cookie2", "server", "date", "alt-svc", "strict-transport-security", "www-authenticate", "via",
 }  # fmt: skip
+INFERENCE_PATHS = (
+    CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES, IMAGES, TRANSCRIPTIONS, "/v1/audio/translations", "/v1/audio/speech",
+    "/v1/images/edits", "/v1/moderations", "/v1/rerank", "/v1/score",
+)  # fmt: skip
+"""What a server that does not say which paths it answers is asked for by POST: none of them loads, unloads or flushes."""
 _PATH = re.compile(r"/v1(?:/[A-Za-z0-9_.:@~-]+)+/?(?:\?[\x21-\x7e]*)?\Z")
 
 

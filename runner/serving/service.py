@@ -30,7 +30,7 @@ from runner.errors import (
     Unavailable,
 )
 from runner.pool import Model, ModelState, Registry, Replica
-from runner.serving.headers import headers_to_client, is_allowed_path
+from runner.serving.headers import INFERENCE_PATHS, headers_to_client, is_allowed_path
 from runner.serving.numbers import Numbers
 from runner.serving.request import Inference
 from runner.serving.tally import Tally
@@ -132,9 +132,10 @@ class Serving:
         if not model.is_ready:
             raise _explain_state(model)
         capabilities = model.capabilities
-        if request.method == "POST" and capabilities.endpoints and request.endpoint not in capabilities.endpoints:
+        answered = capabilities.endpoints or INFERENCE_PATHS
+        if request.method == "POST" and request.endpoint not in answered:
             raise ModalityUnsupported(
-                f"{model.model_id} does not answer {request.endpoint}; it answers {', '.join(capabilities.endpoints)}.",
+                f"{model.model_id} does not answer {request.endpoint}; it answers {', '.join(answered)}.",
                 param="model",
             )
         if capabilities.is_remote and not request.allow_remote:

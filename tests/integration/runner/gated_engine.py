@@ -41,6 +41,8 @@ class GatedEngine:
         self.flushes = True
         self.is_loaded = False
         self.steps: list[str] = []
+        self.report: Report | None = None
+        """Where the load that is under way says how it goes on."""
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -50,6 +52,7 @@ class GatedEngine:
     async def load(self, report: Report) -> None:
         """Load once the gate is open."""
         self.steps.append("load")
+        self.report = report
         report(Progress("loading", 0.5))
         await self.may_load.wait()
         if self.fails is not None:

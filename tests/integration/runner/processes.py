@@ -55,14 +55,16 @@ async def eventually(condition: Callable[[], object], what: str, *, within_s: fl
 
 
 @asynccontextmanager
-async def run_box(tmp_path: Path, gateway: str, *options: str, env: dict[str, str] | None = None) -> AsyncIterator[RunningBox]:
+async def run_box(
+    tmp_path: Path, gateway: str, *options: str, env: dict[str, str] | None = None, program: str = "runner"
+) -> AsyncIterator[RunningBox]:
     """Start ``python -m runner`` against a gateway; kill it at the end if the test has not stopped it."""
     log = tmp_path / f"runner-{time.monotonic_ns()}.log"
     surroundings = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
     surroundings |= {"MUSTER_TOKEN": TOKEN, "MUSTER_RECONNECT_MAX_S": "0.5", "PYTHONPATH": str(ROOT)} | (env or {})
     with log.open("wb") as sink:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-W", "error", "-m", "runner", "--gateway", gateway, "--name", "box-under-test", *options,
+            sys.executable, "-W", "error", "-m", program, "--gateway", gateway, "--name", "box-under-test", *options,
             env=surroundings, stdout=sink, stderr=sink,
         )  # fmt: skip
     box = RunningBox(process, log)

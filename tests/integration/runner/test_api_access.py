@@ -31,7 +31,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiBox]:
-    with run_api_box(tmp_path_factory.mktemp("open"), models=("a",), has_op_key=False) as running:
+    with run_api_box(tmp_path_factory.mktemp("open"), models=("a",), env={"OP_TOKEN_LEVEL": "0"}, has_op_key=False) as running:
         yield running
 
 

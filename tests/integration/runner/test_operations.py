@@ -25,8 +25,10 @@ from runner.errors import (
     WrongState,
 )
 from runner.ledger import FILE_NAME, Ledger, TaskState
-from runner.operations.gate import Gate
-from runner.operations.tasks import MAX_LOADS, FlushBody, LoadBody, Operations, Reply, UnloadBody
+from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
+from runner.operations.gate import Gate, GateRules
+from runner.operations.receipts import Clerk
+from runner.operations.tasks import MAX_LOADS, Operations
 from runner.parts import Parts
 from runner.pool import ModelState, Pool
 from tests.integration.runner.gated_engine import GatedEngine
@@ -49,8 +51,8 @@ class Desk:
         self.parts = parts
         self.bench = Bench(parts)
         pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
-        gate = Gate(key_path=key_path, level=level, min_signers=2, runner_id="box", ledger=parts.ledger)
-        self.operations = Operations(pool, gate, parts.ledger)
+        gate = Gate(GateRules(key_path=key_path, level=level, min_signers=2, runner_id="box"), ledger=parts.ledger)
+        self.operations = Operations(pool, gate, parts.ledger, Clerk(parts.governance.identity))
         self.level = level
         self.fence = 0
 
@@ -243,8 +245,9 @@ async def test_an_operation_cut_off_by_the_end_of_the_box_is_interrupted_and_not
         await flushing
         killed = await Ledger.open(copy)
         try:
-            gate = Gate(key_path=tmp_path / "op.key", level=Level.L1, min_signers=2, runner_id="box", ledger=killed)
-            desk.operations = Operations(desk.parts.pool, gate, killed)
+            rules = GateRules(key_path=tmp_path / "op.key", level=Level.L1, min_signers=2, runner_id="box")
+            clerk = Clerk(desk.parts.governance.identity)
+            desk.operations = Operations(desk.parts.pool, Gate(rules, ledger=killed), killed, clerk)
             with pytest.raises(OperationInterrupted):
                 await desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all")
         finally:
@@ -255,7 +258,7 @@ async def test_an_operation_cut_off_by_the_end_of_the_box_is_interrupted_and_not
 async def test_an_operation_that_the_box_cancels_on_its_way_out_is_recorded_as_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.operations.tasks.CLOSE_S", 0.05)
+    monkeypatch.setattr("runner.operations.executions.CLOSE_S", 0.05)
     op_id = new_uuid7().hex
     async with desk_of(tmp_path, level=Level.L1) as desk:
         await desk.finish(await desk.load("a"))
@@ -267,7 +270,7 @@ async def test_an_operation_that_the_box_cancels_on_its_way_out_is_recorded_as_i
             await flushing
         with pytest.raises(Unavailable):
             await desk.load("b")
-        desk.operations.is_stopping = False
+        desk.operations._executions.is_stopping = False
         with pytest.raises(OperationInterrupted):
             await desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all")
         desk.bench.engines[0].may_flush.set()

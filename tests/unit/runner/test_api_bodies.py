@@ -8,7 +8,7 @@ from runner.api.answers import spec_name
 from runner.api.bodies import BodyBudget, decode, parse_object
 from runner.api.forms import read_form_fields
 from runner.errors import InvalidRequest, Unavailable
-from runner.operations.tasks import FlushBody, LoadBody
+from runner.operations.bodies import FlushBody, LoadBody
 
 FORM = "multipart/form-data; boundary=line"
 

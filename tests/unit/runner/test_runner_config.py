@@ -164,7 +164,8 @@ def test_the_variables_of_the_model_runner_specification_are_read(tmp_path: Path
     [
         ({"MODEL_BASE_PATH": "/does/not/exist"}, "MODEL_BASE_PATH"),
         ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, "--data"),
-        ({"OP_TOKEN_LEVEL": "2"}, "OP_TOKEN_LEVEL"),
+        ({"OP_TOKEN_LEVEL": "3"}, "OP_TOKEN_LEVEL"),
+        ({"MUSTER_OPS_PER_HOUR": "0"}, "MUSTER_OPS_PER_HOUR"),
         ({"OP_TOKEN_MIN_SIGNERS": "0"}, "OP_TOKEN_MIN_SIGNERS"),
         ({"MAX_QUEUE_DEPTH": "many"}, "MAX_QUEUE_DEPTH"),
         ({"QUEUE_TIMEOUT_MS": "0"}, "QUEUE_TIMEOUT_MS"),
@@ -188,3 +189,21 @@ def test_settings_in_the_data_folder_are_found_and_others_named_by_variable(tmp_
     other.write_text("{}")
     files = read_config(["--standalone", "--data", str(tmp_path)], {"LLM_POOL_LOCAL_SETTINGS_PATH": str(other)}).files
     assert files.local_settings == other
+
+
+@pytest.mark.parametrize(
+    ("env", "level", "is_given"),
+    [
+        ({}, 2, False),
+        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, 0, False),
+        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key", "OP_TOKEN_LEVEL": "2"}, 2, True),
+        ({"OP_TOKEN_LEVEL": "1"}, 1, True),
+        ({"OP_TOKEN_LEVEL": "0"}, 0, True),
+    ],
+    ids=["unset", "own key", "own key at L2", "L1", "L0"],
+)
+def test_the_level_is_the_strongest_unless_its_owner_hands_out_a_key(
+    tmp_path: Path, env: dict[str, str], level: int, is_given: bool
+) -> None:
+    wanted = read_config(["--standalone", "--data", str(tmp_path)], env).operations
+    assert (wanted.level, wanted.is_level_given, wanted.ops_per_hour) == (level, is_given, 60)

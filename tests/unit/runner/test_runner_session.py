@@ -14,6 +14,7 @@ from runner.session import (
     Cancelled,
     ClientSession,
     Credited,
+    Instructed,
     LeaveAsked,
     ModelsWanted,
     Noticed,
@@ -287,3 +288,20 @@ def test_a_whole_answer_leaves_in_one_frame_and_closes_the_stream() -> None:
     assert not stream.is_open
     with pytest.raises(StreamClosed):
         stream.end(frames.End())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        bridge.OpCommand(op_id="o", use=1, operation="model-load", body={"modelId": "m"}, token="t"),
+        bridge.OpQuery(op_id="o", use=1),
+        bridge.PolicyOffer(policies=[{}]),
+        bridge.CheckpointOffer(note="n", old_size=0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_the_control_plane_says_about_operations_is_handed_on_after_the_handshake(message: bridge.Message) -> None:
+    frame = bridge.encode_message(message)
+    assert accepted_session().receive_text(frame) == [Instructed(message)]  # type: ignore[arg-type]  # one of its kinds
+    with pytest.raises(ProtocolError, match="register_ack"):
+        ClientSession().receive_text(frame)

@@ -1,0 +1,119 @@
+"""The last audit checkpoint that this box saw. It accepts a larger one only with the proof that nothing before was changed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from runner.ledger import Ledger
+from runner.operations.identity import Identity
+from wire.auditlog import AuditLogError, Checkpoint, LogKey, open_note, to_bytes, to_text, verify_consistency
+from wire.bridge import CheckpointOffer
+
+log = logging.getLogger(__name__)
+
+FACT = "witness"
+MAX_PROOF_HASHES = 128
+MAX_NOTE_CHARS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What became of an offered checkpoint. ``signature``: of this box over it, base64, "" when it was not accepted.
+
+    ``alarm``: in what it contradicts the one seen before, or that nobody known signed it; "" = it does not.
+    """
+
+    signature: str = ""
+    alarm: str = ""
+
+
+class Witness:
+    """``seen`` is on disk before anything is signed."""
+
+    def __init__(self, ledger: Ledger, identity: Identity) -> None:
+        self._ledger = ledger
+        self._identity = identity
+        self.seen: Checkpoint | None = None
+
+    async def open(self) -> None:
+        """Read what was seen last. Raises LedgerError."""
+        text = await self._ledger.read_fact(FACT)
+        if text is not None:
+            kept = json.loads(text)
+            self.seen = Checkpoint(kept["origin"], kept["size"], to_bytes(kept["root"]))
+
+    def forget(self) -> None:
+        """Have seen nothing; the caller removes it from the disk."""
+        self.seen = None
+
+    async def judge(self, offer: CheckpointOffer, *, log_keys: Sequence[str]) -> Sighting:
+        """Say what becomes of a checkpoint, and keep it when it extends the last one. Raises LedgerError.
+
+        ``log_keys``: C2SP verifier keys of the pinned policy. A proof that begins elsewhere than where this box stands proves
+        nothing and contradicts nothing: the answer shows where it stands.
+        """
+        try:
+            checkpoint = _read_note(offer.note, log_keys)
+            alarm = self._compare(checkpoint, offer)
+        except AuditLogError as error:
+            alarm = str(error)
+            checkpoint = None
+        if alarm:
+            log.error("audit checkpoint refused: %s", alarm)
+            return Sighting(alarm=alarm)
+        if checkpoint is None or not self._follows(checkpoint, offer):
+            return Sighting()
+        if checkpoint != self.seen:
+            await self._ledger.write_fact(FACT, _describe(checkpoint))
+            self.seen = checkpoint
+        return Sighting(signature=to_text(self._identity.private_key.sign(checkpoint.witness_message())))
+
+    def _compare(self, checkpoint: Checkpoint, offer: CheckpointOffer) -> str:
+        """Return in what a checkpoint contradicts the one seen. Raises AuditLogError for a proof that cannot be read."""
+        seen = self.seen
+        if seen is None:
+            return ""
+        if checkpoint.origin != seen.origin:
+            return f"a checkpoint of another log, {checkpoint.origin}; this box has seen {seen.origin}"
+        if checkpoint.size < seen.size:
+            return f"the log has {checkpoint.size} entries; this box has seen {seen.size}"
+        if checkpoint.size == seen.size:
+            return "" if checkpoint.root == seen.root else f"another root over the same {seen.size} entries"
+        if offer.old_size != seen.size:
+            return ""
+        if len(offer.proof) > MAX_PROOF_HASHES:
+            raise AuditLogError(f"a proof of more than {MAX_PROOF_HASHES} hashes")
+        proof = [to_bytes(each) for each in offer.proof]
+        holds = verify_consistency(
+            old=seen.size, size=checkpoint.size, old_root=seen.root, new_root=checkpoint.root, proof=proof
+        )
+        return "" if holds else f"the log of {checkpoint.size} entries does not extend the one of {seen.size} that was seen"
+
+    def _follows(self, checkpoint: Checkpoint, offer: CheckpointOffer) -> bool:
+        """Return whether a checkpoint without contradiction is proven to follow, too."""
+        seen = self.seen
+        return seen is None or checkpoint.size == seen.size or offer.old_size == seen.size
+
+
+def _read_note(note: str, log_keys: Sequence[str]) -> Checkpoint:
+    if len(note) > MAX_NOTE_CHARS:
+        raise AuditLogError(f"a note of more than {MAX_NOTE_CHARS} characters")
+    return open_note(note, [LogKey.parse(text) for text in log_keys], _holds)
+
+
+def _holds(public_key: bytes, message: bytes, signature: bytes) -> bool:
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _describe(checkpoint: Checkpoint) -> str:
+    return json.dumps({"origin": checkpoint.origin, "size": checkpoint.size, "root": to_text(checkpoint.root)})

@@ -1,0 +1,91 @@
+"""The box as a witness of the audit log: it goes along with growth, and with nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from runner.operations.identity import load_identity
+from runner.operations.witness import Sighting, Witness
+from tests.unit.runner.ledger_files import opened
+from tests.unit.wire.audit_logs import KEY, checkpoint_of, make_body, make_chain, seal
+from wire.auditlog import Entry, consistency_proof, leaf_hash, root, to_bytes, to_text, verify_signature
+from wire.bridge import CheckpointOffer
+
+LOG = make_chain(make_body(number) for number in range(40))
+FORK = make_chain(make_body(number, n=number + (number > 3)) for number in range(40))
+KEYS = [str(KEY)]
+
+
+def offer_of(entries: Sequence[Entry], *, old: int = 0, note: str | None = None) -> CheckpointOffer:
+    """The checkpoint over ``entries`` with the proof that it extends its first ``old``."""
+    leaves = [leaf_hash(entry.hash) for entry in entries]
+    proof = consistency_proof(old, len(leaves), lambda lo, hi: root(leaves[lo:hi]))
+    return CheckpointOffer(note=note or seal(entries).note, old_size=old, proof=[to_text(each) for each in proof])
+
+
+@asynccontextmanager
+async def witness_in(tmp_path: Path) -> AsyncIterator[Witness]:
+    async with opened(tmp_path) as ledger:
+        witness = Witness(ledger, load_identity(tmp_path, "attic"))
+        await witness.open()
+        yield witness
+
+
+async def judge(witness: Witness, offer: CheckpointOffer) -> Sighting:
+    return await witness.judge(offer, log_keys=KEYS)
+
+
+async def test_growth_is_signed_and_remembered_over_a_restart(tmp_path: Path) -> None:
+    async with witness_in(tmp_path) as witness:
+        assert (await judge(witness, offer_of(LOG[:5]))).signature
+        sighting = await judge(witness, offer_of(LOG[:23], old=5))
+    seen = checkpoint_of(LOG[:23])
+    key = load_identity(tmp_path, "attic").public_key
+    assert verify_signature(key, seen.witness_message(), to_bytes(sighting.signature))
+    async with witness_in(tmp_path) as witness:
+        assert witness.seen == seen
+        assert (await judge(witness, offer_of(LOG[:23], old=23))).signature, "the same again is fine"
+
+
+@pytest.mark.parametrize(
+    ("offer", "words"),
+    [
+        (offer_of(LOG[:9], old=5), "the log has 9 entries; this box has seen 20"),
+        (offer_of(FORK[:20], old=20), "another root over the same 20 entries"),
+        (offer_of(FORK, old=20), "does not extend"),
+        (CheckpointOffer(note=seal(LOG).note, old_size=20, proof=["AAAA"]), "does not extend"),
+        (CheckpointOffer(note=seal(LOG).note, old_size=20, proof=["!"]), "not base64"),
+        (CheckpointOffer(note=seal(LOG).note, old_size=20, proof=["AAAA"] * 500), "more than 128"),
+        (offer_of(LOG, old=20, note=seal(LOG).note.replace("40", "41", 1)), "does not hold"),
+        (offer_of(LOG, old=20, note="nonsense"), "not a checkpoint"),
+        (offer_of(LOG, old=20, note="x" * 9000), "8192 characters"),
+    ],
+    ids=["smaller", "fork", "rewritten", "bad proof", "no base64", "long proof", "altered", "no note", "long note"],
+)
+async def test_a_contradiction_is_an_alarm_and_never_stored(tmp_path: Path, offer: CheckpointOffer, words: str) -> None:
+    async with witness_in(tmp_path) as witness:
+        await judge(witness, offer_of(LOG[:20]))
+        sighting = await judge(witness, offer)
+        assert words in sighting.alarm
+        assert not sighting.signature
+        assert witness.seen == checkpoint_of(LOG[:20])
+    async with witness_in(tmp_path) as witness:
+        assert witness.seen == checkpoint_of(LOG[:20])
+
+
+async def test_a_checkpoint_of_an_unknown_signer_is_refused_also_as_the_first_one(tmp_path: Path) -> None:
+    async with witness_in(tmp_path) as witness:
+        sighting = await witness.judge(offer_of(LOG), log_keys=[])
+        assert "not signed by a log key" in sighting.alarm
+        assert witness.seen is None
+
+
+async def test_a_proof_that_begins_elsewhere_proves_nothing_and_is_no_alarm(tmp_path: Path) -> None:
+    async with witness_in(tmp_path) as witness:
+        await judge(witness, offer_of(LOG[:20]))
+        assert await judge(witness, offer_of(LOG, old=7)) == Sighting()
+        assert witness.seen == checkpoint_of(LOG[:20])

@@ -1,0 +1,234 @@
+"""The gate at level L2: people's signatures or nothing, every use once, and limits that no approval lifts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused
+from runner.ledger import Ledger, approvals
+from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning
+from runner.operations.op_keys import OpKeys
+from tests.unit.runner.box_approvals import Fleet, Issuer
+from tests.unit.runner.ledger_files import T0, Clock
+from wire.optoken import Level, Operation, Policy
+
+NOW = T0 + 10
+BOX = "attic#abcdefghijklmnopqrstuvwxyz"
+MODEL = "org/model"
+PARAMS: dict[str, object] = {"modelId": MODEL, "evictModel": "org/other"}
+
+
+class Door:
+    """A gate with the control plane that makes tokens for it. ``policy``: what is pinned, None = nothing."""
+
+    def __init__(self, gate: Gate, ledger: Ledger, issuer: Issuer, clock: Clock) -> None:
+        self.gate = gate
+        self.ledger = ledger
+        self.issuer = issuer
+        self.clock = clock
+        self.policy: Policy | None = issuer.fleet.policy
+
+    def token(self, **changes: Any) -> dict[str, Any]:
+        return self.issuer.token("model-load", PARAMS, now=self.clock.now, **changes)
+
+    async def admit(self, token: object, *, params: dict[str, object] | None = None) -> Admitted:
+        used = PARAMS if params is None else params
+        return await self.gate.admit(token, operation=Operation.MODEL_LOAD, model_id=MODEL, params=used)
+
+    async def begin_and_end(self, **changes: Any) -> None:
+        await self.gate.finish(await self.admit(self.token(**changes)), {"state": "succeeded"})
+
+
+@asynccontextmanager
+async def door_in(tmp_path: Path, *, fleet: Fleet | None = None, **rules: Any) -> AsyncIterator[Door]:
+    keys = OpKeys(tmp_path / "op-keys")
+    keys.ensure(T0)
+    ((kid, key),) = keys.read().items()
+    clock = Clock(NOW)
+    issuer = Issuer(fleet or Fleet(T0), BOX, kid, key)
+    ledger = await Ledger.open(tmp_path / "data", clock=Clock(T0) if not (tmp_path / "data").exists() else clock)
+    ledger._clock = clock
+    fields: dict[str, Any] = {"key_path": keys.folder, "level": Level.L2, "min_signers": 2, "runner_id": BOX} | rules
+    gate = Gate(GateRules(policy=lambda: door.policy, **fields), ledger=ledger, clock=clock)
+    door = Door(gate, ledger, issuer, clock)
+    try:
+        yield door
+    finally:
+        await ledger.close()
+
+
+async def refused(door: Door, token: object, caplog: pytest.LogCaptureFixture, **request: Any) -> str:
+    """Return the reason in the log; outside there is none."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO), pytest.raises(OpTokenRefused) as caught:
+        await door.admit(token, **request)
+    assert (str(caught.value), caught.value.details) == (REFUSED, {})
+    return caplog.text.rpartition("reason=")[2].strip()
+
+
+async def test_an_approved_operation_is_admitted_and_booked_with_what_was_signed(tmp_path: Path) -> None:
+    async with door_in(tmp_path) as door:
+        admitted = await door.admit(door.token(op_id="op-1", checkpoint="audit 12"))
+        row = await door.ledger.find_op("op-1", 1)
+    assert (admitted.level, admitted.op_id) == (Level.L2, "op-1")
+    assert admitted.booked is not None
+    assert row is not None
+    assert (row.op_key, row.operation, row.model_id, row.checkpoint) == ("op-1.1", "model-load", MODEL, "audit 12")
+    assert row.statement_digest == admitted.booked.statement_digest
+    assert len(row.statement_digest) == 64
+
+
+async def test_what_the_control_plane_makes_alone_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        bare = Issuer(door.issuer.fleet, BOX, door.issuer.kid, door.issuer.key).bare_token("model-load", PARAMS)
+        assert await refused(door, bare, caplog) == "level_too_low"
+        spec = {"opToken": {k: v for k, v in bare["opToken"].items() if k != "v"}, "signature": "0" * 64}
+        assert await refused(door, spec, caplog) == "level_too_low"
+        assert await refused(door, door.token(approvers=1), caplog) == "not_approved (too_few_approvers)"
+        assert await refused(door, door.token(requested_by="bob"), caplog) == "not_approved (requester_approves)"
+        assert await refused(door, door.token(targets=["other#box"]), caplog) == "wrong_target"
+        other = {**PARAMS, "evictModel": "org/precious"}
+        assert await refused(door, door.token(), caplog, params=other) == "wrong_params"
+        stranger = Issuer(Fleet(T0), BOX, door.issuer.kid, door.issuer.key)
+        assert (await refused(door, stranger.token("model-load", PARAMS, now=NOW), caplog)).startswith("not_approved")
+        assert door.gate.refusals["level_too_low"] == 2
+        assert await door.ledger.find_op("op-1", 1) is None
+
+
+async def test_without_a_pinned_policy_nothing_is_admitted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        token = door.token()
+        door.policy = None
+        assert await refused(door, token, caplog) == "no_policy"
+
+
+async def test_an_approval_under_a_policy_that_was_replaced_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with door_in(tmp_path) as door:
+        token = door.token()
+        door.issuer.fleet.add_policy()
+        door.policy = door.issuer.fleet.policy
+        assert await refused(door, token, caplog) == "not_approved (wrong_policy)"
+        assert (await door.admit(door.token())).recorded is None
+
+
+async def test_without_a_data_folder_operations_are_disabled(tmp_path: Path) -> None:
+    async with door_in(tmp_path, disabled="start it with --data DIR") as door:
+        with pytest.raises(OperationsDisabled, match="--data DIR"):
+            await door.admit(door.token())
+
+
+async def test_a_second_token_of_one_use_gets_the_first_outcome_also_after_a_restart(tmp_path: Path) -> None:
+    fleet = Fleet(T0)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        admitted = await door.admit(door.token(op_id="op-1"))
+        with pytest.raises(OperationRunning):
+            await door.admit(door.token(op_id="op-1"))
+        await door.gate.finish(admitted, {"state": "succeeded", "body": {"a": 1}}, receipt="signed")
+        again = await door.admit(door.token(op_id="op-1"))
+        assert (again.recorded, again.receipt) == ({"state": "succeeded", "body": {"a": 1}}, "signed")
+        used = door.token(op_id="op-2")
+        await door.admit(used)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        door.issuer.fence = 100
+        again = await door.admit(door.token(op_id="op-1"))
+        assert again.receipt == "signed"
+        cut = await door.admit(door.token(op_id="op-2"))
+        assert cut.recorded == approvals.INTERRUPTED
+        with pytest.raises(OpTokenRefused):
+            await door.admit(used)
+
+
+async def test_every_use_of_a_standing_approval_is_its_own_operation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    standing: dict[str, Any] = {"op_id": "op-1", "op_class": "standing", "max_uses": 2}
+    async with door_in(tmp_path) as door:
+        for use in (1, 2):
+            assert (await door.admit(door.token(use=use, **standing))).recorded is None
+            with pytest.raises(OperationRunning):
+                await door.admit(door.token(use=use, **standing))
+        assert await refused(door, door.token(use=3, **standing), caplog) == "not_approved (too_many_uses)"
+
+
+async def test_an_old_unload_does_not_undo_a_newer_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        params: dict[str, object] = {"modelId": MODEL}
+        late = door.issuer.token("model-unload", params, now=NOW, fence=5)
+        await door.begin_and_end(fence=6)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), pytest.raises(OpTokenRefused):
+            await door.gate.admit(late, operation=Operation.MODEL_UNLOAD, model_id=MODEL, params=params)
+        assert "reason=stale_fence" in caplog.text
+
+
+async def test_break_glass_opens_as_often_a_day_as_its_class_says_restarts_included(tmp_path: Path) -> None:
+    fleet, glass = Fleet(T0), {"op_class": "break-glass", "approvers": 1}
+    async with door_in(tmp_path, fleet=fleet) as door:
+        await door.begin_and_end(**glass)
+        await door.begin_and_end()
+        door.clock.now += 3600
+        await door.begin_and_end(**glass)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        door.issuer.fence = 100
+        door.clock.now = NOW + 7200
+        with pytest.raises(
+            OperationLimit, match="2 operations of the class break-glass began on this box within 24 h"
+        ) as caught:
+            await door.admit(door.token(**glass))
+        assert caught.value.retry_after_s == pytest.approx(86_400 - 7200)
+        assert door.gate.refusals == {LIMIT_REASON: 1}
+        await door.begin_and_end()
+        door.clock.now = NOW + 86_400
+        await door.begin_and_end(**glass)
+
+
+async def test_no_more_operations_begin_within_an_hour_than_the_owner_allows_and_a_refused_one_is_not_used_up(
+    tmp_path: Path,
+) -> None:
+    async with door_in(tmp_path, ops_per_hour=2) as door:
+        await door.begin_and_end()
+        door.clock.now += 60
+        await door.begin_and_end()
+        with pytest.raises(OperationLimit, match="2 operations began on this box within 1 h"):
+            await door.admit(door.token(op_id="op-late"))
+        assert await door.ledger.find_op("op-late", 1) is None
+        door.clock.now = NOW + 3600
+        assert (await door.admit(door.token(op_id="op-late"))).recorded is None
+
+
+async def test_operations_that_began_in_the_future_count_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    async with door_in(tmp_path, ops_per_hour=1) as door:
+        door.clock.now = NOW + 5000
+        await door.begin_and_end()
+        door.clock.now = NOW
+        with pytest.raises(OperationLimit):
+            await door.admit(door.token())
+
+
+async def test_an_operation_is_remembered_for_longer_than_its_approval_can_be_used(tmp_path: Path) -> None:
+    fleet = Fleet(T0)
+    window = {"op_class": "standing", "max_uses": 2, "not_after": int(NOW) + 6 * 86_400}
+    async with door_in(tmp_path, fleet=fleet) as door:
+        await door.begin_and_end(op_id="op-1", **window)
+        door.clock.now = NOW + 6 * 86_400 - 400
+        await door.begin_and_end(op_id="op-2")
+        again = await door.admit(door.token(op_id="op-1", **{**window, "not_before": int(NOW) - 60}))
+        assert again.recorded == {"state": "succeeded"}
+
+
+@pytest.mark.parametrize("skew", [-400, 400], ids=["behind", "ahead"])
+async def test_a_token_outside_the_window_of_this_clock_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, skew: int
+) -> None:
+    async with door_in(tmp_path) as door:
+        token = door.token()
+        door.clock.now += skew
+        if skew < 0:
+            door.ledger.born_at = 0.0
+        assert await refused(door, token, caplog) == ("expired" if skew > 0 else "not_yet_valid")
