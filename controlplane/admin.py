@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+from typing import Any
+
+from django import forms
 from django.contrib import admin
+from django.contrib.admin.utils import unquote
 from django.contrib.auth.admin import GroupAdmin as DjangoGroupAdmin
 from django.contrib.auth.admin import UserAdmin as DjangoUserAdmin
 from django.contrib.auth.models import Group
+from django.core.exceptions import PermissionDenied
+from django.db import transaction
 from django.forms import ModelForm
-from django.http import HttpRequest
+from django.http import Http404, HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.views.decorators.cache import never_cache
 from unfold.admin import ModelAdmin
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from controlplane.models import User
 from governance.audit import record_event
-from governance.pages import name_actor
+from governance.errors import GovernanceError
+from governance.pages import ChangeLink, name_actor
+from governance.services.approver_keys import list_keys
+from governance.services.people import create_invitation, make_invitation_url
+
+INVITATION_MEANING = (
+    "The person opens a link once, makes a passkey and is signed in. Earlier links of the person end. Who has lost every "
+    "passkey comes back this way too; the new one approves only once a version of the policy names it."
+)
+RIGHTS = ("is_staff", "is_superuser", "groups", "user_permissions")
+INVITATION_USAGE = "Hand this link to the person yourself. It works once, for 72 hours."
 
 
 @admin.register(User)
@@ -26,10 +46,76 @@ class UserAdmin(DjangoUserAdmin, ModelAdmin):  # type: ignore[misc,type-arg]  # 
     list_display = ("username", "email", "is_active", "is_staff", "is_superuser", "last_login")
     readonly_fields = ("last_login", "date_joined")
     actions = None
+    change_form_outer_before_template = "admin/muster/row_changes.html"
 
     def has_delete_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
         """Refuse: switch the account off instead."""
         return False
+
+    def has_change_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
+        """Keep administrators to administrators: whoever sets a password or makes a link could sign in as them."""
+        is_above = obj is not None and obj.is_superuser and not getattr(request.user, "is_superuser", False)
+        return not is_above and bool(super().has_change_permission(request, obj))
+
+    def get_readonly_fields(self, request: HttpRequest, obj: User | None = None) -> tuple[str, ...]:
+        """Return what nobody changes here; the name of a person stays, and rights are given by administrators."""
+        fixed = (*self.readonly_fields, *(("username",) if obj is not None else ()))
+        return fixed if getattr(request.user, "is_superuser", False) else (*fixed, *RIGHTS)
+
+    def get_urls(self) -> list[URLPattern]:
+        view = never_cache(self.admin_site.admin_view(self.invite_view))
+        return [path("<path:object_id>/invite/", view, name="controlplane_user_invite"), *super().get_urls()]
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
+    ) -> HttpResponse:
+        """Show one person, with a link to the page that makes an invitation."""
+        url = reverse("admin:controlplane_user_invite", args=[object_id])
+        links = [ChangeLink("Invite", url, is_danger=False)] if self.has_change_permission(request) else []
+        return super().change_view(request, object_id, form_url, {**(extra_context or {}), "row_changes": links})
+
+    def invite_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Ask on GET; on POST make an invitation and show its link, which is stored nowhere."""
+        person = self.get_object(request, unquote(object_id))
+        if not self.has_change_permission(request, person):
+            raise PermissionDenied
+        if person is None:
+            raise Http404
+        if list_keys(person) and not request.user.is_superuser:
+            # Whoever holds the link signs in as that person: it must not be a way into an account that somebody uses.
+            raise PermissionDenied
+        form = forms.Form(request.POST if request.method == "POST" else None)
+        back_url = reverse("admin:controlplane_user_change", args=[person.pk])
+        if request.method == "POST" and form.is_valid():
+            try:
+                _, text = create_invitation(user=person, actor=name_actor(request))
+            except GovernanceError as refusal:
+                form.add_error(None, refusal.message)
+            else:
+                page = {"title": f"Invitation of {person}", "secret": make_invitation_url(text), "usage": INVITATION_USAGE}
+                response = self._render_page(request, "admin/muster/secret.html", {**page, "back_url": back_url})
+                response["Cache-Control"] = "no-store"
+                return response
+        question = {"title": f"Invite {person}?", "explanation": INVITATION_MEANING, "button": "Make a link"}
+        return self._render_page(request, "admin/muster/confirm.html", {**question, "form": form, "back_url": back_url})
+
+    def _render_page(self, request: HttpRequest, template: str, context: dict[str, Any]) -> TemplateResponse:  # Any: Django's
+        whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
+        return TemplateResponse(request, template, whole)
+
+    def user_change_password(self, request: HttpRequest, id: str, form_url: str = "") -> HttpResponse:  # noqa: A002  # Django's name
+        """Set somebody's password, and write down that it was done."""
+        with transaction.atomic():
+            response: HttpResponse = super().user_change_password(request, id, form_url)
+            person = self.get_object(request, unquote(id))
+            if request.method == "POST" and response.status_code == HTTPStatus.FOUND and person is not None:
+                detail = {"fields": ["password"]}
+                record_event(actor=name_actor(request), action="operator.change", target=person.username, detail=detail)
+        return response
 
     def save_model(self, request: HttpRequest, obj: User, form: ModelForm[User], change: bool) -> None:
         """Save, and write down which fields were changed (never what they hold)."""
@@ -47,6 +133,18 @@ admin.site.unregister(Group)
 
 @admin.register(Group)
 class GroupAdmin(DjangoGroupAdmin, ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
-    """Named sets of permissions."""
+    """Named sets of permissions. Administrators alone change them: whoever is in a group could give it more."""
 
     actions = None
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Let administrators alone make groups."""
+        return bool(request.user.is_active and getattr(request.user, "is_superuser", False))
+
+    def has_change_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
+        """Let administrators alone change groups."""
+        return self.has_add_permission(request)
+
+    def has_delete_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
+        """Let administrators alone delete groups."""
+        return self.has_add_permission(request)

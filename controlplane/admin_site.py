@@ -6,8 +6,12 @@ from typing import Any
 
 from django.conf import settings
 from django.contrib.admin.apps import AdminConfig, SimpleAdminConfig
-from django.http import HttpRequest
+from django.contrib.auth.decorators import login_not_required
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.decorators import method_decorator
+from django.utils.http import urlencode
 from unfold.sites import UnfoldAdminSite
 
 
@@ -27,6 +31,20 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
         own = {"overview": overview, "chart": draw_minutes(overview.traffic.minutes)}
         response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
         return response
+
+    @method_decorator(login_not_required)
+    def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Send whoever is not signed in to the one page where people do that; it takes only addresses of ours as ``next``."""
+        if request.method == "GET" and self.has_permission(request):
+            return HttpResponseRedirect(reverse("admin:index"))
+        wanted = request.GET.get("next") or reverse("admin:index")
+        return HttpResponseRedirect(f"{reverse('signin:login')}?{urlencode({'next': wanted})}")
+
+    def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """End the session on POST, as the sign-in pages do."""
+        from governance.views.signin import sign_out
+
+        return sign_out(request)
 
 
 class MusterAdminConfig(AdminConfig):

@@ -1,6 +1,7 @@
 """Every error of the control plane's HTTP API in the contract's one body.
 
-``{"error": {"code", "message", "retryable", "type", "param"}}``: the contract's three fields and OpenAI's two.
+``{"error": {"code", "message", "retryable", "type", "param"}}``: the contract's three fields and OpenAI's two. Where a rule of
+approval refused, ``rule`` is its stable code.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from django.core.exceptions import PermissionDenied, RequestDataTooBig
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.template.loader import render_to_string
 from django.views import defaults
 from rest_framework import exceptions
 from rest_framework.response import Response
@@ -19,12 +21,15 @@ from rest_framework.views import set_rollback
 
 from controlplane.authentication import CHALLENGE
 from gateway.services import ServiceError
-from governance.errors import GovernanceError
+from governance.errors import ApprovalRefused, GovernanceError
+from governance.views.content_policy import close_page
 from nodes.errors import NodeError
 from wire.contract import ErrorCode
 
 PAGE_PREFIXES = ("/admin/", "/static/")
-"""Paths that people read in a browser; every other path answers JSON."""
+"""Paths that answer with Django's own pages."""
+CLOSED_PREFIXES = ("/approvals/", "/sign-in/")
+"""Paths that answer with pages of ours, unless JSON was asked for; every other path answers JSON."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +43,18 @@ class ApiError:
     message: str
     retryable: bool = False
     param: str | None = None
+    rule: str | None = None
 
     def body(self) -> dict[str, dict[str, object]]:
         """Return the contract's envelope."""
-        return {
-            "error": {
-                "code": self.code.value,
-                "message": self.message,
-                "retryable": self.retryable,
-                "type": error_type(self.status),
-                "param": self.param,
-            }
+        members: dict[str, object] = {
+            "code": self.code.value,
+            "message": self.message,
+            "retryable": self.retryable,
+            "type": error_type(self.status),
+            "param": self.param,
         }
+        return {"error": members if self.rule is None else {**members, "rule": self.rule}}
 
 
 def error_type(status: int) -> str:
@@ -80,7 +85,8 @@ def render_exception(error: Exception, context: dict[str, Any]) -> Response | No
 def describe_error(error: Exception) -> ApiError | None:
     """Return what a caller is told about ``error``; None when it is not an error of the caller or of our own trees."""
     if isinstance(error, GovernanceError | NodeError | ServiceError):
-        return ApiError(error.status, error.code, error.message, retryable=error.retryable, param=error.param)
+        rule = error.rule if isinstance(error, ApprovalRefused) else None
+        return ApiError(error.status, error.code, error.message, retryable=error.retryable, param=error.param, rule=rule)
     if isinstance(error, exceptions.NotAuthenticated | exceptions.AuthenticationFailed):
         return ApiError(
             HTTPStatus.UNAUTHORIZED, ErrorCode.INVALID_ADMIN_TOKEN, "Send an admin token: Authorization: Bearer msa_…."
@@ -115,9 +121,12 @@ def first_problem(detail: object, path: str = "") -> tuple[str | None, str]:
 
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Answer 404: a page under the admin, the envelope everywhere else."""
+    """Answer 404: a page where people read pages, the envelope everywhere else."""
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.page_not_found(request, exception)
+    if _wants_page(request):
+        problem = "There is nothing at this address. What was decided is kept for ever: look for it in the history."
+        return _render_problem(HTTPStatus.NOT_FOUND, "Nothing is here", problem, request=request)
     return _json(ApiError(HTTPStatus.NOT_FOUND, ErrorCode.NOT_FOUND, f"There is nothing at {request.path}."))
 
 
@@ -125,6 +134,8 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Answer 400 (a forbidden Host header, a malformed request)."""
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.bad_request(request, exception)
+    if _wants_page(request):
+        return _render_problem(HTTPStatus.BAD_REQUEST, "This cannot be understood", "Nothing was done. Go back and try again.")
     known = describe_error(exception)
     return _json(known or ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, "The request cannot be understood."))
 
@@ -133,6 +144,9 @@ def permission_denied(request: HttpRequest, exception: Exception) -> HttpRespons
     """Answer 403."""
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.permission_denied(request, exception)
+    if _wants_page(request):
+        problem = "You may not do that, and nothing was done. Sign in as somebody who may."
+        return _render_problem(HTTPStatus.FORBIDDEN, "This is not for you", problem, request=request)
     return _json(ApiError(HTTPStatus.FORBIDDEN, ErrorCode.INVALID_ADMIN_TOKEN, "This credential may not do that."))
 
 
@@ -141,7 +155,21 @@ def server_error(request: HttpRequest) -> HttpResponse:
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.server_error(request)
     message = "The control plane failed on this request. It has been logged."
+    if _wants_page(request):
+        return _render_problem(HTTPStatus.INTERNAL_SERVER_ERROR, "Something broke", message)
     return _json(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorCode.INTERNAL_ERROR, message, retryable=True))
+
+
+def _wants_page(request: HttpRequest) -> bool:
+    if not request.path.startswith(CLOSED_PREFIXES) or request.content_type == "application/json":
+        return False
+    return request.get_preferred_type(["text/html", "application/json"]) != "application/json"
+
+
+def _render_problem(status: HTTPStatus, title: str, problem: str, *, request: HttpRequest | None = None) -> HttpResponse:
+    """Return a page in the frame of the approval pages. Without ``request`` it reads nothing, as what reads may be broken."""
+    text = render_to_string("approvals/problem.html", {"title": title, "problem": problem}, request)
+    return close_page(HttpResponse(text, status=status))
 
 
 def _json(error: ApiError) -> JsonResponse:

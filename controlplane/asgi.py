@@ -22,7 +22,7 @@ from channels.routing import ProtocolTypeRouter, URLRouter
 from channels.security.websocket import AllowedHostsOriginValidator
 from django.urls import path
 
-from controlplane.live import BoxConsumer, OverviewConsumer
+from controlplane.live import BoxConsumer, OperationConsumer, OverviewConsumer
 
 Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open
 AsgiApplication = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
@@ -51,6 +51,7 @@ application = ProtocolTypeRouter(
                         [
                             path("ws/overview", OverviewConsumer.as_asgi()),
                             path("ws/nodes/<uuid:node_id>", BoxConsumer.as_asgi()),
+                            path("ws/operations/<uuid:operation_id>", OperationConsumer.as_asgi()),
                         ]
                     )
                 ),

@@ -10,7 +10,7 @@ from rest_framework.authentication import BaseAuthentication, get_authorization_
 from rest_framework.request import Request
 
 from governance.errors import InvalidAdminToken
-from governance.services import verify_admin_token
+from governance.services import Proposer, verify_admin_token
 
 SCHEME = "bearer"
 CHALLENGE = 'Bearer realm="muster"'
@@ -18,9 +18,14 @@ CHALLENGE = 'Bearer realm="muster"'
 
 @dataclass(frozen=True, slots=True)
 class TokenHolder:
-    """The caller of an admin API. ``actor`` is what the audit trail shows."""
+    """The caller of an admin API. ``actor`` is what the audit trail shows.
+
+    ``proposer``: as whom it asks for operations; ``owner_id``: the person whose token it is, None for a token of nobody.
+    """
 
     actor: str
+    proposer: Proposer
+    owner_id: int | None = None
     is_authenticated: ClassVar[bool] = True
 
 
@@ -35,7 +40,11 @@ class AdminTokenAuthentication(BaseAuthentication):
         token = verify_admin_token(text.strip()) if scheme.lower() == SCHEME else None
         if token is None:
             raise InvalidAdminToken("The admin token is not valid. Send Authorization: Bearer msa_….")
-        return TokenHolder(actor=f"token:{token.name}"), None
+        owner, name = token.owner, f"token:{token.name}"
+        if owner is None:
+            # The key id tells tokens of one name apart: what the one asked for, the other must not cancel.
+            return TokenHolder(actor=name, proposer=Proposer(f"{name}#{token.keyid}")), None
+        return TokenHolder(actor=name, proposer=Proposer(owner.get_username(), owner.pk), owner_id=owner.pk), None
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge, which makes a missing token 401 and not 403."""

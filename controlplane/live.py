@@ -1,4 +1,4 @@
-"""What open pages of operators follow: ``/ws/overview`` its counters, ``/ws/nodes/{id}`` the state of one box.
+"""What open pages follow: ``/ws/overview`` its counters, ``/ws/nodes/{id}`` one box, ``/ws/operations/{id}`` one operation.
 
 Each looks at the rows on every hint and on a clock of its own, and pushes a small JSON object.
 """
@@ -16,7 +16,13 @@ from django.template.loader import render_to_string
 
 from controlplane.models import User
 from controlplane.overview import read_live_counters
+from governance.errors import OperationNotFound
 from governance.hints import HINT_GROUP
+from governance.services import read_operation
+from governance.services.people import Assurance, may_change
+from governance.signin import ASSURANCE
+from governance.states import RunState
+from governance.views.operation_parts import render_live
 from nodes.services.boxes import read_box
 
 PUSH_EVERY_S = 2.0
@@ -26,6 +32,8 @@ MIN_PAUSE_S = 0.25
 """A storm of hints costs at most four looks a second and page."""
 TRY_AGAIN_LATER = 1013
 """Close code for "the database is away": the page comes back by itself, later and later."""
+SIGNED_OUT = 4401
+"""Close code for "whoever opened this has signed out, or may not look any more"."""
 Pushed = dict[str, Any]
 """A JSON object."""
 
@@ -34,6 +42,8 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
     """Pushes to one page of a signed-in operator what ``look`` returns. Whatever the page sends is ignored."""
 
     groups = [HINT_GROUP]
+    is_for_staff = True
+    """Whether only operators may look, or everybody who is signed in."""
 
     def may_look(self, user: User) -> bool:
         """Whether this operator may see it; runs in a thread."""
@@ -43,10 +53,19 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         """Return what to push and the seconds until the next look; runs in a thread."""
         raise NotImplementedError
 
+    def _look_while_let_in(self) -> tuple[Pushed, float] | None:
+        """Return what to push; None once the session was ended or its person was switched off."""
+        user = User.objects.filter(pk=self.scope["user"].pk, is_active=True).first()
+        if user is None or not self.scope["session"].exists(self.scope["session"].session_key):
+            return None
+        may_look = (user.is_staff or not self.is_for_staff) and self.may_look(user)
+        return self.look() if may_look else None
+
     async def connect(self) -> None:
-        """Accept operators; everyone else sees a refused handshake (403)."""
+        """Accept who may look; everyone else sees a refused handshake (403)."""
         user = self.scope["user"]
-        if not (user.is_active and user.is_staff and await database_sync_to_async(self.may_look)(user)):
+        is_let_in = user.is_active and (user.is_staff or not self.is_for_staff)
+        if not (is_let_in and await database_sync_to_async(self.may_look)(user)):
             await self.close()
             return
         await self.accept()
@@ -72,10 +91,14 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
     async def _push(self) -> None:
         while True:
             try:
-                pushed, pause_s = await database_sync_to_async(self.look)()
+                seen = await database_sync_to_async(self._look_while_let_in)()
             except DatabaseError:
                 await self.close(code=TRY_AGAIN_LATER)
                 return
+            if seen is None:
+                await self.close(code=SIGNED_OUT)
+                return
+            pushed, pause_s = seen
             await self.send_json(pushed)
             self._look_again.clear()
             await asyncio.sleep(MIN_PAUSE_S)
@@ -106,3 +129,21 @@ class BoxConsumer(PushConsumer):
             return {"html": ""}, PUSH_EVERY_S
         html = render_to_string("admin/muster/box_state.html", {"box": box})
         return {"html": html}, PUSH_CHANGES_EVERY_S if box.changing else PUSH_EVERY_S
+
+
+class OperationConsumer(PushConsumer):
+    """What the page of one operation shows of approvals and progress, as the same HTML that the page came with."""
+
+    is_for_staff = False
+
+    def look(self) -> tuple[Pushed, float]:
+        """Return the state of the operation, more often while a box works on it."""
+        user = self.scope["user"]
+        assurance = Assurance(self.scope["session"].get(ASSURANCE, Assurance.PASSWORD))
+        try:
+            operation = read_operation(self.scope["url_route"]["kwargs"]["operation_id"], user)
+        except OperationNotFound:
+            return {"html": ""}, PUSH_EVERY_S
+        html = render_live(operation, is_able=may_change(user, assurance))
+        is_moving = operation.summary.run_state in {RunState.DISPATCHED, RunState.EXECUTING}
+        return {"html": html}, PUSH_CHANGES_EVERY_S if is_moving else PUSH_EVERY_S

@@ -1,10 +1,18 @@
-"""What a browser may do with our pages: the Content-Security-Policy of everything this server sends."""
+"""What a browser may do with our pages, and what a session may do on them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from http import HTTPStatus
 
-from django.http import HttpRequest, HttpResponse
+from django.conf import settings
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.shortcuts import render
+
+from governance.signin import keep_session, may_act
+from governance.views.content_policy import STRICT_POLICY, with_strict_policy
+from wire.contract import ErrorCode
 
 POLICY = "; ".join(
     (
@@ -20,15 +28,67 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
+OFFLINE_PAGE = f"{settings.STATIC_URL}governance/offline.html"
+OFFLINE_POLICY = "frame-ancestors 'none'"
+"""That page is one file that is also opened from a disk: it brings the rest of its policy itself, with hashes."""
+
+STRICT_PATHS = ("/approvals/", "/sign-in/")
+"""Where people sign in and sign: every answer is held to the strict policy, also errors that no view of ours made."""
+GOVERNED_PATHS = ("/admin/", "/approvals/")
+OPEN_PATHS = ("/admin/login/", "/admin/logout/")
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+LOOKING_ONLY = (
+    "Sign in with your passkey to do this. A session that was opened with a password may only look, once its person has a "
+    "passkey or an approval policy is in force. Nothing was changed."
+)
+
+Next = Callable[[HttpRequest], HttpResponse]
 
 
 class ContentSecurityPolicyMiddleware:
     """Adds the policy to every response that brings none of its own."""
 
-    def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
+    def __init__(self, get_response: Next) -> None:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
         response = self._get_response(request)
-        response.headers.setdefault("Content-Security-Policy", POLICY)
+        if request.path.startswith(STRICT_PATHS):
+            response.headers["Content-Security-Policy"] = STRICT_POLICY
+            response.headers.setdefault("Cache-Control", "no-store")
+            # The address of an invitation is a secret, and our own server, or the proxy before it, may log referrers.
+            response.headers["Referrer-Policy"] = "strict-origin"
+            return response
+        policy = OFFLINE_POLICY if request.path == OFFLINE_PAGE else POLICY
+        response.headers.setdefault("Content-Security-Policy", policy)
         return response
+
+
+class SessionMiddleware:
+    """Ends sessions that were idle or have lived too long, and keeps sessions without a passkey to looking."""
+
+    def __init__(self, get_response: Next) -> None:
+        self._get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        if request.user.is_authenticated and keep_session(request, now=time.time()) and is_refused(request):
+            return refuse_change(request)
+        return self._get_response(request)
+
+
+def is_refused(request: HttpRequest) -> bool:
+    """Return whether a signed-in session asks for a change that it may not make."""
+    path = request.path
+    if request.method in SAFE_METHODS or not path.startswith(GOVERNED_PATHS) or path in OPEN_PATHS:
+        return False
+    return not may_act(request)
+
+
+@with_strict_policy
+def refuse_change(request: HttpRequest) -> HttpResponse:
+    """Say what would do: a page to a person, an object to a script."""
+    if request.content_type == "application/json":
+        said = {"code": ErrorCode.NOT_PERMITTED.value, "message": LOOKING_ONLY, "rule": ""}
+        return JsonResponse({"error": said}, status=HTTPStatus.FORBIDDEN)
+    page = {"title": "This needs your passkey", "explanation": LOOKING_ONLY}
+    return render(request, "signin/refused.html", page, status=HTTPStatus.FORBIDDEN)

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 from django.contrib.auth.models import AbstractUser
 
 
 class User(AbstractUser):
-    """A person who signs in to the control plane. A model of our own so that later fields need no table swap."""
+    """A person who signs in to the control plane.
+
+    The name stays once it is given: policies, decisions and the audit trail know people by it, and whoever had another name
+    than the policy has could approve what they asked for themselves.
+    """
+
+    _given_name: str | None = None
 
     class Meta(AbstractUser.Meta):
         verbose_name = "operator"
         verbose_name_plural = "operators"
+
+    @classmethod
+    def from_db(cls, *args: Any, **options: Any) -> Self:  # Any: Django's own
+        """Return a person as the row has it."""
+        person = super().from_db(*args, **options)
+        person.__dict__["_given_name"] = person.__dict__.get("username")
+        return person
+
+    def save(self, **options: Any) -> None:
+        """Store the row. Raises ValueError for another name than the one it was loaded with."""
+        fields = options.get("update_fields")
+        is_written = fields is None or "username" in fields
+        if is_written and self._given_name is not None and self.username != self._given_name:
+            raise ValueError("the name of a person stays; make a new person and switch this one off")
+        super().save(**options)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from django.http import HttpRequest
 from django.urls import reverse
+
+from controlplane.models import User
+from governance.services import count_waiting_for
 
 
 class Item(TypedDict):
@@ -14,6 +17,7 @@ class Item(TypedDict):
     title: str
     icon: str
     link: str
+    badge: NotRequired[int]
 
 
 class Group(TypedDict):
@@ -40,6 +44,7 @@ PAGES = {
     "Governance": (
         ("Operators", "group", "controlplane", "user"),
         ("Admin tokens", "vpn_key", "governance", "admintoken"),
+        ("Webhooks", "webhook", "governance", "webhookendpoint"),
         ("Audit", "history", "governance", "auditevent"),
     ),
 }
@@ -49,7 +54,7 @@ PAGES = {
 def build_sidebar(request: HttpRequest) -> list[Group]:
     """Return what the signed-in operator may see."""
     overview = Item(title="Overview", icon="space_dashboard", link=reverse("admin:index"))
-    groups = [Group(title="", separator=False, items=[overview])]
+    groups = [Group(title="", separator=False, items=[overview, _link_approvals(request)])]
     for title, pages in PAGES.items():
         items = [
             Item(title=name, icon=icon, link=reverse(f"admin:{app}_{model}_changelist"))
@@ -59,3 +64,10 @@ def build_sidebar(request: HttpRequest) -> list[Group]:
         if items:
             groups.append(Group(title=title, separator=True, items=items))
     return groups
+
+
+def _link_approvals(request: HttpRequest) -> Item:
+    """Return the way to the approval pages, with how many operations wait for the operator."""
+    waiting = count_waiting_for(request.user) if isinstance(request.user, User) else 0
+    entry = Item(title="Approvals", icon="approval", link=reverse("approvals:inbox"))
+    return Item(**entry, badge=waiting) if waiting else entry

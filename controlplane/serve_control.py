@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     from django.conf import settings
 
     from controlplane.asgi import application
+    from controlplane.reconciling import Reconciler
 
     server = FlowControlledServer(
         application,
@@ -43,7 +44,12 @@ def main(argv: list[str] | None = None) -> int:
         server_name="muster",
     )
     logger.info("control_starting host=%s port=%d", arguments.host, arguments.port)
-    server.run()
+    reconciler = Reconciler()
+    reconciler.start()
+    try:
+        server.run()
+    finally:
+        reconciler.stop()
     if server.listen_failure is not None:
         sys.stderr.write(f"muster control: {server.listen_failure}\n")
         return 1

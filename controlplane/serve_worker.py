@@ -21,6 +21,7 @@ from celery.apps.worker import Worker
 from celery.beat import Scheduler, Service
 
 from controlplane.celery import app
+from controlplane.reconciling import Reconciler
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,32 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
+class ReconcilerStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships no types
+    """Runs the reconciler beside the worker: it goes on when the worker has lost the broker."""
+
+    requires = {"celery.worker.components:Pool"}
+
+    def __init__(self, worker: Worker, **options: object) -> None:
+        super().__init__(worker, **options)
+        self._reconciler = Reconciler()
+
+    def start(self, worker: Worker) -> None:
+        """Start the thread."""
+        del worker
+        self._reconciler.start()
+
+    def stop(self, worker: Worker) -> None:
+        """End it after the look under way."""
+        del worker
+        self._reconciler.stop()
+
+
 def main(argv: list[str]) -> int:
     """Run until SIGTERM. Tasks are short and few, so two threads do: no second copy of Django in memory."""
     parser = argparse.ArgumentParser(prog="python -m controlplane.serve_worker", description="Run Muster's background work.")
     parser.parse_args(argv)
     app.steps["worker"].add(BeatThread)
+    app.steps["worker"].add(ReconcilerStep)
     worker = app.Worker(
         hostname=f"worker@{os.uname().nodename}",
         pool="threads",

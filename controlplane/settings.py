@@ -8,6 +8,7 @@ from django.templatetags.static import static
 
 from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_text
 from gateway.values import Limits, Timeouts
+from governance.states import ApprovalState, RunState
 from nodes.states import HealthPolicy, SocketPolicy
 from wire.contract import NodeMode, NodeStatus, RequestState
 
@@ -50,6 +51,7 @@ MIDDLEWARE = [
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "controlplane.middleware.SessionMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -68,6 +70,7 @@ TEMPLATES = [
                 "django.template.context_processors.request",
                 "django.contrib.auth.context_processors.auth",
                 "django.contrib.messages.context_processors.messages",
+                "governance.views.frame.show_freeze",
             ]
         },
     }
@@ -86,7 +89,7 @@ PASSWORD_HASHERS = [
     "django.contrib.auth.hashers.Argon2PasswordHasher",
     "django.contrib.auth.hashers.PBKDF2PasswordHasher",
 ]
-LOGIN_URL = "admin:login"
+LOGIN_URL = "signin:login"
 LOGIN_REDIRECT_URL = "admin:index"
 
 SESSION_COOKIE_HTTPONLY = True
@@ -129,6 +132,8 @@ CELERY_BROKER_URL = (
     if REDIS_URL.startswith("unix://")
     else REDIS_URL or "redis://127.0.0.1:6379/0"
 )
+# Looked up by whoever sends a task: a gateway then loads Celery, 6 MB, only once it does.
+TASK_APP = "controlplane.celery.app"
 CELERY_RESULT_BACKEND = None
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_ACCEPT_CONTENT = ["json"]
@@ -139,11 +144,23 @@ CELERY_TASK_TIME_LIMIT = 60
 CELERY_TASK_SOFT_TIME_LIMIT = 45
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
-CELERY_BROKER_TRANSPORT_OPTIONS = {"visibility_timeout": 120, "socket_keepalive": True, "health_check_interval": 10}
+CELERY_BROKER_TRANSPORT_OPTIONS = {
+    "visibility_timeout": 120,
+    "socket_keepalive": True,
+    "health_check_interval": 10,
+    # A broker that neither answers nor refuses must not hold whoever rings for longer than this.
+    "socket_connect_timeout": 2,
+    "socket_timeout": 15,
+}
 CELERY_BEAT_SCHEDULE = {
     "reconcile-requests": {"task": "gateway.tasks.reconcile_requests", "schedule": 5.0, "options": {"expires": 10}},
     "probe-direct-nodes": {"task": "nodes.tasks.probe_direct_nodes", "schedule": 30.0, "options": {"expires": 30}},
+    "ring-direct-boxes": {"task": "nodes.tasks.ring_direct_boxes", "schedule": 5.0, "options": {"expires": 10}},
     "sweep-nodes": {"task": "nodes.tasks.sweep_nodes", "schedule": 5.0, "options": {"expires": 10}},
+    "sweep-operations": {"task": "governance.tasks.sweep", "schedule": 5.0, "options": {"expires": 10}},
+    "deliver-notices": {"task": "governance.tasks.deliver_notices", "schedule": 10.0, "options": {"expires": 20}},
+    "checkpoint-audit": {"task": "governance.tasks.checkpoint_audit", "schedule": 60.0, "options": {"expires": 60}},
+    "forget-sign-ins": {"task": "governance.tasks.forget_sign_ins", "schedule": 3600.0, "options": {"expires": 600}},
     "maintain-partitions": {
         "task": "gateway.tasks.maintain_partitions",
         "schedule": 3600.0,
@@ -162,7 +179,7 @@ REST_FRAMEWORK = {
 }
 SPECTACULAR_SETTINGS = {
     "TITLE": "Muster control plane",
-    "DESCRIPTION": "Registration and health of GPU boxes, and what operators list.",
+    "DESCRIPTION": "Registration and health of GPU boxes, what operators list, and the approval of operations.",
     "VERSION": "1",
     "SERVE_INCLUDE_SCHEMA": False,
     "SERVE_PUBLIC": True,
@@ -172,7 +189,11 @@ SPECTACULAR_SETTINGS = {
         "NodeStatusEnum": [status.value for status in NodeStatus],
         "NodeModeEnum": [mode.value for mode in NodeMode],
         "RequestStateEnum": [state.value for state in RequestState],
+        "ApprovalStateEnum": [state.value for state in ApprovalState],
+        "RunStateEnum": [state.value for state in RunState],
     },
+    # The second adds the event stream, which is no view of the REST framework.
+    "POSTPROCESSING_HOOKS": ["drf_spectacular.hooks.postprocess_schema_enums", "governance.api.schema.add_stream"],
     "SWAGGER_UI_DIST": "SIDECAR",
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
 }
@@ -238,8 +259,37 @@ NODE_SOCKETS = SocketPolicy(
 # Boxes that register a URL are called only on these hosts or networks; loopback and metadata addresses need the second switch.
 NODE_DIRECT_HOSTS = read_list("MUSTER_DIRECT_HOSTS")
 NODE_DIRECT_ALLOW_LOOPBACK = read_bool("MUSTER_DIRECT_ALLOW_LOOPBACK", default=False)
+# What each governed operation does. governance stands below the apps that do it and may not import them.
+OPERATIONS = {
+    "model-load": "nodes.operations.MODEL_LOAD",
+    "model-unload": "nodes.operations.MODEL_UNLOAD",
+    "cache-flush": "nodes.operations.CACHE_FLUSH",
+    "node-drain": "nodes.operations.NODE_DRAIN",
+    "node-evict": "nodes.operations.NODE_EVICT",
+    "limit-raise": "gateway.operations.LIMIT_RAISE",
+    "admin-token-mint": "governance.operations.ADMIN_TOKEN_MINT",
+    "policy-change": "governance.operations.POLICY_CHANGE",
+    "unfreeze": "governance.operations.UNFREEZE",
+    "break-glass-review": "governance.operations.BREAK_GLASS_REVIEW",
+}
+# Who knows which box pinned which approval policy, for the page of the policy. governance knows nothing of boxes.
+GOVERNANCE_BOXES = "nodes.services.read_policy_pins"
+# Signs audit checkpoints: the 32-byte seed of an Ed25519 key in base64url. Empty = no checkpoints.
+GOVERNANCE_LOG_KEY = read_text("MUSTER_LOG_KEY")
+GOVERNANCE_LOG_ORIGIN = read_text("MUSTER_LOG_ORIGIN", "muster.local/audit")
+# Where people open the control plane: what a passkey is bound to, and where links in notices lead.
+PUBLIC_URL = read_text("MUSTER_PUBLIC_URL", "http://localhost:8000")
+NOTICE_SENDER = read_text("MUSTER_MAIL_FROM")
+EMAIL_HOST = read_text("MUSTER_MAIL_HOST", "localhost")
+EMAIL_PORT = read_int("MUSTER_MAIL_PORT", 25)
+EMAIL_HOST_USER = read_text("MUSTER_MAIL_USER")
+EMAIL_HOST_PASSWORD = read_text("MUSTER_MAIL_PASSWORD")
+EMAIL_USE_TLS = read_bool("MUSTER_MAIL_TLS", default=False)
+EMAIL_TIMEOUT = 10
 # Who knows which models are allow-listed. The registry stands below the gateway and may not import it.
 NODE_MODEL_CHECK = "gateway.services.is_model_allowed"
+# Who counts live requests of a box, for what approvers read.
+NODE_TRAFFIC = "gateway.services.traffic.read_traffic_of_node"
 
 UNFOLD = {
     "SITE_TITLE": "Muster",

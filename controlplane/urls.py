@@ -13,11 +13,14 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("", RedirectView.as_view(pattern_name="admin:index")),
     path("admin", RedirectView.as_view(pattern_name="admin:index")),
     path("admin/", admin.site.urls),
+    path("sign-in/", include("governance.views.signin_urls")),
     path("healthz", show_health, name="healthz"),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema"), name="docs"),
     path("", include("nodes.urls")),
     path("", include("gateway.api_urls")),
+    path("", include("governance.urls")),
+    path("", include("governance.api_urls")),
 ]
 
 handler400 = "controlplane.api_errors.bad_request"

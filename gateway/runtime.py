@@ -114,7 +114,14 @@ class GatewayRuntime:
         await run_in_database(self._register_process)
         await self._sweep()
         loop = asyncio.get_running_loop()
-        jobs = (self._run_sweeps(), self._run_reports(), self._run_reconciler(), self._run_ticks(), self._run_hints())
+        jobs = (
+            self._run_sweeps(),
+            self._run_reports(),
+            self._run_reconciler(),
+            self._run_ticks(),
+            self._run_hints(),
+            self.workers.courier.run(),
+        )
         self._tasks = [loop.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._take_dead_task)
@@ -212,12 +219,19 @@ class GatewayRuntime:
                 self._refresh.set()
                 while True:
                     message = await layer.receive(channel)
-                    if message.get("topic") in {"keys", "tenants"}:
-                        self.keys.forget_unknown()
-                    self._refresh.set()
+                    self._take_hint(message.get("topic"))
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.warning("gateway.hints_lost error=%s; sweeping until it is back", type(error).__name__)
                 await asyncio.sleep(1.0)
+
+    def _take_hint(self, topic: object) -> None:
+        if topic in {"commands", "policy", "checkpoints"}:
+            self.workers.courier.wake(str(topic))
+        if topic in {"commands", "policy", "checkpoints", "operations"}:
+            return  # nothing of it is kept here
+        if topic in {"keys", "tenants"}:
+            self.keys.forget_unknown()
+        self._refresh.set()
 
     async def _sweep(self) -> None:
         now = time.monotonic()

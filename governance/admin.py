@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from django import forms
 from django.contrib import admin
+from django.http import HttpRequest, HttpResponse
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from governance.models import AdminToken, AuditEvent
-from governance.pages import Created, CreatingAdmin, RowChange, ShowingAdmin, Values, column
+from governance.audit.reading import check_entry
+from governance.checkpoints import read_status
+from governance.models import AdminToken, AuditEvent, WebhookEndpoint
+from governance.pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
 from governance.services import MAX_NAME_CHARS, create_admin_token, revoke_admin_token
+from governance.services.webhooks import MAX_WEBHOOK_NAME_CHARS, add_webhook, remove_webhook
+from governance.webhooks import MAX_URL_CHARS
 
 
 class AdminTokenForm(forms.Form):
@@ -34,7 +40,9 @@ class AdminTokenAdmin(CreatingAdmin):
     readonly_fields = fields
     create_form = AdminTokenForm
     create_title = "New admin token"
-    create_explanation = "It opens the admin APIs of control plane and gateway. It is shown once."
+    create_explanation = (
+        "It opens the admin APIs of control plane and gateway. It is shown once. Once there is a policy, this needs approval."
+    )
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="revoke",
@@ -51,6 +59,10 @@ class AdminTokenAdmin(CreatingAdmin):
         token, text = create_admin_token(name=values["name"], actor=actor)
         return Created(row=token, secret=text, usage="Send it as: Authorization: Bearer <token>")
 
+    def find_offer(self, values: Values) -> Offer:
+        """Return the operation that makes such a token with approval."""
+        return Offer(operation="admin-token-mint", target="control-plane", params={"name": values["name"]})
+
     @column("Token")
     def show_prefix(self, token: AdminToken) -> str:
         """Return the public head of the token."""
@@ -62,17 +74,103 @@ class AdminTokenAdmin(CreatingAdmin):
         return "active" if token.revoked_at is None else "revoked"
 
 
+class WebhookForm(forms.Form):
+    """What is asked for a new webhook."""
+
+    name = forms.CharField(max_length=MAX_WEBHOOK_NAME_CHARS, widget=UnfoldAdminTextInputWidget)
+    url = forms.CharField(
+        label="Address",
+        max_length=MAX_URL_CHARS,
+        widget=UnfoldAdminTextInputWidget,
+        help_text="https://…, or http://… on this machine or a private network. It is not shown again.",
+    )
+
+
+def _remove_webhook(webhook: WebhookEndpoint, actor: str, values: Values) -> str:
+    remove_webhook(name=webhook.name, actor=actor)
+    return f"Removed the webhook {webhook.name}."
+
+
+@admin.register(WebhookEndpoint)
+class WebhookAdmin(CreatingAdmin):
+    """Where notices of operations are posted to. The address may hold a password and is shown to nobody."""
+
+    list_display = ("name", "show_host", "show_state", "created_at", "show_changes")
+    search_fields = ("name",)
+    fields = ("name", "show_host", "show_state", "created_at")
+    readonly_fields = fields
+    create_form = WebhookForm
+    create_title = "New webhook"
+    create_explanation = (
+        "Every notice of an operation is posted there as JSON. The next page shows once the secret that signs it."
+    )
+    row_changes: ClassVar[tuple[RowChange, ...]] = (
+        RowChange(
+            name="remove",
+            label="Remove",
+            explanation="Nothing is posted there any more, what waits included. The name can be used again.",
+            run=_remove_webhook,
+            is_offered=lambda webhook: bool(webhook.is_active),
+            is_danger=True,
+        ),
+    )
+
+    def create(self, actor: str, values: Values) -> Created:
+        """Add a webhook."""
+        webhook, secret = add_webhook(name=values["name"], url=values["url"], actor=actor)
+        return Created(row=webhook, secret=secret, usage="Check with it the header X-Muster-Signature of what arrives.")
+
+    @column("Host")
+    def show_host(self, webhook: WebhookEndpoint) -> str:
+        """Return the host of its address."""
+        return urlsplit(webhook.url).hostname or ""
+
+    @column("State", ordering="is_active", label={"active": "success", "removed": "danger"})
+    def show_state(self, webhook: WebhookEndpoint) -> str:
+        """Return whether notices are posted there."""
+        return "active" if webhook.is_active else "removed"
+
+
 @admin.register(AuditEvent)
 class AuditEventAdmin(ShowingAdmin):
-    """What was done, by whom, when. The database itself refuses changes."""
+    """What was done, by whom, when, and whether the log still proves it. The database itself refuses changes."""
 
-    list_display = ("at", "actor", "action", "target", "show_detail")
+    list_display = ("show_seq", "at", "actor", "action", "target", "show_detail", "show_hash")
     list_filter = ("action", "at")
-    search_fields = ("actor", "action", "target")
-    fields = ("at", "actor", "action", "target", "detail")
+    search_fields = ("actor", "action", "target", "op_id")
+    fields = ("at", "actor", "action", "target", "op_id", "detail", "show_seq", "show_hash", "show_verification")
     readonly_fields = fields
+    list_select_related = ("entry",)
     list_per_page = 50
     show_full_result_count = False
+    list_before_template = "admin/muster/audit_status.html"
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:  # Any: Django's
+        """Show the list below what is known of the log's integrity."""
+        context = {**(extra_context or {}), "audit_log": read_status()}
+        return super().changelist_view(request, context)  # type: ignore[no-any-return]  # Unfold ships no types
+
+    @column("Entry", ordering="entry__seq")
+    def show_seq(self, event: AuditEvent) -> str:
+        """Return the event's place in the chain."""
+        entry = getattr(event, "entry", None)
+        return str(entry.seq) if entry else "not in the chain"
+
+    @column("Hash")
+    def show_hash(self, event: AuditEvent) -> str:
+        """Return the head of the entry's hash."""
+        entry = getattr(event, "entry", None)
+        return f"{bytes(entry.hash).hex()[:12]}…" if entry else ""
+
+    @column("Verification")
+    def show_verification(self, event: AuditEvent) -> str:
+        """Return whether what this page shows is what was recorded."""
+        entry = getattr(event, "entry", None)
+        if entry is None:
+            return "not in the chain: somebody wrote it past the log"
+        return "agrees with its hash" if check_entry(entry.seq) else "EDITED: this is not what was recorded"
 
     @column("Detail")
     def show_detail(self, event: AuditEvent) -> str:

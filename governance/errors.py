@@ -37,3 +37,79 @@ class AdminTokenNotFound(GovernanceError):
 
 class InvalidName(GovernanceError):
     """A name is empty or too long."""
+
+
+class UnknownOperation(GovernanceError):
+    """No governed operation has that name."""
+
+
+class InvalidProposal(GovernanceError):
+    """What is asked for cannot be asked for; ``param`` names the field."""
+
+
+class OperationNotFound(GovernanceError):
+    """There is no operation with that id."""
+
+    code = ErrorCode.NOT_FOUND
+    status = HTTPStatus.NOT_FOUND.value
+
+
+class NoPolicy(GovernanceError):
+    """Nothing can be approved before a first policy is active."""
+
+    code = ErrorCode.NO_POLICY
+    status = HTTPStatus.CONFLICT.value
+
+
+class ApprovalRefused(GovernanceError):
+    """A rule of approval refused. ``rule`` is the stable code of the rule, for machines; the text says what would do."""
+
+    code = ErrorCode.APPROVAL_REFUSED
+    status = HTTPStatus.FORBIDDEN.value
+
+    def __init__(self, message: str, *, rule: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.rule = rule
+
+
+class StateChanged(GovernanceError):
+    """The operation moved on meanwhile; look at it again."""
+
+    code = ErrorCode.STATE_CHANGED
+    status = HTTPStatus.CONFLICT.value
+
+
+class Frozen(GovernanceError):
+    """All operations are frozen."""
+
+    code = ErrorCode.FROZEN
+    status = HTTPStatus.CONFLICT.value
+
+
+class TooManyOpen(GovernanceError):
+    """The requester has too many open operations, or asked too often."""
+
+    code = ErrorCode.TOO_MANY_OPEN
+    status = HTTPStatus.TOO_MANY_REQUESTS.value
+    retryable = True
+
+
+class NotPermitted(GovernanceError):
+    """Not for this person."""
+
+    code = ErrorCode.NOT_PERMITTED
+    status = HTTPStatus.FORBIDDEN.value
+
+
+class SignInRefused(GovernanceError):
+    """The passkey, code or password was not accepted. One text for all causes."""
+
+    code = ErrorCode.NOT_PERMITTED
+    status = HTTPStatus.FORBIDDEN.value
+
+
+class NeedsApproval(GovernanceError):
+    """The change is governed: it is proposed, approved and then carried out."""
+
+    code = ErrorCode.APPROVAL_REFUSED
+    status = HTTPStatus.FORBIDDEN.value

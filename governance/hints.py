@@ -19,7 +19,7 @@ HINT_GROUP = "muster.hints"
 HINT_TYPE = "hint"
 SEND_TIMEOUT_S = 1.0
 
-Topic = Literal["keys", "models", "tenants", "nodes", "providers"]
+Topic = Literal["keys", "models", "tenants", "nodes", "providers", "operations", "policy", "commands"]
 
 logger = logging.getLogger(__name__)
 

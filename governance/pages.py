@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlencode
 
 from django import forms
 from django.contrib import messages
 from django.contrib.admin.utils import unquote
-from django.core.exceptions import PermissionDenied
+from django.core.exceptions import NON_FIELD_ERRORS, PermissionDenied, ValidationError
 from django.db import models
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -25,6 +26,7 @@ from unfold.admin import ModelAdmin
 from unfold.decorators import display
 
 from governance.errors import GovernanceError
+from wire.contract import ErrorCode
 
 Row = Any
 """An instance of the model an admin class is for. Django's admin does not say which, so neither can we."""
@@ -34,12 +36,26 @@ Values = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """The operation that would do with approval what a service refuses without. ``params``: as the operation takes them."""
+
+    operation: str
+    target: str
+    params: Mapping[str, object]
+
+    @property
+    def url(self) -> str:
+        """The page that proposes it, filled in."""
+        return f"/approvals/propose?{urlencode({'operation': self.operation, 'target': self.target, **self.params})}"
+
+
+@dataclass(frozen=True, slots=True)
 class RowChange:
     """A change of one row that an operator may confirm.
 
     ``run(row, actor, values)`` calls the service and returns the sentence that says it is done. ``is_offered`` hides a
     change that makes no sense in the row's state. ``form`` asks for more; its cleaned data become ``values``, and
-    ``read_initial`` says what it holds at first.
+    ``read_initial`` says what it holds at first. ``find_offer`` says what may be proposed when the service asks for approval.
     """
 
     name: str
@@ -50,6 +66,7 @@ class RowChange:
     form: type[forms.Form] | None = None
     is_danger: bool = False
     read_initial: Callable[[Row], Values] = lambda row: {}
+    find_offer: Callable[[Row, Values], Offer | None] = lambda row, values: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +185,7 @@ class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
         form = (change.form or forms.Form)(sent, initial=dict(change.read_initial(row)))
         if request.method == "POST" and form.is_valid() and self._run_change(request, change, row, form):
             return HttpResponseRedirect(back_url)
+        offer = change.find_offer(row, form.cleaned_data) if needs_approval(form) else None
         context = {
             "title": f"{change.label}: {row}?",
             "explanation": change.explanation,
@@ -175,6 +193,7 @@ class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
             "is_danger": change.is_danger,
             "form": form,
             "back_url": back_url,
+            "offer": offer,
         }
         return self.render_page(request, "admin/muster/confirm.html", context)
 
@@ -187,7 +206,7 @@ class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
         try:
             done = change.run(row, name_actor(request), form.cleaned_data)
         except self.refusals as refusal:
-            form.add_error(None, str(refusal))
+            form.add_error(None, ValidationError(str(refusal), code=_read_code(refusal)))
             return False
         messages.success(request, done)
         return True
@@ -209,6 +228,11 @@ class CreatingAdmin(ShowingAdmin):
     def create(self, actor: str, values: Values) -> Created:
         """Call the service with the cleaned values of ``create_form``. May raise one of ``refusals``."""
         raise NotImplementedError
+
+    def find_offer(self, values: Values) -> Offer | None:
+        """Return what may be proposed when the service asks for approval."""
+        del values
+        return None
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Follow the operator's permissions."""
@@ -233,6 +257,7 @@ class CreatingAdmin(ShowingAdmin):
                 "button": "Create",
                 "form": form,
                 "back_url": list_url,
+                "offer": self.find_offer(form.cleaned_data) if needs_approval(form) else None,
             }
             return self.render_page(request, "admin/muster/confirm.html", context)
         if not created.secret:
@@ -247,6 +272,16 @@ class CreatingAdmin(ShowingAdmin):
         try:
             return self.create(name_actor(request), form.cleaned_data)
         except self.refusals as refusal:
-            param = getattr(refusal, "param", None)
-            form.add_error(param if param in form.fields else None, str(refusal))
+            param, code = getattr(refusal, "param", None), _read_code(refusal)
+            is_on_field = param in form.fields and code != ErrorCode.APPROVAL_REFUSED.value
+            form.add_error(param if is_on_field else None, ValidationError(str(refusal), code=code))
             return None
+
+
+def needs_approval(form: forms.Form) -> bool:
+    """Return whether a service refused the form because the change has to be approved."""
+    return form.is_bound and form.has_error(NON_FIELD_ERRORS, ErrorCode.APPROVAL_REFUSED.value)
+
+
+def _read_code(refusal: Exception) -> str:
+    return str(getattr(refusal, "code", ""))

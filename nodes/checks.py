@@ -15,7 +15,7 @@ from nodes.states import HealthPolicy
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
     """Return what is wrong with the settings that start with ``NODE_``."""
-    return [*_check_model_check(), *_check_direct_hosts(), *_check_health(settings.NODE_HEALTH)]
+    return [*_check_model_check(), *_check_traffic(), *_check_direct_hosts(), *_check_health(settings.NODE_HEALTH)]
 
 
 def _check_model_check() -> list[CheckMessage]:
@@ -33,6 +33,18 @@ def _check_model_check() -> list[CheckMessage]:
     if callable(found):
         return []
     return [Error(f"NODE_MODEL_CHECK names {path!r}, which is no function.", id="nodes.E001")]
+
+
+def _check_traffic() -> list[CheckMessage]:
+    path = settings.NODE_TRAFFIC
+    if not path:
+        return []
+    hint = "Name a function of (node id, model or None) that returns live requests and their tenants; or leave it empty."
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        return [Error(f"NODE_TRAFFIC names {path!r}, which cannot be imported: {error}", hint=hint, id="nodes.E005")]
+    return [] if callable(found) else [Error(f"NODE_TRAFFIC names {path!r}, which is no function.", hint=hint, id="nodes.E005")]
 
 
 def _check_direct_hosts() -> list[CheckMessage]:

@@ -85,6 +85,16 @@ class Node(models.Model):
     drain_reason = models.CharField(max_length=200, blank=True)
     epoch = models.BigIntegerField(default=0, help_text="Rises with each session; older sessions are fenced")
     instance_id = models.CharField(max_length=64, blank=True)
+    # How the box decides about operations, as it said when it registered. Its key certifies its runner id.
+    op_level = models.CharField(max_length=2, blank=True, help_text="L0, L1 or L2; empty = takes no operations from here")
+    runner_id = models.CharField(max_length=200, blank=True, db_index=True, help_text="The target that approvers sign")
+    box_key = models.CharField(max_length=400, blank=True, help_text="SPKI DER in base64url; signs receipts")
+    policy_version = models.PositiveIntegerField(default=0, help_text="The approval policy that the box pinned, 0 = none")
+    policy_sha256 = models.CharField(max_length=64, blank=True)
+    policy_error = models.CharField(max_length=300, blank=True)
+    witness_size = models.BigIntegerField(default=0, help_text="Entries of the last audit checkpoint that the box saw")
+    witness_alarm = models.CharField(max_length=300, blank=True)
+    clock_skew_ms = models.IntegerField(null=True, blank=True)
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 
@@ -131,3 +141,57 @@ class NodePresence(models.Model):
 
     def __str__(self) -> str:
         return str(self.node_id)
+
+
+class NodeOpKey(models.Model):
+    """An HMAC key that operation tokens for one box are signed with. The box makes and renews it; several may be valid."""
+
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="op_keys")
+    kid = models.CharField(max_length=64)
+    secret = models.BinaryField(max_length=64, editable=False)
+    created_at = models.DateTimeField(auto_now_add=True)
+    retired_at = models.DateTimeField(null=True, blank=True, help_text="The box no longer named it")
+
+    class Meta:
+        ordering = ["-pk"]
+        constraints = [models.UniqueConstraint(fields=["node", "kid"], name="nodeopkey_kid")]
+
+    def __str__(self) -> str:
+        return self.kid
+
+
+class NodeCommand(models.Model):
+    """An operation on its way to a box. The row is the truth; a gateway that holds the box's socket delivers it.
+
+    ``token`` is what the box verifies; it is emptied as soon as the command has ended.
+    """
+
+    class State(models.TextChoices):
+        """Where a command stands."""
+
+        WAITING = "waiting"
+        SENT = "sent"
+        RUNNING = "running"
+        ENDED = "ended"
+
+    run_id = models.UUIDField(primary_key=True, editable=False)
+    node = models.ForeignKey(Node, on_delete=models.PROTECT, related_name="commands")
+    op_id = models.CharField(max_length=64)
+    use = models.PositiveIntegerField(default=1)
+    operation = models.CharField(max_length=40)
+    body = models.JSONField()
+    token = models.TextField(blank=True, editable=False)
+    token_expires_at = models.DateTimeField(null=True, blank=True)
+    state = models.CharField(max_length=10, choices=State.choices, default=State.WAITING, db_index=True)
+    task_id = models.CharField(max_length=80, blank=True, help_text="Of a box that is called over HTTP")
+    gateway_id = models.UUIDField(null=True, blank=True)
+    sent_at = models.DateTimeField(null=True, blank=True)
+    heard_at = models.DateTimeField(null=True, blank=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+
+    class Meta:
+        ordering = ["created_at"]
+
+    def __str__(self) -> str:
+        return f"{self.operation} for {self.node_id}"

@@ -19,6 +19,12 @@ BINARY_ENDPOINTS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translation
 """API paths whose bodies hold a file; bridge v1 carries text alone."""
 
 
+SKEW_WARNING_MS = 60_000
+"""A box's clock that is further off is an alarm: tokens are judged by it."""
+SKEW_LIMIT_MS = 240_000
+"""Beyond it a token of five minutes would be refused anyway, so none is sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class HealthPolicy:
     """Seconds. ``bridge_*`` is for bridge v1 workers, whose only sign of life is the answer to our ping."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import uuid
 
 from celery import shared_task
 
+from nodes.commands import POLL_S, call_direct_box, find_unattended
 from nodes.services import probe_direct_nodes, sweep_presence
+
+CALL_EXPIRES_S = 30
 
 logger = logging.getLogger(__name__)
 
@@ -25,3 +29,17 @@ def probe_direct() -> None:
     failed = probe_direct_nodes()
     if failed:
         logger.warning("nodes_probed unreachable=%d", failed)
+
+
+@shared_task(name="nodes.tasks.call_box")  # type: ignore[untyped-decorator]  # Celery ships no types
+def call_box(run_id: str) -> None:
+    """Take the command for a box that is called over HTTP one step further. Idempotent; two at once do the work of one."""
+    if call_direct_box(uuid.UUID(run_id)):
+        call_box.apply_async(args=[run_id], countdown=POLL_S, expires=CALL_EXPIRES_S)
+
+
+@shared_task(name="nodes.tasks.ring_direct_boxes")  # type: ignore[untyped-decorator]  # Celery ships no types
+def ring_direct_boxes() -> None:
+    """Take up the commands whose own ring, or whose worker, was lost."""
+    for run_id in find_unattended():
+        call_box.apply_async(args=[str(run_id)], expires=CALL_EXPIRES_S)

@@ -18,7 +18,8 @@ pytest.register_assert_rewrite("tests.integration.runner.engine_suite")
 def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> None:
     """Let tests that commit be cleaned up: that is a TRUNCATE, which the audit trail refuses as it should."""
     with django_db_blocker.unblock(), connection.cursor() as cursor:
-        cursor.execute("ALTER TABLE governance_auditevent DISABLE TRIGGER governance_auditevent_no_truncate")
+        for table in ("auditevent", "auditentry", "auditcheckpoint", "witnessstatement"):
+            cursor.execute(f"ALTER TABLE governance_{table} DISABLE TRIGGER governance_{table}_no_truncate")
 
 
 @pytest.fixture

@@ -35,6 +35,11 @@ class ServerProcess:
         """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def public_url(self) -> str:
+        """The address that passkeys belong to; no browser makes one for an IP address."""
+        return f"http://localhost:{self.port}"
+
     def rss_mb(self) -> float:
         """Return the resident memory of the process."""
         return float(psutil.Process(self.process.pid).memory_info().rss) / 2**20
@@ -89,7 +94,8 @@ def serve_control(log: Path, *options: str, env: Mapping[str, str] | None = None
     """Run the control plane on the database of the tests."""
     port = free_port()
     argv = ["-m", "controlplane.serve_control", "--port", str(port), *options]
-    with serve(argv, port=port, log=log, env={"DATABASE_URL": database_url_of_tests(), **(env or {})}) as server:
+    settings = {"DATABASE_URL": database_url_of_tests(), "MUSTER_PUBLIC_URL": f"http://localhost:{port}", **(env or {})}
+    with serve(argv, port=port, log=log, env=settings) as server:
         yield server
 
 

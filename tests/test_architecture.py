@@ -21,9 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("controlplane", "gateway", "governance", "nodes", "runner", "wire")
 MAX_FUNCTION_LINES = 80
 MAX_MODULE_LINES = 400
+ONE_FILE = {
+    "wire/auditlog.py": 760,
+    "wire/optoken/approval.py": 760,
+}
+"""Verifiers that an auditor runs as one file with nothing of ours beside it, and the lines each may have."""
 
 PROCESS_EDGES: dict[str, str] = {
     "controlplane/gateway_server/server.py::GatewayApp._live": "the server is told that it cannot start, and exits",
+    "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
     "gateway/views/base.py::make_endpoint.application": "the client gets a 500 and the log a traceback; a server would cut",
     "gateway/views/inference.py::make_inference.application": "as above; a stream that had begun is reset instead",
     "nodes/links/outbox.py::_Rest.__await__": "throws it into the coroutine it stands for, which raises it again",
@@ -214,7 +220,7 @@ def test_functions_fit_a_screen() -> None:
 
 def test_modules_stay_small() -> None:
     counts = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in shipped_modules()}
-    assert not {name: count for name, count in counts.items() if count > MAX_MODULE_LINES}
+    assert not {name: count for name, count in counts.items() if count > ONE_FILE.get(name, MAX_MODULE_LINES)}
 
 
 def test_module_names_say_what_is_inside() -> None:

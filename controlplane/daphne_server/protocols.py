@@ -39,6 +39,7 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
         super().__init__(*args, **kwargs)
         self.server.transports.add(self.channel.transport)
         self.gate = WriteGate()
+        self.is_endless = False
         self._body_bytes = 0
         self._is_refused = False
 
@@ -62,8 +63,10 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
 
     def handle_reply(self, message: dict[str, Any]) -> None:
         """Write a message of the application; from the first one on the gate follows the transport."""
-        if message.get("type") == "http.response.start" and self.channel is not None and self.producer is None:
-            self.registerProducer(self.gate, True)
+        if message.get("type") == "http.response.start":
+            self.is_endless = any(value.startswith(b"text/event-stream") for _, value in message.get("headers", []))
+            if self.channel is not None and self.producer is None:
+                self.registerProducer(self.gate, True)
         super().handle_reply(message)
 
     def finish(self) -> None:

@@ -106,7 +106,7 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         self.stop()
 
     def begin_stop(self) -> None:
-        """Close the ports, let requests finish within the grace, tell sockets to go away, then end.
+        """Close the ports, let requests finish within the grace, tell sockets and event streams to go away, then end.
 
         A second call ends at once.
         """
@@ -131,6 +131,8 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
             for protocol in list(self.connections):
                 if isinstance(protocol, GatedWebSocket):
                     protocol.sendCloseFrame(code=GOING_AWAY)  # its sendClose accepts codes of applications only
+                elif protocol.is_endless:
+                    protocol.send_disconnect()
             while (running := self._running_applications()) and loop.time() < deadline:
                 await asyncio.wait(running, timeout=deadline - loop.time())
             for transport in self.transports:

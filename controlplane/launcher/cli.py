@@ -12,7 +12,7 @@ from typing import NoReturn
 from controlplane.launcher import environment
 from controlplane.launcher.console import complain
 from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.places import default_data
+from controlplane.launcher.places import default_data, node_data
 
 _DESCRIPTION = """\
 Muster puts the GPUs you own behind one OpenAI-compatible endpoint.
@@ -44,7 +44,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if argv and argv[0] in _PASSING_ON and not (argv[0] in _OWN_HELP and argv[1:2] in (["-h"], ["--help"])):
         command = argv[0]
         options, rest = parser.parse_args([command]), argv[1:]
-        if command == "manage":
+        if command in {"manage", "audit"}:
             options.data, rest = _take_data(rest)
         elif command == "test":
             options.fast, options.vllm = "--fast" in rest, "--vllm" in rest
@@ -65,9 +65,22 @@ def build_parser() -> argparse.ArgumentParser:
     manage = _add(commands, "manage", "run a Django management command on a running installation", _run_manage)
     manage.usage = "./muster manage [--data DIR] COMMAND [argument ...]     e.g. ./muster manage allow_model NAME"
     _add_data(manage)
+    audit = _add(commands, "audit", "check, export or prove the audit log of a running installation", _run_audit)
+    audit.usage = "./muster audit [--data DIR] (verify [FILE] | export FILE | prove OPID [--out FILE] | checkpoint)"
+    _add_data(audit)
+    demo = _add(commands, "demo", "set up something to try on a running installation", _run_demo)
+    demo.add_argument("what", choices=["governance"], help="three people, a second tiny model, and what to do next")
+    demo.add_argument("--json", action="store_true", dest="as_json", help="print it for a program")
+    _add_data(demo)
     node = _add(commands, "node", "serve models on this machine, for a gateway or alone (--standalone)", _run_node)
     node.usage = "./muster node [--all-engines] (--gateway URL --token TOKEN | --standalone) [option ...]"
+    trust = _add(commands, "trust", "tell a box on this machine which approval policy it shall trust", _run_trust)
+    trust.usage = "./muster trust WORDS [--data DIR]     DIR: of the installation, or the box's own (default: .muster)"
     _add(commands, "sign", "make an operation token with a key file, for a box that trusts it", _run_sign)
+    keys = _add(commands, "keys", "make or show the key file of an approver", _run_approver)
+    keys.usage = "./muster keys (new --name USERNAME | show) [option ...]"
+    approve = _add(commands, "approve", "read what an operation is, in words, and sign it with a key file", _run_approver)
+    approve.usage = "./muster approve --url URL --token-file FILE --key FILE [option ...] OPERATION"
     test = _add(commands, "test", "run the tests (installs what they need, a Chromium included)", _run_test)
     test.usage = "./muster test [--fast | --vllm] [pytest argument ...]"
     test.add_argument("--fast", action="store_true", help="only unit and architecture tests, under a minute")
@@ -80,9 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_PASSING_ON = {"manage", "node", "sign", "test", "check", "bench"}
+_PASSING_ON = {"manage", "audit", "node", "trust", "sign", "keys", "approve", "test", "check", "bench"}
 # The others have a --help of their own behind the hand-over.
-_OWN_HELP = {"manage", "test", "check"}
+_OWN_HELP = {"manage", "audit", "test", "check"}
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
 
 
@@ -174,15 +187,46 @@ def _run_manage(options: argparse.Namespace, rest: list[str], argv: list[str]) -
     return run_manage(options.data, rest)
 
 
+def _run_audit(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    return _run_manage(options, ["audit", *rest], argv)
+
+
 def _run_node(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     """Start the runner; ``--all-engines`` also installs CTranslate2 and faster-whisper."""
     environment.enter("engines" if "--all-engines" in rest else "runner", argv)
     _become_module("runner", [word for word in rest if word != "--all-engines"])
 
 
+def _run_trust(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("runner", argv)
+    _become_module("runner.operations.trust", name_node(rest))
+
+
+def name_node(words: list[str]) -> list[str]:
+    """Return the words of ``trust`` with the folder of a box: the one given, MUSTER_DATA, or that of the local node."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--data", type=Path)
+    given, others = parser.parse_known_args(words)
+    if given.data is None and os.environ.get("MUSTER_DATA"):
+        return others
+    return [*others, "--data", str(node_data(given.data or default_data()))]
+
+
+def _run_demo(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
+    environment.enter("server", argv)
+    from controlplane.launcher.demo import run_demo
+
+    return run_demo(options.data, as_json=options.as_json)
+
+
 def _run_sign(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     environment.enter("runner", argv)
     _become_module("runner.operations.sign", rest)
+
+
+def _run_approver(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("runner", argv)
+    _become_module("controlplane.approver_cli", [argv[0], *rest])
 
 
 def _become_module(module: str, arguments: list[str]) -> NoReturn:

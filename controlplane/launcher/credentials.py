@@ -8,10 +8,15 @@ from pathlib import Path
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json
 
+_MAY_BE_EMPTY = {"password", "admin_token"}
+
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The generated credentials of an installation, in clear text. ``password`` is empty once the operator has changed it."""
+    """The generated credentials of an installation, in clear text.
+
+    ``password`` is empty once the operator has changed it, ``admin_token`` once it was revoked and a policy forbids another.
+    """
 
     username: str
     password: str
@@ -31,7 +36,7 @@ def read_credentials(path: Path) -> Credentials | None:
         return None
     flat = {**values, **admin}
     names = Credentials.__slots__
-    if not all(isinstance(flat.get(name), str) and (flat[name] or name == "password") for name in names):
+    if not all(isinstance(flat.get(name), str) and (flat[name] or name in _MAY_BE_EMPTY) for name in names):
         return None
     return Credentials(**{name: str(flat[name]) for name in names})
 

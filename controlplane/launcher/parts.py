@@ -21,6 +21,20 @@ RUN_ID_VARIABLE = "MUSTER_RUN_ID"
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # only translated
 # The C allocator otherwise keeps up to eight arenas per core, each with memory that no other thread can use.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
+# A box must not hold what only the control plane may know.
+_NOT_FOR_THE_NODE = {
+    name + suffix
+    for name in (
+        "DATABASE_URL",
+        "REDIS_URL",
+        "MUSTER_SECRET_KEY",
+        "MUSTER_CLUSTER_SECRET",
+        "MUSTER_LOG_KEY",
+        "MUSTER_MAIL_PASSWORD",
+    )
+    for suffix in ("", "_FILE")
+}
+TINY_MODEL = ROOT / "runner" / "tiny" / "muster-tiny-q8_0.gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,16 @@ class Addresses:
     def control_url(self) -> str:
         """Base URL of the control plane."""
         return self._url(self.control_port)
+
+    @property
+    def public_url(self) -> str:
+        """Base URL of the control plane for people: on loopback the name, as browsers bind no passkey to an address."""
+        return f"http://localhost:{self.control_port}" if self.is_on_loopback else self.control_url
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether people open it on this machine: what listens everywhere is reached on loopback as well."""
+        return self.host in _WILDCARDS or _is_loopback(self.host)
 
     @property
     def gateway_url(self) -> str:
@@ -65,6 +89,7 @@ class Installation:
     redis_url: str
     secret_key: str
     cluster_secret: str
+    log_key: str
     run_id: str
 
     def environment(self) -> dict[str, str]:
@@ -78,6 +103,8 @@ class Installation:
             "REDIS_URL": self.redis_url,
             "MUSTER_SECRET_KEY": self.secret_key,
             "MUSTER_CLUSTER_SECRET": self.cluster_secret,
+            "MUSTER_LOG_KEY": self.log_key,
+            "MUSTER_PUBLIC_URL": read_text("MUSTER_PUBLIC_URL", self.addresses.public_url),
             "DJANGO_SETTINGS_MODULE": "controlplane.settings",
         }
         if self.addresses.host in _WILDCARDS or not _is_loopback(self.addresses.host):
@@ -157,12 +184,14 @@ def worker_spec(installation: Installation) -> PartSpec:
 
 
 def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
-    """Return the local node with the model that ships with the repository."""
-    where = installation.addresses
+    """Return the local node with the model that ships with the repository. What it knows outlives restarts."""
+    where, place = installation.addresses, installation.place
     arguments = ["-m", "runner", "--engine", "llamacpp", "--name", "local", "--gateway", ",".join(where.gateway_urls())]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in {"DATABASE_URL", "REDIS_URL", "MUSTER_SECRET_KEY"}
-    }
+    # Named outright: with a folder of models beside it, the runner would begin with none.
+    arguments += ["--model-path", str(TINY_MODEL), "--model-name", credentials.model]
+    arguments += ["--threads", str(max(1, min(2, (os.cpu_count() or 1) - 1))), "--data", str(place.node)]
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_THE_NODE}
+    environment["MODEL_BASE_PATH"] = str(place.models)
     # The credential goes by variable: a command line is there for everybody to read.
     environment |= {**_ALLOCATOR, "MUSTER_TOKEN": credentials.local_node_token, "PYTHONUNBUFFERED": "1"}
     environment[RUN_ID_VARIABLE] = installation.run_id

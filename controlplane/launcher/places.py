@@ -41,6 +41,16 @@ class Place:
         return self.data / "run"
 
     @property
+    def node(self) -> Path:
+        """What the local node keeps: its key, the policy it trusts, used tokens."""
+        return self.data / "node"
+
+    @property
+    def models(self) -> Path:
+        """Models that the local node may load."""
+        return self.data / "models"
+
+    @property
     def credentials(self) -> Path:
         """The generated credentials, mode 0600."""
         return self.data / "credentials.json"
@@ -77,6 +87,12 @@ def default_data() -> Path:
     return ROOT / ".muster"
 
 
+def node_data(data: Path) -> Path:
+    """Return the folder of the local node when ``data`` is that of an installation, else ``data``: some box's own folder."""
+    own = data / "node"
+    return own if own.is_dir() and (lock_path(data).exists() or data == default_data()) else data
+
+
 def lock_path(data: Path) -> Path:
     """Return the lock file of the installation in ``data``."""
     return data / "up.lock"
@@ -97,7 +113,7 @@ def prepare_data(data: Path) -> Path:
         data = data.resolve()
         if made:
             data.chmod(mode)
-        for name in ("logs", "run"):
+        for name in ("logs", "run", "node", "models"):
             (data / name).mkdir(exist_ok=True)
             (data / name).chmod(0o700)
         with tempfile.TemporaryFile(dir=data):

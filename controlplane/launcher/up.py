@@ -130,6 +130,7 @@ class _Session:
             redis_url=redis_url,
             secret_key=_read_secret("MUSTER_SECRET_KEY", self.place.data / "secret_key"),
             cluster_secret=_read_secret("MUSTER_CLUSTER_SECRET", self.place.data / "cluster_secret"),
+            log_key=_read_secret("MUSTER_LOG_KEY", self.place.data / "log_key"),
             run_id=self.run_id,
         )
         self._bootstrap()
@@ -259,7 +260,8 @@ class _Session:
             "",
             f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
             "",
-            f"  Control plane  {where.control_url}/admin/   login {credentials.username} / {password}",
+            f"  Control plane  {where.public_url}/admin/   login {credentials.username} / {password}",
+            *self._name_limits(),
             f"  Gateway        {where.gateway_url}/v1",
             f"  Demo API key   {credentials.api_key}",
             f"  Logs           {self.place.logs}",
@@ -270,6 +272,12 @@ class _Session:
         ):
             say(line)
 
+    def _name_limits(self) -> list[str]:
+        """Return what to say of the address that people open."""
+        if self.addresses.is_on_loopback:
+            return ["                 (open it as localhost: browsers keep no passkey for 127.0.0.1)"]
+        return ["                 (passkeys need https and a name: a TLS proxy in front, and MUSTER_PUBLIC_URL)"]
+
 
 def describe_installation(
     installation: parts.Installation, credentials: Credentials, pids: dict[str, int]
@@ -277,6 +285,7 @@ def describe_installation(
     """Return the content of the ready file."""
     return {
         "control_url": installation.addresses.control_url,
+        "public_url": installation.own_variables()["MUSTER_PUBLIC_URL"],
         "gateway_url": installation.addresses.gateway_url,
         "admin": {"username": credentials.username, "password": credentials.password},
         "admin_token": credentials.admin_token,

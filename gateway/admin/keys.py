@@ -12,10 +12,10 @@ from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from gateway.admin.forms import DateInput, NameListField, limit_field
 from gateway.models import ApiKey, Tenant
-from gateway.services import ServiceError, change_key_limits, create_api_key, revoke_api_key
+from gateway.services import ServiceError, change_key_limits, create_api_key, key_limit, revoke_api_key, tenant_limit
 from gateway.services.values import MAX_NAME_CHARS
 from gateway.values import Priority
-from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 
 RATE_HELP = "Empty: the tenant's limit, else the installation's default."
 MODELS_HELP = "One name to a line. Empty: every allow-listed model."
@@ -77,6 +77,14 @@ def _limit(key: ApiKey, actor: str, values: Values) -> str:
     return f"Changed the limits of {key.name}."
 
 
+def _offer_raise(key: ApiKey, values: Values) -> Offer:
+    wanted = values["requests_per_minute"] or tenant_limit(key.tenant)
+    params: dict[str, object] = {"requests_per_minute": wanted} if wanted > key_limit(key) else {}
+    if values["priority"] == Priority.HIGH.value and key.priority != Priority.HIGH.value:
+        params["priority"] = Priority.HIGH.value
+    return Offer(operation="limit-raise", target=f"key:{key.pk}", params=params)
+
+
 def _is_usable(key: ApiKey) -> bool:
     return key.revoked_at is None
 
@@ -122,10 +130,12 @@ class ApiKeyAdmin(CreatingAdmin):
         RowChange(
             name="limits",
             label="Change limits",
-            explanation="Takes effect within seconds, for requests that arrive from then on.",
+            explanation="Takes effect within seconds, for requests that arrive from then on. "
+            "Giving the key more than it has needs approval once there is a policy.",
             run=_limit,
             is_offered=_is_usable,
             form=KeyLimitsForm,
+            find_offer=_offer_raise,
             read_initial=lambda key: {
                 "requests_per_minute": key.requests_per_minute,
                 "allowed_models": key.allowed_models,

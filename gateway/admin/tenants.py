@@ -12,9 +12,16 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from gateway.admin.forms import limit_field
 from gateway.models import Tenant
-from gateway.services import ServiceError, change_tenant_limit, create_tenant, disable_tenant, enable_tenant
+from gateway.services import (
+    ServiceError,
+    change_tenant_limit,
+    create_tenant,
+    default_limit,
+    disable_tenant,
+    enable_tenant,
+)
 from gateway.services.values import MAX_NAME_CHARS
-from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 
 RATE_HELP = "What its keys get unless a key says otherwise. Empty: the installation's default."
 
@@ -47,6 +54,11 @@ def _limit(tenant: Tenant, actor: str, values: Values) -> str:
     return f"Changed the limits of {tenant.name}."
 
 
+def _offer_raise(tenant: Tenant, values: Values) -> Offer:
+    wanted = values["requests_per_minute"] or default_limit()
+    return Offer(operation="limit-raise", target=f"tenant:{tenant.name}", params={"requests_per_minute": wanted})
+
+
 @admin.register(Tenant)
 class TenantAdmin(CreatingAdmin):
     """Who the work is for."""
@@ -63,9 +75,11 @@ class TenantAdmin(CreatingAdmin):
         RowChange(
             name="limits",
             label="Change limits",
-            explanation="Takes effect within seconds, for requests that arrive from then on.",
+            explanation="Takes effect within seconds, for requests that arrive from then on. "
+            "Giving the tenant more than it has needs approval once there is a policy.",
             run=_limit,
             form=TenantLimitForm,
+            find_offer=_offer_raise,
             read_initial=lambda tenant: {"requests_per_minute": tenant.requests_per_minute},
         ),
         RowChange(

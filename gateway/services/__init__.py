@@ -14,7 +14,15 @@ from gateway.services.errors import (
     ServiceError,
     TenantNotFound,
 )
-from gateway.services.keys import change_key_limits, create_api_key, list_api_keys, revoke_api_key
+from gateway.services.keys import (
+    change_key_limits,
+    create_api_key,
+    find_api_key,
+    list_api_keys,
+    raise_key_limit,
+    revoke_api_key,
+)
+from gateway.services.limits import ApprovalNeeded, default_limit, key_limit, tenant_limit
 from gateway.services.models import (
     allow_model,
     change_model_caps,
@@ -22,9 +30,17 @@ from gateway.services.models import (
     is_model_allowed,
     remember_models,
 )
-from gateway.services.tenants import change_tenant_limit, create_tenant, disable_tenant, enable_tenant
+from gateway.services.tenants import (
+    change_tenant_limit,
+    create_tenant,
+    disable_tenant,
+    enable_tenant,
+    find_tenant,
+    list_tenants,
+)
 
 __all__ = [
+    "ApprovalNeeded",
     "InvalidValue",
     "KeyNotFound",
     "KeyRevoked",
@@ -38,11 +54,18 @@ __all__ = [
     "change_tenant_limit",
     "create_api_key",
     "create_tenant",
+    "default_limit",
     "disable_tenant",
     "disallow_model",
     "enable_tenant",
+    "find_api_key",
+    "find_tenant",
     "is_model_allowed",
+    "key_limit",
     "list_api_keys",
+    "list_tenants",
+    "raise_key_limit",
     "remember_models",
     "revoke_api_key",
+    "tenant_limit",
 ]

@@ -11,11 +11,13 @@ from django.utils import timezone
 
 from gateway.models import ApiKey
 from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
+from gateway.services.limits import key_limit, require_no_promotion, require_no_raise, tenant_limit
 from gateway.services.tenants import get_tenant
 from gateway.services.values import clean_limit, clean_model_name, clean_name, clean_priority
 from gateway.values import Priority
 from governance.audit import record_event
 from governance.hints import publish_hint
+from governance.registry import RunOrder
 from wire.credentials import CredentialKind, mint_credential
 
 MAX_ALLOWED_MODELS = 200
@@ -34,7 +36,8 @@ def create_api_key(
 ) -> tuple[ApiKey, str]:
     """Create a key and return it with its text, which exists nowhere else and is shown once.
 
-    ``allowed_models`` empty = every allow-listed model. Raises InvalidValue, TenantNotFound.
+    ``allowed_models`` empty = every allow-listed model. Raises InvalidValue, TenantNotFound, and ApprovalNeeded for a limit
+    above the tenant's or high priority: make the key without, then propose to raise it.
     """
     cleaned = clean_name(name, what="key")
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
@@ -42,10 +45,14 @@ def create_api_key(
     chosen = clean_priority(priority)
     if expires_at is not None and expires_at <= timezone.now():
         raise InvalidValue("The key must expire in the future, or never.", param="expires_at")
+    tenant = get_tenant(tenant_name)
+    most = tenant_limit(tenant)
+    require_no_raise(before=most, after=limit, otherwise=most, what=f"the tenant {tenant.name}")
+    require_no_promotion(before=Priority.NORMAL.value, after=chosen)
     minted = mint_credential(CredentialKind.CLIENT)
     key = ApiKey.objects.create(
         name=cleaned,
-        tenant=get_tenant(tenant_name),
+        tenant=tenant,
         keyid=minted.keyid,
         digest=minted.digest,
         requests_per_minute=limit,
@@ -90,16 +97,14 @@ def change_key_limits(
 ) -> ApiKey:
     """Set a key's rate (None = the tenant's), its models (empty = all allowed) and its priority (None = as it is).
 
-    Raises InvalidValue, KeyNotFound, KeyRevoked.
+    Raises InvalidValue, KeyNotFound, KeyRevoked, and ApprovalNeeded for more than the key has today.
     """
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
     models = _clean_models(allowed_models)
-    key = ApiKey.objects.select_for_update().filter(pk=key_id).first()
-    if key is None:
-        raise KeyNotFound(f"There is no key {key_id}.", param="key_id")
-    if key.revoked_at is not None:
-        raise KeyRevoked(f"The key {key.name} is revoked; create another one.", param="key_id")
+    key = _lock_key(key_id)
     chosen = clean_priority(priority if priority is not None else key.priority)
+    require_no_raise(before=key_limit(key), after=limit, otherwise=tenant_limit(key.tenant), what=f"the key {key.name}")
+    require_no_promotion(before=key.priority, after=chosen)
     after = {"requests_per_minute": limit, "allowed_models": models, "priority": chosen.value}
     before = {field: getattr(key, field) for field in after}
     for field, value in after.items():
@@ -110,9 +115,47 @@ def change_key_limits(
     return key
 
 
+@transaction.atomic
+def raise_key_limit(
+    *, key_id: uuid.UUID, requests_per_minute: int | None, priority: str | None, actor: str, order: RunOrder
+) -> ApiKey:
+    """Carry out an approved raise of a key's rate, its priority or both (None = as it is).
+
+    Raises InvalidValue, KeyNotFound, KeyRevoked, and ApprovalNeeded when ``order`` is no approved run for this key.
+    """
+    limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    key = _lock_key(key_id)
+    chosen = clean_priority(priority if priority is not None else key.priority)
+    if limit is not None:
+        require_no_raise(before=key_limit(key), after=limit, otherwise=limit, what=f"the key {key.name}", order=order)
+    require_no_promotion(before=key.priority, after=chosen, order=order)
+    before = {"requests_per_minute": key.requests_per_minute, "priority": key.priority}
+    key.requests_per_minute = limit if limit is not None else key.requests_per_minute
+    key.priority = chosen.value
+    key.save(update_fields=["requests_per_minute", "priority", "updated_at"])
+    after = {"requests_per_minute": key.requests_per_minute, "priority": key.priority}
+    record_event(actor=actor, action="api_key.raise", target=key.name, detail={"from": before, "to": after}, op_id=order.op_id)
+    publish_hint("keys", str(key.pk))
+    return key
+
+
+def find_api_key(key_id: uuid.UUID) -> ApiKey | None:
+    """Return a key with its tenant, revoked or not; None when there is none of that id."""
+    return ApiKey.objects.select_related("tenant").filter(pk=key_id).first()
+
+
 def list_api_keys() -> list[ApiKey]:
     """Return every key, newest first; one query."""
     return list(ApiKey.objects.select_related("tenant").order_by("-created_at"))
+
+
+def _lock_key(key_id: uuid.UUID) -> ApiKey:
+    key = ApiKey.objects.select_for_update(of=("self",)).select_related("tenant").filter(pk=key_id).first()
+    if key is None:
+        raise KeyNotFound(f"There is no key {key_id}.", param="key_id")
+    if key.revoked_at is not None:
+        raise KeyRevoked(f"The key {key.name} is revoked; create another one.", param="key_id")
+    return key
 
 
 def _clean_models(names: Iterable[str]) -> list[str]:

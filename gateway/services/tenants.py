@@ -7,16 +7,23 @@ from django.utils import timezone
 
 from gateway.models import Tenant
 from gateway.services.errors import NameTaken, TenantNotFound
+from gateway.services.limits import default_limit, require_no_raise, tenant_limit
 from gateway.services.values import clean_limit, clean_name
 from governance.audit import record_event
 from governance.hints import publish_hint
+from governance.registry import RunOrder
 
 
 @transaction.atomic
 def create_tenant(*, name: str, actor: str, requests_per_minute: int | None = None) -> Tenant:
-    """Create a tenant; its keys get ``requests_per_minute`` unless they say otherwise. Raises InvalidValue, NameTaken."""
+    """Create a tenant; its keys get ``requests_per_minute`` unless they say otherwise.
+
+    Raises InvalidValue, NameTaken, and ApprovalNeeded for more than the setting gives everybody.
+    """
     cleaned = clean_name(name, what="tenant")
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    most = default_limit()
+    require_no_raise(before=most, after=limit, otherwise=most, what="a new tenant")
     try:
         with transaction.atomic():
             tenant = Tenant.objects.create(name=cleaned, requests_per_minute=limit)
@@ -38,16 +45,33 @@ def enable_tenant(*, name: str, actor: str) -> Tenant:
 
 
 @transaction.atomic
-def change_tenant_limit(*, name: str, requests_per_minute: int | None, actor: str) -> Tenant:
-    """Set what the tenant's keys get by default; None = the setting. Raises InvalidValue, TenantNotFound."""
+def change_tenant_limit(*, name: str, requests_per_minute: int | None, actor: str, order: RunOrder | None = None) -> Tenant:
+    """Set what the tenant's keys get by default; None = the setting. ``order``: the approved run that this carries out.
+
+    Raises InvalidValue, TenantNotFound, and ApprovalNeeded for more than the tenant has today without such a run.
+    """
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
     tenant = get_tenant(name)
+    require_no_raise(
+        before=tenant_limit(tenant), after=limit, otherwise=default_limit(), what=f"the tenant {name}", order=order
+    )
     previous = tenant.requests_per_minute
     tenant.requests_per_minute = limit
     tenant.save(update_fields=["requests_per_minute", "updated_at"])
-    record_event(actor=actor, action="tenant.limit", target=name, detail={"from": previous, "to": limit})
+    detail = {"from": previous, "to": limit}
+    record_event(actor=actor, action="tenant.limit", target=name, detail=detail, op_id=order.op_id if order is not None else "")
     publish_hint("tenants", name)
     return tenant
+
+
+def find_tenant(name: str) -> Tenant | None:
+    """Return the tenant of that name; None when there is none."""
+    return Tenant.objects.filter(name=name).first()
+
+
+def list_tenants() -> list[Tenant]:
+    """Return every tenant, by name; one query."""
+    return list(Tenant.objects.order_by("name"))
 
 
 def get_tenant(name: str) -> Tenant:

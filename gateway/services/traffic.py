@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -61,6 +62,15 @@ def read_open_requests() -> OpenRequests:
     )
     wait_s = (timezone.now() - row["oldest"]).total_seconds() if row["oldest"] else 0.0
     return OpenRequests(queued=row["queued"], running=row["total"] - row["queued"], oldest_wait_s=max(0.0, wait_s))
+
+
+def read_traffic_of_node(node_id: uuid.UUID, model: str | None) -> tuple[int, int]:
+    """Return how many requests run on a box now (on ``model``; None = on any), and of how many tenants."""
+    running = RequestRecord.objects.filter(state__in=[state.value for state in OPEN_REQUEST_STATES], node_id=node_id)
+    if model is not None:
+        running = running.filter(model=model)
+    found = running.aggregate(requests=Count("pk"), tenants=Count("tenant", distinct=True))
+    return found["requests"], found["tenants"]
 
 
 _TOTALS = """

@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
 from governance.audit import record_event
-from governance.errors import AdminTokenNotFound, InvalidName
-from governance.models import AdminToken
+from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged
+from governance.models import AdminToken, Operation
+from governance.services.decisions import require_active
+from governance.services.evidence import read_stored
+from governance.services.guard import require_approval
+from governance.services.lookup import find_operation
+from governance.states import RunState
 from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential
 
+if TYPE_CHECKING:
+    from controlplane.models import User
+
 MAX_NAME_CHARS = 80
+MINT = "admin-token-mint"
 TOUCH_EVERY = timedelta(minutes=1)
 _NO_DIGEST = bytes(32)
 
 
 @transaction.atomic
-def create_admin_token(*, name: str, actor: str) -> tuple[AdminToken, str]:
-    """Create a token and return it with its text, which exists nowhere else and is shown once. Raises InvalidName."""
+def create_admin_token(*, name: str, actor: str, owner: User | None = None) -> tuple[AdminToken, str]:
+    """Create a token and return it with its text, which exists nowhere else and is shown once.
+
+    Governed: once a policy is active, a token is proposed as ``admin-token-mint`` and claimed. Raises InvalidName,
+    NeedsApproval.
+    """
+    require_approval(MINT, order=None)
+    return _mint(name=name, actor=actor, owner=owner, operation=None)
+
+
+@transaction.atomic
+def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]:
+    """Make the token that was approved, once, for the person who asked for it; its text is returned and kept nowhere.
+
+    Possible until the approved window ends. Name and person are those that were signed.
+    Raises OperationNotFound, NotPermitted, StateChanged.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    statement = read_stored(operation)
+    if statement.operation != MINT or statement.requested_by != user.get_username():
+        raise NotPermitted("Only the person who asked for an admin token can claim it.", param="op_id")
+    if not operation.runs.filter(state=RunState.SUCCEEDED.value).exists():
+        raise StateChanged("This token has not been approved and made ready; wait until it has.", param="op_id")
+    if timezone.now().timestamp() >= statement.not_after:
+        raise StateChanged(
+            "The approved window is over and the token was not claimed in it; propose another one.", param="op_id"
+        )
+    if AdminToken.objects.filter(minted_by=operation).exists():
+        raise StateChanged("This token was claimed already; its text is shown once. Propose another one.", param="op_id")
+    return _mint(name=str(statement.params["name"]), actor=f"user:{user.get_username()}", owner=user, operation=operation)
+
+
+def _mint(*, name: str, actor: str, owner: User | None, operation: Operation | None) -> tuple[AdminToken, str]:
     cleaned = name.strip()
     if not cleaned or len(cleaned) > MAX_NAME_CHARS:
         raise InvalidName(f"Give the token a name of 1 to {MAX_NAME_CHARS} characters.", param="name")
     minted = mint_credential(CredentialKind.ADMIN)
-    token = AdminToken.objects.create(name=cleaned, keyid=minted.keyid, digest=minted.digest)
-    record_event(actor=actor, action="admin_token.create", target=cleaned, detail={"keyid": minted.keyid})
+    token = AdminToken.objects.create(
+        name=cleaned, keyid=minted.keyid, digest=minted.digest, owner_id=owner.pk if owner else None, minted_by=operation
+    )
+    record_event(
+        actor=actor, action="admin_token.create", target=cleaned, detail={"keyid": minted.keyid},
+        op_id=operation.printed_id if operation else "",
+    )  # fmt: skip
     return token, minted.text
 
 
@@ -45,14 +93,15 @@ def revoke_admin_token(*, token_id: int, actor: str) -> AdminToken:
 def verify_admin_token(text: str) -> AdminToken | None:
     """Return the token that ``text`` is, or None when it is none, or a revoked one, or a credential of another kind.
 
-    Takes the same time whether the key id exists or not. Writes ``last_used_at`` at most once a minute.
+    A token whose owner may no longer sign in is None too. Takes the same time whether the key id exists or not. Writes
+    ``last_used_at`` at most once a minute.
     """
     keyid = parse_keyid(text, CredentialKind.ADMIN)
     if keyid is None:
         return None
-    token = AdminToken.objects.filter(keyid=keyid, revoked_at__isnull=True).first()
+    token = AdminToken.objects.select_related("owner").filter(keyid=keyid, revoked_at__isnull=True).first()
     matches = verify_credential(text, bytes(token.digest) if token is not None else _NO_DIGEST)
-    if token is None or not matches:
+    if token is None or not matches or (token.owner is not None and not token.owner.is_active):
         return None
     _touch(token)
     return token

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from urllib.parse import urlencode
 
 from django import forms
 from django.contrib import admin
 from django.contrib.admin.utils import unquote
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.urls import reverse
 from django.utils import timezone
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget
 
-from governance.pages import RowChange, ShowingAdmin, Values, column
+from governance.errors import GovernanceError
+from governance.pages import ChangeLink, Offer, RowChange, ShowingAdmin, Values, column
+from governance.services import active_policy
 from nodes.errors import NodeError
-from nodes.models import Node, NodePresence, ProviderState
+from nodes.models import Node, NodePresence, ProviderState, Reach
 from nodes.services import (
     cordon_node,
     count_replicas,
@@ -24,12 +28,20 @@ from nodes.services import (
     drain_node,
     heartbeat_age_s,
     judge_status,
+    set_op_key,
     status_expression,
     uncordon_node,
     undrain_node,
 )
+from nodes.services.lifecycle import EVICT, FORCED_DRAIN
+from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS
 from wire.contract import NodeStatus
 
+LEVELS = {
+    "L2": "L2: it checks the signatures of the approvers itself",
+    "L1": "L1: it checks a key that belongs to it alone",
+    "L0": "L0: it checks a shared key",
+}
 STATUS_COLOURS = {
     NodeStatus.AVAILABLE.value: "success",
     NodeStatus.BUSY.value: "info",
@@ -55,6 +67,31 @@ class DrainForm(forms.Form):
         required=False,
         widget=UnfoldAdminIntegerFieldWidget,
         help_text="What still runs then is interrupted. Empty = the setting",
+    )
+
+
+class OpKeyForm(forms.Form):
+    """What is asked of the key that tokens for a box called over HTTP are signed with."""
+
+    level = forms.ChoiceField(
+        choices=[("L0", "L0: as public model runners check it"), ("L1", "L1: bound to box and parameters")]
+    )
+    secret = forms.CharField(
+        label="Key",
+        max_length=64,
+        strip=False,
+        widget=forms.PasswordInput(attrs={"autocomplete": "off"}),
+        help_text="The text in the box's key file, 16 to 64 bytes. It is not shown again",
+    )
+    kid = forms.CharField(
+        label="Id of the key", max_length=64, required=False, widget=UnfoldAdminTextInputWidget, help_text="L1 needs one"
+    )
+    runner_id = forms.CharField(
+        label="Runner id",
+        max_length=200,
+        required=False,
+        widget=UnfoldAdminTextInputWidget,
+        help_text="L1: MUSTER_RUNNER_ID of the box. Empty = a name made from this one",
     )
 
 
@@ -90,9 +127,29 @@ def _drain(node: Node, actor: str, values: Values) -> str:
     return f"{node.name} is draining; what still runs at {drained.drain_deadline_at:%H:%M:%S} UTC is interrupted."
 
 
+def _offer_drain(node: Node, values: Values) -> Offer:
+    return Offer(FORCED_DRAIN, node.printed_id, {"timeout_s": int(values["timeout_s"] or 0)})
+
+
 def _undrain(node: Node, actor: str, values: Values) -> str:
     undrain_node(node_id=node.pk, actor=actor)
     return f"{node.name} is no longer draining."
+
+
+def _set_op_key(node: Node, actor: str, values: Values) -> str:
+    key = set_op_key(
+        node_id=node.pk,
+        kid=values["kid"],
+        secret=values["secret"],
+        level=values["level"],
+        runner_id=values["runner_id"],
+        actor=actor,
+    )
+    return f"{node.name} takes approved operations from now on; they are signed with the key {key.kid or 'without an id'}."
+
+
+PROPOSALS = (("model-load", "Propose: load"), ("model-unload", "Propose: unload"), ("cache-flush", "Propose: flush"))
+FORCED = ((FORCED_DRAIN, "Propose: forced drain"), (EVICT, "Propose: put everything off"))
 
 
 @admin.register(Node)
@@ -114,10 +171,23 @@ class NodeAdmin(ShowingAdmin):
     list_select_related = ("provider", "presence")
     search_fields = ("name", "owner_name", "gpu_name")
     change_form_outer_before_template = "admin/muster/box.html"
-    refusals = (NodeError,)
+    refusals = (NodeError, GovernanceError)
     fieldsets = (
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error")}),
         ("Decided", {"fields": ("mode", "show_held_back", "drain_deadline_at", "drain_reason")}),
+        (
+            "Governance",
+            {
+                "fields": (
+                    "show_level",
+                    "runner_id",
+                    "show_policy",
+                    "witness_size",
+                    "show_alarms",
+                    "show_skew",
+                )
+            },
+        ),
         ("Box", {"fields": ("name", "printed_id", "owner_name", "provider", "credential", "show_models")}),
         (
             "Link",
@@ -148,6 +218,7 @@ class NodeAdmin(ShowingAdmin):
             is_offered=lambda node: not node.draining,
             form=DrainForm,
             is_danger=True,
+            find_offer=_offer_drain,
         ),
         RowChange(
             name="undrain",
@@ -155,6 +226,18 @@ class NodeAdmin(ShowingAdmin):
             explanation="The drain ends and the box gets work again.",
             run=_undrain,
             is_offered=lambda node: node.draining,
+        ),
+        RowChange(
+            name="op-key",
+            label="Operation key",
+            explanation=(
+                "Approved operations for this box are signed with this key from now on. Whoever has it can operate the box "
+                "without any approval, so keep it nowhere else."
+            ),
+            run=_set_op_key,
+            is_offered=lambda node: node.reach == Reach.DIRECT.value,
+            form=OpKeyForm,
+            is_danger=True,
         ),
     )
 
@@ -174,6 +257,15 @@ class NodeAdmin(ShowingAdmin):
         node = self.get_object(request, unquote(object_id)) if object_id else None
         box = describe_box(node, now=timezone.now()) if node is not None else None
         return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), "box": box})
+
+    def list_links(self, request: HttpRequest, row: Node) -> list[ChangeLink]:
+        """Return the changes that can be made at once, then those that others have to approve."""
+        links = super().list_links(request, row)
+        if not self.may_change(request):
+            return links
+        if row.runner_id and row.op_level:
+            links += [_propose(operation, label, row.runner_id) for operation, label in PROPOSALS]
+        return [*links, *(_propose(operation, label, row.printed_id) for operation, label in FORCED)]
 
     @column("Status", label=STATUS_COLOURS)
     def show_status(self, node: Node) -> str:
@@ -220,6 +312,36 @@ class NodeAdmin(ShowingAdmin):
         unreachable = f"URL unreachable: {presence.probe_error}" if presence.probe_error else ""
         return " · ".join(part for part in (presence.last_error, unreachable) if part) or "-"
 
+    @column("Level")
+    def show_level(self, node: Node) -> str:
+        """Return how much the box checks before it carries out an operation."""
+        return LEVELS.get(node.op_level, "takes no operations from here")
+
+    @column("Policy")
+    def show_policy(self, node: Node) -> str:
+        """Return the approval policy that the box pinned, beside the one in force."""
+        found = active_policy()
+        newest = found[0].version if found is not None else 0
+        pinned = (
+            f"version {node.policy_version} pinned" if node.policy_version else "none pinned: run ./muster trust on the box"
+        )
+        return f"{pinned} · version {newest} is in force" if newest else f"{pinned} · none is in force"
+
+    @column("Alarms")
+    def show_alarms(self, node: Node) -> str:
+        """Return what the box holds against the audit log or a policy that it was offered."""
+        return " · ".join(text for text in (node.witness_alarm, node.policy_error) if text) or "-"
+
+    @column("Clock")
+    def show_skew(self, node: Node) -> str:
+        """Return how far the box's clock was off when it last said so."""
+        if node.clock_skew_ms is None:
+            return "-"
+        words = f"{abs(node.clock_skew_ms) / 1000:.1f} s {'behind' if node.clock_skew_ms > 0 else 'ahead'}"
+        if abs(node.clock_skew_ms) > SKEW_LIMIT_MS:
+            return f"{words}: no operation is sent to it"
+        return f"{words}: set it" if abs(node.clock_skew_ms) > SKEW_WARNING_MS else words
+
     @column("Connected")
     def show_connected(self, node: Node) -> str:
         """Return whether a gateway holds its socket, and from where."""
@@ -237,6 +359,11 @@ def describe_age(age_s: float | None) -> str:
         if age_s < limit_s:
             return f"{age_s // unit_s:.0f} {unit} ago"
     return f"{age_s // 86_400:.0f} d ago"
+
+
+def _propose(operation: str, label: str, target: str) -> ChangeLink:
+    query = urlencode({"operation": operation, "target": target})
+    return ChangeLink(label, f"{reverse('approvals:propose')}?{query}", is_danger=False)
 
 
 def _presence(node: Node) -> NodePresence | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from nodes.links.outbox import AsgiMessage, AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
@@ -75,6 +76,13 @@ class RelayLink(Link):
         """What the owner said at the box and the database does not know yet."""
         self.instance_id = ""
         self.telemetry: bridge.Telemetry | None = None
+        self.governance: bridge.BoxGovernance | None = None
+        """How the box decides about operations; None = it takes none from here."""
+        self.linked_at = datetime.now(UTC)
+        self.offered_policy = (-1, -1)
+        """(version the box had, newest version) of the last offer in this session."""
+        self.offered_size = 0
+        """Entries of the last audit checkpoint that the box was offered in this session."""
         self.registered_endpoints: tuple[str, ...] = ()
         """API paths of every model whose replicas say nothing else; empty = any."""
         self.has_news = False
@@ -112,6 +120,7 @@ class RelayLink(Link):
             available=message.available,
             memory=message.memory,
         )
+        self.governance = message.governance
         self.registered_endpoints = tuple(message.endpoints)
         self.endpoints = self.find_endpoints(self.models)
         self.has_news = True

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from nodes.services.boxes import count_replicas, describe_box, describe_counts
 from nodes.services.credentials import create_credential, find_credential, revoke_credential
+from nodes.services.direct_calls import ring_direct_box
+from nodes.services.governance import set_op_key, take_governance, take_report
 from nodes.services.health import describe_gpus, heartbeat_age_s, judge_status, should_drain, status_expression
 from nodes.services.lifecycle import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
+from nodes.services.policy_pins import read_policy_pins
 from nodes.services.probe import probe_direct_nodes
 from nodes.services.providers import create_provider, delete_provider, disable_provider, enable_provider
 from nodes.services.registry import (
@@ -40,14 +43,19 @@ __all__ = [
     "heartbeat_age_s",
     "judge_status",
     "probe_direct_nodes",
+    "read_policy_pins",
     "record_heartbeat",
     "register_direct_node",
     "require_own_node",
     "revoke_credential",
+    "ring_direct_box",
     "set_mode",
+    "set_op_key",
     "should_drain",
     "status_expression",
     "sweep_presence",
+    "take_governance",
+    "take_report",
     "uncordon_node",
     "undrain_node",
 ]

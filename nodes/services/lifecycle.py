@@ -15,12 +15,15 @@ from django.utils import timezone
 
 from governance.audit import record_event
 from governance.hints import publish_hint
+from governance.registry import RunOrder
+from governance.services import require_approval
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node
 from wire.contract import NodeMode
 
 MAX_REASON_CHARS = 200
 MAX_DRAIN_TIMEOUT_S = 86_400.0
+FORCED_DRAIN, EVICT = "node-drain", "node-evict"
 
 Changes = dict[str, object]
 
@@ -35,14 +38,21 @@ def uncordon_node(*, node_id: uuid.UUID, actor: str) -> Node:
     return _change(node_id, "node.uncordon", actor, lambda node: {"cordoned": False} if node.cordoned else {})
 
 
-def drain_node(*, node_id: uuid.UUID, actor: str, reason: str, timeout_s: float | None = None) -> Node:
+@transaction.atomic
+def drain_node(
+    *, node_id: uuid.UUID, actor: str, reason: str, timeout_s: float | None = None, order: RunOrder | None = None
+) -> Node:
     """Give the box no new work, and end as interrupted what still runs after ``timeout_s`` (None = the setting).
 
-    A second drain replaces deadline and reason. Raises NodeNotFound, BadRequest.
+    Less time than the setting is a forced drain: ``order`` is then the approved run that it belongs to. A second drain replaces
+    deadline and reason. Raises NodeNotFound, BadRequest, NeedsApproval.
     """
     limit_s = settings.NODE_HEALTH.drain_timeout_s if timeout_s is None else timeout_s
     if not 0 <= limit_s <= MAX_DRAIN_TIMEOUT_S:
         raise BadRequest(f"timeout_s must be between 0 and {MAX_DRAIN_TIMEOUT_S:.0f} seconds.", param="timeout_s")
+    if limit_s < settings.NODE_HEALTH.drain_timeout_s:
+        is_eviction = order is not None and order.operation == EVICT
+        require_approval(EVICT if is_eviction else FORCED_DRAIN, order=order)
     deadline = timezone.now() + timedelta(seconds=limit_s)
 
     def decide(node: Node) -> Changes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 import msgspec
@@ -16,6 +17,7 @@ from django.utils import timezone
 from governance import audit, hints
 from nodes.errors import EnrolmentRefused
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
+from nodes.services.governance import take_governance
 from nodes.session import find_endpoints, read_endpoints, store_endpoints
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
@@ -44,6 +46,8 @@ class SessionRequest:
     other_gateways: frozenset[uuid.UUID]
     peer_address: str
     message: bridge.Register
+    heard_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    """Unix milliseconds at which the registration came, which the clock of the box is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,7 @@ def open_session(request: SessionRequest) -> OpenedSession:
         node.gpu_name = gpu.name[:200]
         node.vram_total_mb = gpu.memory_total_mb
     node.save()
+    take_governance(node_id=node.pk, said=message.governance, heard_ms=request.heard_ms)
     NodePresence.objects.update_or_create(
         node=node,
         defaults={

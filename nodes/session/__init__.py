@@ -12,15 +12,18 @@ from nodes.session.effects import (
     DataArrived,
     Effect,
     FrameDropped,
+    GovernanceChanged,
     HeadArrived,
     LoadReported,
     ModelsChanged,
     ModeRequested,
     OpenRequest,
+    OperationReported,
     Registered,
     StreamEnded,
     TelemetryArrived,
 )
+from nodes.session.governance import clean_result
 from nodes.session.reports import find_endpoints, read_endpoints, store_endpoints
 from nodes.session.server import ServerSession
 
@@ -29,15 +32,18 @@ __all__ = [
     "DataArrived",
     "Effect",
     "FrameDropped",
+    "GovernanceChanged",
     "HeadArrived",
     "LoadReported",
     "ModeRequested",
     "ModelsChanged",
     "OpenRequest",
+    "OperationReported",
     "Registered",
     "ServerSession",
     "StreamEnded",
     "TelemetryArrived",
+    "clean_result",
     "find_endpoints",
     "read_endpoints",
     "store_endpoints",

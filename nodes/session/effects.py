@@ -80,6 +80,20 @@ class BoxLeaving:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class OperationReported:
+    """The box said where an operation stands (cut to size)."""
+
+    status: bridge.OpStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GovernanceChanged:
+    """The box said how it decides about operations now (cut to size)."""
+
+    report: bridge.GovernanceReport
+
+
 class FrameDropped(msgspec.Struct, frozen=True, gc=False):
     """A late frame of a stream that is over; counted, never delivered."""
 
@@ -96,6 +110,8 @@ Effect = (
     | TelemetryArrived
     | ModeRequested
     | BoxLeaving
+    | OperationReported
+    | GovernanceChanged
     | FrameDropped
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from nodes.session.governance import clean_governance
 from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
 from wire import bridge
 
@@ -53,11 +54,14 @@ def clean_register(message: bridge.Register) -> None:
     message.gpus = _clean_gpus(message.gpus)
     if message.protocol_version != bridge.MUSTER_V1:
         message.replicas, message.available, message.memory, message.endpoints = [], [], None, []
+        message.governance = None
         return
     message.replicas = _clean_replicas(message.replicas)
     message.available = _clean_available(message.available)
     message.memory = _clean_memory(message.memory)
     message.endpoints = _clean_endpoints(message.endpoints)
+    if message.governance is not None:
+        clean_governance(message.governance)
 
 
 def clean_telemetry(message: bridge.Telemetry) -> None:

@@ -10,15 +10,18 @@ from nodes.session.effects import (
     DataArrived,
     Effect,
     FrameDropped,
+    GovernanceChanged,
     HeadArrived,
     LoadReported,
     ModelsChanged,
     ModeRequested,
     OpenRequest,
+    OperationReported,
     Registered,
     StreamEnded,
     TelemetryArrived,
 )
+from nodes.session.governance import clean_report, clean_status
 from nodes.session.reports import clean_models, clean_register, clean_telemetry
 from nodes.states import SocketPolicy
 from wire import bridge, frames
@@ -28,6 +31,8 @@ _SSE_STARTS = ("data:", "event:", "id:", "retry:", ":")
 _SSE_START_CHARS = max(map(len, _SSE_STARTS))
 _HELD_LIMIT_CHARS = 64 * 1024
 _FORGOTTEN_STREAMS = 4096
+MAX_WORD_CHARS = 2 * 1024 * 1024
+"""Of a JSON frame of a muster box, which sends bodies as binary frames. Longer ones would hold up all boxes of a gateway."""
 _MUSTER_HEADERS = frozenset({"x-cache-mode", "x-cache-tag"})
 """Headers that bridge v1 does not know; its workers would hand them to an engine that does not either."""
 
@@ -72,6 +77,8 @@ class ServerSession:
 
     def receive_text(self, frame: str) -> list[Effect]:
         """Take one text frame. Raises ProtocolError."""
+        if self.speaks_muster and len(frame) > MAX_WORD_CHARS:
+            raise ProtocolError(f"a text frame longer than {MAX_WORD_CHARS} characters")
         message = bridge.decode_worker_message(frame)
         if isinstance(message, bridge.ResponseChunk):
             return self._take_chunk(message)
@@ -199,6 +206,12 @@ class ServerSession:
                 return [ModeRequested(message.mode, message.reason)]
             case bridge.Draining() if self.speaks_muster:
                 return [BoxLeaving(message.reason)]
+            case bridge.OpStatus() if self.speaks_muster:
+                clean_status(message)
+                return [OperationReported(message)]
+            case bridge.GovernanceReport() if self.speaks_muster:
+                clean_report(message)
+                return [GovernanceChanged(message)]
             case bridge.WorkerError():
                 return self._take_error(message)
         raise ProtocolError("message not allowed here")

@@ -82,10 +82,12 @@ def test_a_wrong_password_is_said_and_opens_nothing(visit: Visit) -> None:
     visit.open("/admin/")
     visit.page.get_by_label("Username").fill("ada")
     visit.page.get_by_label("Password").fill("wrong")
-    visit.page.get_by_role("button", name="Log in").click()
+    visit.page.get_by_role("button", name="Sign in", exact=True).click()
 
-    expect(visit.page.get_by_text("Please enter the correct username")).to_be_visible()
+    expect(visit.page.get_by_text("The name, password or code is not right")).to_be_visible()
     expect(visit.page.locator("#overview")).to_have_count(0)
+    assert [complaint for complaint in visit.complaints if "403" not in complaint] == []
+    visit.complaints.clear()
 
 
 def test_a_node_is_drained_by_the_answer_and_never_by_looking(visit: Visit) -> None:

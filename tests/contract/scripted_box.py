@@ -58,6 +58,7 @@ class ScriptedBox:
         instance_id: str | None = None,
         endpoints: Sequence[str] = ("/v1/chat/completions",),
         replicas: Sequence[bridge.ReplicaInfo] | None = None,
+        governance: bridge.BoxGovernance | None = None,
     ) -> ScriptedBox:
         """Connect, register and wait for the acknowledgement. ``replicas`` None: each model is loaded."""
         target = f"{url}?{urlencode({'provider': 'local'})}"
@@ -77,6 +78,7 @@ class ScriptedBox:
                 replicas=list(replicas)
                 if replicas is not None
                 else [bridge.ReplicaInfo(model=model, state="loaded", engine="scripted") for model in models],
+                governance=governance,
             )
         )
         await box._wait(lambda: box.ack is not None, DEADLINE_S, "register_ack")

@@ -52,8 +52,9 @@ def fill_in(code: str, stack: Stack) -> str:
     filled = code.replace("http://127.0.0.1:8080", stack.ready.gateway_url)
     filled = filled.replace("http://127.0.0.1:8000", stack.ready.control_url)
     filled = filled.replace("mst_…", stack.ready.api_key).replace("curl ", "curl --silent --show-error --fail-with-body ")
-    manage = f"{sys.executable} {ROOT / 'muster'} manage --data {stack.directory / 'data'}"
-    return filled.replace("./muster manage", manage)
+    launcher, data = f"{sys.executable} {ROOT / 'muster'}", stack.directory / "data"
+    filled = filled.replace("./muster demo governance", f"{launcher} demo governance --data {data}")
+    return filled.replace("./muster manage", f"{launcher} manage --data {data}")
 
 
 def test_there_are_blocks_to_run() -> None:

@@ -19,6 +19,7 @@ from controlplane.launcher.files import read_json, write_json
 from controlplane.models import User
 from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
 from governance.audit import record_event
+from governance.errors import NeedsApproval
 from governance.services import create_admin_token, verify_admin_token
 from nodes.errors import Conflict
 from nodes.services import create_credential, create_provider, find_credential
@@ -77,9 +78,7 @@ def make_credentials(kept: dict[str, object]) -> dict[str, object]:
         allow_model(name=MODEL, actor=ACTOR)
     return {
         "admin": ensure_operator(kept.get("admin")),
-        "admin_token": _keep(
-            kept, "admin_token", verify_admin_token, lambda: create_admin_token(name="quick start", actor=ACTOR)
-        ),
+        "admin_token": _keep_admin_token(kept),
         "api_key": _keep(kept, "api_key", _is_key_valid, lambda: create_api_key(name="demo", tenant_name=TENANT, actor=ACTOR)),
         "model": MODEL,
         "worker_secret": _keep(kept, "worker_secret", find_credential, lambda: _create_enrolment("workers", ENROLMENT_NODES)),
@@ -115,6 +114,14 @@ def _keep(kept: dict[str, object], name: str, find: Callable[[str], object], mak
     if isinstance(text, str) and text and find(text):
         return text
     return make()[1]
+
+
+def _keep_admin_token(kept: dict[str, object]) -> str:
+    """Return the kept token, or a new one. Empty once a policy is in force: then not even we may make one without approval."""
+    try:
+        return _keep(kept, "admin_token", verify_admin_token, lambda: create_admin_token(name="quick start", actor=ACTOR))
+    except NeedsApproval:
+        return ""
 
 
 def _is_key_valid(text: str) -> bool:

@@ -13,6 +13,7 @@ from controlplane.models import User
 from gateway.services import allow_model
 from governance.pages import CreatingAdmin, ShowingAdmin
 from governance.services import create_admin_token
+from governance.services.webhooks import add_webhook
 from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
 from tests.integration.nodes.factories import make_node
 
@@ -55,6 +56,7 @@ def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> N
     make_node()
     allow_model(name="tiny", actor=ACTOR)
     create_admin_token(name="tests", actor=ACTOR)
+    add_webhook(name="tests", url="https://chat.example.com/", actor=ACTOR)
     client = Client()
     client.force_login(User.objects.create_superuser("ada"))
     row = model._default_manager.first()

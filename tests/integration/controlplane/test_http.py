@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from django.test import Client
+from django.core.exceptions import PermissionDenied
+from django.test import Client, RequestFactory
 from django.urls import reverse
+from pytest_django import DjangoAssertNumQueries
 
+from controlplane.api_errors import permission_denied, server_error
 from controlplane.middleware import POLICY
 from controlplane.models import User
+from governance.views.content_policy import STRICT_POLICY
 
 pytestmark = pytest.mark.django_db
 ENVELOPE = {"code", "message", "retryable", "type", "param"}
@@ -37,6 +41,33 @@ def test_an_unknown_page_of_the_admin_is_a_page(client: Client) -> None:
 
     assert answer.status_code == 404
     assert answer["Content-Type"].startswith("text/html")
+
+
+@pytest.mark.parametrize("path", ["/approvals/nothing/at/all", "/sign-in/nothing"])
+def test_where_people_read_pages_an_unknown_address_is_a_page_unless_json_is_asked_for(client: Client, path: str) -> None:
+    for accept in ("text/html,application/xhtml+xml,*/*;q=0.8", "*/*"):
+        page = client.get(path, headers={"accept": accept})
+        assert (page.status_code, page["Content-Security-Policy"]) == (404, STRICT_POLICY)
+        assert "To the approvals" in page.content.decode()
+    for said in (
+        client.get(path, headers={"accept": "application/json"}),
+        client.post(path, {}, content_type="application/json"),
+    ):
+        assert (said.status_code, said.json()["error"]["code"]) == (404, "NOT_FOUND")
+
+
+def test_a_defect_and_a_refusal_there_are_pages_that_say_nothing_of_what_broke(rf: RequestFactory) -> None:
+    request = rf.get("/approvals/")
+    for page, status in ((server_error(request), 500), (permission_denied(request, PermissionDenied("why")), 403)):
+        assert (page.status_code, page["Content-Security-Policy"]) == (status, STRICT_POLICY)
+        assert page["Content-Type"].startswith("text/html")
+        assert "why" not in page.content.decode()
+    assert server_error(rf.get("/requests"))["Content-Type"] == "application/json"
+
+
+def test_the_page_of_a_defect_reads_nothing(rf: RequestFactory, django_assert_num_queries: DjangoAssertNumQueries) -> None:
+    with django_assert_num_queries(0):
+        assert "It has been logged" in server_error(rf.get("/sign-in/")).content.decode()
 
 
 def test_a_foreign_host_header_is_refused_in_the_envelope(client: Client) -> None:
@@ -77,7 +108,7 @@ def test_the_documentation_page_loads_nothing_from_elsewhere(client: Client) -> 
 
 def test_session_cookies_cannot_be_read_by_scripts(client: Client) -> None:
     User.objects.create_superuser("ada", password="a password for tests only")
-    client.post("/admin/login/", {"username": "ada", "password": "a password for tests only"})
+    client.post("/sign-in/", {"name": "ada", "password": "a password for tests only"})
     cookie = client.cookies["sessionid"]
 
     assert cookie["httponly"]
@@ -86,9 +117,9 @@ def test_session_cookies_cannot_be_read_by_scripts(client: Client) -> None:
 
 def test_signing_in_changes_the_session() -> None:
     client = Client()
-    client.get("/admin/login/")
+    client.get("/sign-in/")
     client.cookies["sessionid"] = "planted-by-somebody-else"
     User.objects.create_superuser("ada", password="a password for tests only")
-    client.post("/admin/login/", {"username": "ada", "password": "a password for tests only"})
+    client.post("/sign-in/", {"name": "ada", "password": "a password for tests only"})
 
     assert client.cookies["sessionid"].value != "planted-by-somebody-else"

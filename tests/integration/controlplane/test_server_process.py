@@ -18,7 +18,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: Path) -> None:
     with serve_control(tmp_path / "control.log") as server, httpx.Client(base_url=server.url) as client:
         assert client.get("/healthz").json()["ok"] is True
-        assert "Log in" in client.get("/admin/login/").text
+        assert "Sign in" in client.get("/sign-in/").text
         assert client.get("/static/muster/admin.css").status_code == 200
         assert client.get("/static/unfold/css/styles.css").status_code == 200
         assert client.get("/requests").json()["error"]["code"] == "INVALID_ADMIN_TOKEN"

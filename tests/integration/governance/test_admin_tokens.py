@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
+from controlplane.models import User
 from governance.errors import AdminTokenNotFound, InvalidName
 from governance.models import AdminToken, AuditEvent
 from governance.services import create_admin_token, revoke_admin_token, verify_admin_token
@@ -33,6 +34,14 @@ def test_a_token_needs_a_name_of_some_length(name: str) -> None:
     with pytest.raises(InvalidName) as caught:
         create_admin_token(name=name, actor="user:ada")
     assert caught.value.param == "name"
+
+
+def test_the_token_of_a_person_who_may_no_longer_sign_in_is_none() -> None:
+    owner = User.objects.create_user("ada")
+    _, text = create_admin_token(name="deploy", actor="user:ada", owner=owner)
+    assert verify_admin_token(text) is not None
+    User.objects.update(is_active=False)
+    assert verify_admin_token(text) is None
 
 
 def test_what_is_not_exactly_a_token_is_refused() -> None:

@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 from django.db import DatabaseError, connection, transaction
 
 from governance.audit import record_event
-from governance.models import AuditEvent
+from governance.models import AuditCheckpoint, AuditEntry, AuditEvent, WitnessStatement
+from wire.optoken.canonical import NotCanonical, canonical_bytes
+
+TABLES = ["auditevent", "auditentry", "auditcheckpoint", "witnessstatement"]
 
 
 @pytest.mark.django_db
 def test_an_event_is_written_with_its_detail() -> None:
-    record_event(actor="user:ada", action="node.drain", target="node_1", detail={"reason": "new fans"})
+    record_event(actor="user:ada", action="node.drain", target="node_1", detail={"reason": "new fans"}, op_id="op-1")
     event = AuditEvent.objects.get()
-    assert (event.actor, event.action, event.target, event.detail) == (
+    assert (event.actor, event.action, event.target, event.detail, event.op_id) == (
         "user:ada",
         "node.drain",
         "node_1",
         {"reason": "new fans"},
+        "op-1",
     )
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    "detail",
+    [
+        {},
+        {"b": 1, "a": {"zz": [], "z": {}, "Z": [1, -2, [True, False, None]]}},
+        {"text": 'quote " slash / back \\ tab \t nl \n bell \x07 del \x7f \x1f é 漢 😀 \u2028'},
+        {"large": 2**53 - 1, "k" * 50: "", "ab": 1, "b": 2, "aa": 3},
+    ],
+    ids=["empty", "nested", "text", "order"],
+)
+def test_the_database_writes_the_canonical_bytes_of_an_event(detail: dict[str, object]) -> None:
+    target = 'a "target" \\ \t é'
+    event = record_event(actor="user:Zoë", action="node.drain", target=target, detail=detail, op_id="op-1")
+    event.refresh_from_db()
+    at_us = (event.at - datetime(1970, 1, 1, tzinfo=UTC)) // (datetime.resolution)
+    assert bytes(event.body) == canonical_bytes(
+        {"actor": "user:Zoë", "action": "node.drain", "target": target, "detail": detail, "op_id": "op-1", "at_us": at_us}
+    )
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("detail", [{"share": 0.5}, {"é": 1}, {"n": 2**53}], ids=["float", "key", "integer"])
+def test_a_detail_that_readers_could_read_differently_is_refused(detail: dict[str, object]) -> None:
+    with pytest.raises(NotCanonical):
+        record_event(actor="user:ada", action="node.drain", target="node_1", detail=detail)
+
+
+@pytest.mark.django_db
+def test_nobody_can_give_an_event_other_bytes_than_its_own() -> None:
+    event = AuditEvent.objects.create(actor="user:eve", action="node.drain", body=b'{"actor":"user:ada"}')
+    event.refresh_from_db()
+    assert b'"actor":"user:eve"' in bytes(event.body)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -33,26 +74,35 @@ def test_an_event_goes_with_the_change_that_was_rolled_back() -> None:
         record_event(actor="user:ada", action="node.drain", target="node_1")
         transaction.set_rollback(True)
     assert not AuditEvent.objects.exists()
+    assert not AuditEntry.objects.exists()
+
+
+def fill_tables() -> None:
+    """Write one row into each table and let the chain be appended now, not at a commit that does not come."""
+    record_event(actor="user:ada", action="node.drain", target="node_1")
+    now = datetime.now(UTC)
+    AuditCheckpoint.objects.create(size=1, root=bytes(32), frontier=b"", note="", made_at=now)
+    WitnessStatement.objects.create(node_name="box", size=1, root=b"", signature=b"", public_key=b"", heard_at=now)
+    with connection.cursor() as cursor:
+        cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
 
 
 @pytest.mark.django_db
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "UPDATE governance_auditevent SET actor = 'user:eve'",
-        "DELETE FROM governance_auditevent",
-        "TRUNCATE governance_auditevent",
-        "TRUNCATE governance_auditevent CASCADE",
-    ],
-)
-def test_the_database_refuses_to_change_or_remove_events(statement: str) -> None:
-    record_event(actor="user:ada", action="node.drain", target="node_1")
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("statement", ["UPDATE {} SET {} = {}", "DELETE FROM {}", "TRUNCATE {}", "TRUNCATE {} CASCADE"])
+def test_the_database_refuses_to_change_or_remove_rows(statement: str, table: str) -> None:
+    fill_tables()
+    name = f"governance_{table}"
+    column = {"auditevent": "actor", "auditentry": "seq", "auditcheckpoint": "note", "witnessstatement": "alarm"}[table]
     with connection.cursor() as cursor:
         # Tests switch this trigger off to clean up after themselves; the transaction of this one puts it back.
-        cursor.execute("ALTER TABLE governance_auditevent ENABLE TRIGGER governance_auditevent_no_truncate")
+        cursor.execute(f"ALTER TABLE {name} ENABLE TRIGGER {name}_no_truncate")
+        cursor.execute(f"SELECT * FROM {name}")
+        before = cursor.fetchall()
         with pytest.raises(DatabaseError, match="append-only"), transaction.atomic():
-            cursor.execute(statement)
-    assert AuditEvent.objects.get().actor == "user:ada"
+            cursor.execute(statement.format(name, column, column))
+        cursor.execute(f"SELECT * FROM {name}")
+        assert cursor.fetchall() == before != []
 
 
 @pytest.mark.django_db

@@ -15,6 +15,7 @@ from controlplane.models import User
 from gateway.services import disallow_model, is_model_allowed, revoke_api_key
 from governance.services import revoke_admin_token, verify_admin_token
 from nodes.services import find_credential, revoke_credential
+from tests.integration.governance.team import make_governed
 from wire.credentials import CredentialKind, parse_keyid
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -106,3 +107,14 @@ def test_a_model_that_the_operator_took_off_the_list_stays_off() -> None:
     disallow_model(name=MODEL, actor=ACTOR)
     make_credentials(kept)
     assert not is_model_allowed(MODEL)
+
+
+def test_under_a_policy_a_revoked_admin_token_is_not_made_anew_and_the_rest_still_works(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    token = verify_admin_token(str(_bootstrap(path)["admin_token"]))
+    assert token is not None
+    make_governed()
+    assert verify_admin_token(str(_bootstrap(path)["admin_token"])) == token
+    revoke_admin_token(token_id=token.pk, actor=ACTOR)
+    assert _bootstrap(path)["admin_token"] == ""
+    assert require_credentials(path).admin_token == ""

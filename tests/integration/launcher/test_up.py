@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 READY_S = 90.0
 BACK_S = 25.0  # the promise is 10 s on an idle machine; tests share theirs with other tests
 KEYS = {
-    *("control_url", "gateway_url", "admin", "admin_token", "api_key", "model"),
+    *("control_url", "public_url", "gateway_url", "admin", "admin_token", "api_key", "model"),
     *("worker_secret", "node_token", "database_url", "redis_url", "pids"),
 }
 PARTS = {"postgres", "valkey", "control", "gateway", "worker"}
@@ -135,6 +135,10 @@ def test_the_ready_file_is_private_and_names_everything(installation: Installati
     assert _answers(ready["control_url"] + "/healthz")
     assert _answers(ready["gateway_url"] + "/health")
     assert f"-H 'Authorization: Bearer {ready['api_key']}'" in installation.said()
+    # Browsers bind a passkey to a name: what people are told to open is no address.
+    assert ready["public_url"] == ready["control_url"].replace("127.0.0.1", "localhost")
+    assert f"{ready['public_url']}/admin/" in installation.said()
+    assert (installation.directory / "log_key").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_second_up_on_the_same_directory_is_one_line(installation: Installation) -> None:

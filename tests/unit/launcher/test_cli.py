@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.attach import run_down, run_manage
-from controlplane.launcher.cli import _parse, _take_data
+from controlplane.launcher.cli import _parse, _take_data, name_node
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.places import default_data
 
-COMMANDS = ("up", "down", "manage", "node", "test", "check", "bench", "lock")
+COMMANDS = ("up", "down", "manage", "demo", "node", "trust", "test", "check", "bench", "lock")
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,7 +29,7 @@ def test_help_names_every_command_without_anything_installed() -> None:
     assert all(f"\n    {command} " in answer.stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["up", "down", "manage", "test", "check", "lock"])
+@pytest.mark.parametrize("command", ["up", "down", "manage", "demo", "test", "check", "lock"])
 def test_every_command_explains_itself(command: str) -> None:
     answer = _run(command, "--help")
     assert answer.returncode == 0
@@ -63,6 +63,27 @@ def test_options_of_other_programs_are_handed_on() -> None:
 )
 def test_only_a_leading_data_option_belongs_to_manage(words: list[str], data: Path, rest: list[str]) -> None:
     assert _take_data(words) == (data, rest)
+
+
+def test_trust_means_the_box_it_is_told_of_or_the_local_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MUSTER_DATA", raising=False)
+    installation, box = tmp_path / "installation", tmp_path / "box"
+    (installation / "node").mkdir(parents=True)
+    (installation / "up.lock").touch()
+    (box / "node").mkdir(parents=True)
+    words = ["babab-dabab"]
+    assert name_node([*words, "--data", str(installation)]) == [*words, "--data", str(installation / "node")]
+    assert name_node([f"--data={box}", *words, "--forget"]) == [*words, "--forget", "--data", str(box)]
+    assert name_node(words)[:2] == [*words, "--data"]
+    assert Path(name_node(words)[2]) in {default_data(), default_data() / "node"}
+    monkeypatch.setenv("MUSTER_DATA", str(box))
+    assert name_node(words) == words
+
+
+def test_the_demo_knows_what_it_can_show() -> None:
+    options, _ = _parse(["demo", "governance", "--json", "--data", "/d"])
+    assert (options.what, options.as_json, options.data) == ("governance", True, Path("/d"))
+    assert "invalid choice: 'fireworks'" in _run("demo", "fireworks").stderr
 
 
 def test_up_has_the_documented_defaults() -> None:

@@ -23,7 +23,7 @@ def open_directory() -> Iterator[Path]:
 
 def test_a_new_directory_is_made_with_its_folders(open_directory: Path) -> None:
     data = prepare_data(open_directory / "a" / "b")
-    assert {entry.name for entry in data.iterdir()} == {"logs", "run"}
+    assert {entry.name for entry in data.iterdir()} == {"logs", "models", "node", "run"}
     assert (data / "logs").stat().st_mode & 0o777 == 0o700
     assert data.stat().st_mode & 0o066 == 0
 

@@ -272,7 +272,7 @@ CLASS_ROWS: dict[str, tuple[dict[str, Any], Rule]] = {
     "a laxer class of other operations": ({"op_class": "node-drain"}, Rule.UNKNOWN_CLASS),
     "more uses than the class allows": ({"max_uses": 2}, Rule.TOO_MANY_USES),
     "more uses than standing allows": ({"op_class": "standing", "max_uses": 21}, Rule.TOO_MANY_USES),
-    "a window too long": ({"not_after": STATEMENT.not_before + 8 * 3600 + 1}, Rule.WINDOW_TOO_LONG),
+    "a window too long": ({"not_after": STATEMENT.not_before + 24 * 3600 + 1}, Rule.WINDOW_TOO_LONG),
     "a window that never opens": ({"not_after": STATEMENT.not_before}, Rule.WINDOW_TOO_LONG),
     "a window that ends before it begins": ({"not_after": STATEMENT.not_before - 1}, Rule.WINDOW_TOO_LONG),
 }

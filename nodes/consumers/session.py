@@ -1,7 +1,6 @@
-"""The WebSocket endpoint that boxes dial: ``/v1/worker/connect``, raw ASGI.
+"""One authenticated worker socket, from its first frame to its last.
 
 A frame goes from ``receive`` to the stream it belongs to without a task switch, a thread or a Channels layer.
-Authentication failures are answered by close 1008 after the upgrade, as the worker protocol has it.
 """
 
 from __future__ import annotations
@@ -9,20 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, assert_never
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any, assert_never
 
 from django.db import DatabaseError, DataError, InterfaceError
 
 from nodes import services
 from nodes.errors import EnrolmentRefused
-from nodes.links import LinkRegistry
-from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
-from nodes.links.source import SCOPE_FRAMES, FrameSource
-from nodes.metrics import AUTH_FAILURES, FRAMES_DROPPED, SESSIONS
+from nodes.links.source import FrameSource
+from nodes.metrics import FRAMES_DROPPED, SESSIONS
 from nodes.models import NodeCredential
 from nodes.offload import run_in_database
 from nodes.services import sessions
@@ -30,22 +25,25 @@ from nodes.session import (
     BoxLeaving,
     DataArrived,
     FrameDropped,
+    GovernanceChanged,
     HeadArrived,
     LoadReported,
     ModelsChanged,
     ModeRequested,
+    OperationReported,
     Registered,
     ServerSession,
     StreamEnded,
     TelemetryArrived,
 )
-from nodes.states import HealthPolicy, SocketPolicy
-from nodes.throttle import AuthThrottle
 from wire import bridge
 from wire.bridge import ProtocolError
 from wire.contract import NodeMode
 from wire.frames import DEFAULT_WINDOW_BYTES
 from wire.ids import format_id
+
+if TYPE_CHECKING:
+    from nodes.consumers.endpoint import WorkerEndpoint
 
 logger = logging.getLogger("muster.nodes")
 
@@ -53,77 +51,20 @@ Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
+Word = (
+    Registered
+    | LoadReported
+    | ModelsChanged
+    | TelemetryArrived
+    | ModeRequested
+    | BoxLeaving
+    | OperationReported
+    | GovernanceChanged
+)
+"""What a box says beside the streams."""
 
 
-class WorkerEndpoint:
-    """The ASGI application of the worker socket, with what all its sessions share."""
-
-    def __init__(
-        self,
-        *,
-        registry: LinkRegistry,
-        keeper: LinkKeeper,
-        sockets: SocketPolicy,
-        health: HealthPolicy,
-        gateway_id: uuid.UUID,
-        advertised_gateways: list[str],
-    ) -> None:
-        self.registry = registry
-        self.keeper = keeper
-        self.sockets = sockets
-        self.health = health
-        self.gateway_id = gateway_id
-        self.advertised_gateways = advertised_gateways
-        self.throttle = AuthThrottle(sockets)
-        self.registering = asyncio.Lock()
-        """Held from choosing a node to linking it: bridge workers that share a name must see each other."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one socket until it closes."""
-        await receive()
-        await send({"type": "websocket.accept"})
-        address = str((scope.get("client") or ("unknown", 0))[0])
-        try:
-            credential = await self._authenticate(scope, address)
-        except _Refused as refusal:
-            await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
-            return
-        session = _Session(self, send, address, credential, scope.get("extensions", {}).get(SCOPE_FRAMES))
-        await session.run(receive)
-
-    async def _authenticate(self, scope: Scope, address: str) -> NodeCredential:
-        if self.throttle.is_blocked(address):
-            AUTH_FAILURES.labels("throttled").inc()
-            raise _Refused(1008, "worker authentication temporarily rate limited")
-        secret = self._read_secret(scope)
-        try:
-            credential = await run_in_database(services.find_credential, secret) if secret else None
-            if credential is None:
-                self.throttle.record_failure(address)
-                AUTH_FAILURES.labels("rejected").inc()
-                raise _Refused(1008, "worker authentication failed")
-            provider = _query(scope, "provider") or "local"
-            provider_open = await run_in_database(sessions.is_provider_open, provider)
-        except DatabaseError:
-            logger.exception("worker.auth_unavailable")
-            raise _Refused(1013, "the control plane cannot check credentials now; try again") from None
-        if not provider_open or provider != credential.provider.name:
-            raise _Refused(1008, "worker provider is unknown, disabled or not the credential's")
-        self.throttle.record_success(address)
-        return credential
-
-    def _read_secret(self, scope: Scope) -> str:
-        headers = dict(scope["headers"])
-        secret = headers.get(b"x-worker-secret")
-        if secret is not None:
-            return str(secret.decode("latin-1")).strip()
-        bearer = str(headers.get(b"authorization", b"").decode("latin-1"))
-        if bearer.lower().startswith("bearer "):
-            return bearer[7:].strip()
-        return _query(scope, "worker_secret") if self.sockets.allow_query_secret else ""
-
-
-class _Refused(Exception):
+class Refused(Exception):
     """The socket is closed before it becomes a session."""
 
     def __init__(self, code: int, reason: str) -> None:
@@ -132,7 +73,7 @@ class _Refused(Exception):
         self.reason = reason
 
 
-class _Session:
+class BoxSession:
     """One authenticated socket."""
 
     def __init__(
@@ -175,7 +116,7 @@ class _Session:
             logger.warning("worker.protocol_error address=%s error=%s", self.address, error)
             registered = self.link is not None
             await self._close(1002, "worker protocol error" if registered else "worker registration protocol error")
-        except _Refused as refusal:
+        except Refused as refusal:
             await self._close(refusal.code, refusal.reason)
         finally:
             await self._leave()
@@ -234,6 +175,7 @@ class _Session:
         SESSIONS.labels(effect.protocol).inc()
         logger.info("worker.connected node=%s protocol=%s models=%d", opened.node_name, effect.protocol, len(effect.models))
         self.endpoint.registry.add(link)
+        self.endpoint.courier.wake()
 
     async def _open_session(self, effect: Registered) -> sessions.OpenedSession:
         request = sessions.SessionRequest(
@@ -251,12 +193,12 @@ class _Session:
         try:
             return await run_in_database(sessions.open_session, request)
         except EnrolmentRefused as error:
-            raise _Refused(1008, error.message) from None
+            raise Refused(1008, error.message) from None
         except DataError:
             raise ProtocolError("the registration holds a value that cannot be stored") from None
         except DatabaseError:
             logger.exception("worker.register_unavailable")
-            raise _Refused(1013, "the control plane cannot register workers now; try again") from None
+            raise Refused(1013, "the control plane cannot register workers now; try again") from None
 
     def _acknowledge(self, effect: Registered, opened: sessions.OpenedSession) -> bridge.RegisterAck:
         ack = bridge.RegisterAck(
@@ -289,21 +231,31 @@ class _Session:
                     link.take_end(effect)
                 case FrameDropped():
                     FRAMES_DROPPED.inc()
-                case LoadReported():
-                    link.report_load(effect.load)
-                case ModelsChanged():
-                    link.report_load(effect.load)
-                    self._route(link, frozenset(effect.models))
-                case TelemetryArrived():
-                    self._take_telemetry(link, effect.telemetry)
-                case ModeRequested():
-                    self._change_mode(link, effect)
-                case BoxLeaving():
-                    link.box_draining = True
-                case Registered():
-                    raise ProtocolError("register is sent once")
                 case _:
-                    assert_never(effect)
+                    self._take_word(link, effect)
+
+    def _take_word(self, link: RelayLink, effect: Word) -> None:
+        """Take what the box says of itself; none of it is on the path of a request."""
+        match effect:
+            case LoadReported():
+                link.report_load(effect.load)
+            case ModelsChanged():
+                link.report_load(effect.load)
+                self._route(link, frozenset(effect.models))
+            case TelemetryArrived():
+                self._take_telemetry(link, effect.telemetry)
+            case ModeRequested():
+                self._change_mode(link, effect)
+            case BoxLeaving():
+                link.box_draining = True
+            case OperationReported():
+                self.endpoint.courier.take_status(link, effect.status)
+            case GovernanceChanged():
+                self.endpoint.courier.take_report(link, effect.report)
+            case Registered():
+                raise ProtocolError("register is sent once")
+            case _:
+                assert_never(effect)
 
     def _note_sign_of_life(self, link: RelayLink) -> None:
         now = time.monotonic()
@@ -390,8 +342,3 @@ def _run_beside(work: Coroutine[Any, Any, None]) -> None:
     task = asyncio.get_running_loop().create_task(work)
     _background.add(task)
     task.add_done_callback(_background.discard)
-
-
-def _query(scope: Scope, name: str) -> str:
-    values = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(name)
-    return values[0] if values else ""

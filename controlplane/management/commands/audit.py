@@ -1,0 +1,136 @@
+"""``manage.py audit``: check the audit log, export it, prove what it says of an operation, sign a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+from django.core.management import BaseCommand, CommandError
+from django.utils import timezone
+
+from governance import checkpoints
+from governance.audit.reading import log_size, read_log
+from governance.errors import GovernanceError
+from wire import auditlog
+from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Verdict, Verifier
+
+_PROGRESS_RECORDS = 5000
+
+
+class Command(BaseCommand):
+    """Calls one of the functions below; ``verify`` ends with the statuses 0 to 3 of ``auditlog.Status``."""
+
+    help = (
+        "verify: check the whole log, or an export of it. Status 0 good, 1 broken, 2 shorter than a checkpoint or a witness "
+        "says, 3 a signature that does not hold or a log that was rewritten. export: write it to a file. "
+        "prove: what the log holds of an operation, to be checked elsewhere. checkpoint: sign the log as it is now."
+    )
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Declare the four subcommands."""
+        actions = parser.add_subparsers(dest="action", required=True)
+        verify = actions.add_parser("verify")
+        verify.add_argument("file", nargs="?", type=Path, help="an export; without one, the database is checked")
+        verify.add_argument("--key", action="append", default=[], help="another key of the log, such as the one before this")
+        export = actions.add_parser("export")
+        export.add_argument("file", type=Path)
+        prove = actions.add_parser("prove")
+        prove.add_argument("operation", metavar="OPID")
+        prove.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+        actions.add_parser("checkpoint")
+
+    def handle(self, *args: Any, **options: Any) -> None:  # Any: Django's signature
+        """Run the command. Raises CommandError, SystemExit with the status of ``verify``."""
+        try:
+            match options["action"]:
+                case "verify":
+                    self._verify(options["file"], [LogKey.parse(text) for text in options["key"]])
+                case "export":
+                    self.stdout.write(f"Wrote {export_log(options['file'])} records to {options['file']}")
+                case "prove":
+                    self._prove(options["operation"], options["out"])
+                case _:
+                    self._checkpoint()
+        except (AuditLogError, GovernanceError, OSError) as error:
+            raise CommandError(str(error), returncode=USAGE_STATUS) from error
+
+    def _verify(self, file: Path | None, more_keys: list[LogKey]) -> None:
+        keys = [*checkpoints.log_keys(), *more_keys]
+        verdict = verify_database(keys) if file is None else verify_file(file, keys)
+        for line in verdict.lines():
+            self.stdout.write(line)
+        if verdict.status:
+            raise SystemExit(int(verdict.status))
+
+    def _prove(self, op_id: str, out: Path | None) -> None:
+        proof = checkpoints.prove_operation(op_id, now=timezone.now())
+        text = json.dumps(proof | {"operation": read_evidence(op_id)}, indent=1)
+        if out is None:
+            self.stdout.write(text)
+        else:
+            out.write_text(text + "\n", encoding="utf-8")
+
+    def _checkpoint(self) -> None:
+        if checkpoints.log_key() is None:
+            raise CommandError("There is no log key: set MUSTER_LOG_KEY.", returncode=USAGE_STATUS)
+        made = checkpoints.make_checkpoint(now=timezone.now()) or checkpoints.latest_checkpoint()
+        self.stdout.write(made.note if made else "The audit log is empty.")
+
+
+def verify_database(keys: Iterable[LogKey]) -> Verdict:
+    """Judge the log in the database, at one moment of it."""
+    verifier = Verifier(keys=keys, origin=settings.GOVERNANCE_LOG_ORIGIN, check=checkpoints.check_signature)
+    for record in show_progress(read_log(), total=log_size()):
+        verifier.feed(record)
+    return verifier.finish()
+
+
+def verify_file(file: Path, keys: list[LogKey]) -> Verdict:
+    """Judge an export by these keys, without any by those that it names itself. Raises AuditLogError, OSError."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        origin, own_keys, size = auditlog.read_header(next(lines, ""))
+        verifier = Verifier(keys=keys or own_keys, origin=origin, size_claimed=size, check=checkpoints.check_signature)
+        for record in show_progress(auditlog.read_records(lines), total=size):
+            verifier.feed(record)
+    return verifier.finish()
+
+
+def export_log(file: Path) -> int:
+    """Write the whole log as JSON lines. Returns how many records. Raises OSError."""
+    size, written = log_size(), 0
+    with file.open("w", encoding="utf-8") as lines:
+        header = auditlog.render_header(origin=settings.GOVERNANCE_LOG_ORIGIN, keys=checkpoints.log_keys(), size=size)
+        lines.write(header + "\n")
+        for record in show_progress(read_log(), total=size):
+            lines.write(auditlog.render(record) + "\n")
+            written += 1
+    return written
+
+
+def read_evidence(op_id: str) -> dict[str, object]:
+    """Return statement, proofs and receipts of an operation from ``governance.services``, {} if it has none."""
+    read = getattr(import_module("governance.services"), "read_evidence", None)
+    return dict(read(op_id)) if read else {}
+
+
+def show_progress(records: Iterable[Record], *, total: int) -> Iterator[Record]:
+    """Pass records on, with percent and time left on standard error if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from records
+        return
+    started_s = time.monotonic()
+    for number, record in enumerate(records, 1):
+        yield record
+        if number % _PROGRESS_RECORDS == 0:
+            share = min(1.0, number / max(total, number))
+            left_s = (time.monotonic() - started_s) * (1 - share) / share
+            sys.stderr.write(f"\r{share:4.0%}, {left_s:.0f} s left ")
+            sys.stderr.flush()
+    sys.stderr.write("\r\033[K")

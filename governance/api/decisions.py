@@ -1,0 +1,121 @@
+"""Deciding about an operation: approve with a proof, reject, withdraw, cancel; then use it again, or claim what it made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.contrib.auth import get_user_model
+from drf_spectacular.utils import extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from governance.api.access import GovernanceView, find_owner, get_caller, read_op_id, require_owner
+from governance.api.answers import ClaimedTokenSerializer, OperationSerializer
+from governance.api.forms import ApprovalForm, EmptyForm, RejectionForm
+from governance.api.operations import show_operation
+from governance.api.schema import APPROVAL, OP_ID, REJECTION, describe_refusals
+from governance.errors import ApprovalRefused
+from governance.services import approve, cancel, claim_admin_token, reject, use_approval, withdraw
+from governance.services.lookup import find_operation
+
+if TYPE_CHECKING:
+    from controlplane.models import User
+
+_CHANGED = {200: OperationSerializer, **describe_refusals(400, 403, 404, 409, 413, 415)}
+
+
+class ApprovalView(GovernanceView):
+    """Approvals of an operation."""
+
+    @extend_schema(
+        operation_id="approve_operation", parameters=[OP_ID], request=ApprovalForm, examples=[APPROVAL], responses=_CHANGED
+    )
+    def post(self, request: Request, op_id: str) -> Response:
+        """Approve with a signature over the digest of the statement. That decides; the token only says who brings it."""
+        ident = read_op_id(op_id)
+        form = ApprovalForm(data=request.data)
+        form.is_valid(raise_exception=True)
+        proof: dict[str, str] = form.validated_data["proof"]
+        approver = find_owner(request) or _find_approver(proof["approver"])
+        return show_operation(request, approve(op_id=ident, user=approver, **form.validated_data))
+
+    @extend_schema(operation_id="withdraw_approval", parameters=[OP_ID], request=None, responses=_CHANGED)
+    def delete(self, request: Request, op_id: str) -> Response:
+        """Take back what the owner of the token decided. Possible until the operation is on its way."""
+        ident = read_op_id(op_id)
+        return show_operation(request, withdraw(op_id=ident, user=require_owner(request, purpose="withdraw")))
+
+
+class RejectionView(GovernanceView):
+    """Rejections of an operation."""
+
+    @extend_schema(
+        operation_id="reject_operation", parameters=[OP_ID], request=RejectionForm, examples=[REJECTION], responses=_CHANGED
+    )
+    def post(self, request: Request, op_id: str) -> Response:
+        """Reject, as the owner of the token, who must be an approver. No signature: saying no is the safe direction."""
+        ident = read_op_id(op_id)
+        form = RejectionForm(data=request.data)
+        form.is_valid(raise_exception=True)
+        person = require_owner(request, purpose="reject")
+        return show_operation(request, reject(op_id=ident, user=person, **form.validated_data))
+
+
+class CancelView(GovernanceView):
+    """Taking a request back."""
+
+    @extend_schema(operation_id="cancel_operation", parameters=[OP_ID], request=EmptyForm, responses=_CHANGED)
+    def post(self, request: Request, op_id: str) -> Response:
+        """Cancel an operation, as whoever asked for it. Possible until it is on its way."""
+        ident = read_op_id(op_id)
+        _read_empty(request)
+        return show_operation(request, cancel(op_id=ident, proposer=get_caller(request).proposer))
+
+
+class UseView(GovernanceView):
+    """Uses of a standing approval."""
+
+    @extend_schema(operation_id="use_approval", parameters=[OP_ID], request=EmptyForm, responses=_CHANGED)
+    def post(self, request: Request, op_id: str) -> Response:
+        """Carry a standing approval out once more."""
+        ident = read_op_id(op_id)
+        _read_empty(request)
+        use_approval(op_id=ident, proposer=get_caller(request).proposer)
+        return show_operation(request, find_operation(ident))
+
+
+class ClaimView(GovernanceView):
+    """The token that an approved admin-token-mint made."""
+
+    @extend_schema(
+        operation_id="claim_admin_token", parameters=[OP_ID], request=EmptyForm,
+        responses={200: ClaimedTokenSerializer, **describe_refusals(400, 403, 404, 409, 413, 415)},
+    )  # fmt: skip
+    def post(self, request: Request, op_id: str) -> Response:
+        """Take the token, as whoever asked for it. It is shown this once."""
+        ident = read_op_id(op_id)
+        _read_empty(request)
+        person = require_owner(request, purpose="claim a token")
+        token, secret = claim_admin_token(op_id=ident, user=person)
+        answer: dict[str, Any] = {
+            "token_id": token.pk,
+            "name": token.name,
+            "key_id": token.keyid,
+            "secret": secret,
+        }  # Any: JSON
+        return Response(ClaimedTokenSerializer(answer).data, headers={"Cache-Control": "no-store"})
+
+
+def _find_approver(username: str) -> User:
+    person = get_user_model().objects.filter(username=username, is_active=True).first()
+    if person is None:
+        raise ApprovalRefused(
+            f"There is no approver {username[:60]!r}; name the person whose key signed.",
+            rule="unknown_key",
+            param="proof.approver",
+        )
+    return person
+
+
+def _read_empty(request: Request) -> None:
+    EmptyForm(data=request.data).is_valid(raise_exception=True)

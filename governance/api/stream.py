@@ -1,0 +1,243 @@
+"""``GET …/events``: an operation followed as server-sent events (WHATWG HTML section 9.2), from rows; hints make it quicker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+from weakref import WeakSet
+
+from channels.db import database_sync_to_async
+from channels.layers import get_channel_layer
+from django.db import DatabaseError
+from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.views.decorators.csrf import csrf_exempt
+from redis.exceptions import RedisError
+from rest_framework.exceptions import APIException, MethodNotAllowed, NotAuthenticated
+from rest_framework.request import Request
+from rest_framework.views import APIView
+
+from governance.api.access import read_op_id
+from governance.errors import GovernanceError
+from governance.hints import HINT_GROUP
+from governance.models import Operation
+from governance.services import OperationSummary, summarise
+from governance.services.lookup import find_operation
+from governance.states import FINAL_APPROVALS, FINAL_RUNS, ApprovalState, RunState
+from wire.contract import ErrorCode
+
+MAX_STREAMS = 32
+"""Of one process. Each looks at the rows every few seconds."""
+RETRY_S = 5
+LOOK_TIMEOUT_S = 10.0
+LAYER_TIMEOUT_S = 2.0
+_HEARTBEAT = b": still here\n\n"
+_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+logger = logging.getLogger("muster.governance")
+_rules = APIView()
+"""Knows who may call and how errors look, as for every view of the REST framework."""
+
+
+class TooManyStreams(GovernanceError):
+    """The process follows as many operations as it can."""
+
+    code = ErrorCode.TOO_MANY_OPEN
+    status = HTTPStatus.SERVICE_UNAVAILABLE.value
+    retryable = True
+    retry_after_s = RETRY_S
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a stream looks and speaks, in seconds. ``pause_s``: at least between two looks, in a storm of hints too."""
+
+    poll_s: float = 2.0
+    pause_s: float = 0.25
+    heartbeat_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What one event says. ``members``: JSON."""
+
+    members: dict[str, object]
+    is_final: bool
+
+
+class StatusStream:
+    """The events of one operation for one client. It counts as open until it ends, is closed or is dropped."""
+
+    def __init__(self, request: HttpRequest, op_id: uuid.UUID, *, pace: Pace = Pace()) -> None:
+        self._request = request
+        self._op_id = op_id
+        self._pace = pace
+        self._bell = asyncio.Event()
+        _open.add(self)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        listener = asyncio.create_task(self._listen())
+        try:
+            async for chunk in self._follow():
+                yield chunk
+        except (DatabaseError, TimeoutError) as error:
+            # The client comes back by itself and finds the state of then.
+            logger.warning("stream_cut op=%s error=%s", self._op_id, type(error).__name__)
+        finally:
+            self.close()
+            listener.cancel()
+            await asyncio.wait({listener}, timeout=LAYER_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Give the place free; called by Django as well when the response ends before its first byte."""
+        _open.discard(self)
+
+    async def _follow(self) -> AsyncIterator[bytes]:
+        seen: Status | None = None
+        quiet_since = time.monotonic()
+        while True:
+            self._bell.clear()
+            status = await _in_database(partial(read_status, self._op_id))
+            if status != seen:
+                yield _print_event(status)
+                seen, quiet_since = status, time.monotonic()
+            if status.is_final:
+                return
+            await asyncio.sleep(self._pace.pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pace.poll_s - self._pace.pause_s):
+                    await self._bell.wait()
+            if time.monotonic() - quiet_since >= self._pace.heartbeat_s:
+                if not await _in_database(partial(_is_still_admitted, self._request)):
+                    return
+                yield _HEARTBEAT
+                quiet_since = time.monotonic()
+
+    async def _listen(self) -> None:
+        """Ring the bell on every hint about this operation. Without the channel layer polling alone does it."""
+        layer = get_channel_layer()
+        if layer is None:
+            return
+        channel = None
+        try:
+            async with asyncio.timeout(LAYER_TIMEOUT_S):
+                channel = await layer.new_channel()
+                await layer.group_add(HINT_GROUP, channel)
+            while True:
+                message = await layer.receive(channel)
+                if message.get("topic") == "operations" and message.get("ident") in {"", str(self._op_id)}:
+                    self._bell.set()
+        except (OSError, RedisError, TimeoutError) as error:
+            logger.warning("stream_without_hints op=%s error=%s", self._op_id, type(error).__name__)
+        finally:
+            if channel is not None:
+                with suppress(OSError, RedisError, TimeoutError):
+                    async with asyncio.timeout(LAYER_TIMEOUT_S):
+                        await layer.group_discard(HINT_GROUP, channel)
+
+
+_open: WeakSet[StatusStream] = WeakSet()
+"""The streams of this process. Weak, so that one whose client left before its first byte does not count for ever."""
+
+
+@csrf_exempt
+async def stream_events(request: HttpRequest, op_id: str) -> HttpResponse | StreamingHttpResponse:
+    """Answer the stream, or the refusal that the REST framework would give (401, 404, 405), or 503 when too many are open."""
+    admitted = await _in_database(partial(_admit, request, op_id))
+    if isinstance(admitted, HttpResponse):
+        return admitted
+    if len(_open) >= MAX_STREAMS:
+        text = f"{MAX_STREAMS} streams are open, which is all this process keeps; try again in {RETRY_S} s."
+        return _render(TooManyStreams(text))
+    return StreamingHttpResponse(StatusStream(request, admitted), content_type="text/event-stream", headers=_HEADERS)
+
+
+def read_status(op_id: uuid.UUID) -> Status:
+    """Return how an operation stands. Raises OperationNotFound."""
+    rows = Operation.objects.select_related("policy", "adopts").prefetch_related("decisions", "runs")
+    operation = rows.filter(pk=op_id).first() or find_operation(op_id)
+    (summary,) = summarise([operation])
+    runs = list(operation.runs.all())
+    return Status(
+        {
+            "op_id": summary.printed_id,
+            "state": summary.state,
+            "run_state": summary.run_state,
+            "approvals": summary.approvals,
+            "required": summary.required,
+            "percent": summary.percent,
+            "eta_s": max((run.eta_s for run in runs if run.eta_s is not None and not run.ended_at), default=None),
+            "runs": [
+                {
+                    "run_id": str(run.pk), "target": run.target, "use": run.use, "state": run.state, "stage": run.stage,
+                    "percent": None if run.fraction is None else round(100 * run.fraction), "code": run.code,
+                    "message": run.message,
+                }
+                for run in runs
+            ],
+            "is_final": _is_final(summary, [RunState(run.state) for run in runs]),
+        },
+        _is_final(summary, [RunState(run.state) for run in runs]),
+    )  # fmt: skip
+
+
+def _is_final(summary: OperationSummary, runs: list[RunState]) -> bool:
+    """Whether nothing can follow. A standing approval may be used again until it expires."""
+    if not FINAL_RUNS.issuperset(runs):
+        return False
+    state = ApprovalState(summary.state)
+    return state in FINAL_APPROVALS or (state is ApprovalState.APPROVED and bool(runs) and not summary.is_standing)
+
+
+def _admit(request: HttpRequest, op_id: str) -> uuid.UUID | HttpResponse:
+    try:
+        if request.method != "GET":
+            raise MethodNotAllowed(str(request.method))
+        _authenticate(request)
+        return find_operation(read_op_id(op_id)).pk
+    except (APIException, GovernanceError) as error:
+        return _render(error)
+
+
+def _authenticate(request: HttpRequest) -> None:
+    """Check the credential exactly as the views of the REST framework do. Raises what they raise."""
+    if Request(request, authenticators=_rules.get_authenticators()).user is None:
+        raise NotAuthenticated
+
+
+def _is_still_admitted(request: HttpRequest) -> bool:
+    """Whether the token is still good: one that is revoked ends its streams within a heartbeat."""
+    try:
+        _authenticate(request)
+    except (APIException, GovernanceError):
+        return False
+    return True
+
+
+def _render(error: Exception) -> HttpResponse:
+    answer = _rules.get_exception_handler()(error, {})
+    assert answer is not None  # it knows all errors that come here
+    response = JsonResponse(answer.data, status=answer.status_code)
+    for name in ("WWW-Authenticate", "Retry-After"):
+        if name in answer:
+            response[name] = answer[name]
+    if isinstance(error, MethodNotAllowed):
+        response["Allow"] = "GET"
+    return response
+
+
+def _print_event(status: Status) -> bytes:
+    return f"event: status\ndata: {json.dumps(status.members, ensure_ascii=False)}\n\n".encode()
+
+
+async def _in_database(look: Any) -> Any:  # Any: Channels ships no types
+    async with asyncio.timeout(LOOK_TIMEOUT_S):
+        return await database_sync_to_async(look, thread_sensitive=False)()

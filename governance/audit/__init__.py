@@ -1,0 +1,46 @@
+"""The append-only trail of what was done to the fleet: writing it. Reading it back is ``reading``.
+
+The database refuses changes (migration 0002) and chains events by hash when their transaction commits (migration 0003).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+from django.db import transaction
+from django.utils import timezone
+
+from governance.models import AuditEvent
+from wire.optoken.canonical import canonical_bytes
+
+Detail = Mapping[str, object]
+MAX_EVENTS_PER_HOUR = 20
+"""Of one action by one box. A stolen box may say what it likes, and must not fill a log from which nothing is removed."""
+
+
+def record_event(*, actor: str, action: str, target: str, detail: Detail | None = None, op_id: str = "") -> AuditEvent:
+    """Write one event in the transaction of the change that it describes, so neither exists without the other.
+
+    ``actor`` is ``user:<name>``, ``token:<name>``, ``node:<name>`` or ``system:<part>``; ``action`` is
+    ``<thing>.<verb>``; ``detail`` must be JSON without floats and must hold no secret, no prompt and no personal data:
+    digests and ids. ``op_id`` names the operation that the event belongs to.
+    Raises RuntimeError outside a transaction, NotCanonical for a detail that JSON readers could read differently.
+    """
+    if not transaction.get_connection().in_atomic_block:
+        raise RuntimeError("record_event must run inside transaction.atomic(), together with the change it records")
+    plain = dict(detail or {})
+    canonical_bytes(plain)
+    return AuditEvent.objects.create(actor=actor, action=action, target=target, detail=plain, op_id=op_id)
+
+
+def record_word(*, actor: str, action: str, target: str, detail: Detail | None = None, op_id: str = "") -> AuditEvent | None:
+    """Write one event about what a box said, unless it caused MAX_EVENTS_PER_HOUR of the kind already: then return None.
+
+    Otherwise as ``record_event``.
+    """
+    since = timezone.now() - timedelta(hours=1)
+    said = AuditEvent.objects.filter(action=action, actor=actor, at__gt=since).count()
+    if said >= MAX_EVENTS_PER_HOUR:
+        return None
+    return record_event(actor=actor, action=action, target=target, detail=detail, op_id=op_id)

@@ -1,0 +1,281 @@
+"""Signed checkpoints of the audit log, proofs over them, and what the boxes say that they saw of it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from functools import lru_cache
+from http import HTTPStatus
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+from django.db import transaction
+from django.db.models import Count, Max, Q
+from django.utils import timezone
+
+from governance.audit import record_event
+from governance.audit.reading import Tail, check_tail, log_size, read_entries_of, read_hashes
+from governance.errors import GovernanceError
+from governance.models import AuditCheckpoint, WitnessStatement
+from wire import auditlog
+from wire.auditlog import PROOF_FORMAT, AuditLogError, Checkpoint, Frontier, LogKey, leaf_hash
+from wire.contract import ErrorCode
+
+CHECKPOINT_ENTRIES = 1000
+CHECKPOINT_AGE = timedelta(minutes=5)
+"""A checkpoint is due when so many entries are new, or any is and the last one is so old."""
+MAX_ALARMS_PER_HOUR = 10
+"""Of one box. A stolen one may sign whatever it likes, and must not fill a log from which nothing is ever removed."""
+_HASH_BYTES = 32
+_ACTOR = "system:audit"
+
+
+class WitnessStatus(StrEnum):
+    """How the log of now compares with what a box saw of it."""
+
+    OK = "ok"
+    BEHIND = "behind"
+    INCONSISTENT = "inconsistent"
+
+
+@dataclass(frozen=True, slots=True)
+class LogStatus:
+    """What a page says of the log without reading all of it. ``boxes`` is how many have ever told what they saw."""
+
+    tail: Tail
+    checkpoint: AuditCheckpoint | None
+    boxes: int
+    alarms: int
+    heard_at: datetime | None
+    has_key: bool
+
+
+class InvalidWitness(GovernanceError):
+    """A statement about the log that its box did not sign."""
+
+
+class UnknownSize(GovernanceError):
+    """The log never had, or no longer has, so many entries."""
+
+
+class AuditLogBroken(GovernanceError):
+    """The chain has a gap: no checkpoint is signed over it."""
+
+    code = ErrorCode.INTERNAL_ERROR
+    status = HTTPStatus.INTERNAL_SERVER_ERROR.value
+
+
+def log_key() -> LogKey | None:
+    """Return name and public key of the log, None without GOVERNANCE_LOG_KEY. Raises ImproperlyConfigured."""
+    if not settings.GOVERNANCE_LOG_KEY:
+        return None
+    public = _signing_key(settings.GOVERNANCE_LOG_KEY).public_key().public_bytes_raw()
+    return LogKey(settings.GOVERNANCE_LOG_ORIGIN, public)
+
+
+def log_public_key() -> str:
+    """Return the log's key as a C2SP verifier key, "" without GOVERNANCE_LOG_KEY."""
+    return str(log_key() or "")
+
+
+def log_keys() -> list[LogKey]:
+    """Return the keys whose checkpoints are accepted: the log's own, if it has one."""
+    key = log_key()
+    return [key] if key else []
+
+
+def latest_checkpoint() -> AuditCheckpoint | None:
+    """Return the newest checkpoint."""
+    return AuditCheckpoint.objects.order_by("-size").first()
+
+
+def has_checkpoint(size: int) -> bool:
+    """Return whether the log was signed when it had exactly so many entries: a box can have seen no others."""
+    return AuditCheckpoint.objects.filter(size=size).exists()
+
+
+def checkpoint_if_due(*, now: datetime | None = None) -> AuditCheckpoint | None:
+    """Make a checkpoint if enough is new since the last one. Cheap when not: two index look-ups. Raises AuditLogBroken."""
+    at = now or timezone.now()
+    last, size = latest_checkpoint(), log_size()
+    fresh = size - (last.size if last else 0)
+    is_due = fresh >= CHECKPOINT_ENTRIES or (fresh > 0 and (last is None or at - last.made_at >= CHECKPOINT_AGE))
+    return make_checkpoint(now=at) if is_due else None
+
+
+def make_checkpoint(*, now: datetime) -> AuditCheckpoint | None:
+    """Sign the log as it is. Costs as much as there are entries since the last checkpoint.
+
+    Returns None when nothing is new or there is no GOVERNANCE_LOG_KEY. Raises AuditLogBroken.
+    """
+    key = log_key()
+    last, size = latest_checkpoint(), log_size()
+    if key is None or size <= (last.size if last else 0):
+        return None
+    frontier = _frontier_at(size)
+    checkpoint = Checkpoint(key.name, size, frontier.root())
+    signature = _signing_key(settings.GOVERNANCE_LOG_KEY).sign(checkpoint.text().encode())
+    row = AuditCheckpoint(
+        size=size,
+        root=checkpoint.root,
+        frontier=b"".join(frontier.nodes),
+        note=checkpoint.note(key, signature),
+        made_at=now,
+    )
+    # Two workers at once make the same bytes: Ed25519 is deterministic.
+    AuditCheckpoint.objects.bulk_create([row], ignore_conflicts=True)
+    return row
+
+
+def inclusion(seq: int, size: int) -> list[bytes]:
+    """Return the RFC 9162 path of entry ``seq`` (from 1) to the root over the first ``size``. Raises UnknownSize."""
+    _require(1 <= seq <= size <= log_size(), f"entry {seq} of {size}")
+    return auditlog.inclusion_proof(seq - 1, size, _subtrees(_frontier_at(seq - 1)))
+
+
+def consistency(old_size: int, new_size: int) -> list[bytes]:
+    """Return the RFC 9162 proof that the log of ``old_size`` is the head of that of ``new_size``. Raises UnknownSize.
+
+    Costs as much as there are entries between the two and since the last checkpoint before ``old_size``.
+    """
+    _require(0 <= old_size <= new_size <= log_size(), f"{old_size} to {new_size} entries")
+    return auditlog.consistency_proof(old_size, new_size, _subtrees(_frontier_at(old_size)))
+
+
+def read_status() -> LogStatus:
+    """Check the end of the log (``TAIL_ENTRIES``) and count its witnesses. Three queries, however long the log is."""
+    told = WitnessStatement.objects.aggregate(
+        boxes=Count("node_name", distinct=True), alarms=Count("pk", filter=Q(alarm=True)), heard_at=Max("heard_at")
+    )
+    return LogStatus(tail=check_tail(), checkpoint=latest_checkpoint(), has_key=log_key() is not None, **told)
+
+
+def root_at(size: int) -> bytes:
+    """Return the root over the first ``size`` entries. Raises UnknownSize."""
+    _require(0 <= size <= log_size(), f"{size} entries")
+    return _frontier_at(size).root()
+
+
+def record_witness(*, node_name: str, size: int, root: bytes, signature: bytes, public_key: bytes) -> WitnessStatus:
+    """Compare the log with the last checkpoint that a box saw, and keep the box's signed word for it.
+
+    ``signature`` is the box's, over ``Checkpoint(GOVERNANCE_LOG_ORIGIN, size, root).witness_message()``; ``public_key`` its
+    Ed25519 key, 32 raw bytes or SubjectPublicKeyInfo. A log that is shorter or another is an event ``audit.witness_alarm``,
+    once for each statement and at most MAX_ALARMS_PER_HOUR times for a box. Raises InvalidWitness.
+    """
+    message = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root).witness_message()
+    if not 0 <= size < 1 << 63 or len(root) != _HASH_BYTES or not check_signature(public_key, message, signature):
+        raise InvalidWitness(f"The statement about the audit log is not signed by {node_name}.", param="signature")
+    entries = log_size()
+    status = WitnessStatus.BEHIND
+    if size <= entries:
+        status = WitnessStatus.OK if root_at(size) == root else WitnessStatus.INCONSISTENT
+    is_alarm = status is not WitnessStatus.OK
+    if is_alarm and _has_told_enough(node_name):
+        return status
+    with transaction.atomic():
+        _, is_new = WitnessStatement.objects.get_or_create(
+            node_name=node_name,
+            size=size,
+            root=root,
+            public_key=public_key,
+            alarm=is_alarm,
+            defaults={"signature": signature, "heard_at": timezone.now()},
+        )
+        if is_new and is_alarm:
+            detail = {"status": status.value, "seen_size": size, "seen_root": root.hex(), "log_size": entries}
+            record_event(actor=_ACTOR, action="audit.witness_alarm", target=node_name, detail=detail)
+    return status
+
+
+def prove_operation(op_id: str, *, now: datetime) -> dict[str, object]:
+    """Return the proof of an operation's events as ``auditlog.py prove-check`` reads it, without the operation itself.
+
+    Makes a checkpoint if the newest does not cover them. Raises UnknownSize without such events or without a log key.
+    """
+    entries = read_entries_of(op_id)
+    _require(bool(entries) and log_key() is not None, f"events of operation {op_id}, or no log key")
+    last = latest_checkpoint()
+    if last is None or last.size < entries[-1].seq:
+        last = make_checkpoint(now=now) or latest_checkpoint()
+    if last is None:
+        raise UnknownSize("The audit log has no checkpoint.")
+    events = [
+        {
+            "seq": entry.seq,
+            "prev": auditlog.to_text(entry.prev_hash),
+            "hash": auditlog.to_text(entry.hash),
+            "body": auditlog.to_text(entry.body or b""),
+            "path": [auditlog.to_text(step) for step in inclusion(entry.seq, last.size)],
+        }
+        for entry in entries
+    ]
+    keys = [str(key) for key in log_keys()]
+    return {"format": PROOF_FORMAT, "opId": op_id, "keys": keys, "checkpoint": last.note, "events": events}
+
+
+def check_signature(public_key: bytes, message: bytes, signature: bytes) -> bool:
+    """Return whether an Ed25519 signature holds: as ``auditlog.verify_signature`` does, a hundred times faster."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key.removeprefix(auditlog.SPKI_HEAD)).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _has_told_enough(node_name: str) -> bool:
+    since = timezone.now() - timedelta(hours=1)
+    told = WitnessStatement.objects.filter(node_name=node_name, alarm=True, heard_at__gt=since)
+    return told.count() >= MAX_ALARMS_PER_HOUR
+
+
+def _require(is_known: bool, what: str) -> None:
+    if not is_known:
+        raise UnknownSize(f"The audit log has no {what}.")
+
+
+@lru_cache(maxsize=4)
+def _signing_key(text: str) -> Ed25519PrivateKey:
+    try:
+        return Ed25519PrivateKey.from_private_bytes(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
+    except (ValueError, binascii.Error):
+        raise ImproperlyConfigured("MUSTER_LOG_KEY must be 32 random bytes as base64url") from None
+
+
+def _frontier_at(size: int) -> Frontier:
+    """Return the frontier of the first ``size`` entries, from the last checkpoint before on. Raises AuditLogBroken."""
+    base = AuditCheckpoint.objects.filter(size__lte=size).order_by("-size").first()
+    frontier = (_open_frontier(base) if base else None) or Frontier()
+    for seq, hashed in read_hashes(frontier.size, size):
+        if seq != frontier.size + 1:
+            break
+        frontier.append(leaf_hash(hashed))
+    if frontier.size != size:
+        raise AuditLogBroken(f"Entry {frontier.size + 1} of the audit log is missing: run ./muster audit verify.")
+    return frontier
+
+
+def _open_frontier(checkpoint: AuditCheckpoint) -> Frontier | None:
+    """Return the frontier kept with a checkpoint; None unless it has the root that the log signed."""
+    raw = bytes(checkpoint.frontier)
+    frontier = Frontier(checkpoint.size, [raw[at : at + _HASH_BYTES] for at in range(0, len(raw), _HASH_BYTES)])
+    try:
+        signed = auditlog.open_note(checkpoint.note, log_keys(), check_signature)
+    except AuditLogError:
+        return None
+    return frontier if (signed.size, signed.root) == (frontier.size, frontier.root()) else None
+
+
+def _subtrees(frontier: Frontier) -> auditlog.Subtree:
+    """Return how proofs get subtrees: those that the frontier holds, the others from the entries."""
+    held = dict(zip(frontier.ranges(), frontier.nodes, strict=True))
+
+    def read_subtree(lo: int, hi: int) -> bytes:
+        return held.get((lo, hi)) or auditlog.root(leaf_hash(hashed) for _seq, hashed in read_hashes(lo, hi))
+
+    return read_subtree

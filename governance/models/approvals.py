@@ -1,0 +1,181 @@
+"""Policies, operations, what people said to them, and how they were carried out."""
+
+from __future__ import annotations
+
+from django.conf import settings
+from django.db import models
+
+from governance.models.people import ApproverKey
+from governance.states import ApprovalState, RunState
+from wire.ids import format_id, new_uuid7
+
+
+class PolicyVersion(models.Model):
+    """One version of the approval policy: the very bytes that were signed. Exactly one is active."""
+
+    class State(models.TextChoices):
+        """Where a version stands."""
+
+        DRAFT = "draft"
+        ACTIVE = "active"
+        SUPERSEDED = "superseded"
+        DROPPED = "dropped"
+
+    version = models.PositiveIntegerField()
+    document = models.BinaryField(max_length=65536)
+    sha256 = models.CharField(max_length=64, unique=True)
+    state = models.CharField(max_length=10, choices=State.choices, default=State.DRAFT)
+    created_by = models.CharField(max_length=200)
+    created_at = models.DateTimeField(auto_now_add=True)
+    activated_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-version", "-created_at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["version"], condition=models.Q(state__in=["active", "superseded"]), name="policyversion_one_a_version"
+            ),
+            models.UniqueConstraint(fields=["state"], condition=models.Q(state="active"), name="policyversion_one_active"),
+        ]
+
+    def __str__(self) -> str:
+        return f"policy version {self.version}"
+
+
+class Operation(models.Model):
+    """Something that was asked for: the signed statement and how its approval stands. An edit is another operation."""
+
+    id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
+    statement = models.BinaryField(max_length=8192)
+    digest = models.CharField(max_length=64, unique=True)
+    operation = models.CharField(max_length=40, db_index=True)
+    op_class = models.CharField(max_length=40)
+    policy = models.ForeignKey(PolicyVersion, on_delete=models.PROTECT, related_name="operations")
+    requested_by = models.CharField(max_length=200, db_index=True)
+    reason = models.CharField(max_length=1000, blank=True, help_text="Only its digest is signed and audited; it may be erased")
+    requested_at = models.DateTimeField(db_index=True)
+    not_before = models.DateTimeField()
+    not_after = models.DateTimeField()
+    expires_at = models.DateTimeField(help_text="Until when it waits for approvals")
+    max_uses = models.PositiveIntegerField(default=1)
+    stops_on_failure = models.BooleanField(default=True)
+    state = models.CharField(
+        max_length=10, choices=[(s.value, s.value) for s in ApprovalState], default=ApprovalState.PENDING.value, db_index=True
+    )
+    state_reason = models.CharField(max_length=300, blank=True)
+    decided_at = models.DateTimeField(null=True, blank=True)
+    dispatched_at = models.DateTimeField(null=True, blank=True, help_text="From then on nothing can be withdrawn")
+    warned_percent = models.PositiveSmallIntegerField(default=0)
+    idempotency_key = models.CharField(max_length=120, null=True, blank=True)
+    adopts = models.OneToOneField(
+        PolicyVersion,
+        on_delete=models.PROTECT,
+        null=True,
+        blank=True,
+        related_name="adopted_by",
+        help_text="Of a policy-change",
+    )
+    reviews = models.ForeignKey(
+        "self", on_delete=models.PROTECT, null=True, blank=True, related_name="reviewed_by", help_text="The break-glass use"
+    )
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+
+    class Meta:
+        ordering = ["-requested_at"]
+        constraints = [
+            models.UniqueConstraint(fields=["requested_by", "idempotency_key"], name="operation_idempotency_key"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.id}"
+
+    @property
+    def printed_id(self) -> str:
+        """The ``op_…`` form, which is also the opId of the statement."""
+        return format_id("op", self.id)
+
+
+class Decision(models.Model):
+    """What one person said to one operation. Withdrawn, never deleted."""
+
+    operation = models.ForeignKey(Operation, on_delete=models.PROTECT, related_name="decisions")
+    person = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.PROTECT, related_name="decisions")
+    person_name = models.CharField(max_length=150)
+    is_approval = models.BooleanField()
+    key = models.ForeignKey(ApproverKey, on_delete=models.PROTECT, null=True, blank=True, related_name="decisions")
+    proof = models.JSONField(null=True, blank=True)
+    comment = models.CharField(max_length=500, blank=True)
+    at = models.DateTimeField(auto_now_add=True)
+    withdrawn_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["operation", "person"], condition=models.Q(withdrawn_at=None), name="decision_one_a_person"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.person_name}: {'approve' if self.is_approval else 'reject'}"
+
+
+class OperationRun(models.Model):
+    """One carrying out of one operation on one target. Written by compare-and-set alone."""
+
+    id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
+    operation = models.ForeignKey(Operation, on_delete=models.PROTECT, related_name="runs")
+    target = models.CharField(max_length=300)
+    use = models.PositiveIntegerField(default=1)
+    position = models.PositiveIntegerField(default=0, help_text="In a batch they are carried out in this order, one by one")
+    started_by = models.CharField(max_length=200, blank=True)
+    state = models.CharField(
+        max_length=10, choices=[(s.value, s.value) for s in RunState], default=RunState.QUEUED.value, db_index=True
+    )
+    fence = models.BigIntegerField(null=True, blank=True, unique=True)
+    attempt = models.PositiveIntegerField(default=0)
+    stage = models.CharField(max_length=200, blank=True)
+    fraction = models.FloatField(null=True, blank=True)
+    eta_s = models.FloatField(null=True, blank=True)
+    code = models.CharField(max_length=80, blank=True)
+    message = models.CharField(max_length=500, blank=True)
+    result = models.JSONField(default=dict, blank=True)
+    receipt = models.TextField(blank=True)
+    receipt_key = models.CharField(max_length=400, blank=True, help_text="Of the box that signed it: SPKI DER in base64url")
+    queued_at = models.DateTimeField(auto_now_add=True)
+    dispatched_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+    due_at = models.DateTimeField(db_index=True, help_text="When a worker looks at it again")
+    lease_owner = models.CharField(
+        max_length=80, blank=True, help_text="The worker that looked at it last; due_at ends its lease"
+    )
+    updated_at = models.DateTimeField(auto_now=True)
+
+    class Meta:
+        ordering = ["operation", "use", "position"]
+        constraints = [models.UniqueConstraint(fields=["operation", "target", "use"], name="operationrun_once")]
+        indexes = [models.Index(fields=["due_at"], condition=models.Q(ended_at=None), name="operationrun_due")]
+
+    def __str__(self) -> str:
+        return f"{self.operation} on {self.target}"
+
+
+class Freeze(models.Model):
+    """Everything stands still: nothing is dispatched until a quorum lifts it."""
+
+    frozen_by = models.CharField(max_length=200)
+    reason = models.CharField(max_length=300, blank=True)
+    frozen_at = models.DateTimeField(auto_now_add=True)
+    lifted_at = models.DateTimeField(null=True, blank=True)
+    lifted_by = models.ForeignKey(Operation, on_delete=models.PROTECT, null=True, blank=True, related_name="+")
+
+    class Meta:
+        ordering = ["-frozen_at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["lifted_at"], condition=models.Q(lifted_at=None), nulls_distinct=False, name="freeze_one"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"frozen by {self.frozen_by}"

@@ -1,0 +1,157 @@
+"""What can be governed, and who does it: ``settings.OPERATIONS`` names an object for every operation, which carries it out.
+
+Governance knows rules, proof and record; what an operation means is told here by the app it belongs to.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Protocol, cast, runtime_checkable
+
+from django.conf import settings
+from django.utils.module_loading import import_string
+
+from governance.errors import UnknownOperation
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a statement in words. ``now``: what it is today, where that can be compared; "" = nothing to compare."""
+
+    label: str
+    value: str
+    now: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A statement in plain words: what an approver reads. ``title`` is a sentence without a full stop."""
+
+    title: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True, slots=True)
+class Impact:
+    """What carrying it out would mean now. ``level``: ok, caution or danger; ``text``: one plain sentence."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody asks for, checked and brought into the form that is signed."""
+
+    targets: tuple[str, ...]
+    params: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOrder:
+    """One carrying out. ``token`` is empty for operations of the control plane itself. ``op_id``: as in the statement."""
+
+    run_id: uuid.UUID
+    op_id: str
+    use: int
+    operation: str
+    target: str
+    params: Mapping[str, object]
+    token: str = field(repr=False)
+    token_expires_at: int
+    requested_by: str
+    approved_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """It is on its way; the end is told by ``governance.services.finish_run``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It was carried out at once, in the transaction of the caller."""
+
+    message: str = ""
+    result: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class NotNow:
+    """It cannot be sent at the moment (the box is away): the run stays queued and is tried again."""
+
+    reason: str
+    retry_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Signer:
+    """How a token for a target is signed. ``level``: that of the box, L0, L1 or L2; ``audience``: its runner id."""
+
+    level: str
+    kid: str
+    key: bytes = field(repr=False)
+    audience: str
+
+
+class OperationKind(Protocol):
+    """One governed operation. Methods raise GovernanceError; any other error is a mistake, and the run is tried again later."""
+
+    name: str
+    """As in ``settings.OPERATIONS`` and in the policy."""
+    title: str
+    """For people, such as "Load a model"."""
+    is_remote: bool
+    """Whether a box carries it out, which needs a token."""
+
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Return the request in the one form that is signed. Raises InvalidProposal naming the field at fault."""
+
+    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
+        """Return the request in words, each changed value beside the one of today. Never raises for a stored request."""
+
+    def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
+        """Return what carrying it out now would mean: evictions, memory, live streams and tenants. Never raises."""
+
+    def find_signer(self, target: str) -> Signer | None:
+        """Return how tokens for ``target`` are signed; None when it takes none at the moment. Not called when not remote."""
+
+    def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
+        """Do it, or send it on its way. Runs in a transaction; must not wait for a box. Sending twice must do no harm."""
+
+
+Choices = Mapping[str, object]
+"""``{"targets": [(value, label)…], "params": [field…]}``. No ``targets``, or None: named by hand; empty: nothing to choose.
+
+``"targets_label"`` says what they are, such as "Boxes".
+
+A field is {"name", "label"} and, where it needs them: "kind" (text, number, checkbox, select, json); "choices"
+[(value, label)…] of a select, and "others", the label of a text field beside it for what is not in the list; "min" and "max"
+of a number; "help", one sentence; "required" (False = may be left out); "is_rare" (True = folded away at first).
+"""
+
+
+@runtime_checkable
+class OffersChoices(Protocol):
+    """A kind that says what can be chosen, so that the page that proposes has a field for everything. Optional."""
+
+    def choices(self) -> Choices:
+        """Return what can be chosen now. Reads only; ``clean`` decides, whatever was offered. Never raises."""
+
+
+@cache
+def find_kind(name: str) -> OperationKind:
+    """Return the operation of that name. Raises UnknownOperation."""
+    path = settings.OPERATIONS.get(name)
+    if path is None:
+        known = ", ".join(sorted(settings.OPERATIONS))
+        raise UnknownOperation(f"There is no operation {name[:60]!r}. There are: {known}.", param="operation")
+    return cast("OperationKind", import_string(path))  # the checks at start see to it that it is one
+
+
+def list_kinds() -> list[OperationKind]:
+    """Return every operation, by name."""
+    return [find_kind(name) for name in sorted(settings.OPERATIONS)]

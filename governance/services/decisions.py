@@ -1,0 +1,215 @@
+"""What approvers do: approve with a proof, reject, withdraw. Every check that a box makes of a proof is made here first."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from django.db import transaction
+from django.utils import timezone
+
+from governance.audit import record_event
+from governance.errors import ApprovalRefused, NotPermitted, StateChanged
+from governance.hints import publish_hint
+from governance.models import ApproverKey, Decision, Operation, OperationRun
+from governance.services.evidence import count_rejections, find_new_policy, find_policy, is_met, list_proofs, read_stored
+from governance.services.finishing import ring
+from governance.services.lookup import find_operation, hold_policies, is_current, move_approval, require_state
+from governance.services.runs import LEASE
+from governance.services.transitions import (
+    drop_void,
+    end_operation,
+    fall_short_if_needed,
+    require_nothing_on_its_way,
+    tell,
+)
+from governance.states import ApprovalEvent, ApprovalState, RunState
+from wire.optoken.approval import ApprovalError, Policy, Statement, check_proof, judge, select_proofs
+
+if TYPE_CHECKING:
+    from controlplane.models import User
+
+MAX_COMMENT_CHARS = 500
+
+
+@transaction.atomic
+def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], comment: str = "") -> Operation:
+    """Keep an approval that holds; when the policy is satisfied with it, the operation is approved and set to work.
+
+    ``proof``: as in ``wire.optoken.approval``, by a key of ``user``. Approvals whose key was revoked since, or whose person was
+    deactivated, do not count any more. Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    require_state(operation, ApprovalState.PENDING)
+    now = timezone.now()
+    if now >= operation.expires_at:
+        raise StateChanged("Nobody approved this in time; ask for it again.", param="op_id")
+    hold_policies(to_change=False)
+    require_current(operation)
+    drop_void(operation)
+    statement, policy = read_stored(operation), find_policy(operation)
+    key = _find_key(user, proof)
+    if Decision.objects.filter(operation=operation, person=user, withdrawn_at=None).exists():
+        raise ApprovalRefused("You decided about this already; one person counts once, with any key.", rule="duplicate_proof")
+    _check(statement, [*list_proofs(operation), dict(proof)], policy, find_new_policy(statement))
+    Decision.objects.create(
+        operation=operation, person=user, person_name=user.get_username(), is_approval=True, key=key, proof=dict(proof),
+        comment=comment.strip()[:MAX_COMMENT_CHARS],
+    )  # fmt: skip
+    ApproverKey.objects.filter(pk=key.pk).update(last_used_at=now)
+    record_event(
+        actor=f"user:{user.get_username()}", action="operation.approve", target=operation.printed_id,
+        op_id=operation.printed_id,
+        detail={"digest": operation.digest, "key": key.thumbprint[:16], "kind": key.kind},
+    )  # fmt: skip
+    publish_hint("operations", str(operation.pk))
+    operation = find_operation(op_id)
+    if is_met(operation):
+        _meet(operation)
+    return operation
+
+
+@transaction.atomic
+def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
+    """Say no, with a reason; needs no signature, since it is the safe direction. Ends the operation when enough people do.
+
+    Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    require_state(operation, ApprovalState.PENDING, ApprovalState.APPROVED)
+    require_nothing_on_its_way(operation)
+    policy = find_policy(operation)
+    _require_approver(user, policy, find_new_policy(read_stored(operation)))
+    why = comment.strip()
+    if not why:
+        raise ApprovalRefused("Say why you reject it; whoever asked will read that.", rule="reason_missing", param="comment")
+    if user.get_username() == operation.requested_by:
+        raise NotPermitted("You asked for this; cancel it instead.", param="op_id")
+    _withdraw_own(operation, user)
+    Decision.objects.create(
+        operation=operation, person=user, person_name=user.get_username(), is_approval=False, comment=why[:MAX_COMMENT_CHARS]
+    )
+    record_event(
+        actor=f"user:{user.get_username()}", action="operation.reject", target=operation.printed_id, op_id=operation.printed_id
+    )
+    publish_hint("operations", str(operation.pk))
+    operation = find_operation(op_id)
+    if count_rejections(list(operation.decisions.all())) >= policy.classes[operation.op_class].deny_threshold:
+        if operation.state == ApprovalState.APPROVED.value:
+            move_approval(operation, ApprovalEvent.FALL_SHORT)
+        reason = f"rejected by {user.get_username()}: {why}"
+        end_operation(operation, ApprovalEvent.REJECT, reason=reason, notice="rejected")
+    else:
+        fall_short_if_needed(operation)
+    return operation
+
+
+@transaction.atomic
+def withdraw(*, op_id: uuid.UUID, user: User) -> Operation:
+    """Take one's own decision back, until the operation is on its way; of a standing approval also between two uses.
+
+    Raises OperationNotFound, StateChanged, NotPermitted.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    require_state(operation, ApprovalState.PENDING, ApprovalState.APPROVED)
+    require_nothing_on_its_way(operation)
+    if not _withdraw_own(operation, user):
+        raise NotPermitted("You have not decided about this, so there is nothing to take back.", param="op_id")
+    publish_hint("operations", str(operation.pk))
+    operation = find_operation(op_id)
+    fall_short_if_needed(operation)
+    return operation
+
+
+def _withdraw_own(operation: Operation, user: User) -> bool:
+    own = Decision.objects.filter(operation=operation, person=user, withdrawn_at=None)
+    if not own.update(withdrawn_at=timezone.now()):
+        return False
+    record_event(
+        actor=f"user:{user.get_username()}",
+        action="operation.withdraw",
+        target=operation.printed_id,
+        op_id=operation.printed_id,
+    )
+    return True
+
+
+def _meet(operation: Operation) -> None:
+    """The policy is satisfied: plan the runs and ring for a worker, all in the transaction of the last approval."""
+    move_approval(operation, ApprovalEvent.MEET)
+    record_event(
+        actor="system:governance", action="operation.approved", target=operation.printed_id, op_id=operation.printed_id,
+        detail={"digest": operation.digest},
+    )  # fmt: skip
+    tell(operation, "approved")
+    if operation.max_uses == 1:
+        plan_runs(operation, use=1, started_by=operation.requested_by)
+
+
+def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[OperationRun]:
+    """Write down one run for each target; those that are there already are left as they are.
+
+    The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
+    """
+    due_at = max(timezone.now(), operation.not_before)
+    planned = [
+        OperationRun(
+            operation=operation, target=target, use=use, position=position, started_by=started_by,
+            due_at=due_at + (LEASE if position else timedelta()),
+        )
+        for position, target in enumerate(read_stored(operation).targets)
+    ]  # fmt: skip
+    OperationRun.objects.bulk_create(planned, ignore_conflicts=True)
+    runs = list(OperationRun.objects.filter(operation=operation, use=use).order_by("position"))
+    first = next((run for run in runs if run.state == RunState.QUEUED.value), None)
+    if first is not None:
+        OperationRun.objects.filter(pk=first.pk).update(due_at=due_at)
+        ring(first.pk)
+    return runs
+
+
+def require_active(user: User) -> None:
+    """Raise NotPermitted for a person who was deactivated, however they got here."""
+    if not type(user).objects.filter(pk=user.pk, is_active=True).exists():
+        raise NotPermitted("This person was deactivated and decides about nothing any more.", param="person")
+
+
+def require_current(operation: Operation) -> None:
+    """Raise ApprovalRefused when the policy changed since; the sweep then blocks the operation."""
+    if not is_current(operation):
+        raise ApprovalRefused(
+            f"The policy changed since this was asked for (under version {operation.policy.version}); ask for it again.",
+            rule="wrong_policy",
+        )
+
+
+def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:
+    key = ApproverKey.objects.filter(user=user, keyid=str(proof.get("keyid", ""))[:300], revoked_at=None).first()
+    if key is None or proof.get("approver") != user.get_username():
+        raise ApprovalRefused("This key is not one of yours, or it was revoked.", rule="unknown_key", param="proof")
+    return key
+
+
+def _require_approver(user: User, policy: Policy, new: Policy | None) -> None:
+    name = user.get_username()
+    if name not in policy.groups and (new is None or name not in new.groups):
+        raise NotPermitted("The policy does not name you as an approver.", param="op_id")
+
+
+def _check(statement: Statement, proofs: list[dict[str, object]], policy: Policy, new: Policy | None) -> None:
+    """Check all proofs under the policy and under the one that would follow it; the newest one stands last."""
+    judges = [policy] if new is None or new.ref == policy.ref else [policy, new]
+    newest = proofs[-1]
+    try:
+        if not any(newest.get("keyid") in each.keys for each in judges):
+            check_proof(newest, statement, policy)
+        for each in judges:
+            judge(statement, select_proofs(proofs, each), each)
+    except ApprovalError as error:
+        text = str(error)
+        raise ApprovalRefused(f"{text[:1].upper()}{text[1:]}.", rule=error.rule.value, param="proof") from None

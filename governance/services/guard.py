@@ -1,0 +1,33 @@
+"""The one door of governed changes that the control plane makes itself: an approved run, or no policy yet."""
+
+from __future__ import annotations
+
+from governance.errors import NeedsApproval
+from governance.models import OperationRun, PolicyVersion
+from governance.registry import RunOrder
+from governance.states import ApprovalState, RunState
+
+
+def is_governed() -> bool:
+    """Return whether governed changes need approval: from the first active policy on, for good."""
+    return PolicyVersion.objects.filter(activated_at__isnull=False).exists()
+
+
+def require_approval(operation: str, *, order: RunOrder | None) -> None:
+    """Let a governed change pass when it carries out an approved run of that operation. Raises NeedsApproval.
+
+    Before the first policy there is nobody who could approve, so the operator decides alone; the audit trail says so.
+    """
+    if order is not None:
+        run = OperationRun.objects.select_related("operation").filter(pk=order.run_id).first()
+        if (
+            run is not None
+            and run.operation.operation == order.operation == operation
+            and run.operation.state == ApprovalState.APPROVED.value
+            and run.state == RunState.QUEUED.value
+            and run.target == order.target
+        ):
+            return
+    elif not is_governed():
+        return
+    raise NeedsApproval(f"This needs approval: propose {operation} under Approvals, and others sign it.", param="operation")

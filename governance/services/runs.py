@@ -1,0 +1,163 @@
+"""Carrying out what was approved: rows say what is due, workers take one at a time under its lease, boxes answer as events.
+
+``due_at`` is the lease: taking a run moves it, so whoever dies, or stumbles over a run, leaves it to the next look and holds
+up no other. What follows from the look is written in one transaction under the lock of the operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+
+from django.db import transaction
+from django.utils import timezone
+
+from governance.hints import publish_hint
+from governance.models import OperationRun
+from governance.services.dispatching import dispatch
+from governance.services.evidence import read_stored
+from governance.services.finishing import MAX_MESSAGE_CHARS, finish, ring
+from governance.services.lookup import find_operation, lock_run
+from governance.services.transitions import audit_run
+from governance.states import FINAL_RUNS, ApprovalState, RunEvent, RunState, next_run, sources_of
+from wire.optoken.approval import ApprovalError
+
+logger = logging.getLogger("muster.governance")
+
+LEASE = timedelta(seconds=10)
+"""After this a run that somebody took and did not move on is due again."""
+LOOK_AGAIN = timedelta(minutes=5)
+"""How soon a dispatched run is looked at again: only to give it up. The box is asked by whoever holds its socket."""
+SILENCE_LIMIT = timedelta(hours=24)
+"""A box that says nothing for so long after the window is given up; the run ends as resolved, with that said."""
+LONGEST_PAUSE_S = 30.0
+_WORKER = f"{socket.gethostname()}:{os.getpid()}"[:80]
+
+
+def run_due(limit: int = 50) -> int:
+    """Work on whatever is due, oldest first, and return how many runs were looked at."""
+    done = 0
+    for _ in range(limit):
+        if not work_on(None):
+            return done
+        done += 1
+    return done
+
+
+def work_on(run_id: uuid.UUID | None) -> bool:
+    """Take one due run (that one, or the one that waits longest) and move it on; False when there is none to be had."""
+    taken = _take(run_id)
+    if taken is not None:
+        _move_on(taken)
+    return taken is not None
+
+
+@transaction.atomic
+def _take(run_id: uuid.UUID | None) -> uuid.UUID | None:
+    now = timezone.now()
+    due = OperationRun.objects.select_for_update(skip_locked=True, of=("self",), no_key=True)
+    due = due.filter(ended_at=None, due_at__lte=now, operation__state=ApprovalState.APPROVED.value)
+    found = (due if run_id is None else due.filter(pk=run_id)).order_by("due_at", "position").first()
+    if found is None:
+        return None
+    OperationRun.objects.filter(pk=found.pk).update(due_at=now + LEASE, lease_owner=_WORKER)
+    return found.pk
+
+
+@transaction.atomic
+def _move_on(run_id: uuid.UUID) -> None:
+    op_id = OperationRun.objects.values_list("operation_id", flat=True).get(pk=run_id)
+    operation = find_operation(op_id, lock=True)
+    run = OperationRun.objects.select_for_update(no_key=True).get(pk=run_id)
+    run.operation = operation
+    state = RunState(run.state)
+    if operation.state != ApprovalState.APPROVED.value or state in FINAL_RUNS:
+        return
+    now = timezone.now()
+    if state is RunState.QUEUED:
+        dispatch(run, operation)
+    elif now > max(operation.not_after, run.updated_at) + SILENCE_LIMIT:
+        _give_up(run)
+    else:
+        OperationRun.objects.filter(pk=run.pk).update(due_at=now + LOOK_AGAIN)
+
+
+def _give_up(run: OperationRun) -> None:
+    if RunState(run.state) is not RunState.UNKNOWN:
+        finish(run, RunEvent.LOSE, code="box_lost", message="The box has not been heard for a day.")
+    finish(run, RunEvent.RESOLVE, code="box_lost", message="The box never came back to tell how it went; look at it by hand.")
+
+
+# What boxes report
+
+
+@transaction.atomic
+def note_progress(*, run_id: uuid.UUID, stage: str, fraction: float | None, eta_s: float | None) -> None:
+    """Take down how far a run is. Without effect on one that has ended or was never sent."""
+    rows, now = OperationRun.objects.filter(pk=run_id), timezone.now()
+    share = None if fraction is None or not math.isfinite(fraction) else min(1.0, max(0.0, fraction))
+    left_s = None if eta_s is None or not math.isfinite(eta_s) else max(0.0, eta_s)
+    told = {"stage": stage[:200], "fraction": share, "eta_s": left_s, "updated_at": now}
+    if rows.filter(state=RunState.DISPATCHED.value).update(state=RunState.EXECUTING.value, **told):
+        run = rows.select_related("operation").get()
+        audit_run(run, run.operation, "operation.run.executing", {"attempt": run.attempt})
+    elif not rows.filter(state=RunState.EXECUTING.value).update(**told):
+        return
+    publish_hint("operations", str(rows.values_list("operation_id", flat=True).get()))
+
+
+@transaction.atomic
+def finish_run(
+    *,
+    run_id: uuid.UUID,
+    event: RunEvent,
+    code: str = "",
+    message: str = "",
+    result: Mapping[str, object] | None = None,
+    receipt: str = "",
+    receipt_key: str = "",
+) -> bool:
+    """End a run as its box says (LOSE makes it unknown, to be resolved). False when it had ended or that cannot be."""
+    run = lock_run(run_id)
+    if run is None or RunState(run.state) in FINAL_RUNS or RunState(run.state) not in sources_of(event):
+        return False
+    finish(run, event, code=code, message=message, result=result, receipt=receipt, receipt_key=receipt_key)
+    return True
+
+
+@transaction.atomic
+def requeue_run(*, run_id: uuid.UUID, reason: str) -> bool:
+    """Send a run again, with a new token: the box never heard of it. False when it is not on its way."""
+    run = lock_run(run_id)
+    if run is None or RunState(run.state) not in sources_of(RunEvent.REQUEUE):
+        return False
+    wait_s = min(LONGEST_PAUSE_S, 0.5 * 2 ** min(run.attempt, 6))
+    run.state = next_run(RunState(run.state), RunEvent.REQUEUE).value
+    run.message, run.due_at = reason[:MAX_MESSAGE_CHARS], timezone.now() + timedelta(seconds=wait_s)
+    run.save(update_fields=["state", "message", "due_at", "updated_at"])
+    audit_run(run, run.operation, "operation.run.queued", {"attempt": run.attempt})
+    publish_hint("operations", str(run.operation_id))
+    ring(run.pk, after_s=wait_s)
+    return True
+
+
+def last_run(operation: str, *, target: str, params: Mapping[str, object]) -> OperationRun | None:
+    """Return the last time the same was done to the same target (the same model, where there is one); None = never."""
+    ended = OperationRun.objects.filter(operation__operation=operation, target=target, ended_at__isnull=False)
+    model = params.get("modelId")
+    for run in ended.exclude(state=RunState.SKIPPED.value).select_related("operation").order_by("-ended_at")[:20]:
+        if model is None or _model_of(run) == model:
+            return run
+    return None
+
+
+def _model_of(run: OperationRun) -> object:
+    try:
+        return read_stored(run.operation).params.get("modelId")
+    except ApprovalError:
+        return None  # changed in the database: this tells nothing about any model

@@ -1,0 +1,125 @@
+"""What time does to operations: reminders, expiry, and the end of those whose policy is gone. Idempotent; run every few s.
+
+Each operation is looked at again under its lock, and one that somebody else holds is left for the next sweep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+from django.db import transaction
+from django.db.models import Exists, F, Max, OuterRef, Q, QuerySet
+from django.db.models.functions import Coalesce
+from django.utils import timezone
+
+from governance.models import Decision, Operation, OperationRun, PolicyVersion
+from governance.services.lookup import take_operation
+from governance.services.reviews import list_unreviewed
+from governance.services.transitions import drop_void, end_operation, tell
+from governance.states import OPEN_RUNS, ApprovalEvent, ApprovalState
+
+WARN_AT_PERCENT = (90, 50)
+REVIEW_WITHIN = timedelta(hours=24)
+BATCH = 100
+_OPEN = [state.value for state in OPEN_RUNS]
+_UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
+
+
+def sweep_operations() -> int:
+    """Remind, expire, block, and take approvals of revoked keys out; returns how many operations were changed."""
+    return _warn() + _expire() + block_stale() + _drop_void() + _claim_reviews()
+
+
+def block_stale() -> int:
+    """Block what was asked for under a policy that is no longer active and is not on its way; returns how many."""
+    gone = [PolicyVersion.State.SUPERSEDED, PolicyVersion.State.DROPPED]
+    stale = _not_on_its_way().filter(policy__state__in=gone)
+    return _end_each(stale, ApprovalEvent.BLOCK, notice="blocked", reason="the policy changed meanwhile")
+
+
+def _not_on_its_way() -> QuerySet[Operation]:
+    """Return what may still end: undecided, or approved and unsent, or a standing approval between two uses."""
+    runs = OperationRun.objects.filter(operation=OuterRef("pk"), state__in=_OPEN)
+    is_idle = Q(max_uses__gt=1) & ~Exists(runs)
+    return Operation.objects.filter(is_idle | Q(dispatched_at=None) | Q(state=_UNDECIDED[0]), state__in=_UNDECIDED)
+
+
+def _expire() -> int:
+    now = timezone.now()
+    late = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__lte=now)
+    unused = _not_on_its_way().filter(state=ApprovalState.APPROVED.value, dispatched_at=None, not_after__lte=now)
+    # A standing approval with uses left: its end is no news, so nobody is told.
+    left = _not_on_its_way().filter(state=ApprovalState.APPROVED.value, dispatched_at__isnull=False, not_after__lte=now)
+    left = left.annotate(used=Coalesce(Max("runs__use"), 0)).filter(used__lt=F("max_uses"))
+    return (
+        _end_each(late, ApprovalEvent.EXPIRE, notice="expired", reason="nobody decided in time")
+        + _end_each(unused, ApprovalEvent.EXPIRE, notice="expired", reason="it was not used in time")
+        + _end_each(left, ApprovalEvent.EXPIRE, notice="", reason="its window is over")
+    )
+
+
+def _drop_void() -> int:
+    """Take approvals out whose key was revoked or whose person was deactivated."""
+    void = Decision.objects.filter(is_approval=True, withdrawn_at=None, operation__in=_not_on_its_way().values("pk"))
+    void = void.filter(Q(key__revoked_at__isnull=False) | Q(person__is_active=False))
+    rows = _not_on_its_way().filter(pk__in=void.values("operation"))
+    return _each(rows, lambda operation: bool(drop_void(operation)))
+
+
+def _end_each(rows: QuerySet[Operation], event: ApprovalEvent, *, notice: str, reason: str) -> int:
+    def end(operation: Operation) -> bool:
+        end_operation(operation, event, reason=reason, notice=notice)
+        return True
+
+    return _each(rows, end)
+
+
+def _each(rows: QuerySet[Operation], change: Callable[[Operation], bool]) -> int:
+    """Change every operation that is among the rows still once it is locked; returns how many were."""
+    changed = 0
+    for op_id in list(rows.order_by("requested_at").values_list("pk", flat=True)[:BATCH]):
+        with transaction.atomic():
+            operation = take_operation(op_id)
+            # An approval may have been counted between the look and the lock.
+            if operation is not None and rows.filter(pk=op_id).exists():
+                changed += change(operation)
+    return changed
+
+
+def _warn() -> int:
+    """Remind at half and at nine tenths of the time that an operation may wait."""
+    now, warned = timezone.now(), 0
+    waiting = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=now, warned_percent__lt=90)
+    for operation in waiting.order_by("expires_at")[:BATCH]:
+        passed = (now - operation.requested_at) / (operation.expires_at - operation.requested_at) * 100
+        reached = next((percent for percent in WARN_AT_PERCENT if passed >= percent), 0)
+        if reached <= operation.warned_percent:
+            continue
+        with transaction.atomic():
+            changed = Operation.objects.filter(
+                pk=operation.pk, state=ApprovalState.PENDING.value, warned_percent=operation.warned_percent
+            ).update(warned_percent=reached)
+            if changed:
+                tell(operation, f"expiring_{reached}")
+                warned += 1
+    return warned
+
+
+def _claim_reviews() -> int:
+    """Remind everyone once of a break-glass that nobody reviewed within a day."""
+    due = list_unreviewed().filter(dispatched_at__lte=timezone.now() - REVIEW_WITHIN, warned_percent__lt=100)
+    claimed = 0
+    for operation in due[:BATCH]:
+        with transaction.atomic():
+            if Operation.objects.filter(pk=operation.pk, warned_percent__lt=100).update(warned_percent=100):
+                tell(operation, "review_overdue")
+                claimed += 1
+    return claimed
+
+
+def count_waiting_runs() -> int:
+    """Return how many runs are due and not taken: what a stuck worker shows."""
+    overdue = timezone.now() - timedelta(seconds=60)
+    runs = OperationRun.objects.filter(state__in=_OPEN, due_at__lte=overdue)
+    return runs.filter(operation__state=ApprovalState.APPROVED.value).count()

@@ -1,0 +1,160 @@
+"""The session of a person: how it was opened, how long it lives, and the challenge that a browser was given.
+
+``request.session["muster_assurance"]`` is how the person signed in. What that allows is ``governance.services.people``'s.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from django.contrib.auth import BACKEND_SESSION_KEY, SESSION_KEY, login, logout
+from django.contrib.auth.models import AnonymousUser
+from django.contrib.sessions.models import Session
+from django.db import transaction
+from django.http import HttpRequest
+from django.utils import timezone
+
+from governance.audit import record_event
+from governance.errors import SignInRefused
+from governance.services.people import Assurance, may_change
+from wire.optoken.approval import decode_bytes, encode_bytes
+
+if TYPE_CHECKING:
+    from controlplane.models import User
+
+ASSURANCE = "muster_assurance"
+SIGNED_IN_AT = "muster_signed_in_at"
+SEEN_AT = "muster_seen_at"
+CHALLENGE = "muster_challenge"
+IDLE_S = 30 * 60
+LONGEST_S = 12 * 3600
+SEEN_EVERY_S = 60
+CHALLENGE_S = 300
+_BACKEND = "django.contrib.auth.backends.ModelBackend"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One open session of a person, as its owner sees it."""
+
+    opened_at: datetime
+    seen_at: datetime
+    assurance: str
+    is_this: bool
+
+
+def open_session(request: HttpRequest, user: User, *, assurance: Assurance) -> None:
+    """Sign ``user`` in. Whatever the session held before is gone and its key is new, so that a planted one is worth nothing."""
+    request.session.flush()
+    now = int(time.time())
+    with transaction.atomic():
+        login(request, user, backend=_BACKEND)
+        request.session.update({ASSURANCE: assurance.value, SIGNED_IN_AT: now, SEEN_AT: now})
+        record_event(actor=_name(user), action="sign-in.open", target=user.get_username(), detail={"by": assurance.value})
+
+
+def close_session(request: HttpRequest) -> None:
+    """Sign out, if anybody is signed in."""
+    user = request.user
+    if user.is_authenticated:
+        with transaction.atomic():
+            record_event(actor=_name(user), action="sign-in.close", target=user.get_username(), detail={})
+    logout(request)
+
+
+def read_assurance(request: HttpRequest) -> Assurance:
+    """Return how the person signed in; the weakest way when the session does not say."""
+    said = request.session.get(ASSURANCE)
+    return Assurance(said) if said in set(Assurance) else Assurance.PASSWORD
+
+
+def may_act(request: HttpRequest) -> bool:
+    """Return whether the session may do what its person may; otherwise it may only look."""
+    return not isinstance(request.user, AnonymousUser) and may_change(request.user, read_assurance(request))
+
+
+def keep_session(request: HttpRequest, *, now: float) -> bool:
+    """Note that the session is in use; False when it was idle for IDLE_S or is older than LONGEST_S, and has been ended."""
+    opened_at, seen_at = request.session.get(SIGNED_IN_AT), request.session.get(SEEN_AT)
+    if not (isinstance(opened_at, int) and isinstance(seen_at, int)):
+        return True  # opened by a program and not by a person; the cookie's age bounds it
+    if now - seen_at > IDLE_S or now - opened_at > LONGEST_S:
+        logout(request)
+        return False
+    if now - seen_at > SEEN_EVERY_S:
+        request.session[SEEN_AT] = int(now)
+    return True
+
+
+def give_challenge(request: HttpRequest, purpose: str) -> bytes:
+    """Return 32 random bytes that the browser must sign within CHALLENGE_S. The newest one counts, once, for ``purpose``."""
+    challenge = secrets.token_bytes(32)
+    request.session[CHALLENGE] = {"of": purpose, "bytes": encode_bytes(challenge), "at": int(time.time())}
+    if not request.user.is_authenticated:
+        request.session.set_expiry(CHALLENGE_S)
+    return challenge
+
+
+def take_challenge(request: HttpRequest, purpose: str) -> bytes:
+    """Return what was given for ``purpose`` and forget it. Raises SignInRefused when there is nothing or it is too old."""
+    given = request.session.pop(CHALLENGE, None)
+    if given is not None:
+        # Saved before anything is verified: an answer that makes us fail must not be worth a second try.
+        request.session.save()
+    is_good = isinstance(given, dict) and given["of"] == purpose and time.time() - given["at"] <= CHALLENGE_S
+    if not is_good:
+        raise SignInRefused("That took too long, or was done in another window. Try again.")
+    return decode_bytes(given["bytes"])
+
+
+def list_sessions(request: HttpRequest) -> list[SessionView]:
+    """Return the person's open sessions, the newest first."""
+    views = [
+        SessionView(
+            opened_at=datetime.fromtimestamp(data[SIGNED_IN_AT], UTC),
+            seen_at=datetime.fromtimestamp(data[SEEN_AT], UTC),
+            assurance=str(data.get(ASSURANCE, "")),
+            is_this=key == request.session.session_key,
+        )
+        for key, data in _sessions_of(request.user.pk)
+        if SIGNED_IN_AT in data and SEEN_AT in data
+    ]
+    return sorted(views, key=lambda view: view.opened_at, reverse=True)
+
+
+def close_other_sessions(request: HttpRequest) -> int:
+    """End every session of the person but this one; return how many those were."""
+    keys = [key for key, _ in _sessions_of(request.user.pk) if key != request.session.session_key]
+    with transaction.atomic():
+        Session.objects.filter(session_key__in=keys).delete()
+        record_event(
+            actor=_name(request.user),
+            action="sign-in.close-others",
+            target=request.user.get_username(),
+            detail={"sessions": len(keys)},
+        )
+    return len(keys)
+
+
+def sweep_sessions() -> int:
+    """Delete the sessions that have ended; return how many those were."""
+    deleted, _ = Session.objects.filter(expire_date__lt=timezone.now()).delete()
+    return deleted
+
+
+def _sessions_of(user_id: object) -> list[tuple[str, dict[str, Any]]]:  # Any: what a session holds
+    """Return key and content of the open sessions of a person. Reads all sessions: there are few, without an index."""
+    found = []
+    for row in Session.objects.filter(expire_date__gt=timezone.now()).iterator():
+        data = row.get_decoded()
+        if data.get(SESSION_KEY) == str(user_id) and BACKEND_SESSION_KEY in data:
+            found.append((row.session_key, data))
+    return found
+
+
+def _name(user: User | AnonymousUser) -> str:
+    return f"user:{user.get_username()}"

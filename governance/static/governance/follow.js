@@ -1,0 +1,125 @@
+// Keeps what happens to an operation current: by its socket, and every three seconds by a request while there is no socket.
+const page = document.getElementById("operation");
+const said = document.getElementById("said");
+const POLL_MS = 3000;
+const LONGEST_PAUSE_MS = 30000;
+let pauseMs = 1000;
+let isConnected = false;
+let isOver = false;
+
+// Changes what differs and leaves the rest alone: a selection survives, opened details stay open, a bar moves.
+const update = (shown, fresh) => {
+    if (shown.nodeType !== fresh.nodeType || shown.nodeName !== fresh.nodeName) {
+        shown.replaceWith(fresh.cloneNode(true));
+        return;
+    }
+    if (shown.nodeType !== Node.ELEMENT_NODE) {
+        if (shown.nodeValue !== fresh.nodeValue) {
+            shown.nodeValue = fresh.nodeValue;
+        }
+        return;
+    }
+    for (const name of shown.getAttributeNames()) {
+        if (!fresh.hasAttribute(name) && name !== "open") {
+            shown.removeAttribute(name);
+        }
+    }
+    for (const name of fresh.getAttributeNames()) {
+        if (shown.getAttribute(name) !== fresh.getAttribute(name)) {
+            shown.setAttribute(name, fresh.getAttribute(name));
+        }
+    }
+    updateChildren(shown, fresh);
+};
+
+const updateChildren = (shown, fresh) => {
+    const before = [...shown.childNodes];
+    const after = [...fresh.childNodes];
+    after.forEach((node, index) => {
+        if (index < before.length) {
+            update(before[index], node);
+        } else {
+            shown.append(node.cloneNode(true));
+        }
+    });
+    before.slice(after.length).forEach((node) => node.remove());
+};
+
+// A button that has had its day goes; the focus does not go with it.
+const offer = (actions) => {
+    for (const form of document.querySelectorAll("[data-action]")) {
+        const isGone = !actions.has(form.dataset.action);
+        if (isGone && !form.hidden && form.contains(document.activeElement)) {
+            document.getElementById("what-now").focus();
+        }
+        form.hidden = isGone;
+    }
+};
+
+const show = (html) => {
+    const fresh = new DOMParser().parseFromString(html, "text/html");
+    for (const part of fresh.querySelectorAll("[data-live]")) {
+        const shown = page.querySelector(`[data-live="${part.dataset.live}"]`);
+        if (shown) {
+            update(shown, part);
+        }
+    }
+    const now = fresh.querySelector("[data-said]");
+    if (now) {
+        offer(new Set(now.dataset.actions.split(" ")));
+        if (said.textContent !== now.dataset.said) {
+            said.textContent = now.dataset.said;
+        }
+    }
+};
+
+const poll = async () => {
+    if (isConnected || isOver || document.hidden) {
+        return;
+    }
+    try {
+        const answer = await fetch(page.dataset.poll, { signal: AbortSignal.timeout(POLL_MS) });
+        if (answer.ok) {
+            show((await answer.json()).html);
+        }
+    } catch {
+        // The next one may get through.
+    }
+};
+
+const connect = () => {
+    const scheme = location.protocol === "https:" ? "wss:" : "ws:";
+    const socket = new WebSocket(`${scheme}//${location.host}${page.dataset.socket}`);
+    socket.addEventListener("message", (event) => {
+        isConnected = true;
+        pauseMs = 1000;
+        show(JSON.parse(event.data).html);
+    });
+    socket.addEventListener("close", () => {
+        isConnected = false;
+        if (!isOver) {
+            setTimeout(connect, pauseMs * (0.5 + Math.random()));
+            pauseMs = Math.min(pauseMs * 2, LONGEST_PAUSE_MS);
+        }
+    });
+    addEventListener(
+        "pagehide",
+        () => {
+            isOver = true;
+            socket.close();
+        },
+        { once: true },
+    );
+};
+
+if (page) {
+    connect();
+    setInterval(poll, POLL_MS);
+    // A page that comes back from the browser's memory has lost its socket.
+    addEventListener("pageshow", (event) => {
+        if (event.persisted) {
+            isOver = false;
+            connect();
+        }
+    });
+}

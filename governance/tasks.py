@@ -1,0 +1,52 @@
+"""Background work of governance. A task is a bell: it carries an id at most, and rows say what is to do."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from celery import shared_task
+from django.utils import timezone
+
+from governance import services
+from governance.checkpoints import checkpoint_if_due
+from governance.services.delivery import deliver_due
+from governance.services.sign_in_throttle import sweep_failures
+from governance.signin import sweep_sessions
+
+logger = logging.getLogger("muster.governance")
+
+
+@shared_task(name="governance.tasks.work")  # type: ignore[untyped-decorator]  # Celery ships no types
+def work(run_id: str) -> bool:
+    """Look at one run. Anything but the id of a run that is due has no effect."""
+    try:
+        ident = uuid.UUID(run_id)
+    except (ValueError, TypeError, AttributeError):
+        logger.warning("task_with_bad_id name=work")
+        return False
+    return services.work_on(ident)
+
+
+@shared_task(name="governance.tasks.sweep")  # type: ignore[untyped-decorator]  # Celery ships no types
+def sweep() -> None:
+    """Remind, expire, block, and work on whatever is due."""
+    services.reconcile()
+
+
+@shared_task(name="governance.tasks.deliver_notices")  # type: ignore[untyped-decorator]  # Celery ships no types
+def deliver_notices() -> int:
+    """Send notices that are due."""
+    return deliver_due(50)
+
+
+@shared_task(name="governance.tasks.checkpoint_audit")  # type: ignore[untyped-decorator]  # Celery ships no types
+def checkpoint_audit() -> bool:
+    """Sign a checkpoint of the audit log when enough is new."""
+    return checkpoint_if_due() is not None
+
+
+@shared_task(name="governance.tasks.forget_sign_ins")  # type: ignore[untyped-decorator]  # Celery ships no types
+def forget_sign_ins() -> int:
+    """Delete sessions that have ended and failed sign-ins that no longer count."""
+    return sweep_sessions() + sweep_failures(now=timezone.now())

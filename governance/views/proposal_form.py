@@ -1,0 +1,240 @@
+"""The form with which an operation is asked for, made for each kind of operation.
+
+A kind may say what can be chosen (``governance.registry.OffersChoices``). The others are asked for by target names and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from django import forms
+from django.http import QueryDict
+
+from governance.registry import OffersChoices, OperationKind
+from wire.optoken.approval import MAX_TARGETS
+
+PARAM_PREFIX = "param-"
+MAX_REASON_CHARS = 1000
+FieldSpec = Mapping[str, Any]  # Any: what each member holds is said at governance.registry.Choices
+BY_HAND: FieldSpec = {"name": "", "label": "Parameters", "kind": "json", "required": False, "help": "A JSON object."}
+
+
+class ProposalForm(forms.Form):
+    """What, why and how. ``what`` and ``how`` are its fields by the sections of the page."""
+
+    reason = forms.CharField(
+        label="Why?",
+        max_length=MAX_REASON_CHARS,
+        widget=forms.Textarea({"rows": 3}),
+        help_text="Approvers read this. Its digest is signed; the text itself is not part of the log.",
+    )
+    op_class = forms.ChoiceField(label="Class of the policy", required=False)
+    not_before = forms.DateTimeField(
+        label="Not before (UTC)",
+        required=False,
+        widget=forms.DateTimeInput({"type": "datetime-local"}),
+        help_text="Empty: at once.",
+    )
+    not_after = forms.DateTimeField(
+        label="Not after (UTC)",
+        required=False,
+        widget=forms.DateTimeInput({"type": "datetime-local"}),
+        help_text="Empty: as long as the policy allows.",
+    )
+    max_uses = forms.IntegerField(
+        label="Uses", min_value=1, max_value=1000, initial=1, help_text="More than one is a standing approval."
+    )
+    stops_on_failure = forms.BooleanField(
+        label="With several targets, stop at the first that fails", required=False, initial=True
+    )
+
+    def __init__(self, kind: OperationKind, classes: Sequence[str], sent: QueryDict | None = None, **options: Any) -> None:
+        super().__init__(sent, **options)
+        self.fields["op_class"] = forms.ChoiceField(
+            label="Class of the policy", choices=[(name, name) for name in classes], required=False
+        )
+        if len(classes) < 2:
+            del self.fields["op_class"]
+        self._kind, self._what = kind, list[str]()
+        offered = cast("Mapping[str, Any]", kind.choices() if isinstance(kind, OffersChoices) else {})
+        self._rare = list[str]()
+        self._add_targets(offered.get("targets"), offered.get("targets_label", "Targets"))
+        self._add_params(offered.get("params"))
+
+    def _add(self, name: str, field: forms.Field) -> None:
+        self.fields[name] = field
+        self._what.append(name)
+
+    def _add_targets(self, offered: Sequence[tuple[str, str]] | None, label: str) -> None:
+        if offered is None:
+            widget = forms.Textarea({"rows": 2, "class": "mono", "spellcheck": "false"})
+            text = "One on each line, in the order in which they are dealt with. Operations of the control plane need none."
+            self._add("targets", forms.CharField(label=label, required=False, widget=widget, help_text=text))
+        elif offered:
+            field = forms.MultipleChoiceField(label=label, choices=list(offered), widget=forms.CheckboxSelectMultiple)
+            field.initial = [value for value, _ in offered] if len(offered) == 1 else None
+            field.is_list = True  # type: ignore[attr-defined]  # read by the template
+            self._add("targets", field)
+
+    def _add_params(self, offered: Sequence[FieldSpec] | None) -> None:
+        specs: Sequence[FieldSpec] = [BY_HAND] if offered is None else offered
+        for spec in specs:
+            name = f"{PARAM_PREFIX}{spec['name']}"
+            self._add(name, _make_field(spec))
+            if spec.get("is_rare"):
+                self._rare.append(name)
+
+    @property
+    def what(self) -> list[forms.BoundField]:
+        """Targets and the parameters that most people fill in."""
+        return [self[name] for name in self._what if name not in self._rare]
+
+    @property
+    def rare(self) -> list[forms.BoundField]:
+        """The other parameters."""
+        return [self[name] for name in self._rare]
+
+    @property
+    def is_rare_open(self) -> bool:
+        """Whether something was said there, or is wrong there."""
+        return any(field.errors or field.value() for field in self.rare)
+
+    @property
+    def is_how_open(self) -> bool:
+        """Whether a window or more than one use was asked for, another class was chosen, or something is wrong there."""
+        asked = [self[name].value() for name in ("not_before", "not_after")]
+        is_many = str(self["max_uses"].value()) != str(self.fields["max_uses"].initial)
+        is_other = "op_class" in self.fields and self["op_class"].value() not in {None, "", self._kind.name}
+        return any(asked) or is_many or is_other or any(field.errors for field in self.how)
+
+    @property
+    def how(self) -> list[forms.BoundField]:
+        """Class, window, uses."""
+        names = ("op_class", "not_before", "not_after", "max_uses", "stops_on_failure")
+        return [self[name] for name in names if name in self.fields]
+
+    def clean_targets(self) -> list[str]:
+        """Return the targets in their order. Refuses more than a statement can name."""
+        given = self.cleaned_data["targets"]
+        targets = [line.strip() for line in given.splitlines() if line.strip()] if isinstance(given, str) else list(given)
+        if len(targets) > MAX_TARGETS:
+            raise forms.ValidationError(f"At most {MAX_TARGETS} targets fit into one operation.")
+        return targets
+
+    def read_targets(self) -> list[str]:
+        """Return the targets of a valid form."""
+        return list(self.cleaned_data.get("targets", []))
+
+    def read_params(self) -> dict[str, object]:
+        """Return the parameters of a valid form; what was left empty is left out."""
+        found: dict[str, object] = {}
+        for name in self._what:
+            if not name.startswith(PARAM_PREFIX):
+                continue
+            value = self.cleaned_data[name]
+            if name == PARAM_PREFIX:
+                found |= value or {}
+            elif value is not None and value != "" and value is not False:
+                found[name.removeprefix(PARAM_PREFIX)] = value
+        return found
+
+    def read_rest(self) -> dict[str, Any]:
+        """Return the other arguments of ``services.propose``."""
+        values = self.cleaned_data
+        return {
+            "reason": values["reason"],
+            "op_class": values.get("op_class", ""),
+            "not_before": values["not_before"],
+            "not_after": values["not_after"],
+            "max_uses": values["max_uses"],
+            "stops_on_failure": values["stops_on_failure"],
+        }
+
+    def blame(self, param: str | None, message: str) -> None:
+        """Show the words of an error at the field it names."""
+        place = {"op_class": "op_class", "not_after": "not_after", "reason": "reason", "targets": "targets"}.get(param or "")
+        found = next((name for name in (place, f"{PARAM_PREFIX}{param}") if name in self.fields), None)
+        self.add_error(found, message)
+
+
+def _make_field(spec: FieldSpec) -> forms.Field:
+    common = {"label": spec["label"], "help_text": spec.get("help", ""), "required": spec.get("required", True)}
+    match spec.get("kind", "text"):
+        case "number":
+            return forms.IntegerField(min_value=spec.get("min"), max_value=spec.get("max"), **common)
+        case "checkbox":
+            return forms.BooleanField(**{**common, "required": False})
+        case "select":
+            offered = list(spec["choices"])
+            if "others" in spec:
+                return forms.CharField(widget=SelectOrText(offered, spec["others"]), **common)
+            has_blank = common["required"] or any(value == "" for value, _ in offered)
+            return forms.ChoiceField(choices=offered if has_blank else [("", "–"), *offered], **common)
+        case "json":
+            return JsonObjectField(widget=forms.Textarea({"rows": 4, "class": "mono", "spellcheck": "false"}), **common)
+        case _:
+            return forms.CharField(**common)
+
+
+class SelectOrText(forms.MultiWidget):
+    """A list, and a text field under it for what the list does not hold; the text counts where there is one."""
+
+    use_fieldset = False
+
+    def __init__(self, offered: Sequence[tuple[str, str]], label: str) -> None:
+        self._values = {value for value, _ in offered}
+        text = forms.TextInput({"aria-label": f"{label}, by name", "placeholder": f"{label}, by name", "class": "other"})
+        super().__init__({"": forms.Select(choices=offered), "other": text})
+
+    def id_for_label(self, id_: str) -> str:
+        """Return the id of the list, which the label is for."""
+        return f"{id_}_0" if id_ else ""
+
+    def use_required_attribute(self, initial: object) -> bool:
+        """Return False: either of the two is enough."""
+        return False
+
+    def decompress(self, value: str | None) -> list[str | None]:
+        """Return what list and text show for a value."""
+        return [value, None] if value is None or value in self._values else [None, value]
+
+    def value_from_datadict(self, data: Any, files: Any, name: str) -> Any:  # Any: Django's signature
+        """Return the text if there is one, else what was chosen."""
+        chosen, text = super().value_from_datadict(data, files, name)
+        return (text or "").strip() or chosen or ""
+
+
+class JsonObjectField(forms.CharField):
+    """A JSON object, written by hand. No floats: they cannot be signed."""
+
+    def to_python(self, value: object) -> Any:  # Any: Django's signature
+        """Return the object; None for nothing. Raises ValidationError."""
+        text = super().to_python(value)
+        if not text:
+            return None
+        try:
+            found = json.loads(text, parse_float=_refuse_float, parse_constant=_refuse_float)
+        except (ValueError, RecursionError) as error:
+            raise forms.ValidationError(f"Not JSON that can be signed: {error}.") from None
+        if not isinstance(found, dict):
+            raise forms.ValidationError('Write a JSON object, such as {"modelId": "tiny"}.')
+        return found
+
+    def run_validators(self, value: object) -> None:
+        """Skip the checks of text: this is an object by now."""
+
+
+def _refuse_float(text: str) -> object:
+    raise ValueError(f"{text} is no whole number")
+
+
+def read_prefill(query: QueryDict) -> dict[str, object]:
+    """Return the first values of a form from an address: ``target`` (repeated), names of fields, names of parameters."""
+    found: dict[str, object] = {}
+    for name in query:
+        is_own = name in ProposalForm.base_fields or name.startswith(PARAM_PREFIX)
+        found[name if is_own else f"{PARAM_PREFIX}{name}"] = query[name]
+    targets = query.getlist("target")
+    return {**found, "targets": targets} if targets else found

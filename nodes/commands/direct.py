@@ -1,0 +1,239 @@
+"""Commands for boxes that are called over HTTP: one call of the model-runner API each time, never a wait.
+
+Such boxes are third-party programs. They know no (op_id, use): where the answer to a call is lost, nobody can tell whether the
+operation was carried out, and that is what the run then says.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import httpx
+from django.db.models import Q
+from django.utils import timezone
+
+from governance.states import RunEvent
+from nodes.addresses import DirectTarget, resolve_direct_target
+from nodes.commands.delivery import TOKEN_MARGIN
+from nodes.commands.statuses import TRY_AGAIN_CODES, finish_command, lose_run, note_running, send_back
+from nodes.errors import NodeError
+from nodes.models import NodeCommand, Reach
+from nodes.session import clean_result
+from wire.optoken.canonical import TOKEN_MEMBER
+
+POLL_S = 1.0
+CALL_TIMEOUT_S = 10.0
+UNATTENDED_AFTER = timedelta(seconds=5)
+"""A command that nobody touched for so long has lost its task; longer than a call may take is ``_CALL_LOST_AFTER``."""
+_CALL_LOST_AFTER = timedelta(seconds=2 * CALL_TIMEOUT_S)
+_MAX_ANSWER_BYTES = 256 * 1024
+_MAX_BATCH = 100
+_PATHS = {"model-load": "/v1/models/load", "model-unload": "/v1/models/unload", "cache-flush": "/v1/cache/flush"}
+_SPENT_CODES = frozenset({"op_token_refused", "op_token_expired"})
+
+logger = logging.getLogger("muster.nodes")
+
+Answer = tuple[int, dict[str, Any]]
+"""HTTP status and JSON members."""
+
+
+class BoxSilent(Exception):
+    """The box gave no answer that can be used. ``was_sent``: it may have got the request."""
+
+    def __init__(self, message: str, *, was_sent: bool) -> None:
+        super().__init__(message)
+        self.was_sent = was_sent
+
+
+def find_unattended() -> list[uuid.UUID]:
+    """Return the commands of boxes called over HTTP that no task looks after any more."""
+    now = timezone.now()
+    waiting = Q(state=NodeCommand.State.WAITING, updated_at__lte=now - UNATTENDED_AFTER) & ~Q(token="")
+    begun = Q(state__in=[NodeCommand.State.SENT, NodeCommand.State.RUNNING], updated_at__lte=now - _CALL_LOST_AFTER)
+    rows = NodeCommand.objects.filter(waiting | begun, node__reach=Reach.DIRECT).order_by("updated_at")
+    return list(rows.values_list("pk", flat=True)[:_MAX_BATCH])
+
+
+def call_direct_box(run_id: uuid.UUID) -> bool:
+    """Take one command one step further: hand it over, or ask how its load goes. Return whether to call again in POLL_S.
+
+    Two tasks for one command do the work of one: each step is claimed first.
+    """
+    row = NodeCommand.objects.select_related("node").filter(pk=run_id, node__reach=Reach.DIRECT).first()
+    if row is None or row.state == NodeCommand.State.ENDED:
+        return False
+    if row.state == NodeCommand.State.WAITING:
+        return bool(row.token) and _hand_over(row)
+    if not _claim(row, state=row.state):
+        return False
+    if row.task_id:
+        return _poll(row)
+    _lose(row, result={"error": "the answer of the box was lost"})
+    return False
+
+
+def _claim(row: NodeCommand, *, state: str) -> bool:
+    """Whether this step is ours: nobody has touched the row since it was read."""
+    now = timezone.now()
+    same = NodeCommand.objects.filter(pk=row.pk, state=row.state, updated_at=row.updated_at)
+    if not same.update(state=state, sent_at=row.sent_at or now, updated_at=now):
+        return False
+    row.state, row.updated_at = state, now
+    return True
+
+
+def _hand_over(row: NodeCommand) -> bool:
+    if row.token_expires_at is None or row.token_expires_at - timezone.now() <= TOKEN_MARGIN:
+        send_back(row, "its token ran out before the box could be reached")
+        return False
+    if not _claim(row, state=NodeCommand.State.SENT):
+        return False
+    body = {**row.body, TOKEN_MEMBER: row.token}
+    try:
+        status, members = _call(row.node.public_base_url, "POST", _PATHS[row.operation], body)
+    except BoxSilent as silence:
+        logger.warning("operation.box_silent node=%s reason=%s", row.node.name, silence)
+        if silence.was_sent:
+            _lose(row, result={"error": str(silence)[:300]})
+        else:
+            send_back(row, "the box could not be reached")
+        return False
+    return _take_answer(row, status, members)
+
+
+def _take_answer(row: NodeCommand, status: int, members: dict[str, Any]) -> bool:
+    task_id = members.get("taskId")
+    if status == 202 and isinstance(task_id, str) and _is_plain(task_id):
+        NodeCommand.objects.filter(pk=row.pk).update(task_id=task_id, updated_at=timezone.now())
+        note_running(row, stage=_text(members.get("stage")) or "loading", fraction=_number(members.get("progress")), eta_s=None)
+        return True
+    if status == 202:
+        _lose(row, result={"error": "the box began, and named no task that can be asked for"})
+        return False
+    if 200 <= status < 300:
+        finish_command(row, RunEvent.SUCCEED, result=clean_result(members))
+        return False
+    code, message = _read_error(members, status)
+    if code in TRY_AGAIN_CODES and code not in _SPENT_CODES:
+        send_back(row, f"the box refused it for now: {code}")
+        return False
+    finish_command(row, RunEvent.FAIL, code=code, message=message, result=clean_result(members))
+    return False
+
+
+def _poll(row: NodeCommand) -> bool:
+    try:
+        status, members = _call(row.node.public_base_url, "GET", f"{_PATHS['model-load']}/{row.task_id}", None)
+    except BoxSilent as silence:
+        logger.warning("operation.box_silent node=%s reason=%s", row.node.name, silence)
+        return True
+    if status == 404:
+        _lose(row, result={"error": "the box no longer knows the task"})
+        return False
+    if status != 200:
+        return True
+    match members.get("status"):
+        case "completed":
+            finish_command(row, RunEvent.SUCCEED, result=clean_result(members))
+        case "failed":
+            code, message = _text(members.get("code")) or "model_load_failed", _text(members.get("error"))
+            finish_command(row, RunEvent.FAIL, code=code, message=message, result=clean_result(members))
+        case "interrupted":
+            _lose(row, result=clean_result(members))
+        case _:
+            note_running(
+                row,
+                stage=_text(members.get("stage")),
+                fraction=_number(members.get("progress")),
+                eta_s=_number(members.get("eta")),
+            )
+            return True
+    return False
+
+
+def _lose(row: NodeCommand, *, result: dict[str, Any]) -> None:
+    """End a command whose outcome nobody knows, with what the box says it has loaded."""
+    try:
+        _, members = _call(row.node.public_base_url, "GET", "/v1/capabilities", None)
+        loaded = _list_loaded(members)
+    except BoxSilent:
+        loaded = []
+    lose_run(row, result=result, loaded=loaded)
+
+
+def _list_loaded(members: dict[str, Any]) -> list[str]:
+    models = members.get("models")
+    listed = models.get("loaded") if isinstance(models, dict) else None
+    rows = [each for each in listed[:100] if isinstance(each, dict)] if isinstance(listed, list) else []
+    return [name for name in (_text(each.get("id")) for each in rows) if name]
+
+
+def _call(base_url: str, method: str, path: str, body: dict[str, Any] | None) -> Answer:
+    """Send one request to the address that the guard allows. Raises BoxSilent."""
+    try:
+        target = resolve_direct_target(base_url)
+    except NodeError as error:
+        raise BoxSilent(error.message, was_sent=False) from None
+    try:
+        with httpx.Client(timeout=CALL_TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
+            response = client.send(_build_request(client, target, method, path, body), stream=True)
+            try:
+                raw = _read(response)
+            finally:
+                response.close()
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise BoxSilent(type(error).__name__, was_sent=False) from None
+    except httpx.HTTPError as error:
+        raise BoxSilent(type(error).__name__, was_sent=True) from None
+    try:
+        members = json.loads(raw or b"{}")
+    except ValueError:
+        members = None
+    if not isinstance(members, dict):
+        raise BoxSilent(f"answered {response.status_code} with something that is no JSON object", was_sent=True)
+    return response.status_code, members
+
+
+def _read(response: httpx.Response) -> bytes:
+    raw = bytearray()
+    until = time.monotonic() + CALL_TIMEOUT_S
+    for piece in response.iter_bytes():
+        raw += piece
+        if len(raw) > _MAX_ANSWER_BYTES or time.monotonic() > until:
+            raise httpx.ReadError("the answer is too long, or too slow")
+    return bytes(raw)
+
+
+def _build_request(
+    client: httpx.Client, target: DirectTarget, method: str, path: str, body: dict[str, Any] | None
+) -> httpx.Request:
+    """Return a request that dials the checked address and is for the host of the URL, in HTTP and in TLS alike."""
+    url = httpx.URL(scheme=target.scheme, host=target.address, port=target.port, path=f"{target.base_path}{path}")
+    headers = {"host": f"{target.host}:{target.port}"}
+    return client.build_request(method, url, headers=headers, json=body, extensions={"sni_hostname": target.host})
+
+
+def _read_error(members: dict[str, Any], status: int) -> tuple[str, str]:
+    error = members.get("error")
+    fields = error if isinstance(error, dict) else {}
+    return _text(fields.get("code")) or f"http_{status}", _text(fields.get("message")) or f"The box answered {status}."
+
+
+def _is_plain(task_id: str) -> bool:
+    """Whether a task id can stand in a path as it is."""
+    return (
+        0 < len(task_id) <= 80 and all(c.isascii() and (c.isalnum() or c in "-_.") for c in task_id) and set(task_id) != {"."}
+    )
+
+
+def _text(value: object) -> str:
+    return "".join(c if c.isprintable() else " " for c in value[:500]) if isinstance(value, str) else ""
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,309 @@
+"""What goes between a gateway process and its boxes beside requests: commands, policies, checkpoints, and the answers.
+
+Frames are only noted here; everything that needs the database happens in ``run``, in a database thread. What is lost with the
+process is asked again: rows say what is open, and the box answers a question as often as it is put.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from django.db import DatabaseError, DataError, InterfaceError
+
+from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
+from governance.errors import GovernanceError
+from governance.services import policy_chain
+from nodes.commands import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
+from nodes.links import LinkRegistry
+from nodes.links.relay import RelayLink
+from nodes.offload import run_in_database
+from nodes.services.governance import take_report
+from wire import bridge
+
+SWEEP_S = 2.0
+POLICY_EVERY_S = 30.0
+CHECKPOINT_EVERY_S = 10.0
+PROGRESS_EVERY_S = 1.0
+RETRY_S = 1.0
+MAX_STATUSES_A_BOX = 64
+"""Operations of which one box may speak at once; it is asked about any other again."""
+MAX_STATUSES_A_ROUND = 256
+MAX_REPORTS_A_BOX = 8
+"""What one box said of how it decides and is not stored yet; of every box one is stored a round."""
+MAX_PROOFS_A_ROUND = 8
+MAX_POLICIES_A_FRAME = 16
+"""A policy has up to 64 KiB; a box that is further behind says so again and gets the next ones."""
+
+logger = logging.getLogger("muster.nodes")
+
+StatusKey = tuple[uuid.UUID, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    node_id: uuid.UUID
+    report: bridge.GovernanceReport
+    heard_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """The newest checkpoint (``root`` in base64)."""
+
+    note: str
+    size: int
+    root: str
+
+
+class Courier:
+    """Delivers to the boxes on the sockets of this process, and takes down what they say."""
+
+    def __init__(self, registry: LinkRegistry, *, gateway_id: uuid.UUID) -> None:
+        self._registry = registry
+        self._gateway_id = gateway_id
+        self._statuses: dict[StatusKey, bridge.OpStatus] = {}
+        self._written_at: dict[StatusKey, float] = {}
+        self._reports: dict[uuid.UUID, deque[_Report]] = {}
+        self._bell = asyncio.Event()
+        self._deliver_at = self._policy_at = self._checkpoint_at = 0.0
+
+    @property
+    def waiting_statuses(self) -> tuple[bridge.OpStatus, ...]:
+        """What boxes said of operations and the database does not know yet."""
+        return tuple(self._statuses.values())
+
+    @property
+    def waiting_reports(self) -> int:
+        """How many words on how boxes decide are not stored yet."""
+        return sum(map(len, self._reports.values()))
+
+    # on the event loop, from the frame path
+
+    def take_status(self, link: RelayLink, status: bridge.OpStatus) -> None:
+        """Note where an operation stands on a box; the newest word counts, and a last word stays the last."""
+        key = (link.node_id, status.op_id, status.use)
+        before = self._statuses.get(key)
+        if before is None and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= MAX_STATUSES_A_BOX:
+            logger.error("node.status_dropped node=%s; the box is asked again", link.node_name)
+            return
+        if before is not None and before.state in FINAL_STATES and status.state not in FINAL_STATES:
+            return
+        self._statuses[key] = status
+        self._bell.set()
+
+    def take_report(self, link: RelayLink, report: bridge.GovernanceReport) -> None:
+        """Note how a box decides now."""
+        link.governance = report.governance
+        waiting = self._reports.setdefault(link.node_id, deque())
+        if len(waiting) >= MAX_REPORTS_A_BOX:
+            logger.error("node.report_dropped node=%s; it says so again when it registers", link.node_name)
+            return
+        waiting.append(_Report(link.node_id, report, time.time_ns() // 1_000_000))
+        self._policy_at = 0.0
+        self._bell.set()
+
+    def wake(self, topic: str = "") -> None:
+        """Look at the rows of a topic (commands, policy, checkpoints) at once; "" = at all of them."""
+        if topic in {"", "commands"}:
+            self._deliver_at = 0.0
+        if topic in {"", "policy"}:
+            self._policy_at = 0.0
+        if topic in {"", "checkpoints"}:
+            self._checkpoint_at = 0.0
+        self._bell.set()
+
+    # in the background
+
+    async def run(self) -> None:
+        """Deliver and take down for ever. While the database is away everything is kept and tried again."""
+        while True:
+            try:
+                async with asyncio.timeout(self._rest_s()):
+                    await self._bell.wait()
+            except TimeoutError:
+                pass
+            self._bell.clear()
+            try:
+                await self._store_statuses()
+                await self._store_reports()
+                await self._deliver()
+                await self._offer_policies()
+                await self._offer_checkpoints()
+            except (DatabaseError, InterfaceError, OSError) as error:
+                logger.warning("node.courier_waits error=%s", type(error).__name__)
+                await asyncio.sleep(RETRY_S)
+
+    def _rest_s(self) -> float:
+        """Return how long nothing is due by the clock."""
+        now = time.monotonic()
+        due = [self._deliver_at + SWEEP_S]
+        due += [self._written_at.get(key, 0.0) + PROGRESS_EVERY_S for key in self._statuses]
+        return max(0.02, min(due) - now)
+
+    def _due_statuses(self) -> dict[StatusKey, bridge.OpStatus]:
+        now = time.monotonic()
+        due = (
+            (key, status)
+            for key, status in self._statuses.items()
+            if status.state != "running" or now - self._written_at.get(key, 0.0) >= PROGRESS_EVERY_S
+        )
+        return dict(islice(due, MAX_STATUSES_A_ROUND))
+
+    async def _store_statuses(self) -> None:
+        due = self._due_statuses()
+        if not due:
+            return
+        await run_in_database(_store_statuses, due)
+        now = time.monotonic()
+        for key, status in due.items():
+            if self._statuses.get(key) is status:  # else the box has said something newer meanwhile
+                del self._statuses[key]
+            self._written_at[key] = now
+        self._written_at = {key: at for key, at in self._written_at.items() if now - at < PROGRESS_EVERY_S}
+
+    def due_reports(self) -> list[_Report]:
+        """Return the oldest report of every box."""
+        return [waiting[0] for waiting in self._reports.values()]
+
+    async def _store_reports(self) -> None:
+        for report in self.due_reports():
+            await run_in_database(_store_report, report)
+            waiting = self._reports[report.node_id]
+            waiting.popleft()
+            if not waiting:
+                del self._reports[report.node_id]
+        if self._reports:
+            self._bell.set()
+
+    async def _deliver(self) -> None:
+        now = time.monotonic()
+        if now - self._deliver_at < SWEEP_S:
+            return
+        self._deliver_at = now
+        linked = {link.node_id: link.linked_at for link in self._governed_links()}
+        if not linked:
+            return
+        for delivery in await run_in_database(plan_deliveries, linked=linked, gateway_id=self._gateway_id):
+            self._send(delivery)
+
+    def _send(self, delivery: Delivery) -> None:
+        link = self._registry.get(delivery.node_id)
+        if not isinstance(link, RelayLink) or link.closed or link.governance is None:
+            return  # the row says that it was sent; the next session of the box is asked
+        match delivery:
+            case Send():
+                link.send_message(
+                    bridge.OpCommand(
+                        op_id=delivery.op_id,
+                        use=delivery.use,
+                        operation=delivery.operation,
+                        body=delivery.body,
+                        token=delivery.token,
+                    )
+                )
+            case Ask():
+                link.send_message(bridge.OpQuery(op_id=delivery.op_id, use=delivery.use))
+
+    async def _offer_policies(self) -> None:
+        now = time.monotonic()
+        if now - self._policy_at < POLICY_EVERY_S:
+            return
+        self._policy_at = now
+        versions = {link: link.governance.policy_version for link in self._governed_links() if link.governance is not None}
+        if not versions:
+            return
+        oldest = min(versions.values())
+        chain = await run_in_database(policy_chain, after_version=oldest)
+        newest = oldest + len(chain)
+        for link, version in versions.items():
+            if version < newest and link.offered_policy != (version, newest) and not link.closed:
+                link.offered_policy = (version, newest)
+                following = chain[version - oldest :][:MAX_POLICIES_A_FRAME]
+                link.send_message(bridge.PolicyOffer(policies=following))
+
+    async def _offer_checkpoints(self) -> None:
+        now = time.monotonic()
+        if now - self._checkpoint_at < CHECKPOINT_EVERY_S:
+            return
+        self._checkpoint_at = now
+        sizes = {link: _witnessed(link) for link in self._governed_links() if _is_witness(link)}
+        newest = await run_in_database(_read_checkpoint) if sizes else None
+        if newest is None:
+            return
+        due = {
+            link: size
+            for link, (size, root) in sizes.items()
+            if (size, root) != (newest.size, newest.root) and link.offered_size != newest.size
+        }
+        # A box says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
+        wanted = sorted(set(due.values()), reverse=True)[:MAX_PROOFS_A_ROUND]
+        proofs = await run_in_database(_prove, wanted, newest.size) if wanted else {}
+        for link, size in due.items():
+            proof = proofs.get(size)
+            if proof is not None and not link.closed:
+                link.offered_size = newest.size
+                link.send_message(bridge.CheckpointOffer(note=newest.note, old_size=size, proof=proof))
+
+    def _governed_links(self) -> list[RelayLink]:
+        """Return the links of boxes that know operations; others would end their session over a frame they do not know."""
+        return [link for link in self._registry if isinstance(link, RelayLink) and link.governance is not None]
+
+
+def _witnessed(link: RelayLink) -> tuple[int, str]:
+    """Return size and root (base64) of the last checkpoint that a box saw."""
+    return (0, "") if link.governance is None else (link.governance.witness_size, link.governance.witness_root)
+
+
+def _is_witness(link: RelayLink) -> bool:
+    """Whether a box can check a checkpoint: the log's key stands in the policy that it pinned."""
+    return link.governance is not None and link.governance.policy_version > 0
+
+
+# in a database thread
+
+
+def _store_statuses(statuses: Mapping[StatusKey, bridge.OpStatus]) -> None:
+    for (node_id, _, _), status in statuses.items():
+        try:
+            store_status(node_id=node_id, status=status)
+        except DataError:  # what one box says must not keep the others from being heard
+            logger.exception("node.status_refused node_id=%s", node_id)
+
+
+def _store_report(report: _Report) -> None:
+    try:
+        take_report(node_id=report.node_id, report=report.report, heard_ms=report.heard_ms)
+    except DataError:
+        logger.exception("node.report_refused node_id=%s", report.node_id)
+
+
+def _read_checkpoint() -> _Checkpoint | None:
+    newest = latest_checkpoint()
+    return None if newest is None else _Checkpoint(newest.note, newest.size, base64.b64encode(bytes(newest.root)).decode())
+
+
+def _prove(sizes: Iterable[int], newest_size: int) -> dict[int, list[str]]:
+    """Return by old size the proof that the log of ``newest_size`` extends it.
+
+    Nothing can be proved to a box that saw more, or a size at which this log never signed anything: the proof is empty, and the
+    box raises the alarm.
+    """
+    proofs: dict[int, list[str]] = {}
+    for size in sizes:
+        proofs[size] = []
+        if size >= newest_size or not (size == 0 or has_checkpoint(size)):
+            continue
+        try:
+            proofs[size] = [base64.b64encode(step).decode() for step in consistency(size, newest_size)]
+        except GovernanceError as error:
+            del proofs[size]
+            logger.error("node.checkpoint_not_proved size=%d error=%s", size, error)  # noqa: TRY400 - the text says it all
+    return proofs

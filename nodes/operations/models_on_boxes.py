@@ -1,0 +1,244 @@
+"""Operations that a box carries out itself: load, unload, flush. Each needs a token, which governance makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+
+from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from nodes.commands import Command, put_command
+from nodes.models import Node, NodeOpKey, NodePresence, Reach
+from nodes.operations.choices import flush_choices, list_boxes, load_choices, unload_choices
+from nodes.operations.impact import (
+    CAUTION,
+    DANGER,
+    OK,
+    judge_eviction,
+    judge_history,
+    judge_live,
+    judge_memory,
+    judge_reach,
+)
+from nodes.operations.params import LOAD_FIELDS, UNLOAD_FIELDS, clean_flush, clean_params
+from nodes.operations.targets import Target, clean_targets, find_signed, hinders, name_of, read_target
+from nodes.services import judge_status
+from nodes.services.direct_calls import ring_direct_box
+from wire.contract import NodeStatus
+
+AWAY_RETRY_S = 10.0
+_MAX_NAMED = 3
+
+
+class _BoxOperation:
+    """What the three have in common. Each says its name, its parameters and its words."""
+
+    name: str
+    title: str
+    is_remote = True
+
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Return the request with runner ids as targets. Raises InvalidProposal."""
+        cleaned = self._clean_params(params)
+        return Request(clean_targets(targets, is_remote=True), cleaned)
+
+    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
+        """Return the request in words, each parameter beside what is so today."""
+        found = [target for target in map(read_target, targets) if target is not None]
+        boxes = Line("On" if len(targets) == 1 else f"On {len(targets)} boxes, one after the other", ", ".join(targets))
+        return Description(f"{self._sentence(params)} {_name_boxes(targets)}", [boxes, *self._lines(params, found)])
+
+    def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
+        """Return what it would mean for each box."""
+        impacts: list[Impact] = []
+        for signed in targets:
+            target = read_target(signed)
+            if target is None:
+                impacts.append(Impact(DANGER, f"{signed} is no box that is known here any more."))
+                continue
+            impacts += [*judge_reach(target), *self._judge(target, params, signed)]
+            impacts += judge_history(self.name, signed, params, target.node.name)
+        return impacts
+
+    def find_signer(self, target: str) -> Signer | None:
+        """Return the box's newest key; None while it is away or takes no operations."""
+        node = find_signed(target)
+        if node is None or not node.op_level or node.runner_id != target:
+            return None
+        key = NodeOpKey.objects.filter(node=node, retired_at=None).order_by("-pk").first()
+        return None if key is None else Signer(node.op_level, key.kid, bytes(key.secret), node.runner_id)
+
+    def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
+        """Put the command where a gateway finds it; a box called over HTTP is called by a task."""
+        node = find_signed(order.target)
+        if node is None:
+            return NotNow(f"{order.target} is no box that is known here", retry_s=AWAY_RETRY_S)
+        if problem := hinders(node) or _is_away(node):
+            return NotNow(problem, retry_s=AWAY_RETRY_S)
+        put_command(
+            Command(
+                run_id=order.run_id,
+                node_id=node.pk,
+                op_id=order.op_id,
+                use=order.use,
+                operation=order.operation,
+                body=order.params,
+                token=order.token,
+                token_expires_at=datetime.fromtimestamp(order.token_expires_at, UTC),
+            )
+        )
+        if node.reach == Reach.DIRECT.value:
+            ring_direct_box(order.run_id)
+        return Sent()
+
+    def _clean_params(self, params: Mapping[str, object]) -> dict[str, object]:
+        raise NotImplementedError
+
+    def _sentence(self, params: Mapping[str, object]) -> str:
+        """Return the title up to the names of the boxes."""
+        raise NotImplementedError
+
+    def _lines(self, params: Mapping[str, object], found: Sequence[Target]) -> list[Line]:
+        raise NotImplementedError
+
+    def _judge(self, target: Target, params: Mapping[str, object], signed: str) -> Iterator[Impact]:
+        raise NotImplementedError
+
+
+class ModelLoad(_BoxOperation):
+    """Load a model, another one making room for it where that is asked for."""
+
+    name = "model-load"
+    title = "Load a model"
+
+    def choices(self) -> Choices:
+        """Return what the page that proposes offers."""
+        return load_choices(list_boxes())
+
+    def _clean_params(self, params: Mapping[str, object]) -> dict[str, object]:
+        return clean_params(params, LOAD_FIELDS)
+
+    def _sentence(self, params: Mapping[str, object]) -> str:
+        return f"Load {params.get('modelId')} on"
+
+    def _lines(self, params: Mapping[str, object], found: Sequence[Target]) -> list[Line]:
+        labels = {
+            "quantization": "Quantization",
+            "maxContextLength": "Tokens per request",
+            "gpuMemoryBudgetMB": "Memory for it, MiB",
+        }
+        lines = [Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId")))]
+        lines += [Line(label, str(params[field]), "as the box is set up") for field, label in labels.items() if field in params]
+        if "evictModel" in params:
+            lines.append(Line("Unloaded first", str(params["evictModel"]), _now_of(found, params["evictModel"])))
+        overrides = params.get("overrides")
+        if isinstance(overrides, Mapping):
+            lines += [Line(f"Engine: {name}", str(value), "as the box is set up") for name, value in sorted(overrides.items())]
+        return lines
+
+    def _judge(self, target: Target, params: Mapping[str, object], signed: str) -> Iterator[Impact]:
+        model = str(params.get("modelId"))
+        if model in target.loaded:
+            yield Impact(CAUTION, f"{model} is loaded on {target.node.name} already; the box then changes nothing.")
+            return
+        yield from judge_eviction(target, params)
+        yield from judge_memory(target, params, operation=self.name, signed=signed)
+
+
+class ModelUnload(_BoxOperation):
+    """Unload a model; by force without waiting for what runs."""
+
+    name = "model-unload"
+    title = "Unload a model"
+
+    def choices(self) -> Choices:
+        """Return what the page that proposes offers."""
+        return unload_choices(list_boxes())
+
+    def _clean_params(self, params: Mapping[str, object]) -> dict[str, object]:
+        return clean_params(params, UNLOAD_FIELDS)
+
+    def _sentence(self, params: Mapping[str, object]) -> str:
+        how = "Unload by force" if params.get("force") is True else "Unload"
+        return f"{how} {params.get('modelId')} from"
+
+    def _lines(self, params: Mapping[str, object], found: Sequence[Target]) -> list[Line]:
+        is_forced = params.get("force") is True
+        running = "are cut off at once" if is_forced else "may finish within the box's own limit"
+        return [
+            Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId"))),
+            Line("Requests that run", running),
+        ]
+
+    def _judge(self, target: Target, params: Mapping[str, object], signed: str) -> Iterator[Impact]:
+        model = str(params.get("modelId"))
+        if model not in target.loaded:
+            yield Impact(CAUTION, f"{model} is not loaded on {target.node.name}.")
+            return
+        verb = "they are cut off" if params.get("force") is True else "they may finish within the box's own limit"
+        yield from judge_live(target, model, verb=verb)
+
+
+class CacheFlush(_BoxOperation):
+    """Flush caches: all, of a model, of a tenant or of a tag."""
+
+    name = "cache-flush"
+    title = "Flush caches"
+
+    def choices(self) -> Choices:
+        """Return what the page that proposes offers."""
+        return flush_choices(list_boxes())
+
+    def _clean_params(self, params: Mapping[str, object]) -> dict[str, object]:
+        return clean_flush(params)
+
+    def _sentence(self, params: Mapping[str, object]) -> str:
+        model, tenant = params.get("modelId"), params.get("tenantId")
+        match params.get("scope"):
+            case "tenant":
+                what = f"the cache of tenant {tenant}"
+            case "tag":
+                what = f"the cache tagged {params.get('tag')}" + (f" of tenant {tenant}" if tenant else "")
+            case "model":
+                return f"Flush the cache of model {model} on"
+            case _:
+                what = "all caches"
+        return f"Flush {what}{f' of model {model}' if model else ''} on"
+
+    def _lines(self, params: Mapping[str, object], found: Sequence[Target]) -> list[Line]:
+        labels = {"scope": "Scope", "tenantId": "Tenant", "modelId": "Model", "tag": "Tag"}
+        return [Line(label, str(params[field])) for field, label in labels.items() if field in params]
+
+    def _judge(self, target: Target, params: Mapping[str, object], signed: str) -> Iterator[Impact]:
+        model = params.get("modelId")
+        if params.get("scope") == "all":
+            yield Impact(
+                DANGER, f"The caches of every tenant on {target.node.name} are emptied; their next requests are slower."
+            )
+        if isinstance(model, str) and model not in target.loaded:
+            yield Impact(CAUTION, f"{model} is not loaded on {target.node.name}.")
+        elif not target.loaded:
+            yield Impact(OK, f"No model is loaded on {target.node.name}.")
+        else:
+            yield from judge_live(target, model if isinstance(model, str) else None, verb="some engines refuse while they run")
+
+
+def _is_away(node: Node) -> str:
+    presence: NodePresence | None = getattr(node, "presence", None)
+    has_way = node.reach == Reach.DIRECT.value or (presence is not None and presence.connected)
+    if not has_way or judge_status(node, presence, now=datetime.now(UTC)) is NodeStatus.OFFLINE:
+        return f"{node.name} is offline; it is told when it is back"
+    return ""
+
+
+def _now_of(found: Sequence[Target], model: object) -> str:
+    """Return on how many of the boxes a model is loaded now."""
+    holding = [target.node.name for target in found if model in target.loaded]
+    if not holding:
+        return "not loaded"
+    return "loaded" if len(found) == 1 else f"loaded on {', '.join(holding[:_MAX_NAMED])}"
+
+
+def _name_boxes(targets: Sequence[str]) -> str:
+    names = [name_of(target) for target in targets[:_MAX_NAMED]]
+    beyond = f" and {len(targets) - _MAX_NAMED} more" if len(targets) > _MAX_NAMED else ""
+    return ", ".join(names) + beyond

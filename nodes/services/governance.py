@@ -1,0 +1,263 @@
+"""How a box decides about operations, as it says itself: level, identity, keys, pinned policy, clock. Keys given by hand.
+
+Nothing here is proof: a box proves what it did by receipts, and its runner id names the key that they are signed with.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+import uuid
+from typing import assert_never
+
+from django.db import connection, transaction
+from django.db.models import Q
+from django.utils import timezone
+
+from governance.audit import record_event, record_word
+from governance.checkpoints import WitnessStatus, record_witness
+from governance.errors import GovernanceError
+from governance.hints import publish_hint
+from nodes.errors import BadRequest, NodeNotFound
+from nodes.models import Node, NodeOpKey, ProviderState, Reach
+from nodes.states import SKEW_WARNING_MS
+from wire.bridge import BoxGovernance, GovernanceReport
+from wire.optoken import MIN_KEY_BYTES
+from wire.optoken.approval import ApprovalError, decode_bytes
+from wire.optoken.identity import owns_runner_id
+
+MAX_SECRET_BYTES = 64
+MAX_KID_CHARS = 64
+MAX_RETIRED_KEYS = 16
+"""Of one box; older ones are deleted. They sign nothing any more."""
+_MAX_SKEW_MS = 2**31 - 1
+_CERTIFIED = re.compile(r"#[a-z2-7]{26}\Z")
+"""The end of a runner id that was made from a key: at any level only the holder of that key has it."""
+
+logger = logging.getLogger("muster.nodes")
+
+
+@transaction.atomic
+def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms: int) -> Node | None:
+    """Store how a box decides. Safe to repeat. Returns the node, None when there is none any more.
+
+    ``said`` None: the box takes no operations from here. ``heard_ms``: Unix milliseconds at which it was heard.
+    A box whose runner id is not made from its key (L2), or belongs to another box, gets the level "" and a line in the log.
+    """
+    node = Node.objects.select_for_update().filter(pk=node_id).first()
+    if node is None:
+        return None
+    if said is None:
+        if node.op_level and node.reach == Reach.RELAY.value:
+            node.op_level = ""
+            node.save(update_fields=["op_level", "updated_at"])
+        return node
+    _lock_runner_id(said.runner_id)
+    refusal = _find_refusal(node, said)
+    if refusal:
+        logger.error("node.governance_refused node=%s reason=%s", node.name, refusal)
+        if node.op_level or node.policy_error != refusal:
+            _record(node, "node.governance_refused", {"reason": refusal})
+        node.op_level, node.policy_error = "", refusal
+        node.save(update_fields=["op_level", "policy_error", "updated_at"])
+        return node
+    _store(node, said, heard_ms=heard_ms)
+    _store_keys(node, said)
+    return node
+
+
+@transaction.atomic
+def take_report(*, node_id: uuid.UUID, report: GovernanceReport, heard_ms: int) -> None:
+    """Store what changed in how a box decides, and its word for the audit checkpoint that it saw.
+
+    An alarm stays until the box signs a checkpoint that the log of now contains.
+    """
+    node = take_governance(node_id=node_id, said=report.governance, heard_ms=heard_ms)
+    if node is None or not node.op_level:
+        return
+    alarm: str | None = report.witness_alarm or None
+    if report.witness_signature and alarm is None:
+        alarm = _judge_witness(node, report)
+    if alarm is None or alarm == node.witness_alarm:
+        return
+    if alarm:
+        logger.error("node.witness_alarm node=%s", node.name)
+        _record(node, "node.witness_alarm", {"witness_size": report.governance.witness_size})
+    node.witness_alarm = alarm
+    node.save(update_fields=["witness_alarm", "updated_at"])
+
+
+def _judge_witness(node: Node, report: GovernanceReport) -> str:
+    """Keep the box's signed word on the audit log; return why it contradicts the log, "" = it does not."""
+    said = report.governance
+    try:
+        status = record_witness(
+            node_name=node.name,
+            size=said.witness_size,
+            root=_decode(said.witness_root),
+            signature=_decode(report.witness_signature),
+            public_key=decode_bytes(node.box_key),
+        )
+    except (GovernanceError, ApprovalError, ValueError) as error:
+        return f"what it says of the audit log proves nothing: {error}"[:300]
+    match status:
+        case WitnessStatus.OK:
+            return ""
+        case WitnessStatus.BEHIND:
+            return f"it saw an audit log of {said.witness_size} entries; the log is shorter now"
+        case WitnessStatus.INCONSISTENT:
+            return f"the first {said.witness_size} entries of the audit log are not those that it saw"
+    assert_never(status)
+
+
+def _decode(text: str) -> bytes:
+    """Return the bytes of base64 or base64url, padded or not. Raises ValueError."""
+    plain = text.rstrip("=").replace("-", "+").replace("_", "/")
+    return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
+
+
+@transaction.atomic
+def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_id: str = "", actor: str) -> NodeOpKey:
+    """Give the key that tokens for a box called over HTTP are signed with; older ones are retired.
+
+    ``secret``: the text that stands in the box's key file, of at least MIN_KEY_BYTES bytes. ``level``: L0 or L1. ``runner_id``:
+    what the box calls itself in L1 tokens; "" = a name made from the node's. Raises NodeNotFound, BadRequest.
+    """
+    node = Node.objects.select_for_update().filter(pk=node_id).first()
+    if node is None:
+        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+    _check_given(node, kid=kid, secret=secret, level=level, runner_id=runner_id)
+    target = runner_id or node.runner_id or f"{node.name}#{node.printed_id}"
+    _lock_runner_id(target)
+    if _is_held(node, target):
+        raise BadRequest(f"Another node is called {target} already; every box needs its own runner id.", param="runner_id")
+    NodeOpKey.objects.filter(node=node, retired_at=None).update(retired_at=timezone.now())
+    NodeOpKey.objects.filter(node=node, kid=kid).delete()  # given again, it is the newest
+    key = NodeOpKey.objects.create(node=node, kid=kid, secret=secret.encode())
+    node.op_level, node.runner_id = level, target
+    node.save(update_fields=["op_level", "runner_id", "updated_at"])
+    record_event(
+        actor=actor,
+        action="node.set_op_key",
+        target=node.printed_id,
+        detail={"name": node.name, "kid": kid, "level": level, "runner_id": target},
+    )
+    return key
+
+
+def _check_given(node: Node, *, kid: str, secret: str, level: str, runner_id: str) -> None:
+    if node.reach != Reach.DIRECT.value:
+        raise BadRequest("This box dials in and makes its own keys; only boxes called over HTTP take one.", param="node_id")
+    if level not in {"L0", "L1"}:
+        raise BadRequest("level must be L0 or L1: at L2 a box makes its own keys.", param="level")
+    if len(kid) > MAX_KID_CHARS or not kid.isprintable() or (level == "L1" and not kid):
+        raise BadRequest(f"kid must be the key's id on the box, 1 to {MAX_KID_CHARS} characters; L0 needs none.", param="kid")
+    if not MIN_KEY_BYTES <= len(secret.encode()) <= MAX_SECRET_BYTES:
+        raise BadRequest(f"The key must have {MIN_KEY_BYTES} to {MAX_SECRET_BYTES} bytes.", param="secret")
+    if len(runner_id) > 200 or not runner_id.isprintable():
+        raise BadRequest("runner_id must be at most 200 printable characters.", param="runner_id")
+
+
+def _find_refusal(node: Node, said: BoxGovernance) -> str:
+    """Return why a box cannot be the target of operations under what it says; "" = it can."""
+    if not said.level:
+        return "the box named no level that is known here"
+    if not said.runner_id:
+        return "the box named no runner id that can be kept"
+    if said.level == "L2":
+        try:
+            key = decode_bytes(said.public_key)
+        except ApprovalError:
+            return "the box's public key cannot be read"
+        if not owns_runner_id(said.runner_id, key):
+            return "the box's runner id is not made from its public key"
+    elif _CERTIFIED.search(said.runner_id) and not _owns(said):
+        return "the box's runner id certifies another key"
+    if _is_held(node, said.runner_id):
+        return "the box's runner id belongs to another node; revoke the credential of the older one"
+    return ""
+
+
+def _owns(said: BoxGovernance) -> bool:
+    try:
+        return owns_runner_id(said.runner_id, decode_bytes(said.public_key))
+    except ApprovalError:
+        return False
+
+
+def _is_held(node: Node, runner_id: str) -> bool:
+    """Whether another box has the id. One whose credential was revoked, or whose provider is gone, holds nothing."""
+    gone = Q(credential__revoked_at__isnull=False) | Q(provider__state=ProviderState.DELETED)
+    return Node.objects.filter(runner_id=runner_id).exclude(pk=node.pk).exclude(gone).exists()
+
+
+def _lock_runner_id(runner_id: str) -> None:
+    """Have two boxes that claim one id see each other. Always after the lock of the own row, or two could wait in a ring."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 7))", [runner_id])
+
+
+def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
+    if node.box_key and node.box_key != said.public_key:
+        logger.error("node.key_changed node=%s", node.name)
+        _record(node, "node.key_changed", {"old_runner_id": node.runner_id, "runner_id": said.runner_id})
+    _note_step_back(node, said)
+    skew_ms = max(-_MAX_SKEW_MS, min(heard_ms - said.clock_ms, _MAX_SKEW_MS)) if said.clock_ms else None
+    if _is_skewed(skew_ms) and not _is_skewed(node.clock_skew_ms):
+        logger.error("node.clock_skew node=%s skew_ms=%d", node.name, skew_ms)
+        _record(node, "node.clock_skew", {"skew_ms": skew_ms})
+    node.op_level, node.runner_id, node.box_key = said.level, said.runner_id, said.public_key
+    node.policy_version, node.policy_sha256 = said.policy_version, said.policy_sha256
+    node.policy_error, node.witness_size, node.clock_skew_ms = said.policy_error, said.witness_size, skew_ms
+    names = "op_level runner_id box_key policy_version policy_sha256 policy_error witness_size clock_skew_ms"
+    node.save(update_fields=[*names.split(), "updated_at"])
+
+
+def _note_step_back(node: Node, said: BoxGovernance) -> None:
+    """Record a box that is weaker, or knows less, than it did: set up anew, restored from a backup, or another one."""
+    was, now = (node.op_level, node.policy_version, node.witness_size), (said.level, said.policy_version, said.witness_size)
+    if now[0] < was[0] or now[1] < was[1] or now[2] < was[2]:
+        logger.error("node.went_back node=%s", node.name)
+        detail = dict(zip(("level", "policy_version", "witness_size"), now, strict=True))
+        _record(node, "node.went_back", {**detail, "was": " ".join(map(str, was))})
+
+
+def _store_keys(node: Node, said: BoxGovernance) -> None:
+    known = {key.kid: key for key in NodeOpKey.objects.filter(node=node)}
+    for kid, text in said.op_keys.items():
+        secret = _read_secret(text)
+        if secret is None:
+            logger.error("node.op_key_refused node=%s kid=%s", node.name, kid)
+            continue
+        key = known.get(kid)
+        if key is None:
+            NodeOpKey.objects.create(node=node, kid=kid, secret=secret)
+            _record(node, "node.op_key_new", {"kid": kid})
+        elif key.retired_at is not None or bytes(key.secret) != secret:
+            key.secret, key.retired_at = secret, None
+            key.save(update_fields=["secret", "retired_at"])
+            _record(node, "node.op_key_new", {"kid": kid})
+    gone = NodeOpKey.objects.filter(node=node, retired_at=None).exclude(kid__in=list(said.op_keys))
+    if gone.update(retired_at=timezone.now()):
+        publish_hint("nodes", str(node.pk))
+    retired = NodeOpKey.objects.filter(node=node, retired_at__isnull=False).order_by("-retired_at", "-pk")
+    oldest = list(retired.values_list("pk", flat=True)[MAX_RETIRED_KEYS : MAX_RETIRED_KEYS + 100])
+    if oldest:
+        NodeOpKey.objects.filter(pk__in=oldest).delete()
+
+
+def _read_secret(text: str) -> bytes | None:
+    try:
+        secret = decode_bytes(text)
+    except ApprovalError:
+        return None
+    return secret if MIN_KEY_BYTES <= len(secret) <= MAX_SECRET_BYTES else None
+
+
+def _is_skewed(skew_ms: int | None) -> bool:
+    return skew_ms is not None and abs(skew_ms) > SKEW_WARNING_MS
+
+
+def _record(node: Node, action: str, detail: dict[str, object]) -> None:
+    record_word(actor=f"node:{node.name}", action=action, target=node.printed_id, detail={"name": node.name, **detail})
