@@ -28,7 +28,9 @@ PROFILE_DIR = HERE / "results" / "profiles"
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="muster bench", description=__doc__, epilog="./muster bench box checks the box alone."
+        prog="muster bench",
+        description=__doc__,
+        epilog="./muster bench box checks the box alone, ./muster bench governance governed operations.",
     )
     parser.add_argument("--quick", action="store_true", help="one short round: a first impression, nothing to quote")
     parser.add_argument("--rounds", type=int, help=f"rounds to take medians of (default {FULL_ROUNDS}, quick {QUICK_ROUNDS})")
@@ -157,6 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.boxcheck.__main__ import main as check_box  # a program of its own, with needs of its own
 
         return check_box(given[1:])
+    if given[:1] == ["governance"]:
+        from benchmarks.govcheck.__main__ import main as check_governance
+
+        return check_governance(given[1:])
     arguments = build_parser().parse_args(given)
     progress = Progress()
     try:

@@ -19,12 +19,11 @@ from wire.optoken.approval import (
 )
 
 REASON_DOMAIN = b"op-reason/v1\x00"
-HOUR_S = 3600
-DAY_S = 24 * HOUR_S
+DAY_S = 86_400
 
 _CLASS_DEFAULTS: Mapping[str, object] = MappingProxyType(
     {
-        "factors": {}, "denyThreshold": 1, "lifeS": DAY_S, "usableS": 8 * HOUR_S, "maxUses": 1, "fileProofs": 0, "dailyCap": 0,
+        "factors": {}, "denyThreshold": 1, "lifeS": DAY_S, "usableS": DAY_S, "maxUses": 1, "fileProofs": 0, "dailyCap": 0,
         "solo": False, "deviceBound": False, "proposers": [],
     }
 )  # fmt: skip

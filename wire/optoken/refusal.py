@@ -23,7 +23,7 @@ class Reason(StrEnum):
     NOT_YET_VALID = "not_yet_valid"
     LIFETIME_TOO_LONG = "lifetime_too_long"
     BEFORE_LEDGER = "before_ledger"
-    """Issued before this box began to remember tokens, so it may have been spent already."""
+    """Issued, or at L2 asked for, before this box began to remember operations, so it may have been carried out already."""
     WRONG_OPERATION = "wrong_operation"
     WRONG_MODEL = "wrong_model"
     UNSIGNABLE_PARAMS = "unsignable_params"

@@ -26,6 +26,8 @@ MIN_KEY_BYTES = 16
 MAX_AGE_S = 300
 L0_SKEW_S = 300
 L1_SKEW_S = 60
+MAX_FENCE_LEAD_S = 7 * 86_400
+"""At L2 a fence may be so far ahead of the clock, as milliseconds: no single token blocks what comes after it for longer."""
 MAX_TEXT_CHARS = 200
 MIN_NONCE_CHARS = 8
 MAX_SIGNERS = 64
@@ -91,7 +93,8 @@ class Verifier:
     """The rules of one box; the token has no say in them.
 
     ``keys``: HMAC-SHA256 keys by id, ``""`` the one that L0 tokens (which name none) are checked with. ``runner_id``: the
-    audience this box answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused.
+    audience this box answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused, and
+    at L2 approvals that were asked for earlier.
     ``policy``: what this box has pinned; without one, an L2 box refuses every token. ``min_signers`` counts below L2 only,
     where the issuer is believed about who signed; at L2 the policy decides. Raises ValueError for rules that would accept what
     nobody signed.
@@ -170,6 +173,13 @@ class Verifier:
             statement_digest=_read_text(token.claims, "stmtDigest"),
         )
         found = check_statement(token.extra, wanted, policy=self.policy, now=now)
+        asked_at = found.statement.requested_at
+        if asked_at > now + L1_SKEW_S:
+            raise OpTokenError(Reason.NOT_YET_VALID)
+        # A token can be made anew at any time, and its age says nothing of when the approval was first carried out.
+        self._check_remembered(asked_at)
+        if verified.fence is not None and verified.fence > (now + MAX_FENCE_LEAD_S) * 1000:
+            raise OpTokenError(Reason.BAD_FIELD)
         return replace(
             verified,
             max_uses=found.statement.max_uses,
@@ -220,8 +230,8 @@ class Verifier:
         self._check_remembered(issued_at)
         return expires_at
 
-    def _check_remembered(self, issued_at: int) -> None:
-        if self.not_before is not None and issued_at < self.not_before:
+    def _check_remembered(self, at: int) -> None:
+        if self.not_before is not None and at < self.not_before:
             raise OpTokenError(Reason.BEFORE_LEDGER)
 
 

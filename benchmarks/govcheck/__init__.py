@@ -1,0 +1,1 @@
+"""Checks with figures on governed operations of a whole installation."""

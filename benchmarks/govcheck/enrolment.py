@@ -1,0 +1,36 @@
+"""Registers key files and makes admin tokens in one process of the control plane: each command would load Django anew.
+
+``python -m benchmarks.govcheck.enrolment``: reads ``{"people": {name: public line}, "tokens": n}``, writes ``{"tokens": […]}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+
+import django
+
+django.setup()
+
+from controlplane.models import User
+from governance.services import create_admin_token
+from governance.services.approver_keys import add_key_file
+
+ACTOR = "system:govcheck"
+
+
+def main() -> int:
+    """Do it."""
+    wanted = json.load(sys.stdin)
+    for name, line in wanted["people"].items():
+        add_key_file(user=User.objects.get(username=name), line=line, actor=ACTOR)
+    tokens = [create_admin_token(name=f"asker {n}", actor=ACTOR)[1] for n in range(wanted["tokens"])]
+    sys.stdout.write(json.dumps({"tokens": tokens}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Governed operations on a whole installation with its real box: refused, done once whatever is killed, safe from a thief.
+
+A few points of ``benchmarks.govcheck``, which makes all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.boxcheck.findings import Section
+from benchmarks.govcheck import kills, refusals, stolen
+from benchmarks.govcheck.fleet import MODEL, Fleet, open_fleet
+from benchmarks.runner import Progress
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+CASES = (
+    ("worker", "last approval kept"),
+    ("web", "last approval kept"),
+    ("valkey", "sent, box not reached"),
+    ("postgres", "box done, nobody heard"),
+    ("runner", "box works on it"),
+)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    """An installation with three people, a policy in force, and a box that trusts it."""
+    with open_fleet() as running:
+        running.enrol()
+        yield running
+
+
+@pytest.fixture
+def section() -> Section:
+    """Where a check writes what it finds."""
+    return Section("check", lambda text: print(text, flush=True))
+
+
+def test_an_approved_load_serves_and_an_approved_unload_ends_it(fleet: Fleet) -> None:
+    (loaded,) = fleet.run("model-load", modelId=MODEL)
+    assert (loaded["state"], loaded["attempt"]) == ("succeeded", 1)
+    fleet.wait(lambda: fleet.chat(MODEL).status_code == 200 or None, within_s=20, what="the model answers")
+    (unloaded,) = fleet.run("model-unload", modelId=MODEL)
+    assert unloaded["result"]["wasLoaded"] is True
+    fleet.wait(lambda: fleet.chat(MODEL).status_code != 200 or None, within_s=20, what="the model is gone")
+
+
+def test_what_must_not_count_is_refused_with_its_rule(fleet: Fleet, section: Section) -> None:
+    refusals.run(section, fleet)
+    assert section.passed, section.findings
+
+
+def test_whatever_is_killed_an_operation_is_carried_out_once(fleet: Fleet, section: Section) -> None:
+    kills.run(section, fleet, Progress(), cases=CASES)
+    assert section.passed, section.findings
+
+
+def test_a_stolen_control_plane_cannot_operate_the_box(fleet: Fleet, section: Section) -> None:
+    stolen.run(section, fleet)
+    assert section.passed, section.findings
