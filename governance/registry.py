@@ -150,8 +150,3 @@ def find_kind(name: str) -> OperationKind:
         known = ", ".join(sorted(settings.OPERATIONS))
         raise UnknownOperation(f"There is no operation {name[:60]!r}. There are: {known}.", param="operation")
     return cast("OperationKind", import_string(path))  # the checks at start see to it that it is one
-
-
-def list_kinds() -> list[OperationKind]:
-    """Return every operation, by name."""
-    return [find_kind(name) for name in sorted(settings.OPERATIONS)]

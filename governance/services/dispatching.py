@@ -43,6 +43,7 @@ UNFREEZE = "unfreeze"
 NOT_FROZEN = frozenset({UNFREEZE, POLICY_CHANGE})
 """What a freeze lets pass: its own end, and taking a stolen key out of the policy before that."""
 _FENCE_LOCK = 0x6D73_666E
+_FENCE_AHEAD_MS = 86_400_000
 _IN_FLIGHT = [RunState.DISPATCHED.value, RunState.EXECUTING.value, RunState.UNKNOWN.value]
 
 
@@ -216,4 +217,8 @@ def _next_fence() -> int:
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_FENCE_LOCK])
     last = OperationRun.objects.aggregate(last=Max("fence"))["last"] or 0
-    return int(max(last + 1, time.time_ns() // 1_000_000))
+    now_ms = time.time_ns() // 1_000_000
+    if last > now_ms + _FENCE_AHEAD_MS:
+        # Boxes refuse a fence that lies more than a week ahead of their clock.
+        logger.error("fence_ahead hours=%d; the clock was wrong once, see that it is right", (last - now_ms) // 3_600_000)
+    return int(max(last + 1, now_ms))

@@ -116,10 +116,3 @@ def _claim_reviews() -> int:
                 tell(operation, "review_overdue")
                 claimed += 1
     return claimed
-
-
-def count_waiting_runs() -> int:
-    """Return how many runs are due and not taken: what a stuck worker shows."""
-    overdue = timezone.now() - timedelta(seconds=60)
-    runs = OperationRun.objects.filter(state__in=_OPEN, due_at__lte=overdue)
-    return runs.filter(operation__state=ApprovalState.APPROVED.value).count()

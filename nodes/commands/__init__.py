@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nodes.commands.delivery import Ask, Delivery, Send, plan_deliveries
 from nodes.commands.direct import POLL_S, call_direct_box, find_unattended
-from nodes.commands.rows import Command, drop_command, put_command
+from nodes.commands.rows import Command, put_command
 from nodes.commands.statuses import FINAL_STATES, store_status
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Delivery",
     "Send",
     "call_direct_box",
-    "drop_command",
     "find_unattended",
     "plan_deliveries",
     "put_command",

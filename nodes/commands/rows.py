@@ -56,12 +56,6 @@ def put_command(command: Command) -> bool:
     return True
 
 
-def drop_command(run_id: uuid.UUID) -> bool:
-    """Deliver it no more and forget its token; whether there was anything to drop. What the box has begun, it ends."""
-    open_one = NodeCommand.objects.filter(pk=run_id).exclude(state=NodeCommand.State.ENDED)
-    return bool(open_one.update(state=NodeCommand.State.ENDED, token="", updated_at=timezone.now()))
-
-
 def park_command(row: NodeCommand) -> None:
     """Hold it back until it gets another token; a row that has got one meanwhile stays as it is."""
     same = NodeCommand.objects.filter(pk=row.pk, token=row.token).exclude(state=NodeCommand.State.ENDED)
