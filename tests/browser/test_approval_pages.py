@@ -338,6 +338,7 @@ def test_an_obstacle_is_said_at_the_button_and_the_keyboard_is_enough(site: Site
     assert approve_button(ben.page).evaluate("button => getComputedStyle(button).outlineStyle") == "solid"
     ben.page.keyboard.press("Space")
     expect(ben.page.get_by_text("Your approval is recorded.")).to_be_visible()
+    assert not find_violations(ben.page, is_dark_too=False)
 
     in_database(lambda: services.cancel(op_id=operation.pk, proposer=team[0].proposer))
     expect(approve_button(ben.page)).to_be_hidden()

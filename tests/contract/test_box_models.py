@@ -344,8 +344,8 @@ async def test_a_flood_of_words_is_cut_and_the_box_keeps_working(lab: Lab) -> No
     model = await lab.model()
     name = unique("box")
     box = await lab.box(model, name=name)
-    shout = "x" * 1_000_000
-    many = [ReplicaInfo(model=f"m{number}", state="loading", detail="y" * 400) for number in range(10_000)]
+    shout = "x" * 100_000
+    many = [ReplicaInfo(model=f"m{number}", state="loading", detail="y" * 400) for number in range(3_000)]
     await box.send(Telemetry(replicas=[ReplicaInfo(model=shout, state=shout, detail=shout), *many], last_error=shout))
 
     async def written() -> dict[str, Any] | None:
