@@ -260,8 +260,8 @@ def open_fleet(directory: Path | None = None) -> Iterator[Fleet]:
         command += ["--port", str(_free_port()), "--gateway-port", str(_free_port())]
         with (place / "up.log").open("ab") as log:
             process = subprocess.Popen(
-                command, cwd=ROOT, env={**_clean_environment(), **GENEROUS}, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=ROOT, env={**_clean_environment(), **GENEROUS}, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         try:
             with contextlib.closing(_await_ready(place, process, ready_file)) as fleet:
