@@ -7,7 +7,6 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from django.utils import timezone
 from governance import checkpoints
 from governance.audit.reading import log_size, read_log
 from governance.errors import GovernanceError
+from governance.services import read_evidence
 from wire import auditlog
 from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Verdict, Verifier
+from wire.ids import format_id, parse_id
 
 _PROGRESS_RECORDS = 5000
 
@@ -70,8 +71,10 @@ class Command(BaseCommand):
             raise SystemExit(int(verdict.status))
 
     def _prove(self, op_id: str, out: Path | None) -> None:
-        proof = checkpoints.prove_operation(op_id, now=timezone.now())
-        text = json.dumps(proof | {"operation": read_evidence(op_id)}, indent=1)
+        ident = parse_id("op", op_id)
+        printed = op_id if ident is None else format_id("op", ident)  # a bare UUID is an operation as well
+        proof = checkpoints.prove_operation(printed, now=timezone.now())
+        text = json.dumps(proof | {"operation": read_evidence(printed)}, indent=1)
         if out is None:
             self.stdout.write(text)
         else:
@@ -112,12 +115,6 @@ def export_log(file: Path) -> int:
             lines.write(auditlog.render(record) + "\n")
             written += 1
     return written
-
-
-def read_evidence(op_id: str) -> dict[str, object]:
-    """Return statement, proofs and receipts of an operation from ``governance.services``, {} if it has none."""
-    read = getattr(import_module("governance.services"), "read_evidence", None)
-    return dict(read(op_id)) if read else {}
 
 
 def show_progress(records: Iterable[Record], *, total: int) -> Iterator[Record]:
