@@ -22,14 +22,12 @@ from rest_framework.views import set_rollback
 from controlplane.authentication import CHALLENGE
 from gateway.services import ServiceError
 from governance.errors import ApprovalRefused, GovernanceError
-from governance.views.content_policy import close_page
+from governance.views.content_policy import STRICT_PATHS, close_page
 from nodes.errors import NodeError
 from wire.contract import ErrorCode
 
 PAGE_PREFIXES = ("/admin/", "/static/")
-"""Paths that answer with Django's own pages."""
-CLOSED_PREFIXES = ("/approvals/", "/sign-in/")
-"""Paths that answer with pages of ours, unless JSON was asked for; every other path answers JSON."""
+"""Paths that answer with Django's own pages. STRICT_PATHS answer with ours, unless JSON was asked for; all others JSON."""
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +159,7 @@ def server_error(request: HttpRequest) -> HttpResponse:
 
 
 def _wants_page(request: HttpRequest) -> bool:
-    if not request.path.startswith(CLOSED_PREFIXES) or request.content_type == "application/json":
+    if not request.path.startswith(STRICT_PATHS) or request.content_type == "application/json":
         return False
     return request.get_preferred_type(["text/html", "application/json"]) != "application/json"
 

@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 
 from governance.signin import keep_session, may_act
-from governance.views.content_policy import STRICT_POLICY, with_strict_policy
+from governance.views.content_policy import STRICT_PATHS, STRICT_POLICY, with_strict_policy
 from wire.contract import ErrorCode
 
 POLICY = "; ".join(
@@ -32,8 +32,6 @@ OFFLINE_PAGE = f"{settings.STATIC_URL}governance/offline.html"
 OFFLINE_POLICY = "frame-ancestors 'none'"
 """That page is one file that is also opened from a disk: it brings the rest of its policy itself, with hashes."""
 
-STRICT_PATHS = ("/approvals/", "/sign-in/")
-"""Where people sign in and sign: every answer is held to the strict policy, also errors that no view of ours made."""
 GOVERNED_PATHS = ("/admin/", "/approvals/")
 OPEN_PATHS = ("/admin/login/", "/admin/logout/")
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})

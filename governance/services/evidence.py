@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from governance.errors import OperationNotFound
 from governance.models import Decision, Operation, PolicyVersion
 from governance.services.lookup import find_operation
 from wire.ids import parse_id
 from wire.optoken.approval import (
+    POLICY_CHANGE,
     ApprovalError,
     Policy,
     Statement,
-    decode_bytes,
     encode_bytes,
     judge,
     read_policy,
@@ -69,15 +70,20 @@ def is_met(operation: Operation) -> bool:
 
 def find_new_policy(statement: Statement) -> Policy | None:
     """Return the policy that a policy-change would bring in; None for every other operation."""
-    if statement.operation != "policy-change":
+    if statement.operation != POLICY_CHANGE:
         return None
     row = PolicyVersion.objects.filter(sha256=str(statement.params.get("sha256", ""))).first()
     return None if row is None else read_policy(bytes(row.document))
 
 
-def policy_chain(*, after_version: int) -> list[dict[str, object]]:
-    """Return the policies after a version, oldest first, each with the statement and the proofs that brought it in."""
+def policy_chain(*, after_version: int, up_to: int | None = None) -> list[dict[str, object]]:
+    """Return the policies after a version, oldest first, each with the statement and the proofs that brought it in.
+
+    ``up_to``: the last version, None = the newest.
+    """
     rows = PolicyVersion.objects.filter(version__gt=after_version, activated_at__isnull=False).order_by("version")
+    if up_to is not None:
+        rows = rows.filter(version__lte=up_to)
     chain: list[dict[str, object]] = []
     for row in rows:
         made = Operation.objects.prefetch_related("decisions").get(adopts=row)
@@ -98,19 +104,17 @@ def read_evidence(op_id: str) -> dict[str, object]:
     decisions and state for the reader.
     """
     ident = parse_id("op", op_id)
-    operation = None if ident is None else Operation.objects.filter(pk=ident).first()
-    if operation is None:
+    if ident is None:
         return {}
-    operation = find_operation(operation.pk)
+    try:
+        operation = find_operation(ident)
+    except OperationNotFound:
+        return {}
     return {
-        "policies": [link for link in policy_chain(after_version=0) if _is_before(link, operation.policy.version)],
+        "policies": policy_chain(after_version=0, up_to=operation.policy.version),
         "statement": encode_bytes(bytes(operation.statement)),
         "proofs": list_lasting_proofs(operation),
         "receipts": [{"receipt": run.receipt, "publicKey": run.receipt_key} for run in operation.runs.all() if run.receipt],
         "state": operation.state,
         "runs": [{"target": run.target, "use": run.use, "state": run.state} for run in operation.runs.all()],
     }
-
-
-def _is_before(link: dict[str, object], version: int) -> bool:
-    return read_policy(decode_bytes(link["document"])).ref.version <= version

@@ -21,6 +21,8 @@ STRICT_POLICY = "; ".join(
     )
 )
 """No inline script, no inline style, nothing of anybody else: what is read there is signed there."""
+STRICT_PATHS = ("/approvals/", "/sign-in/")
+"""Where people sign in and sign: every answer is held to the policy, also errors that no view of ours made."""
 
 Arguments = ParamSpec("Arguments")
 Response = TypeVar("Response", bound=HttpResponseBase)
