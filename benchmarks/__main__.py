@@ -14,7 +14,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.figures import SampleSet, compute_figures, judge_floors
 from benchmarks.hotspots import render_hotspots
 from benchmarks.muster import Muster
-from benchmarks.plan import FULL_ROUNDS, MUSTER_SYSTEMS, QUICK_ROUNDS, Measure, System, estimate_s
+from benchmarks.plan import FULL_ROUNDS, MUSTER_SYSTEMS, QUICK_ROUNDS, TRANSLATED, Measure, System, estimate_s, is_measured
 from benchmarks.processes import CorePlan, plan_cores
 from benchmarks.report import render_problems, render_table, render_verdicts, write_json
 from benchmarks.runner import Bench, Progress, profile_plan, run_plan
@@ -58,13 +58,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def choose(only: str, *, profile: bool) -> tuple[list[System], list[Measure]]:
-    """Return the systems and measures named by ``--only``; the baseline always comes along. Raises BenchmarkError."""
+    """Return the systems and measures named by ``--only``. Raises BenchmarkError.
+
+    The baseline always comes along, and with a translated system the one that it is compared with.
+    """
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {*System, *Measure}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BenchmarkError(f"--only does not know {', '.join(unknown)}; it knows {', '.join(sorted(known))}")
-    systems = [system for system in System if system in names] or list(System)
+    passed_through = [] if profile else [peer for system, peer in TRANSLATED.items() if system in names]
+    systems = [system for system in System if system in names or system in passed_through] or list(System)
     measures = [measure for measure in Measure if measure in names] or list(Measure)
     if profile:
         systems = [system for system in systems if system in MUSTER_SYSTEMS]
@@ -116,7 +120,8 @@ def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
         progress.show("nginx is not installed: there will be no ratios (apt-get install nginx)")
     cores = plan_cores(pin=arguments.pin)
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else FULL_ROUNDS)
-    total_s = rounds * len(systems) * sum(estimate_s(measure, quick=arguments.quick) for measure in measures)
+    steps = [measure for measure in measures for system in systems if is_measured(system, measure)]
+    total_s = rounds * sum(estimate_s(measure, quick=arguments.quick) for measure in steps)
     progress.show(f"{len(systems)} systems × {len(measures)} measures × {rounds} rounds: about {total_s / 60:.1f} minutes")
     with open_bench(systems, cores, progress, profile=None) as bench:
         samples = run_plan(bench, systems=systems, measures=measures, rounds=rounds, quick=arguments.quick, show=progress.show)

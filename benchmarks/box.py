@@ -1,11 +1,12 @@
 """A scripted GPU box: dials in as a worker and answers every request with stamped chunks that it makes itself.
 
-    python -m benchmarks.box --gateway ws://127.0.0.1:8080 --model NAME [--protocol muster|bridge]
+    python -m benchmarks.box --gateway ws://127.0.0.1:8080 --model NAME [--protocol muster|bridge] [--endpoint PATH]…
 
 The credential comes from ``MUSTER_BOX_SECRET``. It prints ``registered`` once the server accepted it, then reads lines
 ``{"chunks":…,"delay_us":…,"first_us":…}`` from stdin, each answered by ``ok``. The chunks are those of
 ``native/mock_upstream.c``, stamps included, so that the load client verifies relayed streams in the same way; making
-them here instead of asking the mock keeps a second HTTP hop and its CPU out of the measurement.
+them here instead of asking the mock keeps a second HTTP hop and its CPU out of the measurement. A request is answered in the
+words of the API path that it comes on; ``--endpoint`` names the paths a box declares, which is chat alone unless told.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import argparse
 import asyncio
 import os
 import sys
-import time
 import urllib.parse
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from benchmarks.answers import CHAT, PROMPT_TOKENS, WHOLE_TOKENS, Voice, asks_for_usage, find_voice
 from benchmarks.errors import BenchmarkError
 from benchmarks.upstream import Pace
 from benchmarks.websocket import BINARY, TEXT, WebSocketClient
@@ -30,39 +31,21 @@ from wire import bridge, frames
 
 MAX_CONCURRENT = 1024
 _DEFAULT_HEARTBEAT_S = 5.0
-_CHUNK = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1763700000,"model":"mock",'
-    b'"choices":[{"index":0,"delta":{%s"content":"T%016x%08x%06x%06x"},"finish_reason":%s}]}\n\n'
-)
-_DONE = b"data: [DONE]\n\n"
-_WHOLE = (
-    b'{"id":"chatcmpl-1","object":"chat.completion","created":1763700000,"model":"mock","choices":[{"index":0,"message":'
-    b'{"role":"assistant","content":"T%016x%08x%06x%06x","refusal":"%s"},"logprobs":null,"finish_reason":"stop"}],'
-    b'"usage":{"prompt_tokens":20,"completion_tokens":200,"total_tokens":220}}'
-)
-_FILLER = b"lorem ipsum dolor " * 39
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8"}
 _WHOLE_HEADERS = {"content-type": "application/json"}
 
 
-def make_chunk(stream: int, index: int, total: int) -> bytes:
-    """Return the SSE event of one chunk, stamped with the present time."""
-    role = b'"role":"assistant",' if index == 0 else b""
-    finish = b'"stop"' if index == total - 1 else b"null"
-    return _CHUNK % (role, time.monotonic_ns(), stream & 0xFFFFFFFF, index, total, finish)
-
-
-def make_completion(stream: int) -> bytes:
-    """Return the body of an answer that is not streamed."""
-    return _WHOLE % (time.monotonic_ns(), stream & 0xFFFFFFFF, 0, 1, _FILLER)
-
-
 @dataclass(slots=True)
 class Stream:
-    """A stream under way. ``write`` takes response bytes, ``end`` ends it; ``window`` is what may still be sent."""
+    """A stream under way. ``write`` takes response bytes, ``end`` ends it; ``window`` is what may still be sent.
+
+    ``closing``: what follows the last chunk.
+    """
 
     serial: int
     pace: Pace
+    voice: Voice
+    closing: bytes
     write: Callable[[bytes], None]
     end: Callable[[], None]
     window: float
@@ -87,9 +70,19 @@ class Player:
         self._serial += 1
         return self._serial
 
-    def start(self, *, write: Callable[[bytes], None], end: Callable[[], None], window: float = float("inf")) -> Stream:
-        """Begin a stream at the present pace. The first chunk leaves at once unless the pace says otherwise."""
-        stream = Stream(self.next_serial(), self.pace, write, end, window, due=self._loop.time())
+    def start(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        write: Callable[[bytes], None],
+        end: Callable[[], None],
+        window: float = float("inf"),
+    ) -> Stream:
+        """Answer a request at the present pace. The first chunk leaves at once unless the pace says otherwise."""
+        voice = find_voice(path)
+        closing = voice.say_end(self.pace.chunks, asks_for_usage(body))
+        stream = Stream(self.next_serial(), self.pace, voice, closing, write, end, window, due=self._loop.time())
         self.live += 1
         if stream.pace.first_us:
             stream.due += stream.pace.first_us / 1e6
@@ -117,8 +110,8 @@ class Player:
         if stream.is_over:
             return
         pace = stream.pace
-        chunk = make_chunk(stream.serial, stream.sent, pace.chunks)
-        if len(chunk) + len(_DONE) > stream.window:
+        chunk = stream.voice.make_chunk(stream.serial, stream.sent, pace.chunks)
+        if len(chunk) + len(stream.closing) > stream.window:
             stream.is_waiting = True
             return
         stream.window -= len(chunk)
@@ -126,7 +119,7 @@ class Player:
         stream.sent += 1
         if stream.sent == pace.chunks:
             self.stop(stream)
-            stream.write(_DONE)
+            stream.write(stream.closing)
             stream.end()
             return
         stream.due += pace.delay_us / 1e6
@@ -155,13 +148,12 @@ class MusterDialect:
             self._send(frames.END, frame.stream, frame.attempt, frames.encode_json(frames.End(error="cancelled")))
 
     def _open(self, frame: frames.Frame) -> None:
-        meta, _body = frames.decode_open(frame.payload)
+        meta, body = frames.decode_open(frame.payload)
         number, attempt = frame.stream, frame.attempt
         if not meta.is_streaming:
-            usage = bridge.TokenCounts(prompt_tokens=20, completion_tokens=200, total_tokens=220)
             head = frames.Head(status=200, headers=_WHOLE_HEADERS)
-            body = make_completion(self._player.next_serial())
-            self.send_binary(frames.encode_reply(number, attempt, head, body, frames.End(usage=usage)))
+            whole = find_voice(meta.path).make_whole(self._player.next_serial())
+            self.send_binary(frames.encode_reply(number, attempt, head, whole, frames.End(usage=_count(WHOLE_TOKENS))))
             return
         data_head = frames.HEADER.pack(frames.DATA, 0, number, attempt)
         chunks = self._player.pace.chunks
@@ -171,7 +163,9 @@ class MusterDialect:
             self._send_end(number, attempt, chunks)
 
         self._send_head(number, attempt, _STREAM_HEADERS)
-        stream = self._player.start(write=lambda data: self.send_binary(data_head + data), end=end, window=meta.window_bytes)
+        stream = self._player.start(
+            meta.path, body, write=lambda data: self.send_binary(data_head + data), end=end, window=meta.window_bytes
+        )
         if not stream.is_over:
             self._streams[number] = stream
 
@@ -182,8 +176,13 @@ class MusterDialect:
         self._send(frames.HEAD, number, attempt, frames.encode_json(frames.Head(status=200, headers=headers)))
 
     def _send_end(self, number: int, attempt: int, completion_tokens: int) -> None:
-        usage = bridge.TokenCounts(prompt_tokens=20, completion_tokens=completion_tokens, total_tokens=completion_tokens + 20)
-        self._send(frames.END, number, attempt, frames.encode_json(frames.End(usage=usage)))
+        self._send(frames.END, number, attempt, frames.encode_json(frames.End(usage=_count(completion_tokens))))
+
+
+def _count(completion_tokens: int) -> bridge.TokenCounts:
+    return bridge.TokenCounts(
+        prompt_tokens=PROMPT_TOKENS, completion_tokens=completion_tokens, total_tokens=PROMPT_TOKENS + completion_tokens
+    )
 
 
 class BridgeDialect:
@@ -200,7 +199,7 @@ class BridgeDialect:
         """Answer one request."""
         ident = request.request_id
         if not request.is_streaming:
-            body = make_completion(self._player.next_serial()).decode()
+            body = find_voice(request.endpoint_path).make_whole(self._player.next_serial()).decode()
             self.send_message(bridge.ResponseComplete(request_id=ident, status_code=200, headers=_WHOLE_HEADERS, body=body))
             return
 
@@ -209,7 +208,10 @@ class BridgeDialect:
             self.send_message(bridge.ResponseComplete(request_id=ident, status_code=200, headers=_STREAM_HEADERS, body=""))
 
         stream = self._player.start(
-            write=lambda data: self.send_message(bridge.ResponseChunk(request_id=ident, chunk=data.decode())), end=end
+            request.endpoint_path,
+            request.body.encode(),
+            write=lambda data: self.send_message(bridge.ResponseChunk(request_id=ident, chunk=data.decode())),
+            end=end,
         )
         if not stream.is_over:
             self._streams[ident] = stream
@@ -224,8 +226,9 @@ class BridgeDialect:
 class Box:
     """The session of one box: registration, telemetry, pongs, and its dialect for everything else."""
 
-    def __init__(self, *, model: str, dialect: MusterDialect | BridgeDialect, player: Player) -> None:
+    def __init__(self, *, model: str, endpoints: Sequence[str], dialect: MusterDialect | BridgeDialect, player: Player) -> None:
         self._model = model
+        self._endpoints = list(endpoints)
         self._dialect = dialect
         self._player = player
         self._socket: WebSocketClient | None = None
@@ -246,7 +249,7 @@ class Box:
                 max_concurrent=MAX_CONCURRENT,
                 protocol_version=self._dialect.version,
                 instance_id=uuid.uuid4().hex if is_muster else None,
-                endpoints=["/v1/chat/completions"] if is_muster else [],
+                endpoints=self._endpoints if is_muster else [],
                 replicas=self._list_replicas() if is_muster else [],
             )
         )
@@ -296,12 +299,12 @@ async def follow_stdin(player: Player) -> None:
         print("ok", flush=True)
 
 
-async def run_box(*, gateway: str, model: str, protocol: str, secret: str) -> str:
+async def run_box(*, gateway: str, model: str, endpoints: Sequence[str], protocol: str, secret: str) -> str:
     """Serve until the socket closes or stdin ends; return why."""
     address = urllib.parse.urlsplit(gateway)
     player = Player()
     dialect = BridgeDialect(player) if protocol == "bridge" else MusterDialect(player)
-    box = Box(model=model, dialect=dialect, player=player)
+    box = Box(model=model, endpoints=endpoints, dialect=dialect, player=player)
     loop = asyncio.get_running_loop()
     _transport, socket = await loop.create_connection(
         lambda: WebSocketClient(
@@ -341,6 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gateway", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--protocol", choices=("muster", "bridge"), default="muster")
+    parser.add_argument("--endpoint", action="append", metavar="PATH", help=f"an API path to declare (default {CHAT})")
     arguments = parser.parse_args(argv)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if sys.platform != "win32":
@@ -352,6 +356,7 @@ def main(argv: list[str] | None = None) -> int:
             run_box(
                 gateway=arguments.gateway,
                 model=arguments.model,
+                endpoints=arguments.endpoint or [CHAT],
                 protocol=arguments.protocol,
                 secret=os.environ.get("MUSTER_BOX_SECRET", ""),
             )

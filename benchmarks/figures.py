@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from benchmarks.loadclient import LoadResult
-from benchmarks.plan import FLOORS, MERGED_ABOVE, MUSTER_SYSTEMS, Floor, FloorKind, Measure, System
+from benchmarks.plan import FLOORS, MERGED_ABOVE, MUSTER_SYSTEMS, TRANSLATED, Floor, FloorKind, Measure, System
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Figures:
     request_ratio: float | None = None
     chunk_ratio: float | None = None
     first_byte_ratio: float | None = None
+    request_passed_ratio: float | None = None
+    chunk_passed_ratio: float | None = None
     chunks_per_read: float | None = None
     transit_p99_us: float | None = None
     database_us: float | None = None
@@ -95,15 +97,20 @@ class SampleSet:
 
 
 def compute_figures(samples: SampleSet) -> dict[System, Figures]:
-    """Return the figures of every measured system, ratios to nginx included."""
+    """Return the figures of every measured system, ratios included: to nginx, and of translation to passing through."""
     figures = {system: _measure_system(samples, system) for system in samples.list_systems()}
-    peer = figures.get(System.NGINX)
+    for system, passed_through in TRANSLATED.items():
+        if system in figures and passed_through in figures:
+            own, peer = figures[system], figures[passed_through]
+            own.request_passed_ratio = _divide(own.request_us, peer.request_us)
+            own.chunk_passed_ratio = _divide(own.chunk_us, peer.chunk_us)
+    nginx = figures.get(System.NGINX)
     for own in figures.values():
-        if peer is None or own.system is System.MOCK:
+        if nginx is None or own.system is System.MOCK:
             continue
-        own.request_ratio = _divide(own.request_us, peer.request_us)
-        own.chunk_ratio = _divide(own.chunk_us, peer.chunk_us)
-        own.first_byte_ratio = _divide(own.added_first_byte_us, peer.added_first_byte_us)
+        own.request_ratio = _divide(own.request_us, nginx.request_us)
+        own.chunk_ratio = _divide(own.chunk_us, nginx.chunk_us)
+        own.first_byte_ratio = _divide(own.added_first_byte_us, nginx.added_first_byte_us)
     return figures
 
 
@@ -125,7 +132,7 @@ def _judge(floor: Floor, own: Figures, value: float | None) -> bool | None:
         return False if own.problems else None
     if floor.kind is FloorKind.COUNT and own.problems:
         return False
-    if floor.figure == "chunk_ratio" and own.is_merged:
+    if floor.figure in {"chunk_ratio", "chunk_passed_ratio"} and own.is_merged:
         return None
     return value <= floor.limit
 

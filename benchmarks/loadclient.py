@@ -29,9 +29,10 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom the client asks."""
+    """Whom the client asks, and on which API path: that decides what it sends and how a stream has to end."""
 
     port: int
+    path: str = "/v1/chat/completions"
     model: str = "mock"
     key: str = "none"
 
@@ -81,7 +82,7 @@ class LoadResult(msgspec.Struct, frozen=True):
             for count, word in (
                 (self.errors, "broken connections"),
                 (self.stuck, "answers that never ended"),
-                (self.without_done, "streams without [DONE]"),
+                (self.without_done, "streams without the event that ends them"),
                 (self.lost, "chunks lost"),
                 (self.duplicated, "chunks duplicated"),
                 (self.reordered, "chunks reordered"),
@@ -98,7 +99,7 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 def run_load(binary: Path, target: Target, spec: LoadSpec, *, cores: Sequence[int] = ()) -> LoadResult:
     """Run the load client to its end. Raises BenchmarkError when it fails to report."""
-    argv = [str(binary), "-p", str(target.port), "-m", target.model, "-k", target.key]
+    argv = [str(binary), "-p", str(target.port), "-u", target.path, "-m", target.model, "-k", target.key]
     argv += ["-c", str(spec.connections), "-d", f"{spec.seconds:.3f}", "-b", str(spec.prompt_bytes)]
     argv += ["-r", str(spec.ramp_ms), "-w", str(spec.warmup_ms), *(["-s"] if spec.is_streaming else [])]
     try:

@@ -1,4 +1,4 @@
-"""Muster's real processes for a run: control plane, gateway, and three boxes reached in three ways."""
+"""Muster's real processes for a run: control plane, gateway, and boxes that are reached and asked in different ways."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.answers import RESPONSES
 from benchmarks.errors import BenchmarkError
 from benchmarks.hotspots import CALLS_SUFFIX, SAMPLES_SUFFIX
 from benchmarks.nginx import find_free_port, is_listening
-from benchmarks.plan import MODELS, MUSTER_SYSTEMS, System
+from benchmarks.plan import BOXES, MODELS, MUSTER_SYSTEMS, BoxPlan, System, find_path
 from benchmarks.processes import ROOT, Child, CorePlan
 from benchmarks.storage import Storage
 from benchmarks.upstream import Pace
@@ -183,11 +184,11 @@ class Muster:
             control.wait_until(lambda: is_listening(self._control_port), "the control plane was to listen", _START_S)
             self._register_direct(prepared["direct_secret"])
         self.gateway.wait_until(lambda: is_listening(self.port), "the gateway was to listen", _START_S)
-        for system, protocol in ((System.RELAY, "muster"), (System.BRIDGE, "bridge")):
+        for system, plan in BOXES.items():
             if system in self._systems:
-                self._boxes[system] = self._start_box(system, protocol, prepared["relay_secret"])
+                self._boxes[system] = self._start_box(system, plan, prepared["relay_secret"])
         for system in self._systems:
-            self._wait_for_route(MODELS[system])
+            self._wait_for_route(system)
 
     def _spawn(self, name: str, arguments: Sequence[str], cores: Sequence[int], *, talks: bool = False) -> Child:
         argv = [sys.executable, *arguments]
@@ -222,29 +223,32 @@ class Muster:
         self._heartbeats = Heartbeats(control_url=control_url, secret=secret, node_id=answer["node_id"])
         self._heartbeats.start()
 
-    def _start_box(self, system: System, protocol: str, secret: str) -> Child:
+    def _start_box(self, system: System, plan: BoxPlan, secret: str) -> Child:
         arguments = ["-m", "benchmarks.box", "--gateway", f"ws://127.0.0.1:{self.port}", "--model", MODELS[system]]
+        arguments += ["--protocol", plan.protocol, *(f"--endpoint={path}" for path in plan.declared)]
         self._env["MUSTER_BOX_SECRET"] = secret
-        box = self._spawn(f"box-{protocol}", [*arguments, "--protocol", protocol], self._cores.around, talks=True)
+        box = self._spawn(f"box-{system}", arguments, self._cores.around, talks=True)
         try:
             box.read_line(_BOX_S)
         except BenchmarkError as error:
             raise BenchmarkError(f"{error}\nand the gateway's log:\n{self.gateway.read_log_tail()}") from error
         return box
 
-    def _wait_for_route(self, model: str) -> None:
-        """Ask until the gateway serves ``model``: it learns of keys, models and boxes by hints and sweeps."""
-        body = {"model": model, "messages": [{"role": "user", "content": "ready?"}]}
+    def _wait_for_route(self, system: System) -> None:
+        """Ask until the gateway serves ``system``: it learns of keys, models and boxes by hints and sweeps."""
+        model, path = MODELS[system], find_path(system)
+        question = {"input": "ready?"} if path == RESPONSES else {"messages": [{"role": "user", "content": "ready?"}]}
+        body = {"model": model, "max_tokens": 8, **question}
         deadline = time.monotonic() + _ROUTE_S
         while True:
             try:
-                post_json(f"http://127.0.0.1:{self.port}/v1/chat/completions", self.key, body)
+                post_json(f"http://127.0.0.1:{self.port}{path}", self.key, body)
                 return
             except BenchmarkError as error:
                 self.require_healthy()
                 if time.monotonic() > deadline:
                     log = self.gateway.read_log_tail()
-                    raise BenchmarkError(f"the gateway does not serve {model}: {error}\n{log}") from error
+                    raise BenchmarkError(f"the gateway does not serve {model} on {path}: {error}\n{log}") from error
             time.sleep(0.2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from benchmarks.answers import CHAT, MESSAGES, RESPONSES
 from benchmarks.loadclient import LoadSpec
 from benchmarks.upstream import Pace
 
@@ -17,6 +18,10 @@ class System(StrEnum):
     DIRECT = "direct"
     RELAY = "relay"
     BRIDGE = "bridge"
+    MESSAGES = "messages"
+    MESSAGES_TRANSLATED = "messages-translated"
+    RESPONSES = "responses"
+    RESPONSES_TRANSLATED = "responses-translated"
 
 
 TITLES = {
@@ -25,9 +30,40 @@ TITLES = {
     System.DIRECT: "Muster, box called over HTTP",
     System.RELAY: "Muster, box dialled in (muster v1)",
     System.BRIDGE: "Muster, box dialled in (bridge v1)",
+    System.MESSAGES: "Muster, Messages passed through",
+    System.MESSAGES_TRANSLATED: "Muster, Messages translated",
+    System.RESPONSES: "Muster, Responses passed through",
+    System.RESPONSES_TRANSLATED: "Muster, Responses translated",
 }
-MUSTER_SYSTEMS = (System.DIRECT, System.RELAY, System.BRIDGE)
-MODELS = {System.DIRECT: "bench-direct", System.RELAY: "bench-relay", System.BRIDGE: "bench-bridge"}
+TRANSLATED = {System.MESSAGES_TRANSLATED: System.MESSAGES, System.RESPONSES_TRANSLATED: System.RESPONSES}
+"""The systems whose answers the gateway translates, and those that pass on answers to the same questions as they come."""
+SURFACE_SYSTEMS = (System.MESSAGES, System.MESSAGES_TRANSLATED, System.RESPONSES, System.RESPONSES_TRANSLATED)
+MUSTER_SYSTEMS = (System.DIRECT, System.RELAY, System.BRIDGE, *SURFACE_SYSTEMS)
+MODELS = {system: f"bench-{system}" for system in MUSTER_SYSTEMS}
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPlan:
+    """A box that dials in. ``asked``: the API path the load client asks its model on; ``declared``: those it answers itself."""
+
+    protocol: str = "muster"
+    asked: str = CHAT
+    declared: tuple[str, ...] = (CHAT,)
+
+
+BOXES = {
+    System.RELAY: BoxPlan(),
+    System.BRIDGE: BoxPlan(protocol="bridge"),
+    System.MESSAGES: BoxPlan(asked=MESSAGES, declared=(CHAT, MESSAGES)),
+    System.MESSAGES_TRANSLATED: BoxPlan(asked=MESSAGES),
+    System.RESPONSES: BoxPlan(asked=RESPONSES, declared=(CHAT, RESPONSES)),
+    System.RESPONSES_TRANSLATED: BoxPlan(asked=RESPONSES),
+}
+
+
+def find_path(system: System) -> str:
+    """Return the API path the load client asks ``system`` on."""
+    return BOXES[system].asked if system in BOXES else CHAT
 
 
 class Measure(StrEnum):
@@ -37,6 +73,15 @@ class Measure(StrEnum):
     CHUNKS = "chunks"
     FIRST_BYTE = "firstbyte"
     OPEN_STREAMS = "streams"
+
+
+# What takes bytes on at all, and how soon, is the same on every API path; the others are about the work per byte alone.
+_SURFACE_MEASURES = (Measure.REQUESTS, Measure.CHUNKS)
+
+
+def is_measured(system: System, measure: Measure) -> bool:
+    """Return whether ``measure`` says anything about ``system`` that it does not say about another."""
+    return system not in SURFACE_SYSTEMS or measure in _SURFACE_MEASURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +159,7 @@ OURS = (System.DIRECT, System.RELAY)
 FLOORS = (
     Floor("request_ratio", "CPU per request, × nginx", FloorKind.RATIO, 10.0, OURS),
     Floor("chunk_ratio", "CPU per chunk, × nginx", FloorKind.RATIO, 2.2, OURS),
+    Floor("chunk_passed_ratio", "CPU per chunk, × the same passed through", FloorKind.RATIO, 2.0, tuple(TRANSLATED)),
     Floor("added_p99_ms", "added TTFB p99 at 256 streams, ms", FloorKind.MILLISECONDS, 15.0, OURS),
     Floor("misplaced", "chunks lost, doubled, reordered or mixed up", FloorKind.COUNT, 0.0, MUSTER_SYSTEMS),
     # A request is durable in PostgreSQL before a box sees it, which nginx has nothing like.

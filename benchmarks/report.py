@@ -39,6 +39,8 @@ def _number(digits: int, read: Callable[[Figures], float | None], *, suffix: str
 _COLUMNS = (
     Column("request\n× nginx", _number(2, lambda f: f.request_ratio)),
     Column("chunk\n× nginx", _number(2, lambda f: f.chunk_ratio)),
+    Column("request\n× passed", _number(2, lambda f: f.request_passed_ratio)),
+    Column("chunk\n× passed", _number(2, lambda f: f.chunk_passed_ratio)),
     Column("added TTFB\n× nginx", _number(2, lambda f: f.first_byte_ratio)),
     Column("p99 +ms\n256 open", _number(2, lambda f: f.added_p99_ms)),
     Column("misplaced\nchunks", _number(0, lambda f: f.misplaced)),

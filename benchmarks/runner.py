@@ -12,7 +12,7 @@ from benchmarks import nginx as nginx_peer
 from benchmarks.figures import Sample
 from benchmarks.loadclient import LoadSpec, Target, run_load
 from benchmarks.muster import Muster
-from benchmarks.plan import MODELS, TITLES, Measure, System, estimate_s, plan_work
+from benchmarks.plan import MODELS, TITLES, Measure, System, estimate_s, find_path, is_measured, plan_work
 from benchmarks.processes import Child, CorePlan, core_busy_s
 from benchmarks.storage import Storage
 from benchmarks.toolchain import Tools
@@ -39,7 +39,7 @@ class Bench:
         if system is System.NGINX and self.nginx is not None:
             return Target(self.nginx.port, key=nginx_peer.KEY)
         assert self.muster is not None
-        return Target(self.muster.port, model=MODELS[system], key=self.muster.key)
+        return Target(self.muster.port, find_path(system), model=MODELS[system], key=self.muster.key)
 
     def find_child(self, system: System) -> Child:
         """Return the process whose CPU and memory count for ``system``."""
@@ -103,7 +103,7 @@ def run_plan(
     """Measure everything ``rounds`` times. Systems alternate within a measure, so a slow minute hits all alike."""
     for system in systems:
         bench.warm_up(system)
-    steps = [(r, m, s) for r in range(1, rounds + 1) for m in measures for s in systems]
+    steps = [(r, m, s) for r in range(1, rounds + 1) for m in measures for s in systems if is_measured(s, m)]
     left_s = sum(estimate_s(measure, quick=quick) for _, measure, _ in steps)
     samples = []
     for number, (round_number, measure, system) in enumerate(steps, start=1):
@@ -133,7 +133,7 @@ def profile_plan(
     folder.mkdir(parents=True, exist_ok=True)
     profiles = []
     for measure in measures:
-        for system in systems:
+        for system in (system for system in systems if is_measured(system, measure)):
             show(f"profiling {measure}: {TITLES[system]}")
             bench.muster.start_profile()
             sample = bench.measure(system, measure, round_number=1, quick=quick)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from django.apps import AppConfig
+from django.core.checks import register
 
 
 class ControlplaneConfig(AppConfig):
@@ -11,3 +12,12 @@ class ControlplaneConfig(AppConfig):
     name = "controlplane"
     verbose_name = "Operators"
     default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from django.contrib.auth.signals import user_logged_out
+
+        from controlplane.playground.checks import check_gateway_urls
+        from controlplane.playground.keys import forget_keys_of_session
+
+        register(check_gateway_urls, "controlplane")
+        user_logged_out.connect(forget_keys_of_session, dispatch_uid="muster playground keys")

@@ -8,6 +8,7 @@ from django.http import HttpRequest
 from django.urls import reverse
 
 from controlplane.models import User
+from controlplane.playground.access import may_play
 from governance.services import count_waiting_for
 
 
@@ -36,7 +37,9 @@ PAGES = {
     ),
     "Gateway": (
         ("Models", "deployed_code", "gateway", "model"),
+        ("Model aliases", "alt_route", "gateway", "modelalias"),
         ("Requests", "receipt_long", "gateway", "requestrecord"),
+        ("Stored responses", "forum", "gateway", "storedresponse"),
         ("API keys", "key", "gateway", "apikey"),
         ("Tenants", "apartment", "gateway", "tenant"),
         ("Gateway processes", "lan", "gateway", "gatewayprocess"),
@@ -56,7 +59,8 @@ def build_sidebar(request: HttpRequest) -> list[Group]:
     overview = Item(title="Overview", icon="space_dashboard", link=reverse("admin:index"))
     groups = [Group(title="", separator=False, items=[overview, _link_approvals(request)])]
     for title, pages in PAGES.items():
-        items = [
+        items = [_link_playground()] if title == "Gateway" and may_play(request) else []
+        items += [
             Item(title=name, icon=icon, link=reverse(f"admin:{app}_{model}_changelist"))
             for name, icon, app, model in pages
             if request.user.has_perm(f"{app}.view_{model}") or request.user.has_perm(f"{app}.change_{model}")
@@ -64,6 +68,10 @@ def build_sidebar(request: HttpRequest) -> list[Group]:
         if items:
             groups.append(Group(title=title, separator=True, items=items))
     return groups
+
+
+def _link_playground() -> Item:
+    return Item(title="Playground", icon="chat", link=reverse("playground:page"))
 
 
 def _link_approvals(request: HttpRequest) -> Item:

@@ -161,6 +161,11 @@ CELERY_BEAT_SCHEDULE = {
     "deliver-notices": {"task": "governance.tasks.deliver_notices", "schedule": 10.0, "options": {"expires": 20}},
     "checkpoint-audit": {"task": "governance.tasks.checkpoint_audit", "schedule": 60.0, "options": {"expires": 60}},
     "forget-sign-ins": {"task": "governance.tasks.forget_sign_ins", "schedule": 3600.0, "options": {"expires": 600}},
+    "forget-responses": {
+        "task": "gateway.tasks.forget_expired_responses",
+        "schedule": 600.0,
+        "options": {"expires": 600},
+    },
     "maintain-partitions": {
         "task": "gateway.tasks.maintain_partitions",
         "schedule": 3600.0,
@@ -208,6 +213,7 @@ LOGGING = {
     "loggers": {
         "uvicorn.error": {"level": "WARNING"},
         "daphne.http_protocol": {"level": "WARNING"},
+        "httpx": {"level": "WARNING"},
         "celery.app.trace": {"level": "WARNING"},
     },
 }
@@ -215,7 +221,8 @@ LOGGING = {
 GATEWAY_TIMEOUTS = Timeouts(
     queue_s=read_float("MUSTER_QUEUE_TIMEOUT_S", 30.0),
     request_s=read_float("MUSTER_REQUEST_TIMEOUT_S", 300.0),
-    no_node_wait_s=read_float("MUSTER_NO_NODE_WAIT_S", 10.0),
+    no_node_wait_s=read_float("MUSTER_NO_NODE_WAIT_S", 9.0),
+    stream_ping_s=read_float("MUSTER_STREAM_PING_S", 9.5),
     accept_s=read_float("MUSTER_ACCEPT_TIMEOUT_S", 5.0),
     client_write_s=read_float("MUSTER_CLIENT_WRITE_TIMEOUT_S", 30.0),
     header_s=read_float("MUSTER_HEADER_TIMEOUT_S", 10.0),
@@ -240,6 +247,8 @@ GATEWAY_ADVERTISED_URLS = read_list("MUSTER_GATEWAY_URLS")
 CLUSTER_SECRET = read_text("MUSTER_CLUSTER_SECRET")
 PUBLIC_MODEL_LIST = read_bool("MUSTER_PUBLIC_MODEL_LIST", default=True)
 METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
+# Folders with a model's tokenizer.json, to count tokens without asking a box. Empty = boxes are asked.
+TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
 REQUEST_RETENTION_DAYS = read_int("MUSTER_REQUEST_RETENTION_DAYS", 30, minimum=1)
 
 NODE_HEALTH = HealthPolicy(
@@ -279,6 +288,9 @@ GOVERNANCE_LOG_KEY = read_text("MUSTER_LOG_KEY")
 GOVERNANCE_LOG_ORIGIN = read_text("MUSTER_LOG_ORIGIN", "muster.local/audit")
 # Where people open the control plane: what a passkey is bound to, and where links in notices lead.
 PUBLIC_URL = read_text("MUSTER_PUBLIC_URL", "http://localhost:8000")
+# Where the playground asks, and what its code names. Scheme, host and port: a browser never chooses the host.
+PLAYGROUND_GATEWAY_URL = read_text("MUSTER_PLAYGROUND_GATEWAY_URL", "http://127.0.0.1:8080")
+GATEWAY_PUBLIC_URL = read_text("MUSTER_GATEWAY_PUBLIC_URL") or PLAYGROUND_GATEWAY_URL
 NOTICE_SENDER = read_text("MUSTER_MAIL_FROM")
 EMAIL_HOST = read_text("MUSTER_MAIL_HOST", "localhost")
 EMAIL_PORT = read_int("MUSTER_MAIL_PORT", 25)

@@ -12,6 +12,7 @@ from controlplane.health import show_health
 urlpatterns: list[URLPattern | URLResolver] = [
     path("", RedirectView.as_view(pattern_name="admin:index")),
     path("admin", RedirectView.as_view(pattern_name="admin:index")),
+    path("admin/playground/", include("controlplane.playground.urls")),
     path("admin/", admin.site.urls),
     path("sign-in/", include("governance.views.signin_urls")),
     path("healthz", show_health, name="healthz"),

@@ -6,13 +6,15 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 
 from gateway.catalogue import Catalogue, ModelEntry
-from gateway.errors import MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
-from gateway.values import Caller, InferenceRequest
+from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
+from gateway.routing import AUTO, may_use, resolve
+from gateway.values import Caller, InferenceRequest, PoolOptions
 
 _WINDOW_S = 60.0
 
@@ -24,8 +26,15 @@ class RateState(msgspec.Struct, frozen=True, gc=False):
     remaining: int
     reset_s: float
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return the x-ratelimit headers."""
+    def headers(self, *, is_anthropic: bool = False) -> list[tuple[bytes, bytes]]:
+        """Return the x-ratelimit headers, or Anthropic's, whose reset is a moment (RFC 3339)."""
+        if is_anthropic:
+            reset_at = datetime.now(UTC) + timedelta(seconds=math.ceil(self.reset_s))
+            return [
+                (b"anthropic-ratelimit-requests-limit", b"%d" % self.limit),
+                (b"anthropic-ratelimit-requests-remaining", b"%d" % self.remaining),
+                (b"anthropic-ratelimit-requests-reset", reset_at.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
+            ]
         return [
             (b"x-ratelimit-limit-requests", b"%d" % self.limit),
             (b"x-ratelimit-remaining-requests", b"%d" % self.remaining),
@@ -76,34 +85,83 @@ class RateLimiter:
 
 
 class Admission:
-    """Applies the allow-list and the caps."""
+    """Applies the allow-list and the caps. ``rank_models``: which of some models boxes serve on an API path, best first."""
 
-    def __init__(self, catalogue: Catalogue, is_known_model: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        is_known_model: Callable[[str], bool],
+        rank_models: Callable[[Iterable[str], str], list[str]],
+    ) -> None:
         self._catalogue = catalogue
         self._is_known_model = is_known_model
+        self._rank_models = rank_models
 
-    def admit(self, caller: Caller, request: InferenceRequest) -> ModelEntry:
-        """Return the model's row. Raises the error of the first rule that is broken."""
-        entry = self.find_model(caller, request.model)
-        if request.prompt_chars > entry.max_prompt_chars:
-            raise PromptTooLarge(
-                f"Prompt exceeds the size limit: {request.prompt_chars} characters > {entry.max_prompt_chars} maximum.",
-                param="messages",
-            )
-        if request.max_tokens is not None and request.max_tokens > entry.max_tokens:
-            raise MaxTokensTooLarge(
-                f"{request.max_tokens_field} exceeds the limit: {request.max_tokens} > {entry.max_tokens} maximum.",
-                param=request.max_tokens_field,
-            )
-        return entry
+    def admit(self, caller: Caller, request: InferenceRequest) -> list[ModelEntry]:
+        """Return the rows of the models that may serve a request, best first, at least one.
+
+        Raises the error of the first rule that is broken; a fallback whose caps are too small for it is left out.
+        """
+        admitted: list[ModelEntry] = []
+        refusal: GatewayError | None = None
+        for entry in self.route(caller, request.model, request.path, request.options):
+            error = _check_caps(entry, request)
+            if error is None:
+                admitted.append(entry)
+            elif refusal is None:
+                refusal = error
+        if not admitted and refusal is not None:
+            raise refusal
+        return admitted
+
+    def route(self, caller: Caller, name: str, path: str, options: PoolOptions | None = None) -> list[ModelEntry]:
+        """Return the rows of the models behind a name, best first, at least one.
+
+        Raises ModelUnknown (404), ModelNotAllowed (400) or NoAvailableNode.
+        """
+        models, aliases = self._catalogue.models, self._catalogue.aliases_for(caller.tenant)
+        if options is None and name not in aliases and name != AUTO:
+            entry = self.find_model(caller, name)
+            if not entry.fallbacks:
+                return [entry]
+        route = resolve(
+            name,
+            aliases=aliases,
+            refuse=lambda model, via: self._refuse(caller, model, via),
+            fallbacks_of=lambda model: models[model].fallbacks,
+            rank_auto=lambda: self._rank_models([row.name for row in models.values() if row.allowed], path),
+            extra=options.fallback_models if options is not None else (),
+        )
+        return [models[model] for model in route.models]
 
     def find_model(self, caller: Caller, name: str) -> ModelEntry:
         """Return an allowed model. Raises ModelUnknown (404) or ModelNotAllowed (400)."""
+        refusal = self._refuse(caller, name, name)
+        if refusal is not None:
+            raise refusal
+        return self._catalogue.models[name]
+
+    def _refuse(self, caller: Caller, name: str, via: str) -> GatewayError | None:
+        """Return why a key may not use a model by asking for ``via``, or None."""
         entry = self._catalogue.models.get(name)
         if entry is None or not entry.allowed:
             if entry is None and not self._is_known_model(name):
-                raise ModelUnknown(f"The model '{name}' does not exist. GET /v1/models lists what can be used.", param="model")
-            raise ModelNotAllowed(f"The model '{name}' is not allow-listed here; ask an operator to allow it.", param="model")
-        if caller.allowed_models and name not in caller.allowed_models:
-            raise ModelNotAllowed(f"This API key may not use the model '{name}'.", param="model")
-        return entry
+                return ModelUnknown(f"The model '{name}' does not exist. GET /v1/models lists what can be used.", param="model")
+            return ModelNotAllowed(f"The model '{name}' is not allow-listed here; ask an operator to allow it.", param="model")
+        if not may_use(caller.allowed_models, name, via=via):
+            return ModelNotAllowed(f"This API key may not use the model '{name}'.", param="model")
+        return None
+
+
+def _check_caps(entry: ModelEntry, request: InferenceRequest) -> GatewayError | None:
+    if request.prompt_chars > entry.max_prompt_chars:
+        return PromptTooLarge(
+            f"Prompt exceeds the size limit: {request.prompt_chars} characters > {entry.max_prompt_chars} maximum.",
+            param="messages",
+        )
+    if request.max_tokens is not None and request.max_tokens > entry.max_tokens:
+        return MaxTokensTooLarge(
+            f"{request.max_tokens_field} exceeds the limit: {request.max_tokens} > {entry.max_tokens} maximum.",
+            param=request.max_tokens_field,
+        )
+    return None

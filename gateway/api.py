@@ -1,19 +1,35 @@
-"""``GET /requests`` of the contract: recent request records, for administrators."""
+"""The gateway's part of the admin REST API: the contract's ``GET /requests``, and the model aliases."""
 
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, Protocol, cast
 
 from drf_spectacular.utils import OpenApiParameter, extend_schema
-from rest_framework import serializers
+from rest_framework import serializers, status
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from gateway.models import RequestRecord
-from gateway.services import InvalidValue
-from nodes.serializers import ErrorSerializer
+from gateway.models import ModelAlias, RequestRecord
+from gateway.routing import Target
+from gateway.services import (
+    AliasNotFound,
+    InvalidValue,
+    TargetState,
+    change_alias,
+    create_alias,
+    delete_alias,
+    find_alias,
+    list_aliases,
+    read_target_states,
+    read_targets,
+)
+from gateway.services.aliases import MAX_TARGETS, MAX_WEIGHT
+from gateway.services.values import MAX_MODEL_NAME_CHARS, MAX_NAME_CHARS
+from governance.api.access import GovernanceView
+from governance.api.forms import Flag, Form, Text, WholeNumber
+from nodes.serializers import ErrorSerializer, print_time
 from wire.contract import RequestState
 from wire.ids import format_id, parse_id
 
@@ -60,9 +76,9 @@ class RequestListView(APIView):
     def get(self, request: Request) -> Response:
         """List recent requests, newest first. A parameter that cannot be used is 400 BAD_REQUEST and named in ``param``."""
         records = RequestRecord.objects.order_by("-created_at", "-id")
-        status = request.query_params.get("status")
-        if status is not None:
-            records = records.filter(state=_read_status(status))
+        state = request.query_params.get("status")
+        if state is not None:
+            records = records.filter(state=_read_status(state))
         node_id = request.query_params.get("node_id")
         if node_id is not None:
             records = records.filter(node_id=_read_node_id(node_id))
@@ -91,3 +107,149 @@ def _read_node_id(text: str) -> uuid.UUID:
     if node_id is None:
         raise InvalidValue("node_id must look like node_ followed by 32 hexadecimal digits.", param="node_id")
     return node_id
+
+
+class TargetForm(Form):
+    """A model behind an alias."""
+
+    model = Text(max_length=MAX_MODEL_NAME_CHARS)
+    weight = WholeNumber(
+        required=False, default=1, min_value=0, max_value=MAX_WEIGHT, help_text="Its share; 0: only when others cannot answer"
+    )
+
+
+class ChangeAliasForm(Form):
+    """Body of ``PATCH /api/v1/aliases/{id}``. What is left out stays as it is."""
+
+    targets = serializers.ListField(child=TargetForm(), min_length=1, max_length=MAX_TARGETS, required=False)
+    is_active = Flag(required=False, help_text="Whether it works; when it does not, the name means what it would without it")
+
+    def validate_targets(self, value: list[dict[str, Any]]) -> list[Target]:  # Any: validated members
+        """Return the targets as the service takes them."""
+        return [Target(one["model"], one["weight"]) for one in value]
+
+
+class AliasForm(ChangeAliasForm):
+    """Body of ``POST /api/v1/aliases``."""
+
+    name = Text(max_length=MAX_MODEL_NAME_CHARS, help_text="What clients ask for")
+    tenant = Text(
+        max_length=MAX_NAME_CHARS, required=False, allow_null=True, default=None, help_text="Left out: for every tenant"
+    )
+    targets = serializers.ListField(child=TargetForm(), min_length=1, max_length=MAX_TARGETS)
+
+
+class TargetSerializer(serializers.Serializer[Any]):  # Any: a value, no model
+    """A model behind an alias, as it is now."""
+
+    model = serializers.CharField()
+    weight = serializers.IntegerField()
+    state = serializers.CharField(help_text="served, no box, or not allowed: the last two are passed over")
+
+
+class AliasSerializer(serializers.Serializer[ModelAlias]):
+    """One alias. Its tenant must be loaded; ``context["states"]``: what its models can do now."""
+
+    id = serializers.IntegerField()
+    name = serializers.CharField()
+    tenant = serializers.CharField(allow_null=True, help_text="null: for every tenant")
+    targets = TargetSerializer(many=True)
+    is_active = serializers.BooleanField()
+    created_at = serializers.DateTimeField()
+    updated_at = serializers.DateTimeField()
+
+    def to_representation(self, instance: ModelAlias) -> dict[str, Any]:  # Any: JSON
+        states = self.context["states"]
+        return {
+            "id": instance.pk,
+            "name": instance.name,
+            "tenant": instance.tenant.name if instance.tenant is not None else None,
+            "targets": [
+                {"model": target.model, "weight": target.weight, "state": states.get(target.model, TargetState.NOT_ALLOWED)}
+                for target in read_targets(instance)
+            ],
+            "is_active": instance.is_active,
+            "created_at": print_time(instance.created_at),
+            "updated_at": print_time(instance.updated_at),
+        }
+
+
+class AliasListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Every alias."""
+
+    aliases = AliasSerializer(many=True)
+
+
+class AliasListView(GovernanceView):
+    """The model aliases, and the way to make one."""
+
+    @extend_schema(operation_id="list_aliases", responses={200: AliasListSerializer, 401: ErrorSerializer})
+    def get(self, request: Request) -> Response:
+        """List every alias by name, those for everybody first, each with what its models can do at this moment."""
+        return Response({"aliases": _show_aliases(list_aliases())})
+
+    @extend_schema(
+        operation_id="create_alias",
+        request=AliasForm,
+        responses={
+            201: AliasSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer, 409: ErrorSerializer,
+            413: ErrorSerializer, 415: ErrorSerializer,
+        },
+    )  # fmt: skip
+    def post(self, request: Request) -> Response:
+        """Let clients ask for models by another name. 404: no such tenant; 409: there is such an alias already."""
+        form = AliasForm(data=request.data)
+        form.is_valid(raise_exception=True)
+        wanted = dict(form.validated_data)
+        alias = create_alias(tenant_name=wanted.pop("tenant"), actor=_actor(request), **wanted)
+        headers = {"Location": f"/api/v1/aliases/{alias.pk}"}
+        return Response(_show_aliases([alias])[0], status=status.HTTP_201_CREATED, headers=headers)
+
+
+class AliasView(GovernanceView):
+    """One alias."""
+
+    @extend_schema(operation_id="read_alias", responses={200: AliasSerializer, 401: ErrorSerializer, 404: ErrorSerializer})
+    def get(self, request: Request, alias_id: int) -> Response:
+        """Read an alias."""
+        alias = find_alias(alias_id)
+        if alias is None:
+            raise AliasNotFound(f"There is no alias {alias_id}.", param="alias_id")
+        return Response(_show_aliases([alias])[0])
+
+    @extend_schema(
+        operation_id="change_alias",
+        request=ChangeAliasForm,
+        responses={
+            200: AliasSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer, 413: ErrorSerializer,
+            415: ErrorSerializer,
+        },
+    )  # fmt: skip
+    def patch(self, request: Request, alias_id: int) -> Response:
+        """Change where an alias leads, or switch it off or on; for requests that arrive from then on."""
+        form = ChangeAliasForm(data=request.data)
+        form.is_valid(raise_exception=True)
+        alias = change_alias(alias_id=alias_id, actor=_actor(request), **form.validated_data)
+        return Response(_show_aliases([alias])[0])
+
+    @extend_schema(operation_id="delete_alias", responses={204: None, 401: ErrorSerializer, 404: ErrorSerializer})
+    def delete(self, request: Request, alias_id: int) -> Response:
+        """Delete an alias; requests under way end normally."""
+        delete_alias(alias_id=alias_id, actor=_actor(request))
+        return Response(status=status.HTTP_204_NO_CONTENT)
+
+
+def _show_aliases(aliases: list[ModelAlias]) -> list[dict[str, Any]]:  # Any: JSON
+    context = {"states": read_target_states()}
+    return [AliasSerializer(alias, context=context).data for alias in aliases]
+
+
+def _actor(request: Request) -> str:
+    """Return the caller as the audit trail writes one."""
+    return cast("_Named", request.user).actor  # what DEFAULT_AUTHENTICATION_CLASSES puts there
+
+
+class _Named(Protocol):
+    @property
+    def actor(self) -> str:
+        """``token:<name>``."""

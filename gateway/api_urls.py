@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from django.urls import path
 
-from gateway.api import RequestListView
+from gateway.api import AliasListView, AliasView, RequestListView
 
-urlpatterns = [path("requests", RequestListView.as_view(), name="requests")]
+urlpatterns = [
+    path("requests", RequestListView.as_view(), name="requests"),
+    path("api/v1/aliases", AliasListView.as_view(), name="aliases"),
+    path("api/v1/aliases/<int:alias_id>", AliasView.as_view(), name="alias"),
+]

@@ -1,4 +1,4 @@
-"""In-memory copies of keys and models, so that the request path asks no database.
+"""In-memory copies of keys, models and their aliases, so that the request path asks no database.
 
 Filled from the rows, refreshed when a hint arrives and by a sweep every two seconds; a revoked key therefore stops
 working everywhere within five seconds, also when every hint is lost.
@@ -6,16 +6,22 @@ working everywhere within five seconds, also when every hint is lost.
 
 from __future__ import annotations
 
+import logging
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+import msgspec
 from django.db import connection
 from django.db.models import Q
 from django.utils import timezone
 
-from gateway.models import ApiKey, Model
+from gateway.models import ApiKey, Model, ModelAlias
+from gateway.routing import Alias, Target
 from gateway.values import Caller, Limits, Priority
+
+logger = logging.getLogger("muster.gateway")
 
 _OVERLAP_S = 30
 """A row is read again for this long after its change: its transaction may commit after a later one."""
@@ -37,7 +43,10 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """An allow-list row with its caps resolved against the settings."""
+    """An allow-list row with its caps resolved against the settings.
+
+    ``fallbacks``: names of models, in their order. ``context_tokens`` None = what boxes say; ``tokenizer`` empty = none here.
+    """
 
     name: str
     allowed: bool
@@ -46,15 +55,33 @@ class ModelEntry:
     max_prompt_chars: int
     max_queue: int
     created: int
+    fallbacks: tuple[str, ...] = ()
+    context_tokens: int | None = None
+    tokenizer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AliasEntry:
+    """An alias that is switched on. ``tenant`` None = for everybody. Without targets when its row cannot be read."""
+
+    tenant: str | None
+    alias: Alias
 
 
 class Catalogue:
-    """Keys by key id and models by name. ``apply_*`` runs on the event loop; ``load_*`` in a database thread."""
+    """Keys by key id, models by name, aliases by tenant. ``apply_*`` runs on the event loop, ``load_*`` in a thread."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.keys: dict[str, KeyEntry] = {}
         self.models: dict[str, ModelEntry] = {}
+        self._alias_entries: list[AliasEntry] = []
+        self._shared_aliases: dict[str, Alias] = {}
+        self._aliases_by_tenant: dict[str, dict[str, Alias]] = {}
+
+    def aliases_for(self, tenant: str) -> Mapping[str, Alias]:
+        """Return the aliases of a tenant by name, those for everybody among them; its own wins over one of the same name."""
+        return self._aliases_by_tenant.get(tenant, self._shared_aliases)
 
     def load_keys(self, since: datetime | None) -> list[tuple[str, KeyEntry]]:
         """Return the keys changed since then (None = all of them); tenants count as part of their keys."""
@@ -81,9 +108,16 @@ class Catalogue:
                 max_prompt_chars=row.max_prompt_chars if row.max_prompt_chars is not None else limits.max_prompt_chars,
                 max_queue=row.max_queue if row.max_queue is not None else limits.max_queue,
                 created=int(row.created_at.timestamp()),
+                fallbacks=tuple(row.fallbacks),
+                context_tokens=row.context_tokens,
+                tokenizer=row.tokenizer,
             )
             for row in Model.objects.all()
         ]
+
+    def load_aliases(self) -> list[AliasEntry]:
+        """Return every alias that is switched on."""
+        return [_read_alias(row) for row in ModelAlias.objects.select_related("tenant").filter(is_active=True).order_by("pk")]
 
     def apply_keys(self, entries: list[tuple[str, KeyEntry]], *, replace: bool) -> None:
         """Take loaded keys."""
@@ -95,6 +129,21 @@ class Catalogue:
     def apply_models(self, entries: list[ModelEntry]) -> None:
         """Take loaded models."""
         self.models = {entry.name: entry for entry in entries}
+
+    def apply_aliases(self, entries: list[AliasEntry]) -> None:
+        """Take loaded aliases. Every tenant that has some gets its table here, so that a request makes one look-up."""
+        if entries == self._alias_entries:
+            return
+        for entry in entries:
+            if not entry.alias.targets:
+                logger.error("alias.unreadable name=%r tenant=%r; it is left out", entry.alias.name, entry.tenant)
+        readable = [entry for entry in entries if entry.alias.targets]
+        shared = {entry.alias.name: entry.alias for entry in readable if entry.tenant is None}
+        by_tenant: dict[str, dict[str, Alias]] = {}
+        for entry in readable:
+            if entry.tenant is not None:
+                by_tenant.setdefault(entry.tenant, dict(shared))[entry.alias.name] = entry.alias
+        self._alias_entries, self._shared_aliases, self._aliases_by_tenant = entries, shared, by_tenant
 
     def _key_entry(self, key: ApiKey) -> KeyEntry:
         tenant = key.tenant
@@ -108,10 +157,21 @@ class Catalogue:
                 requests_per_minute=limit,
                 allowed_models=frozenset(key.allowed_models),
                 priority=Priority(key.priority),
+                stores_responses=tenant.stores_responses,
+                responses_kept_days=tenant.responses_kept_days,
             ),
             revoked=key.revoked_at is not None or not tenant.is_active,
             expires_at=key.expires_at.timestamp() if key.expires_at is not None else None,
         )
+
+
+def _read_alias(row: ModelAlias) -> AliasEntry:
+    try:
+        targets = msgspec.convert(row.targets, tuple[Target, ...])
+    except msgspec.ValidationError:
+        targets = ()
+    tenant = row.tenant.name if row.tenant is not None else None
+    return AliasEntry(tenant, Alias(row.name, targets, int(row.created_at.timestamp())))
 
 
 def store_key_use(used: dict[uuid.UUID, float]) -> None:

@@ -85,6 +85,8 @@ class ClientConnection:
         )
         self.started = False
         self.finished = False
+        self.tail = b"\n\n"
+        """The body bytes written last."""
 
     @property
     def is_gone(self) -> bool:
@@ -164,6 +166,7 @@ class ClientConnection:
 
     def write(self, data: bytes) -> None:
         """Send body bytes."""
+        self.tail = data
         self.outbox.put({"type": "http.response.body", "body": data, "more_body": True}, len(data))
 
     def finish(self, data: bytes = b"") -> None:

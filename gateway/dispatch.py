@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from bisect import insort
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 
 _BUSY_PAUSE_S = 0.05
+_HELD_WEIGHT = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,14 @@ class Job:
     sequence: int
     accepted: float
     deadline: float
+    max_wait_s: float = math.inf
+    """Longest wait for a slot that the client accepts."""
+    asked_model: str = ""
+    """The name the client used; the request's model is the one that is asked now."""
+    models: tuple[str, ...] = ()
+    """Models that may serve it, best first; empty = the request's alone."""
+    prefer: str = ""
+    """Name of a box or GPU that should serve it, if it can."""
     attempts: int = 0
     losses: int = 0
     avoid: set[Link] = field(default_factory=set)
@@ -58,6 +68,9 @@ class Lease:
 
     dispatcher: Dispatcher
     link: Link
+    model: str = ""
+    granted: float = 0.0
+    """time.monotonic() seconds; 0 = not to be counted in how long requests take."""
     released: bool = False
 
     def release(self) -> None:
@@ -65,7 +78,31 @@ class Lease:
         if not self.released:
             self.released = True
             self.link.active -= 1
+            if self.granted:
+                self.dispatcher.note_held(self.model, time.monotonic() - self.granted)
             self.dispatcher.place_on(self.link)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A slot is free now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Boxes are there and full; a newcomer would wait about this long."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Nobody can serve it now."""
+
+    error: GatewayError
+
+
+Outlook = Ready | Busy | Closed
 
 
 @dataclass(slots=True, eq=False, order=False)
@@ -94,11 +131,14 @@ class Dispatcher:
         """Who waits, by model and API path: a box may answer a model on one path and not on another."""
         self._sequence = itertools.count(1)
         self._served = itertools.count(1)
+        self._held_s: dict[str, float] = {}
+        """How long a request holds a slot, by model: a moving average in seconds."""
         registry.subscribe(self._take_change)
 
     def new_job(self, *, request_id: str, request: InferenceRequest, tenant: str, max_queue: int, priority: str = "") -> Job:
         """Return a job whose place in the queue and whose deadline count from now. ``priority`` is for the box."""
-        now = time.monotonic()
+        now, options = time.monotonic(), request.options
+        wait_ms = options.max_latency_ms if options is not None else None
         return Job(
             request_id=request_id,
             request=request,
@@ -108,7 +148,52 @@ class Dispatcher:
             sequence=next(self._sequence),
             accepted=now,
             deadline=now + self._timeouts.request_s,
+            asked_model=request.model,
+            max_wait_s=math.inf if wait_ms is None else wait_ms / 1000,
+            prefer=(options.prefer_gpu or "") if options is not None else "",
         )
+
+    def outlook(self, model: str, lane: str) -> Outlook:
+        """Return how a newcomer for ``model`` would fare on that API path."""
+        now = time.monotonic()
+        links = self._registry.links_answering(model, lane)
+        waiting = len(self._queues.get(model, {}).get(lane, ()))
+        if not waiting and choose_link(links, now=now) is not None:
+            return Ready()
+        ready = [link for link in links if link.condition(now) is LinkCondition.READY]
+        if not ready:
+            return Closed(self._explain(model, lane) or NoAvailableNode(retry_after_s=5))
+        slots = sum(max(1, link.max_concurrent) for link in ready)
+        return Busy(self._held_s.get(model, 0.0) * (waiting + 1) / slots)
+
+    def declares(self, model: str, path: str) -> bool:
+        """Whether some box says of itself that it answers the model on that API path."""
+        return path in self._registry.endpoints_of(model)
+
+    def needs_translation(self, model: str, *, endpoint: str, lane: str) -> bool:
+        """Whether boxes serve the model, and none of them on the client's own API path."""
+        links = self._registry.links_answering(model, lane)
+        return bool(links) and (lane != endpoint or not any(link.answers(model, endpoint) for link in links))
+
+    def rank_models(self, models: Iterable[str], lane: str) -> list[str]:
+        """Return those of ``models`` that boxes serve on that API path, the one with most room first."""
+        now = time.monotonic()
+        rooms: list[tuple[int, int, str]] = []
+        for model in models:
+            ready = [link for link in self._registry.links_answering(model, lane) if link.condition(now) is LinkCondition.READY]
+            if ready:
+                free = sum(max(0, link.max_concurrent - link.load) for link in ready)
+                rooms.append((-free, _count(self._queues.get(model, {})), model))
+        return [model for _free, _waiting, model in sorted(rooms)]
+
+    def note_held(self, model: str, seconds: float) -> None:
+        """Take how long a request held its slot."""
+        known = self._held_s.get(model)
+        self._held_s[model] = seconds if known is None else known + _HELD_WEIGHT * (seconds - known)
+
+    def note_unspoken(self, link: Link, endpoint: str) -> None:
+        """Remember that a box does not know an API path."""
+        self._registry.note_unspoken(link, endpoint)
 
     @property
     def depth(self) -> int:
@@ -139,12 +224,12 @@ class Dispatcher:
         The future fails with a GatewayError when the wait is over; cancelling it, or setting an exception on it, takes
         the request out of the queue.
         """
-        model, endpoint = job.request.model, job.request.endpoint
+        model, endpoint = job.request.model, job.request.path
         lanes = self._queues.get(model)
         if not lanes or endpoint not in lanes:
-            link = self._choose(model, endpoint, job.avoid)
+            link = self._choose(model, endpoint, job.avoid, job.prefer)
             if link is not None:
-                return self._grant(link)
+                return self._grant(link, model)
         if lanes and _count(lanes) >= job.max_queue and not job.attempts:
             raise QueueFull(retry_after_s=1)
         return self._enqueue(job)
@@ -160,7 +245,7 @@ class Dispatcher:
                 return
             self._remove(waiter)
             if not waiter.future.done():  # its client left earlier in this loop turn
-                waiter.future.set_result(self._grant(link))
+                waiter.future.set_result(self._grant(link, waiter.job.request.model))
 
     def fail_waiting(self, error: GatewayError) -> None:
         """End every wait, e.g. when the gateway stops."""
@@ -174,8 +259,9 @@ class Dispatcher:
 
     # inside
 
-    def _choose(self, model: str, endpoint: str, avoid: set[Link]) -> Link | None:
-        return choose_link(self._registry.links_answering(model, endpoint), now=time.monotonic(), avoid=avoid)
+    def _choose(self, model: str, endpoint: str, avoid: set[Link], prefer: str = "") -> Link | None:
+        links = self._registry.links_answering(model, endpoint)
+        return choose_link(links, now=time.monotonic(), avoid=avoid, prefer=prefer)
 
     def _find_mismatch(self, model: str, endpoint: str) -> GatewayError | None:
         """Return an error when boxes serve the model and none of them on this path; that nobody serves it at all may pass."""
@@ -186,24 +272,24 @@ class Dispatcher:
         instead = f"it answers {', '.join(answered)}." if answered else "its boxes answer other paths."
         return EndpointNotAnswered(f"The model '{model}' does not answer {endpoint}; {instead}", param="model")
 
-    def _grant(self, link: Link) -> Lease:
+    def _grant(self, link: Link, model: str) -> Lease:
         link.active += 1
         link.last_served = next(self._served)
-        return Lease(self, link)
+        return Lease(self, link, model, time.monotonic())
 
     def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(job, loop.create_future())
         waiter.future.add_done_callback(lambda _future: self._forget(waiter))
         lanes = self._queues.setdefault(job.request.model, {})
-        insort(lanes.setdefault(job.request.endpoint, []), waiter, key=_sequence_of)
+        insort(lanes.setdefault(job.request.path, []), waiter, key=_sequence_of)
         QUEUE_DEPTH.inc()
         self._arm(waiter)
         return waiter.future
 
     def _arm(self, waiter: _Waiter) -> None:
         now = time.monotonic()
-        limit = min(waiter.job.accepted + self._timeouts.queue_s, waiter.job.deadline)
+        limit = min(waiter.job.accepted + min(self._timeouts.queue_s, waiter.job.max_wait_s), waiter.job.deadline)
         patience = waiter.job.accepted + self._timeouts.no_node_wait_s
         due = patience if now < patience < limit else limit
         delay = max(0.0, due - now)
@@ -227,8 +313,11 @@ class Dispatcher:
 
     def explain(self, request: InferenceRequest) -> GatewayError | None:
         """Return why nobody can serve the request at all, or None when it is only a matter of waiting."""
-        now, model = time.monotonic(), request.model
-        conditions = {link.condition(now) for link in self._registry.links_answering(model, request.endpoint)}
+        return self._explain(request.model, request.path)
+
+    def _explain(self, model: str, lane: str) -> GatewayError | None:
+        now = time.monotonic()
+        conditions = {link.condition(now) for link in self._registry.links_answering(model, lane)}
         if LinkCondition.READY in conditions:
             return None
         if LinkCondition.STALE in conditions:
@@ -237,7 +326,7 @@ class Dispatcher:
             return NodeDraining(retry_after_s=10)
         if LinkCondition.UNHEALTHY in conditions:
             return NodeUnhealthy(retry_after_s=10)
-        mismatch = self._find_mismatch(model, request.endpoint)
+        mismatch = self._find_mismatch(model, lane)
         return mismatch or self._explain_rows(model) or NoAvailableNode(retry_after_s=5)
 
     def _explain_rows(self, model: str) -> GatewayError | None:
@@ -257,7 +346,7 @@ class Dispatcher:
         for model in self._queues.keys() & link.models:
             for endpoint, queue in self._queues[model].items():
                 is_older = best is None or queue[0].job.sequence < best.job.sequence
-                if is_older and link.answers(model, endpoint):
+                if is_older and link.find_path(model, endpoint) is not None:
                     best = queue[0]
         return best
 
@@ -290,12 +379,12 @@ class Dispatcher:
             waiter.timer = None
         request = waiter.job.request
         lanes = self._queues.get(request.model, {})
-        queue = lanes.get(request.endpoint)
+        queue = lanes.get(request.path)
         if queue is None or waiter not in queue:
             return
         queue.remove(waiter)
         QUEUE_DEPTH.dec()
         if not queue:
-            del lanes[request.endpoint]
+            del lanes[request.path]
         if not lanes:
             del self._queues[request.model]

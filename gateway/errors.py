@@ -5,21 +5,31 @@ The sentences are fixed where the relay contract fixes them; they never carry pr
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from wire.contract import ErrorCode, RequestState
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic API reference, "Errors"."""
 
 
 class GatewayError(Exception):
     """Base of the tree. ``state`` is how the request's record ends when this ends it."""
 
-    code: ClassVar[ErrorCode] = ErrorCode.INTERNAL_ERROR
-    status: ClassVar[int] = 500
-    retryable: ClassVar[bool] = True
-    type: ClassVar[str] = "server_error"
-    anthropic_type: ClassVar[str] = "api_error"
-    state: ClassVar[RequestState] = RequestState.FAILED
-    default_message: ClassVar[str] = "Internal server error processing request"
+    code: ErrorCode = ErrorCode.INTERNAL_ERROR
+    status: int = 500
+    retryable: bool = True
+    type: str = "server_error"
+    anthropic_type: str = "api_error"
+    state: RequestState = RequestState.FAILED
+    default_message: str = "Internal server error processing request"
 
     def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
         self.message = message or self.default_message
@@ -113,6 +123,26 @@ class PromptTooLarge(BadRequest):
     """The prompt is over the cap."""
 
     code = ErrorCode.PROMPT_TOO_LARGE
+
+
+class ContextTooLong(BadRequest):
+    """The engine says that prompt and answer do not fit into the model's context. Tokens, 0 = it did not say."""
+
+    code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    default_message = "The prompt and the answer do not fit into the model's context window."
+
+    def __init__(self, message: str = "", *, prompt_tokens: int = 0, context_tokens: int = 0) -> None:
+        super().__init__(message, param="messages")
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens = context_tokens
+
+
+class ResponseNotFound(BadRequest):
+    """No stored response of that id, for this tenant."""
+
+    code = ErrorCode.RESPONSE_NOT_FOUND
+    status = 404
+    anthropic_type = "not_found_error"
 
 
 class MaxTokensTooLarge(BadRequest):
@@ -209,6 +239,21 @@ class ForwardedRequestFailed(GatewayError):
     code = ErrorCode.FORWARDED_REQUEST_FAILED
     status = 502
     default_message = "The selected node failed while processing the request."
+
+
+class EngineRefused(GatewayError):
+    """An engine's own refusal (4xx) or failure (5xx), said in the caller's dialect with the engine's status and words."""
+
+    code = ErrorCode.FORWARDED_REQUEST_FAILED
+
+    def __init__(self, message: str, *, status: int, param: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.status = status
+        self.retryable = status >= 500 or status in (408, 409, 429)
+        if status < 500:
+            self.code = ErrorCode.RATE_LIMITED if status == 429 else ErrorCode.BAD_REQUEST
+            self.type = "rate_limit_error" if status == 429 else "invalid_request_error"
+        self.anthropic_type = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 
 class StreamTooLarge(ForwardedRequestFailed):

@@ -18,6 +18,12 @@ class Tenant(models.Model):
     requests_per_minute = models.PositiveIntegerField(
         null=True, blank=True, help_text="Default limit of its keys; empty = the setting"
     )
+    stores_responses = models.BooleanField(
+        default=False, db_default=False, help_text="Whether answers of /v1/responses may be kept, prompts included"
+    )
+    responses_kept_days = models.PositiveIntegerField(
+        default=30, db_default=30, help_text="How many days a kept answer can be asked for again"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 
@@ -77,6 +83,23 @@ class Model(models.Model):
         null=True, blank=True, help_text="Cap on prompt characters; empty = the setting"
     )
     max_queue = models.PositiveIntegerField(null=True, blank=True, help_text="Queue length; empty = the setting")
+    fallbacks = ArrayField(
+        models.CharField(max_length=200),
+        default=list,
+        db_default=[],
+        blank=True,
+        help_text="Models that answer instead, in this order, while this one has no box or cannot answer in time",
+    )
+    context_tokens = models.PositiveIntegerField(
+        null=True, blank=True, help_text="Context window shown to clients; empty = what its boxes say"
+    )
+    tokenizer = models.CharField(
+        max_length=200,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="Folder below MUSTER_TOKENIZERS_DIR, with a tokenizer.json",
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 
@@ -85,6 +108,51 @@ class Model(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+
+class ModelAlias(models.Model):
+    """Another name for models, for everybody or for one tenant (whose own alias wins). ``targets``: [{model, weight}]."""
+
+    name = models.CharField(max_length=200)
+    tenant = models.ForeignKey(Tenant, null=True, blank=True, on_delete=models.PROTECT, related_name="aliases")
+    targets = models.JSONField(default=list)
+    is_active = models.BooleanField(default=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+    updated_at = models.DateTimeField(auto_now=True, db_index=True)
+
+    class Meta:
+        verbose_name_plural = "model aliases"
+        ordering = ["name", "tenant_id"]
+        constraints = [
+            models.UniqueConstraint(fields=["name", "tenant"], nulls_distinct=False, name="gateway_alias_once"),
+        ]
+
+    def __str__(self) -> str:
+        return self.name if self.tenant is None else f"{self.name} of {self.tenant.name}"
+
+
+class StoredResponse(models.Model):
+    """An answer of ``/v1/responses`` that its tenant lets us keep, with the input it answered, until ``expires_at``.
+
+    ``body`` is the response object as it was sent, ``input_items`` a JSON array; both as bytes, because ``jsonb`` refuses
+    escaped NUL characters, which the output of a tool may hold. A conversation is the chain of ``previous_id``.
+    """
+
+    id = models.CharField(primary_key=True, max_length=80)
+    tenant = models.ForeignKey(Tenant, on_delete=models.PROTECT, related_name="responses")
+    key_id = models.UUIDField()
+    model = models.CharField(max_length=200)
+    previous_id = models.CharField(max_length=80, blank=True, default="")
+    input_items = models.BinaryField()
+    body = models.BinaryField()
+    created_at = models.DateTimeField()
+    expires_at = models.DateTimeField(db_index=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return self.id
 
 
 class GatewayProcess(models.Model):
@@ -120,6 +188,13 @@ class RequestRecord(models.Model):
     key_name = models.CharField(max_length=80)
     endpoint = models.CharField(max_length=60)
     model = models.CharField(max_length=200)
+    asked_model = models.CharField(
+        max_length=200,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="The name the client used, if another",
+    )
     is_streaming = models.BooleanField(default=False)
     state = models.CharField(max_length=12, choices=[(s.value, s.value) for s in RequestState])
     error_code = models.CharField(max_length=40, null=True, blank=True)

@@ -9,7 +9,8 @@ from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import GatewayError
-from gateway.relay import Broken, Exchange, Retry, RetryReason, Served
+from gateway.outcome import Broken, Retry, RetryReason, Served
+from gateway.relay import Exchange
 from gateway.values import InferenceRequest, Limits
 from nodes.links import Link
 from nodes.links.http import END_HEADER
@@ -28,7 +29,6 @@ async def serve_peer(*, dispatcher: Dispatcher, limits: Limits, client: ClientCo
             endpoint=surface.path,
             model=headers.get("x-muster-model", "")[:200],
             is_streaming=headers.get("x-muster-streaming") == "1",
-            wants_usage=False,
             max_tokens=None,
             prompt_chars=0,
             body=body,

@@ -6,45 +6,62 @@ import asyncio
 import math
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import assert_never
+
+import msgspec
 
 from gateway import metrics
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
+from gateway.bookkeeping import TORN_DOWN, Bookkeeper, Ending, Passage, count_tokens
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
-from gateway.dispatch import Dispatcher, Job, Lease
+from gateway.dialects.translation import Translation
+from gateway.dispatch import Busy, Closed, Dispatcher, Job, Lease, Ready
 from gateway.errors import (
+    EndpointNotAnswered,
     ForwardedRequestFailed,
     GatewayError,
+    NoAvailableNode,
+    QueueFull,
+    QueueTimeout,
     RateLimited,
     RecordsUnavailable,
     RequestInterrupted,
     RequeueExhausted,
     ShuttingDown,
 )
-from gateway.records import MAX_COUNT, Record, RecordWriter
-from gateway.relay import Broken, Exchange, Outcome, Retry, RetryReason, Served
-from gateway.values import Caller, InferenceRequest, Limits, Priority, Timeouts
+from gateway.heads import name_header
+from gateway.keepalive import KeepAlive
+from gateway.keeping import LANE as KEPT_LANE
+from gateway.keeping import RESPONSES, Keeping, keep_answer, mark_unkept, plan_keeping
+from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
+from gateway.records import Record, RecordWriter
+from gateway.relay import Exchange
+from gateway.values import Caller, InferenceRequest, Limits, PoolOptions, Priority, Timeouts
+from nodes.states import POOL_RESPONSES
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 
-_CHARS_PER_TOKEN = 4
-_RECORDED_REFUSALS_PER_MINUTE = 60
+_RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 _PARSED_BESIDE_BYTES = 512 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a request ended: the record's final state, and the error if there was one."""
+@dataclass(slots=True, eq=False)
+class Call:
+    """One request on its way through the stages. ``extra``: headers of whatever answer it gets."""
 
-    state: RequestState
-    error: GatewayError | None
-
-
-_TORN_DOWN = Ending(RequestState.INTERRUPTED, ShuttingDown())
+    client: ClientConnection
+    surface: Surface
+    caller: Caller
+    record_id: uuid.UUID
+    extra: list[Header]
+    keeping: Keeping | None = None
+    keepalive: KeepAlive | None = None
+    queue_ms: int = 0
+    translations: dict[str, Translation] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -60,75 +77,91 @@ class Pipeline:
     limits: Limits
     timeouts: Timeouts
     is_stopping: bool = False
-    _refusals: RateLimiter = field(default_factory=RateLimiter)
+    books: Bookkeeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.books = Bookkeeper(self.gateway_id, self.records)
 
     async def serve(self, client: ClientConnection, surface: Surface) -> None:
         """Answer one inference request. The only place that calls the stages in sequence."""
         record_id = new_uuid7()
         request_id = format_id("req", record_id)
-        extra: list[Header] = [(b"x-request-id", request_id.encode())]
+        extra = id_headers(surface, request_id)
+        call: Call | None = None
         record: Record | None = None
+        job: Job | None = None
         exchange: Exchange | None = None
         started = time.monotonic()
-        ending = _TORN_DOWN
+        ending = TORN_DOWN
         try:
             if self.is_stopping:
                 raise ShuttingDown(retry_after_s=2)
             caller = await self.keys.identify(client.headers, allow_x_api_key=True)
             body = await client.read_body(self.limits.max_audio_bytes if surface.is_form else None)
-            record, job = await self._admit(client, surface, caller, body, record_id, extra)
+            call = Call(client, surface, caller, record_id, extra)
+            record, job = await self._admit(call, body)
             while True:
-                lease = await self._find_slot(client, job, record)
-                exchange = Exchange(job=job, lease=lease, client=client, surface=surface, limits=self.limits, extra=extra)
+                lease = await self._find_slot(call, job, record)
+                exchange = self._open_exchange(call, job, lease)
                 outcome = await exchange.run()
                 if not self._should_retry(outcome, job, lease):
                     break
+            if call.keeping is not None and isinstance(outcome, Served):
+                await self._keep(call, call.keeping, job, exchange)
             await client.drain()  # until then the server would cut what the client has not taken
             ending = self._conclude(outcome, record, exchange)
         except GatewayError as error:
             ending = Ending(error.state, error)
-            self._refuse(error, client, surface, request_id, extra)
+            self._refuse(error, client, surface, request_id, extra, job.request if job is not None else None)
         finally:
             client.unwatch()
+            if call is not None and call.keepalive is not None:
+                call.keepalive.stop()
             if record is not None:
-                self._finish_record(record, exchange, started, ending)
+                self.books.finish(record, _measure(exchange), started, ending)
             elif ending.error is not None:
                 metrics.REFUSALS.labels(ending.error.code).inc()
 
     # stages
 
-    async def _admit(
-        self,
-        client: ClientConnection,
-        surface: Surface,
-        caller: Caller,
-        body: bytes,
-        record_id: uuid.UUID,
-        extra: list[Header],
-    ) -> tuple[Record, Job]:
+    async def _admit(self, call: Call, body: bytes) -> tuple[Record, Job]:
         """Check, then accept: from the durable row on, the request reaches exactly one final state."""
+        surface, caller, client = call.surface, call.caller, call.client
         request: InferenceRequest | None = None
         try:
             rate = self.limiter.take(caller.key_id, caller.requests_per_minute)
-            extra += rate.headers()
+            call.extra += rate.headers(is_anthropic=surface.is_anthropic)
             request = await _parse(surface, body, client)
-            model = self.admission.admit(caller, request)
-            self.dispatcher.refuse_disabled(model.name)
-            self.dispatcher.check_room(model.name, request.endpoint, model.max_queue)
+            if surface.path == RESPONSES and (caller.stores_responses or request.store or request.previous_response_id):
+                planned = plan_keeping(caller, request, format_id("req", call.record_id))
+                call.keeping = await client.wait(asyncio.ensure_future(planned))
+                if call.keeping is not None:
+                    request = msgspec.structs.replace(request, lane=KEPT_LANE)
+            entries = self.admission.admit(caller, request)
+            entry = entries[0]
+            if request.is_pool_shaped and not request.lane and self.dispatcher.declares(entry.name, POOL_RESPONSES):
+                request = msgspec.structs.replace(request, lane=POOL_RESPONSES)
+            self.dispatcher.refuse_disabled(entry.name)
+            self.dispatcher.check_room(entry.name, request.path, entry.max_queue)
+            asked_model = request.model
+            request = surface.rename(request, entry.name)
+            self._translate_early(call, request)
         except GatewayError as error:
             if isinstance(error, RateLimited):
-                extra += self.limiter.peek(caller.key_id, caller.requests_per_minute).headers()
-            self._record_refusal(error, caller, surface, request, record_id)
+                rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
+                call.extra += rate.headers(is_anthropic=surface.is_anthropic)
+            self.books.record_refusal(error, caller, request or _unread(surface), call.record_id)
             raise
-        request_id = format_id("req", record_id)
         job = self.dispatcher.new_job(
-            request_id=request_id,
+            request_id=format_id("req", call.record_id),
             request=request,
             tenant=caller.tenant,
-            max_queue=model.max_queue,
-            priority="" if caller.priority is Priority.NORMAL else caller.priority.value,
+            max_queue=entry.max_queue,
+            priority=_choose_priority(caller, request.options),
         )
-        record = self._new_record(record_id, caller, request)
+        job.asked_model = asked_model
+        job.models = tuple(row.name for row in entries)
+        record = self.books.make_record(call.record_id, caller, request, asked_model=asked_model)
         client.watch()
         metrics.TALLY.in_flight += 1
         try:
@@ -136,28 +169,118 @@ class Pipeline:
         except GatewayError as error:
             metrics.TALLY.in_flight -= 1
             if not isinstance(error, RecordsUnavailable):
-                self._seal(record, Ending(error.state, error))
-                self.records.touch(record)
+                self.books.seal(record, Ending(error.state, error))
             raise
+        if request.is_streaming:
+            call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.timeouts.stream_ping_s)
+            call.keepalive.start()
         return record, job
 
-    async def _find_slot(self, client: ClientConnection, job: Job, record: Record) -> Lease:
+    def _translate_early(self, call: Call, request: InferenceRequest) -> None:
+        """Find out before anything is accepted whether a request can be said in the only words its boxes speak."""
+        endpoint = request.path if request.lane == POOL_RESPONSES else request.endpoint
+        if self.dispatcher.needs_translation(request.model, endpoint=endpoint, lane=request.path):
+            self._translate(call, request, KEPT_LANE)
+
+    def _translate(self, call: Call, request: InferenceRequest, path: str) -> Translation | None:
+        """Return the request as it is said on ``path``, None when that is where it came from. Raises BadRequest."""
+        if path in (request.endpoint, POOL_RESPONSES):
+            return None
+        known = call.translations.get(request.model)
+        if known is None:
+            translate = call.keeping.translate if call.keeping is not None else call.surface.translate
+            if translate is None:
+                raise EndpointNotAnswered(f"The model '{request.model}' does not answer {request.endpoint}.", param="model")
+            known = call.translations[request.model] = translate(request)
+        return known
+
+    async def _find_slot(self, call: Call, job: Job, record: Record) -> Lease:
+        """Return a slot on a box of the first model that can answer in time."""
         asked_at = time.monotonic()
-        found = self.dispatcher.acquire(job)
+        if len(job.models) > 1:
+            self._choose_model(call, job, job.models)
         try:
-            lease = found if isinstance(found, Lease) else await client.wait(found)
-        except asyncio.CancelledError:
-            if isinstance(found, asyncio.Future) and found.done() and not found.cancelled() and found.exception() is None:
-                found.result().release()  # granted in the same loop turn as the cancel
-            raise
+            lease = await self._wait_for_slot(call.client, job)
+        except (QueueTimeout, NoAvailableNode) as error:
+            rest = [name for name in job.models if name != job.request.model]
+            ready = [name for name in rest if isinstance(self.dispatcher.outlook(name, job.request.path), Ready)]
+            if not ready or isinstance(error, QueueFull):
+                raise
+            self._choose_model(call, job, ready)
+            lease = await self._wait_for_slot(call.client, job)
         job.attempts += 1
-        record.queue_ms = (record.queue_ms or 0) + int((time.monotonic() - asked_at) * 1000)
+        record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((time.monotonic() - asked_at) * 1000)
         record.attempts = job.attempts
+        record.model = job.request.model
+        record.asked_model = "" if job.asked_model == record.model else job.asked_model
         record.node_id = lease.link.node_id
         record.node_name = lease.link.node_name
         record.state = RequestState.RUNNING if job.request.is_streaming else RequestState.ASSIGNED
         self.records.touch(record)
         return lease
+
+    async def _wait_for_slot(self, client: ClientConnection, job: Job) -> Lease:
+        found = self.dispatcher.acquire(job)
+        try:
+            return found if isinstance(found, Lease) else await client.wait(found)
+        except asyncio.CancelledError:
+            if isinstance(found, asyncio.Future) and found.done() and not found.cancelled() and found.exception() is None:
+                found.result().release()  # granted in the same loop turn as the cancel
+            raise
+
+    def _choose_model(self, call: Call, job: Job, models: Sequence[str]) -> None:
+        """Give the job to the first model that has room, or whose queue is short enough; else to the shortest queue."""
+        budget_s = min(self.timeouts.queue_s, job.max_wait_s)
+        best, best_wait_s = models[0], math.inf
+        for name in models:
+            match self.dispatcher.outlook(name, job.request.path):
+                case Ready():
+                    best = name
+                    break
+                case Busy(wait_s):
+                    if wait_s <= budget_s:
+                        best = name
+                        break
+                    if wait_s < best_wait_s:
+                        best, best_wait_s = name, wait_s
+                case Closed():
+                    continue
+        job.request = call.surface.rename(job.request, best)
+
+    def _open_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:
+        """Return the attempt on a box, in the words it speaks. Raises BadRequest for what cannot be said in them."""
+        request, link = job.request, lease.link
+        try:
+            translation = self._translate(call, request, link.find_path(request.model, request.path) or request.path)
+        except GatewayError:
+            lease.release()
+            raise
+        extra = [*call.extra, name_header(b"x-muster-node", link.node_name), name_header(b"x-muster-model", request.model)]
+        if translation is not None and translation.ignored:
+            extra.append(name_header(b"x-muster-ignored", ", ".join(translation.ignored)))
+        return Exchange(
+            job=job,
+            lease=lease,
+            client=call.client,
+            surface=call.surface,
+            limits=self.limits,
+            extra=extra,
+            translation=translation,
+            keepalive=call.keepalive,
+            queue_ms=call.queue_ms,
+            waits=call.keeping is not None,
+        )
+
+    async def _keep(self, call: Call, keeping: Keeping, job: Job, exchange: Exchange) -> None:
+        """Write an answer down, then let its last bytes go."""
+        translator = exchange.translator
+        if exchange.is_delivered:
+            return
+        last = exchange.last
+        if keeping.is_stored and translator is not None:
+            kept = await call.client.wait(asyncio.ensure_future(keep_answer(call.caller, job.request, keeping, translator)))
+            last = last if kept else mark_unkept(last)
+        exchange.deliver(last)
 
     def _should_retry(self, outcome: Outcome, job: Job, lease: Lease) -> bool:
         """Decide whether another box gets the request. Raises RequeueExhausted when it had its chances."""
@@ -166,6 +289,9 @@ class Pipeline:
         if self.is_stopping:
             raise ShuttingDown(retry_after_s=2)
         metrics.REDISPATCHES.labels(outcome.reason).inc()
+        if outcome.reason is RetryReason.UNSPOKEN:
+            self.dispatcher.note_unspoken(lease.link, job.request.endpoint)
+            return True
         if outcome.reason is RetryReason.BUSY:
             job.avoid.add(lease.link)
             self.dispatcher.note_busy(lease.link)
@@ -185,9 +311,9 @@ class Pipeline:
     def _conclude(self, outcome: Outcome, record: Record, exchange: Exchange) -> Ending:
         match outcome:
             case Served():
-                self._count_tokens(record, outcome, exchange)
+                count_tokens(record, outcome, _measure_one(exchange))
                 record.status_code = outcome.status
-                if outcome.status < 400:
+                if outcome.status < 400 and not outcome.has_failed:
                     return Ending(RequestState.COMPLETED, None)
                 return Ending(RequestState.FAILED, ForwardedRequestFailed())
             case Broken():
@@ -200,101 +326,53 @@ class Pipeline:
                 assert_never(outcome)
 
     def _refuse(
-        self, error: GatewayError, client: ClientConnection, surface: Surface, request_id: str, extra: list[Header]
-    ) -> None:
-        """Say the error, if anybody listens and nothing was said before."""
-        if not client.is_gone and not client.started:
-            send_error(client, surface, error, request_id, extra)
-
-    def _seal(self, record: Record, ending: Ending) -> None:
-        """Fill in how it ended. The state is set last: the writer may read the row at any moment."""
-        if ending.error is not None:
-            record.error_code = ending.error.code
-            if record.status_code is None:
-                record.status_code = ending.error.status
-            metrics.ERRORS.labels(ending.error.code).inc()
-        record.finished_at = datetime.now(UTC)
-        record.state = ending.state
-
-    def _finish_record(self, record: Record, exchange: Exchange | None, started: float, ending: Ending) -> None:
-        """Write the final state; a request that was torn down (the gateway stops) ends as interrupted."""
-        if exchange is not None:
-            record.bytes_out = exchange.bytes_out
-            if exchange.first_byte_at is not None:
-                record.ttfb_ms = int((exchange.first_byte_at - started) * 1000)
-        elapsed = time.monotonic() - started
-        record.latency_ms = int(elapsed * 1000)
-        self._seal(record, ending)
-        self.records.touch(record)
-        metrics.TALLY.in_flight -= 1
-        metrics.TALLY.add(
-            model=record.model,
-            state=record.state,
-            latency_s=elapsed,
-            ttfb_s=record.ttfb_ms / 1000 if record.ttfb_ms is not None else None,
-            queue_s=record.queue_ms / 1000 if record.queue_ms is not None else None,
-            tokens=(record.prompt_tokens or 0, record.completion_tokens or 0),
-        )
-
-    def _count_tokens(self, record: Record, outcome: Served, exchange: Exchange) -> None:
-        usage = outcome.usage
-        if usage is not None:
-            record.prompt_tokens = min(max(0, usage.prompt_tokens), MAX_COUNT)
-            record.completion_tokens = min(max(0, usage.completion_tokens), MAX_COUNT)
-        elif outcome.status < 400:
-            record.tokens_estimated = True
-            record.prompt_tokens = record.prompt_tokens_est
-            events = max(0, exchange.events - 1)
-            said = outcome.text_chars if outcome.text_chars is not None else exchange.bytes_out
-            record.completion_tokens = events if record.is_streaming else -(-said // _CHARS_PER_TOKEN)
-
-    # records
-
-    def _new_record(self, record_id: uuid.UUID, caller: Caller, request: InferenceRequest) -> Record:
-        return Record(
-            id=record_id,
-            created_at=datetime.now(UTC),
-            gateway_id=self.gateway_id,
-            tenant=caller.tenant,
-            key_id=caller.key_id,
-            key_name=caller.key_name,
-            endpoint=request.endpoint,
-            model=request.model,
-            is_streaming=request.is_streaming,
-            max_tokens=None if request.max_tokens is None else min(request.max_tokens, MAX_COUNT),
-            prompt_tokens_est=request.prompt_chars // _CHARS_PER_TOKEN,
-        )
-
-    def _record_refusal(
         self,
         error: GatewayError,
-        caller: Caller,
+        client: ClientConnection,
         surface: Surface,
+        request_id: str,
+        extra: list[Header],
         request: InferenceRequest | None,
-        record_id: uuid.UUID,
     ) -> None:
-        """Write down what a known caller was refused; nobody waits for that row, and a flood is not written out."""
-        try:
-            self._refusals.take(caller.key_id, _RECORDED_REFUSALS_PER_MINUTE)
-        except RateLimited:
+        """Say the error, if anybody listens and nothing was said before."""
+        if client.is_gone or client.finished:
             return
-        parsed = request or InferenceRequest(
-            endpoint=surface.path,
-            model="",
-            is_streaming=False,
-            wants_usage=False,
-            max_tokens=None,
-            prompt_chars=0,
-            body=b"",
-            headers={},
-        )
-        record = self._new_record(record_id, caller, parsed)
-        record.status_code = error.status
-        record.error_code = error.code
-        record.latency_ms = 0
-        record.finished_at = record.created_at
-        record.state = RequestState.REJECTED
-        self.records.add_final(record)
+        if not client.started:
+            send_error(client, surface, error, request_id, extra)
+            return
+        client.close_after_response()  # signs of life went out while it waited: there is a stream, and this is its end
+        client.write(surface.render_first_error(error, request_id, request))
+        client.finish()
+
+
+def id_headers(surface: Surface, request_id: str) -> list[Header]:
+    """Return the headers that name a request, under the names clients of the surface look for."""
+    headers = [(b"x-request-id", request_id.encode())]
+    if surface.is_anthropic:
+        headers.append((b"request-id", request_id.encode()))
+    return headers
+
+
+def _measure_one(exchange: Exchange) -> Passage:
+    return Passage(exchange.bytes_out, exchange.events, exchange.first_byte_at)
+
+
+def _measure(exchange: Exchange | None) -> Passage | None:
+    return None if exchange is None else _measure_one(exchange)
+
+
+def _choose_priority(caller: Caller, options: PoolOptions | None) -> str:
+    """Return the key's priority, or the client's wish where that is lower; empty = normal."""
+    chosen = caller.priority
+    if options is not None and options.priority is not None and _RANKS[options.priority] > _RANKS[chosen]:
+        chosen = options.priority
+    return "" if chosen is Priority.NORMAL else chosen.value
+
+
+def _unread(surface: Surface) -> InferenceRequest:
+    return InferenceRequest(
+        endpoint=surface.path, model="", is_streaming=False, max_tokens=None, prompt_chars=0, body=b"", headers={}
+    )
 
 
 async def _parse(surface: Surface, body: bytes, client: ClientConnection) -> InferenceRequest:
@@ -307,8 +385,6 @@ async def _parse(surface: Surface, body: bytes, client: ClientConnection) -> Inf
 def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:
     """Send an error as a whole response in the surface's dialect."""
     headers: list[Header] = [(b"content-type", b"application/json"), *extra]
-    if surface.is_anthropic:
-        headers.append((b"request-id", request_id.encode()))
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
     if error.status == 401:

@@ -18,15 +18,24 @@ class Candidate(Protocol):
     def can_take(self, now: float) -> bool:
         """Whether it is ready and has a free slot."""
 
+    def is_called(self, name: str) -> bool:
+        """Whether a client that prefers a box by this name means it."""
+
 
 L = TypeVar("L", bound=Candidate)
 
 
-def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = ()) -> L | None:
+def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (), prefer: str = "") -> L | None:
     """Return the least loaded candidate that can take work; among equals the one served longest ago.
 
-    Those in ``avoid`` (they failed this request before) are chosen only when nothing else can take it.
+    Those in ``avoid`` (they failed this request before) are chosen only when nothing else can take it. One that is called
+    ``prefer`` comes before the others while it can take work.
     """
+    if prefer:
+        candidates = list(candidates)
+        liked = choose_link([link for link in candidates if link.is_called(prefer) and link not in avoid], now=now)
+        if liked is not None:
+            return liked
     best: L | None = None
     fallback: L | None = None
     for link in candidates:

@@ -63,6 +63,8 @@ class Record(msgspec.Struct, kw_only=True):
     ttfb_ms: int | None = None
     latency_ms: int | None = None
     finished_at: datetime | None = None
+    asked_model: str = ""
+    """What the client asked for, where ``model`` (which answers) has another name."""
 
 
 _TYPES = {
@@ -74,6 +76,7 @@ _TYPES = {
     "key_name": "text",
     "endpoint": "text",
     "model": "text",
+    "asked_model": "text",
     "is_streaming": "boolean",
     "state": "text",
     "error_code": "text",
@@ -92,7 +95,7 @@ _TYPES = {
     "latency_ms": "integer",
     "finished_at": "timestamptz",
 }
-_FIXED = {"id", "created_at", "gateway_id", "tenant", "key_id", "key_name", "endpoint", "model", "is_streaming"}
+_FIXED = {"id", "created_at", "gateway_id", "tenant", "key_id", "key_name", "endpoint", "is_streaming"}
 _COLUMNS = ", ".join(_TYPES)
 _RECORDSET = ", ".join(f"{name} {kind}" for name, kind in _TYPES.items())
 _ASSIGNMENTS = ", ".join(f"{name} = v.{name}" for name in _TYPES if name not in _FIXED)

@@ -7,97 +7,43 @@ another box may still take over. After the first byte there is one more thing to
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from gateway.answers import count_answer_chars, find_usage, read_usage
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
+from gateway.dialects.pool_meta import PoolMeta
+from gateway.dialects.refusal import read_refusal
+from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
 from gateway.dispatch import Job, Lease
-from gateway.errors import (
-    ClientLeft,
-    ForwardedRequestFailed,
-    GatewayError,
-    RequestInterrupted,
-    RequestTimeout,
-    StreamTooLarge,
-)
+from gateway.errors import ClientLeft, ForwardedRequestFailed, GatewayError, RequestInterrupted, RequestTimeout, StreamTooLarge
+from gateway.heads import render_head
+from gateway.keepalive import KeepAlive
+from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
+from gateway.rewriting import Rewriter
 from gateway.values import Limits
 from nodes.links import EndKind, LinkEnd, Stream
 from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest
+from nodes.states import POOL_RESPONSES
 from wire.bridge import CANCEL_CLIENT_DISCONNECT, CANCEL_TIMEOUT, TokenCounts
+from wire.ids import format_id
 from wire.usage import write_token_counts
 
 _HOLD_LIMIT_BYTES = 1024 * 1024
-_DROPPED_HEADERS = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "content-length",
-        "server",
-        "date",
-        "set-cookie",
-        "location",
-        "alt-svc",
-        "strict-transport-security",
-        "x-request-id",
-        "request-id",
-        "x-accel-buffering",
-    }
-)
-_SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
-_SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
-
-
-class RetryReason(StrEnum):
-    """Why another box should be tried."""
-
-    LOST = "lost"
-    ENGINE = "engine"
-    BUSY = "busy"
-    RECLAIMED = "reclaimed"
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The client has the whole answer. ``status`` is the engine's; ``usage`` is None when the engine did not say."""
-
-    status: int
-    usage: TokenCounts | None
-    text_chars: int | None = field(default=None, compare=False)
-    """Characters of an unstreamed answer without usage, to estimate from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """Nothing reached the client; another box may take it. ``error`` is what to say if none may."""
-
-    reason: RetryReason
-    error: GatewayError
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """It is over. ``told`` says whether the client was told already (a stream that had begun)."""
-
-    error: GatewayError
-    told: bool
-
-
-Outcome = Served | Retry | Broken
+_WHOLE_LIMIT_BYTES = 16 * 1024 * 1024
+"""An answer that has to be read as a whole (it is translated, or it is an error) is not passed on in parts."""
+_ERROR_EVENTS = (b'data: {"error"', b'data: {"object":"error"', b"event: error")
+_JSON = "application/json"
+_UNKNOWN_PATH = frozenset({404, 405, 501})
 
 
 class Exchange:
-    """One attempt. Create, ``run``, read the counters. ``surface`` None: a break cuts the answer instead of saying so."""
+    """One attempt. Create, ``run``, read the counters. ``surface`` None: a break cuts the answer instead of saying so.
+
+    ``translation``: the box is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here
+    until ``deliver``, because something has to be kept before the client may know that it is.
+    """
 
     def __init__(
         self,
@@ -108,6 +54,10 @@ class Exchange:
         surface: Surface | None,
         limits: Limits,
         extra: list[Header],
+        translation: Translation | None = None,
+        keepalive: KeepAlive | None = None,
+        queue_ms: int = 0,
+        waits: bool = False,
     ) -> None:
         self._job = job
         self._lease = lease
@@ -115,6 +65,11 @@ class Exchange:
         self._surface = surface
         self._limits = limits
         self._extra = extra
+        self._translation = translation
+        self._path = job.request.endpoint if job.request.lane != POOL_RESPONSES else POOL_RESPONSES
+        self._keepalive = keepalive
+        self._queue_ms = queue_ms
+        self._waits = waits
         self._stream: Stream | None = None
         self._done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._over = False
@@ -123,8 +78,21 @@ class Exchange:
         self._held: list[bytes] = []
         self._ungranted = 0
         self._usage_data = b""
-        self._sniff = not lease.link.reports_usage
+        self._sniff = not lease.link.reports_usage and translation is None
         self._passing = False
+        self._received = 0
+        self._has_engine_error = False
+        self._began = time.monotonic()
+        self.is_delivered = False
+        self.last = b""
+        """The bytes that ``waits`` holds back: the closing events, or the whole body."""
+        self.translator: AnswerTranslator | None = None
+        if translation is not None:
+            context = AnswerContext(request_id=job.request_id, model=job.request.model, created=int(time.time()))
+            self.translator = translation.open_answer(context)
+        self._rewriter: Rewriter | None = None
+        if translation is not None or job.request.options is not None:
+            self._rewriter = Rewriter(self.translator, self._measure if job.request.options is not None else None)
         self.bytes_out = 0
         self.events = 0
         self.first_byte_at: float | None = None
@@ -142,21 +110,8 @@ class Exchange:
                 raise ClientLeft
             if self._lease.link.closed:  # lost between the grant and this task's turn
                 return Retry(RetryReason.LOST, RequestInterrupted())
-            request = job.request
-            opening = OpenRequest(
-                request_id=job.request_id,
-                attempt=job.attempts,
-                model=request.model,
-                path=request.endpoint,
-                body=request.body,
-                headers=request.headers,
-                is_streaming=request.is_streaming,
-                deadline_ms=max(1, int(remaining * 1000)),
-                tenant=job.tenant,
-                priority=job.priority,
-            )
             try:
-                self._stream = self._lease.link.open_stream(opening, self)
+                self._stream = self._lease.link.open_stream(self._open_request(remaining), self)
             except UnicodeDecodeError:
                 self._end(Broken(ForwardedRequestFailed("The body is not UTF-8."), told=False))
             return await client.wait(self._done)
@@ -164,6 +119,18 @@ class Exchange:
             timer.cancel()
             client.on_gone = client.on_drained = None
             self._stop(CANCEL_CLIENT_DISCONNECT)
+
+    def deliver(self, last: bytes) -> None:
+        """Send the end of an answer: its closing bytes, or all of it."""
+        self.is_delivered = True
+        client = self._client
+        self.bytes_out += len(last)
+        if client.started:
+            if last:
+                client.write(last)
+            client.finish()
+        else:
+            client.respond(self._status, self._head(_JSON if self.translator is not None else ""), last)
 
     # Sink
 
@@ -179,23 +146,33 @@ class Exchange:
         """Pass bytes on, or hold them while the answer may still be given elsewhere."""
         if self._over or not data:
             return
-        self.bytes_out += len(data)
-        if self.bytes_out > self._limits.max_stream_bytes:
+        size = len(data)
+        self._received += size
+        if self._received > self._limits.max_stream_bytes:
             self._fail(StreamTooLarge())
             return
         if self._sniff and b'"usage"' in data and not (self._usage_data and b'"usage":null' in data):
             self._usage_data = data
         if self.first_byte_at is None:
-            self.first_byte_at = time.monotonic()
-            self._passing = self._job.request.is_streaming
-            if self._passing:
-                self._client.start(self._status or 200, self._head())
+            self._take_first_byte()
         if not self._passing:
             self._hold(data)
             return
+        if self._rewriter is not None:
+            data = self._rewriter.feed(data)
+            if self._rewriter.failure is not None:
+                self._client.write(data)
+                self._fail(self._rewriter.failure)
+                return
+            if not data:
+                self._grant(size)
+                return
+        elif data.startswith(_ERROR_EVENTS):
+            self._has_engine_error = True
         self.events += 1
+        self.bytes_out += len(data)
         self._client.write(data)
-        self._grant(len(data))
+        self._grant(size)
 
     def on_end(self, end: LinkEnd) -> None:
         """Finish the answer, or decide what its breaking means."""
@@ -206,44 +183,85 @@ class Exchange:
         if end.kind is EndKind.COMPLETE and self._status:
             self._complete(end)
             return
-        error, reason = _judge(end)
-        if self._client.started:
+        error, reason = judge_end(end)
+        if self._passing:
             self._tell(error)
         elif reason is not None:
             self._end(Retry(reason, error))
         else:
-            self._end(Broken(error, told=False))
+            self._break(error)
 
     # inside
 
-    def _head(self) -> list[Header]:
-        headers = [
-            (name.encode("latin-1"), value.encode("latin-1", "replace"))
-            for name, value in self._headers.items()
-            if name not in _DROPPED_HEADERS
-            and not name.startswith("access-control-")
-            and _SAFE_NAME.match(name)
-            and _SAFE_VALUE.match(value)
-        ]
-        if self._is_event_stream:
-            headers.append((b"x-accel-buffering", b"no"))
-            if "cache-control" not in self._headers:
-                headers.append((b"cache-control", b"no-cache"))
-        return headers + self._extra
+    def _open_request(self, remaining: float) -> OpenRequest:
+        job, request = self._job, self._job.request
+        return OpenRequest(
+            request_id=job.request_id,
+            attempt=job.attempts,
+            model=request.model,
+            path=self._path if self._translation is None else self._translation.path,
+            body=request.body if self._translation is None else self._translation.body,
+            headers=request.headers,
+            is_streaming=request.is_streaming,
+            deadline_ms=max(1, int(remaining * 1000)),
+            tenant=job.tenant,
+            priority=job.priority,
+        )
+
+    def _head(self, content_type: str = "") -> list[Header]:
+        is_event_stream = self._is_event_stream
+        head = render_head(self._headers, queue_ms=self._queue_ms, is_event_stream=is_event_stream, content_type=content_type)
+        return head + self._extra
 
     @property
     def _is_event_stream(self) -> bool:
         return self._headers.get("content-type", "").startswith("text/event-stream")
 
+    def _take_first_byte(self) -> None:
+        """Decide whether the answer goes out as it comes."""
+        self.first_byte_at = time.monotonic()
+        client = self._client
+        if not self._job.request.is_streaming or self._status >= 400:
+            return
+        if not self._is_event_stream:
+            if self._rewriter is not None or client.started:
+                return
+            if self._keepalive is not None:
+                self._keepalive.stop()
+        self._passing = True
+        if not client.started:
+            client.start(self._status, self._head())
+        if self._keepalive is not None and self._surface is not None:
+            self._keepalive.event = self._surface.ping
+
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
         self._grant(len(data))
-        if self.bytes_out > _HOLD_LIMIT_BYTES:
-            self._passing = True
-            self._client.start(self._status or 200, self._head())
-            for part in self._held:
-                self._client.write(part)
-            self._held.clear()
+        if self._received <= _HOLD_LIMIT_BYTES:
+            return
+        if self._rewriter is not None or self._status >= 400 or self._client.started:
+            if self._received > _WHOLE_LIMIT_BYTES:
+                self._fail(StreamTooLarge())
+            return
+        self._passing = True
+        self._client.start(self._status or 200, self._head())
+        for part in self._held:
+            self.bytes_out += len(part)
+            self._client.write(part)
+        self._held.clear()
+
+    def _measure(self) -> PoolMeta:
+        link, now, first = self._lease.link, time.monotonic(), self.first_byte_at
+        return PoolMeta(
+            gpu_id=format_id("node", link.node_id),
+            node=link.node_name,
+            model=self._job.request.model,
+            asked_model=self._job.asked_model,
+            queue_ms=self._queue_ms,
+            inference_ms=round((now - self._began) * 1000),
+            ttfb_ms=None if first is None else round((first - self._began) * 1000),
+            attempts=self._job.attempts,
+        )
 
     def _grant(self, amount: int) -> None:
         if self._stream is None:
@@ -259,23 +277,73 @@ class Exchange:
         self._ungranted = 0
 
     def _complete(self, end: LinkEnd) -> None:
-        client = self._client
         usage = end.detail.usage if end.detail is not None and end.detail.usage is not None else None
-        if not client.started:
-            body = b"".join(self._held)
-            text_chars = None
-            if usage is None and self._status < 400:
-                usage = read_usage(body)
-                text_chars = count_answer_chars(body) if usage is None else None
-            client.respond(self._status, self._head(), body)
-            self._end(Served(self._status, usage, text_chars))
+        if not self._passing:
+            self._complete_held(b"".join(self._held), usage)
             return
         if usage is None and self._usage_data:
             usage = find_usage(self._usage_data)
+        last = b""
+        if self._rewriter is not None:
+            last = self._rewriter.finish()
+            usage = self._rewriter.usage or usage
+            if self._rewriter.failure is not None:
+                self._client.write(last)
+                self._tell(self._rewriter.failure)
+                return
         if usage is not None and self._surface is None and self._is_event_stream:
-            client.write(USAGE_COMMENT + write_token_counts(usage) + b"\n\n")  # for the peer's records
-        client.finish()
-        self._end(Served(self._status, usage))
+            last += USAGE_COMMENT + write_token_counts(usage) + b"\n\n"  # for the peer's records
+        self._finish(last, Served(self._status, usage, has_failed=self._has_engine_error))
+
+    def _complete_held(self, body: bytes, usage: TokenCounts | None) -> None:
+        """Give a whole answer, translated if need be; an error in the caller's dialect."""
+        if self._status >= 400:
+            self._complete_refused(body)
+            return
+        text_chars = None
+        if self._client.started or (self.translator is not None and self._job.request.is_streaming):
+            self._break(ForwardedRequestFailed("The engine answered a streamed request without a stream."))
+            return
+        if self._rewriter is not None:
+            body = self._rewriter.rewrite_whole(body)
+            usage = self._rewriter.usage or usage
+            if self._rewriter.failure is not None:
+                self._break(self._rewriter.failure)
+                return
+        if usage is None:
+            usage = read_usage(body)
+            text_chars = count_answer_chars(body) if usage is None else None
+        self._finish(body, Served(self._status, usage, text_chars))
+
+    def _complete_refused(self, body: bytes) -> None:
+        """Pass on an engine's error: its status and its words."""
+        path = self._job.request.endpoint
+        link = self._lease.link
+        if (
+            self._status in _UNKNOWN_PATH
+            and self._translation is None
+            and self._surface is not None
+            and self._surface.translate is not None
+            and self._job.request.model not in link.endpoints
+            and path not in link.unspoken
+        ):
+            self._end(Retry(RetryReason.UNSPOKEN, read_refusal(self._status, body)))
+        elif self._client.started:
+            self._tell(read_refusal(self._status, body))
+        elif self._surface is None:
+            self._client.respond(self._status, self._head(), body)
+            self._end(Served(self._status, None))
+        else:
+            said = self._surface.render_refusal(self._status, body, self._job.request_id)
+            self.is_delivered = True
+            self._client.respond(self._status, self._head("" if said is body else _JSON), said)
+            self._end(Served(self._status, None))
+
+    def _finish(self, last: bytes, outcome: Served) -> None:
+        self.last = last
+        if not self._waits:
+            self.deliver(last)
+        self._end(outcome)
 
     def _take_deadline(self) -> None:
         self._stop(CANCEL_TIMEOUT)
@@ -285,10 +353,17 @@ class Exchange:
         self._stop(CANCEL_CLIENT_DISCONNECT)
 
     def _fail(self, error: GatewayError) -> None:
-        """End the attempt for a reason of ours."""
+        """End the attempt for a reason of ours, or for one that came in the answer."""
         if self._over:
             return
         self._stop(CANCEL_TIMEOUT if isinstance(error, RequestTimeout) else CANCEL_CLIENT_DISCONNECT)
+        if self._passing:
+            self._tell(error)
+        else:
+            self._break(error)
+
+    def _break(self, error: GatewayError) -> None:
+        """End an attempt of which the client saw nothing: as a response if none was begun, else in the stream."""
         if self._client.started:
             self._tell(error)
         else:
@@ -297,9 +372,12 @@ class Exchange:
     def _tell(self, error: GatewayError) -> None:
         """Say in the stream that it broke, end it, and close the connection; a body that is no stream is cut."""
         client = self._client
-        if self._is_event_stream and self._surface is not None:
+        if self._surface is not None and (self._is_event_stream or not self._passing):
+            said = self._rewriter.render_failure(error) if self._rewriter is not None else b""
             client.close_after_response()
-            client.write(self._surface.render_stream_error(error, self._job.request_id))
+            if not said and self._passing:
+                said = self._surface.render_stream_error(error, self._job.request_id)
+            client.write(said or self._surface.render_first_error(error, self._job.request_id, self._job.request))
             client.finish()
         else:
             client.abort()
@@ -316,18 +394,3 @@ class Exchange:
         self._over = True
         if not self._done.done():
             self._done.set_result(outcome)
-
-
-def _judge(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
-    """Return what to tell the client and, when another box may try, why."""
-    match end.kind:
-        case EndKind.BUSY:
-            return ForwardedRequestFailed(), RetryReason.BUSY
-        case EndKind.LINK_LOST:
-            return RequestInterrupted(), RetryReason.LOST
-        case EndKind.RECLAIMED:
-            return RequestInterrupted(), RetryReason.RECLAIMED
-        case EndKind.TIMEOUT:
-            return RequestTimeout(), None
-        case EndKind.ENGINE_FAILED | EndKind.COMPLETE:
-            return ForwardedRequestFailed(), RetryReason.ENGINE if end.retryable else None

@@ -25,7 +25,7 @@ from django.utils import timezone
 from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
-from gateway.catalogue import Catalogue, KeyEntry, ModelEntry, read_database_time, store_key_use
+from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_database_time, store_key_use
 from gateway.dispatch import Dispatcher
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
@@ -83,7 +83,7 @@ class GatewayRuntime:
             gateway_id=self.gateway_id,
             keys=self.keys,
             limiter=self.limiter,
-            admission=Admission(self.catalogue, self.is_known_model),
+            admission=Admission(self.catalogue, self.is_known_model, self.dispatcher.rank_models),
             dispatcher=self.dispatcher,
             records=self.records,
             limits=self.limits,
@@ -236,11 +236,12 @@ class GatewayRuntime:
     async def _sweep(self) -> None:
         now = time.monotonic()
         full = now - self._keys_full_at > _FULL_RELOAD_S
-        read_at, keys, models, rows, peers, revoked = await run_in_database(
+        read_at, keys, models, aliases, rows, peers, revoked = await run_in_database(
             self._load, None if full else self._keys_read_at, self._credentials_in_use()
         )
         self.catalogue.apply_keys(keys, replace=full)
         self.catalogue.apply_models(models)
+        self.catalogue.apply_aliases(aliases)
         self._keys_read_at = read_at
         if full:
             self._keys_full_at = now
@@ -275,12 +276,21 @@ class GatewayRuntime:
 
     def _load(
         self, keys_since: datetime | None, credentials: list[int]
-    ) -> tuple[datetime, list[tuple[str, KeyEntry]], list[ModelEntry], list[NodeRow], dict[uuid.UUID, HttpTarget], set[int]]:
+    ) -> tuple[
+        datetime,
+        list[tuple[str, KeyEntry]],
+        list[ModelEntry],
+        list[AliasEntry],
+        list[NodeRow],
+        dict[uuid.UUID, HttpTarget],
+        set[int],
+    ]:
         read_at = read_database_time()
         return (
             read_at,
             self.catalogue.load_keys(keys_since),
             self.catalogue.load_models(),
+            self.catalogue.load_aliases(),
             load_node_rows(),
             self._load_peers(),
             find_revoked(credentials),

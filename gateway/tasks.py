@@ -10,6 +10,7 @@ from django.db import connection, transaction
 from gateway.partitions import PartitionsBusy
 from gateway.partitions import maintain_partitions as run_maintenance
 from gateway.reconciler import close_orphaned_requests
+from gateway.services import delete_expired_responses
 
 RECONCILE_LOCK = 0x6D73_7263
 """Key of the advisory lock: one reconciler at a time, however many workers run."""
@@ -34,3 +35,9 @@ def maintain_partitions() -> int:
         logger.warning("partitions_busy reason=%s", error)
         return 0
     return len(report.created) + len(report.dropped)
+
+
+@shared_task(name="gateway.tasks.forget_expired_responses")  # type: ignore[untyped-decorator]  # Celery ships no types
+def forget_expired_responses() -> int:
+    """Delete kept answers that have expired. Returns how many; what a call has no time for, the next one deletes."""
+    return delete_expired_responses()

@@ -15,9 +15,11 @@ from gateway.dialects import SURFACES
 from gateway.runtime import GatewayRuntime
 from gateway.views.admin import AdminViews
 from gateway.views.base import Application, Handler, make_endpoint
+from gateway.views.counting import make_counting_routes
 from gateway.views.inference import make_inference
 from gateway.views.peer import make_peer_door
 from gateway.views.public import PublicViews
+from gateway.views.responses import make_response_routes
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -32,7 +34,10 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
     everything = make_endpoint(runtime, dict.fromkeys(_METHODS, public.not_found))
     inference = {surface.path: make_inference(runtime, surface) for surface in SURFACES.values()}
     http = [_route(re.escape(surface.path[1:]), inference[surface.path]) for surface in SURFACES.values()]
+    http += [_route(re.escape(path[1:]), application) for path, application in make_counting_routes(runtime).items()]
+    http += [_route(pattern, application) for pattern, application in make_response_routes(runtime)]
     http += [
+        _route("", get(public.index)),
         _route("v1/models", get(public.list_models)),
         _route("models", get(public.list_models)),
         _route("v1/models/(?P<name>.+)", get(public.show_model)),

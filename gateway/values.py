@@ -23,7 +23,9 @@ class Timeouts:
 
     queue_s: float = 30.0
     request_s: float = 300.0
-    no_node_wait_s: float = 10.0
+    no_node_wait_s: float = 9.0
+    stream_ping_s: float = 9.5
+    """Longest silence of a stream, from acceptance on; above the wait for a box, whose end is better said with a status."""
     accept_s: float = 5.0
     client_write_s: float = 30.0
     header_s: float = 10.0
@@ -51,7 +53,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An authenticated client. ``allowed_models`` empty means every allow-listed model."""
+    """An authenticated client. ``allowed_models`` empty means every allow-listed model.
+
+    ``stores_responses``, ``responses_kept_days``: whether and how long its tenant lets answers of /v1/responses be kept.
+    """
 
     key_id: uuid.UUID
     key_name: str
@@ -59,17 +64,47 @@ class Caller:
     requests_per_minute: int
     allowed_models: frozenset[str]
     priority: Priority = Priority.NORMAL
+    stores_responses: bool = False
+    responses_kept_days: int = 30
+
+
+class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """``x_pool_options``: what an aware client may ask of the pool (central-server design, section 3.1).
+
+    ``prefer_gpu``: name or id of a box or a GPU, preferred, not required. ``max_latency_ms``: longest wait for a box.
+    ``priority`` can only lower what the key has; ``fallback_models`` are tried in their order.
+    """
+
+    prefer_gpu: str | None = None
+    max_latency_ms: int | None = None
+    fallback_models: tuple[str, ...] = ()
+    priority: Priority | None = None
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gateway reads of a request body; the body itself travels on untouched."""
+    """What the gateway reads of a request body; the body itself travels on untouched unless it is translated.
+
+    ``endpoint``: the surface the client speaks. ``lane``: the API path a box must answer, natively or by translation;
+    empty = the endpoint. ``options`` None: the client sent no ``x_pool_options``. ``store`` and ``previous_response_id`` are
+    of /v1/responses alone.
+    """
 
     endpoint: str
     model: str
     is_streaming: bool
-    wants_usage: bool
     max_tokens: int | None
     prompt_chars: int
     body: bytes
     headers: dict[str, str]
     max_tokens_field: str = "max_tokens"
+    lane: str = ""
+    options: PoolOptions | None = None
+    store: bool | None = None
+    previous_response_id: str = ""
+    is_pool_shaped: bool = False
+    """Whether it uses fields that only llm-pool's form of /v1/responses has."""
+
+    @property
+    def path(self) -> str:
+        """The API path a box must be able to answer."""
+        return self.lane or self.endpoint

@@ -56,6 +56,7 @@ class RowChange:
     ``run(row, actor, values)`` calls the service and returns the sentence that says it is done. ``is_offered`` hides a
     change that makes no sense in the row's state. ``form`` asks for more; its cleaned data become ``values``, and
     ``read_initial`` says what it holds at first. ``find_offer`` says what may be proposed when the service asks for approval.
+    ``removes_row``: it is gone afterwards, so the list follows instead of its page.
     """
 
     name: str
@@ -65,6 +66,7 @@ class RowChange:
     is_offered: Callable[[Row], bool] = lambda row: True
     form: type[forms.Form] | None = None
     is_danger: bool = False
+    removes_row: bool = False
     read_initial: Callable[[Row], Values] = lambda row: {}
     find_offer: Callable[[Row, Values], Offer | None] = lambda row, values: None
 
@@ -184,7 +186,7 @@ class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
         sent = request.POST if request.method == "POST" else None
         form = (change.form or forms.Form)(sent, initial=dict(change.read_initial(row)))
         if request.method == "POST" and form.is_valid() and self._run_change(request, change, row, form):
-            return HttpResponseRedirect(back_url)
+            return HttpResponseRedirect(reverse(f"admin:{self._url_name('changelist')}") if change.removes_row else back_url)
         offer = change.find_offer(row, form.cleaned_data) if needs_approval(form) else None
         context = {
             "title": f"{change.label}: {row}?",

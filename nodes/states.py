@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from wire.bridge import BRIDGE_V1
@@ -15,6 +15,14 @@ from wire.contract import NodeMode, NodeStatus
 
 MAX_REPORTED_LOAD = 1_000_000
 """A box may say anything of itself, and what it says goes to the database."""
+POOL_RESPONSES = "/v1/pool/responses"
+"""Where a box of ours answers llm-pool's form of /v1/responses, for any chat model."""
+SPOKEN_THROUGH = {"/v1/messages": "/v1/chat/completions", "/v1/responses": "/v1/chat/completions"}
+"""API paths a box need not answer itself: the gateway says their requests on another path and translates the answer."""
+
+TOKENIZE = "/v1/tokenize"
+"""API path on which a box says how many tokens a prompt has; for gateways, not for their clients."""
+
 BINARY_ENDPOINTS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """API paths whose bodies hold a file; bridge v1 carries text alone."""
 
@@ -110,6 +118,8 @@ class NodeRow:
     endpoints: Mapping[str, frozenset[str]]
     """API paths by model; a model that is not in it answers any."""
     carries_bytes: bool
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that one request may have, by model, as far as the box says."""
 
 
 def freshness_windows(policy: HealthPolicy, *, protocol: str) -> tuple[float, float]:

@@ -27,7 +27,7 @@ def list_replicas(models: Iterable[Model]) -> list[ReplicaInfo]:
 
 def list_endpoints(models: Iterable[Model]) -> list[str]:
     """Return every API path that some loaded model answers."""
-    return sorted({path for model in models if model.is_ready for path in model.capabilities.endpoints})
+    return sorted({path for model in models if model.is_ready for path in model.capabilities.declared_endpoints})
 
 
 def read_memory(reading: Reading | None, models: Sequence[Model]) -> MemoryInfo | None:
@@ -69,7 +69,8 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
         memory_mb=None if memory is None else (memory.gpu_bytes or memory.host_bytes) // MIB,
         weights_mb=None if replica.weights_bytes is None else replica.weights_bytes // MIB,
         kv_mb=None if replica.kv_bytes is None else replica.kv_bytes // MIB,
-        endpoints=list(replica.capabilities.endpoints),
+        endpoints=list(replica.capabilities.declared_endpoints),
+        context_tokens=replica.context_tokens,
     )
 
 

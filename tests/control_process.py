@@ -100,9 +100,9 @@ def serve_control(log: Path, *options: str, env: Mapping[str, str] | None = None
 
 
 @contextmanager
-def serve_gateway(log: Path) -> Iterator[ServerProcess]:
-    """Run a gateway on the database of the tests."""
-    port = free_port()
+def serve_gateway(log: Path, *, port: int = 0) -> Iterator[ServerProcess]:
+    """Run a gateway on the database of the tests, on a port that is free unless one is given."""
+    port = port or free_port()
     argv = ["-m", "controlplane.serve_gateway", "--port", str(port)]
     with serve(argv, port=port, log=log, env={"DATABASE_URL": database_url_of_tests()}) as server:
         yield server

@@ -47,6 +47,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``detail``: what a load is doing, or why it failed. ``progress`` is the share of the load that is done, 0.0 to 1.0, and
     ``eta_s`` the seconds it still takes. Memory in MiB: ``memory_mb`` is measured, ``weights_mb`` and ``kv_mb`` are its
     known parts; None = unknown. ``endpoints`` are the API paths this model answers, empty = those of the registration.
+    ``context_tokens``: prompt and answer of one request together.
     """
 
     model: str
@@ -61,6 +62,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     weights_mb: int | None = None
     kv_mb: int | None = None
     endpoints: list[str] = []
+    context_tokens: int | None = None
 
 
 class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -62,6 +62,9 @@ class ErrorCode(StrEnum):
     INVALID_ADMIN_TOKEN = "INVALID_ADMIN_TOKEN"
     INTERNAL_ERROR = "INTERNAL_ERROR"
     CLIENT_CLOSED_REQUEST = "CLIENT_CLOSED_REQUEST"
+    # Two names that clients of OpenAI compare with.
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    RESPONSE_NOT_FOUND = "previous_response_not_found"
     # Governance: which rule refused stands in ``param`` or in the text.
     APPROVAL_REFUSED = "APPROVAL_REFUSED"
     STATE_CHANGED = "STATE_CHANGED"

@@ -1,9 +1,10 @@
 /*
- * A closed-loop HTTP/1.1 load client for OpenAI-style endpoints: one thread, epoll, one request at a time per connection.
+ * A closed-loop HTTP/1.1 load client for inference APIs: one thread, epoll, one request at a time per connection.
  *
  *   load -p PORT [-u PATH] [-c CONNECTIONS] [-d SECONDS] [-s] [-k KEY] [-m MODEL] [-b PROMPT_BYTES]
  *        [-r RAMP_MS] [-P PERIOD_MS] [-w WARMUP_MS]
  *
+ *   -u  whom to ask; what is sent and how a stream has to end is that of the API path (chat, messages, responses)
  *   -s  ask for streams        -r  spread the first requests of the connections over that time
  *   -P  least time between two requests of one connection (0: at once)
  *   -w  leave requests that started in this time out of the percentiles (they still count and are still verified)
@@ -13,7 +14,8 @@
  * sending the request (connecting included) to the first chunk, or to the whole answer when it is not a stream.
  *
  * Every chunk carries the stamp that mock_upstream.c describes. Per stream: an index never seen is "lost", one seen twice
- * is "duplicated", one that comes after a later one is "reordered", a chunk of another stream is "foreign".
+ * is "duplicated", one that comes after a later one is "reordered", a chunk of another stream is "foreign". A stream in
+ * which the last event of its API never came is "without_done".
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -38,6 +40,27 @@
 #define STAMP_DIGITS 36
 
 typedef unsigned long long ull;
+
+/* What is asked on an API path. "body" takes model, prompt and whether to stream. "done" is a word of the event that ends a
+ * stream, and of no other; its first character does not come again in it. */
+struct surface {
+    const char *path, *headers, *body, *done;
+};
+
+static const struct surface SURFACES[] = {
+    {"/v1/chat/completions", "",
+     "{\"model\":\"%s\",\"messages\":[{\"role\":\"system\",\"content\":\"You are a helpful assistant.\"},"
+     "{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":256,\"temperature\":0.7,\"stream\":%s}",
+     "[DONE]"},
+    {"/v1/messages", "anthropic-version: 2023-06-01\r\n",
+     "{\"model\":\"%s\",\"max_tokens\":256,\"system\":\"You are a helpful assistant.\","
+     "\"messages\":[{\"role\":\"user\",\"content\":\"%s\"}],\"temperature\":0.7,\"stream\":%s}",
+     "message_stop"},
+    {"/v1/responses", "",
+     "{\"model\":\"%s\",\"instructions\":\"You are a helpful assistant.\",\"input\":[{\"type\":\"message\",\"role\":\"user\","
+     "\"content\":[{\"type\":\"input_text\",\"text\":\"%s\"}]}],\"max_output_tokens\":256,\"temperature\":0.7,\"stream\":%s}",
+     "response.completed"},
+};
 
 /* Samples. */
 
@@ -82,7 +105,7 @@ struct connection {
     int64_t remaining;
     int head_size;
     char head[HEAD_BYTES];
-    /* stamp and [DONE] scanners; both survive a read that ends inside what they look for */
+    /* scanners of the stamp and of the end; both survive a read that ends inside what they look for */
     int quoted, digits, done_matched, done_seen;
     char stamp[STAMP_DIGITS];
     /* what came of this stream */
@@ -95,6 +118,7 @@ struct connection {
 
 static int epoll_fd;
 static struct sockaddr_in server;
+static const struct surface *surface = &SURFACES[0];
 static char *request;
 static size_t request_size;
 static int streaming;
@@ -275,7 +299,7 @@ static void scan_stamp(struct connection *c, char x, uint64_t now)
 
 static void scan_body(struct connection *c, const char *bytes, size_t size, uint64_t now)
 {
-    static const char done[] = "[DONE]";
+    const char *done = surface->done;
     if (c->status != 200) {
         if (bad_body[0] == 0)
             snprintf(bad_body, sizeof bad_body, "%.*s", (int)(size > 280 ? 280 : size), bytes);
@@ -283,8 +307,8 @@ static void scan_body(struct connection *c, const char *bytes, size_t size, uint
     }
     for (size_t i = 0; i < size; i++) {
         char x = bytes[i];
-        c->done_matched = x == done[c->done_matched] ? c->done_matched + 1 : x == '[';
-        if (c->done_matched == (int)sizeof done - 1) {
+        c->done_matched = x == done[c->done_matched] ? c->done_matched + 1 : x == done[0];
+        if (done[c->done_matched] == 0) {
             c->done_seen = 1;
             c->done_matched = 0;
         }
@@ -445,18 +469,18 @@ static void build_request(const struct options *o)
 {
     static const char words[] = "the quick brown fox ";
     char *prompt = malloc((size_t)o->prompt_bytes + 1), *body;
+    for (size_t i = 0; i < sizeof SURFACES / sizeof *SURFACES; i++)
+        if (strcmp(o->path, SURFACES[i].path) == 0)
+            surface = &SURFACES[i];
     for (int i = 0; i < o->prompt_bytes; i++)
         prompt[i] = words[i % 20];
     prompt[o->prompt_bytes] = 0;
-    int body_size = asprintf(&body,
-                             "{\"model\":\"%s\",\"messages\":[{\"role\":\"system\",\"content\":\"You are a helpful assistant.\"},"
-                             "{\"role\":\"user\",\"content\":\"%s\"}],\"max_tokens\":256,\"temperature\":0.7,\"stream\":%s}",
-                             o->model, prompt, streaming ? "true" : "false");
+    int body_size = asprintf(&body, surface->body, o->model, prompt, streaming ? "true" : "false");
     request_size = (size_t)asprintf(&request,
                                     "POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nAuthorization: Bearer %s\r\n"
                                     "Content-Type: application/json\r\nAccept: */*\r\nUser-Agent: muster-bench/1\r\n"
-                                    "Content-Length: %d\r\n\r\n%s",
-                                    o->path, o->port, o->key, body_size, body);
+                                    "%sContent-Length: %d\r\n\r\n%s",
+                                    o->path, o->port, o->key, surface->headers, body_size, body);
     free(prompt);
     free(body);
 }

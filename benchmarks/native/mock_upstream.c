@@ -280,7 +280,7 @@ static int send_completion(struct connection *c)
     write_stamp(stamp, sizeof stamp, next_stream++, 0, 1);
     snprintf(json, sizeof json,
              "{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion\",\"created\":1763700000,\"model\":\"mock\",\"choices\":[{\"index\":0,"
-             "\"message\":{\"role\":\"assistant\",\"content\":\"%s\",\"refusal\":\"%s\"},\"logprobs\":null,\"finish_reason\":\"stop\"}],"
+             "\"message\":{\"role\":\"assistant\",\"content\":\"%s\",\"reasoning_content\":\"%s\"},\"logprobs\":null,\"finish_reason\":\"stop\"}],"
              "\"usage\":{\"prompt_tokens\":20,\"completion_tokens\":200,\"total_tokens\":220}}",
              stamp, text);
     return send_json(c, json);

@@ -11,8 +11,9 @@ from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol
 from controlplane.daphne_server.flow import WriteGate
 from wire.contract import ErrorCode
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
-"""Nothing that is sent here is larger. Daphne itself would spool any size to disk before the application starts."""
+MAX_BODY_BYTES = 8 * 1024 * 1024
+"""Nothing that is sent here is larger; the largest is a picture in the playground. Daphne itself would spool any size to disk
+before the application starts."""
 
 _TOO_LARGE_BODY = json.dumps(
     {

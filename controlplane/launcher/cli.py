@@ -47,8 +47,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if command in {"manage", "audit"}:
             options.data, rest = _take_data(rest)
         elif command == "test":
-            options.fast, options.vllm = "--fast" in rest, "--vllm" in rest
-            rest = [word for word in rest if word not in {"--fast", "--vllm"}]
+            options.fast, options.vllm, options.clients = "--fast" in rest, "--vllm" in rest, "--clients" in rest
+            rest = [word for word in rest if word not in {"--fast", "--vllm", "--clients"}]
         return options, rest
     return parser.parse_args(argv), []
 
@@ -82,18 +82,24 @@ def build_parser() -> argparse.ArgumentParser:
     approve = _add(commands, "approve", "read what an operation is, in words, and sign it with a key file", _run_approver)
     approve.usage = "./muster approve --url URL --token-file FILE --key FILE [option ...] OPERATION"
     test = _add(commands, "test", "run the tests (installs what they need, a Chromium included)", _run_test)
-    test.usage = "./muster test [--fast | --vllm] [pytest argument ...]"
+    test.usage = "./muster test [--fast | --vllm | --clients] [pytest argument ...]"
     test.add_argument("--fast", action="store_true", help="only unit and architecture tests, under a minute")
     test.add_argument("--vllm", action="store_true", help="only the tests on a real vLLM (installs its CPU build, 2.5 GB)")
+    test.add_argument(
+        "--clients", action="store_true", help="only the tests with the official Node SDKs (installs them, 0.1 GB)"
+    )
     _add(
         commands, "check", "format, lint, types, layers, migrations, then the tests", _run_check
     ).usage = "./muster check [pytest argument ...]"
     _add(commands, "bench", "measure what the gateway costs", _run_bench).usage = "./muster bench [argument ...]"
+    _add(
+        commands, "conformance", "check a server against what OpenAI's and Anthropic's clients require of it", _run_conformance
+    ).usage = "./muster conformance --base-url URL --api-key KEY --model NAME [option ...]     --help lists the options"
     _add(commands, "lock", "recompile requirements/*.txt after a change in pyproject.toml", _run_lock)
     return parser
 
 
-_PASSING_ON = {"manage", "audit", "node", "trust", "sign", "keys", "approve", "test", "check", "bench"}
+_PASSING_ON = {"manage", "audit", "node", "trust", "sign", "keys", "approve", "test", "check", "bench", "conformance"}
 # The others have a --help of their own behind the hand-over.
 _OWN_HELP = {"manage", "audit", "test", "check"}
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
@@ -238,7 +244,7 @@ def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> 
     environment.enter("dev", argv)
     from controlplane.launcher.develop import run_tests
 
-    return run_tests(rest, fast=options.fast, vllm=options.vllm)
+    return run_tests(rest, fast=options.fast, vllm=options.vllm, clients=options.clients)
 
 
 def _run_check(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
@@ -252,6 +258,11 @@ def _run_bench(_options: argparse.Namespace, rest: list[str], argv: list[str]) -
     environment.enter("dev", argv)
     os.chdir(environment.ROOT)
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *rest])
+
+
+def _run_conformance(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+    environment.enter("dev", argv)
+    _become_module("tests.conformance", rest)
 
 
 def _run_lock(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:

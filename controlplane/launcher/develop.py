@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 
 from controlplane.launcher.browsers import VARIABLE, ensure_chromium
+from controlplane.launcher.client_tests import TESTS as CLIENT_TESTS
+from controlplane.launcher.client_tests import client_environment
 from controlplane.launcher.console import say
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
@@ -18,15 +20,20 @@ from controlplane.launcher.vllm_tests import vllm_environment
 _FAST_PATHS = ("tests/unit", "tests/test_architecture.py", "tests/test_docker.py", "tests/test_docs.py")
 
 
-def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False) -> int:
-    """Run pytest: all of the tests, only the fast ones, those on a real vLLM, or what ``arguments`` name.
+def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False, clients: bool = False) -> int:
+    """Run pytest: all of the tests, only the fast ones, those on a real vLLM or with Node SDKs, or what ``arguments`` name.
 
     Returns the exit status.
     """
     environment = _environment()
+    added = []
     if vllm:
         environment |= vllm_environment()
-        arguments = arguments if _names_tests(arguments) else [*arguments, VLLM_TESTS]
+        added.append(VLLM_TESTS)
+    if clients:
+        environment |= client_environment()
+        added.append(CLIENT_TESTS)
+    arguments = arguments if _names_tests(arguments) else [*arguments, *added]
     command = [sys.executable, "-m", "pytest", *_choose_tests(arguments, fast=fast)]
     if not fast and not _names_tests(arguments):
         environment[VARIABLE] = ensure_chromium()

@@ -105,6 +105,7 @@ class Installation:
             "MUSTER_CLUSTER_SECRET": self.cluster_secret,
             "MUSTER_LOG_KEY": self.log_key,
             "MUSTER_PUBLIC_URL": read_text("MUSTER_PUBLIC_URL", self.addresses.public_url),
+            "MUSTER_PLAYGROUND_GATEWAY_URL": read_text("MUSTER_PLAYGROUND_GATEWAY_URL", self.addresses.gateway_url),
             "DJANGO_SETTINGS_MODULE": "controlplane.settings",
         }
         if self.addresses.host in _WILDCARDS or not _is_loopback(self.addresses.host):

@@ -18,7 +18,7 @@ from gateway.values import Priority
 from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 
 RATE_HELP = "Empty: the tenant's limit, else the installation's default."
-MODELS_HELP = "One name to a line. Empty: every allow-listed model."
+MODELS_HELP = "Models, aliases or auto, one to a line. Empty: every allow-listed model."
 
 
 def _priority_field() -> forms.ChoiceField:

@@ -1,4 +1,4 @@
-"""The page of the model allow-list."""
+"""The page of the model allow-list, with what stands in for a model and what clients are told of it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from django import forms
 from django.contrib import admin
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from gateway.admin.forms import limit_field
+from gateway.admin.forms import NameListField, limit_field
 from gateway.models import Model
-from gateway.services import ServiceError, allow_model, change_model_caps, disallow_model
+from gateway.services import ServiceError, allow_model, change_model_caps, change_model_details, disallow_model
 from gateway.services.values import MAX_MODEL_NAME_CHARS
 from governance.pages import Created, CreatingAdmin, RowChange, Values, column
 
 CAPS = ("max_tokens", "max_prompt_chars", "max_queue")
+DETAILS = ("fallbacks", "context_tokens", "tokenizer")
 
 
 class ModelCapsForm(forms.Form):
@@ -23,6 +24,22 @@ class ModelCapsForm(forms.Form):
     max_tokens = limit_field("Most tokens to generate", "Empty: the installation's default.")
     max_prompt_chars = limit_field("Longest prompt in characters", "Empty: the installation's default.")
     max_queue = limit_field("Longest queue", "How many requests may wait for a box. Empty: the installation's default.")
+
+
+class ModelDetailsForm(forms.Form):
+    """What stands in for a model, and what clients are told of it."""
+
+    fallbacks = NameListField(
+        required=False,
+        help_text="Models that answer instead when this one has no box or cannot answer in time. One to a line, in order.",
+    )
+    context_tokens = limit_field("Context window in tokens", "Shown to clients. Empty: what its boxes say.")
+    tokenizer = forms.CharField(
+        max_length=MAX_MODEL_NAME_CHARS,
+        required=False,
+        widget=UnfoldAdminTextInputWidget,
+        help_text="Folder below MUSTER_TOKENIZERS_DIR with its tokenizer.json, to count tokens without asking a box.",
+    )
 
 
 class ModelForm(ModelCapsForm):
@@ -51,6 +68,11 @@ def _cap(model: Model, actor: str, values: Values) -> str:
     return f"Changed the caps of {model.name}."
 
 
+def _detail(model: Model, actor: str, values: Values) -> str:
+    change_model_details(name=model.name, actor=actor, **{name: values[name] for name in DETAILS})
+    return f"Changed the details of {model.name}."
+
+
 @admin.register(Model)
 class AllowListAdmin(CreatingAdmin):
     """Which models clients may use. Rows that are not allowed are names that boxes have declared."""
@@ -61,12 +83,22 @@ class AllowListAdmin(CreatingAdmin):
         "show_max_tokens",
         "show_max_prompt",
         "show_queue",
-        "updated_at",
+        "show_fallbacks",
         "show_changes",
     )
     list_filter = ("allowed",)
     search_fields = ("name",)
-    fields = ("name", "allowed", "owned_by", *CAPS, "created_at", "updated_at")
+    fields = (
+        "name",
+        "allowed",
+        "owned_by",
+        *CAPS,
+        "show_fallbacks",
+        "show_context",
+        "show_tokenizer",
+        "created_at",
+        "updated_at",
+    )
     readonly_fields = fields
     refusals = (ServiceError,)
     create_form = ModelForm
@@ -87,6 +119,14 @@ class AllowListAdmin(CreatingAdmin):
             run=_cap,
             form=ModelCapsForm,
             read_initial=lambda model: {name: getattr(model, name) for name in CAPS},
+        ),
+        RowChange(
+            name="details",
+            label="Change details",
+            explanation="Takes effect within seconds, for requests that arrive from then on.",
+            run=_detail,
+            form=ModelDetailsForm,
+            read_initial=lambda model: {name: getattr(model, name) for name in DETAILS},
         ),
         RowChange(
             name="disallow",
@@ -121,6 +161,21 @@ class AllowListAdmin(CreatingAdmin):
     def show_queue(self, model: Model) -> str:
         """Return the cap on the queue."""
         return _print_cap(model.max_queue)
+
+    @column("Fallbacks")
+    def show_fallbacks(self, model: Model) -> str:
+        """Return what answers instead of it, in order."""
+        return ", ".join(model.fallbacks) or "none"
+
+    @column("Context window")
+    def show_context(self, model: Model) -> str:
+        """Return the context window that clients are told."""
+        return "as its boxes say" if model.context_tokens is None else f"{model.context_tokens:,} tokens"
+
+    @column("Tokenizer")
+    def show_tokenizer(self, model: Model) -> str:
+        """Return where its tokenizer lies."""
+        return model.tokenizer or "none"
 
 
 def _print_cap(value: int | None) -> str:

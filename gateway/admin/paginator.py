@@ -9,8 +9,6 @@ from django.db import connection
 from django.db.models import QuerySet
 from django.utils.functional import cached_property
 
-from gateway.partitions import TABLE
-
 EXACT_ROWS = 10_000
 """Up to here rows are counted; a list that is longer shows an estimate."""
 
@@ -31,7 +29,7 @@ class EstimatedPaginator(_Paginator):
         counted = int(queryset.order_by()[: EXACT_ROWS + 1].count())
         if counted <= EXACT_ROWS:
             return counted
-        return max(EXACT_ROWS, EXACT_ROWS if queryset.query.where else _estimate_rows(TABLE))
+        return EXACT_ROWS if queryset.query.where else max(EXACT_ROWS, _estimate_rows(queryset.query.get_meta().db_table))
 
 
 def _estimate_rows(table: str) -> int:

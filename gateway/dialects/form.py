@@ -44,6 +44,15 @@ def read_form(body: bytes, content_type: str) -> FormBody:
     )
 
 
+def replace_form_model(body: bytes, content_type: str, model: str) -> bytes:
+    """Return a form that ``read_form`` has read, with another value of its field ``model``."""
+    boundary = _read_boundary(content_type)
+    collector = _Collector()
+    _run_parser(body, boundary, collector)
+    start, end = collector.model_span
+    return body[:start] + model.encode() + body[end:]
+
+
 def _read_boundary(content_type: str) -> bytes:
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
@@ -74,6 +83,7 @@ def _run_parser(body: bytes, boundary: bytes, collector: _Collector) -> None:
             marks += body.count(mark, max(0, start - len(mark) + 1), end)
             if marks > MAX_PARTS:
                 raise BadRequest(f"The form has too many parts; at most {MAX_PARTS} are accepted.")
+            collector.offset = start
             parser.write(body[start:end])
             # Blanks behind a boundary are walked one by one: no form needs more than a piece of them.
             padded = padded + 1 if parser.state is MultipartState.BOUNDARY_PADDING else 0
@@ -105,6 +115,10 @@ class _Collector:
         self._disposition = b""
         self._name: bytes | None = None
         self._data = b""
+        self.offset = 0
+        """Where in the whole body the piece begins that is being parsed."""
+        self.model_span = (0, 0)
+        """Where in the whole body the value of ``model`` stands."""
 
     def begin_part(self) -> None:
         self._disposition, self._name, self._data = b"", None, b""
@@ -144,6 +158,9 @@ class _Collector:
         if self._name is None:
             return
         self._data += data[start:end]
+        if self._name == b"model":
+            first = self.model_span[0] or self.offset + start
+            self.model_span = (first, first + len(self._data))
         if len(self._data) > _MAX_FIELD_BYTES:
             text = self._name.decode()
             raise BadRequest(f"The field '{text}' is too long.", param=text)

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 import msgspec
 
-from gateway.dialects.body import RequestBody, count_prompt_chars, read_body, require_list
-from gateway.dialects.form import read_form
-from gateway.errors import BadRequest, GatewayError
+from gateway.dialects.body import (
+    RequestBody,
+    count_prompt_chars,
+    read_body,
+    read_fields,
+    read_options,
+    replace_fields,
+    require_list,
+)
+from gateway.dialects.form import read_form, replace_form_model
+from gateway.dialects.messages import translate_messages
+from gateway.dialects.refusal import complete_error, read_refusal, read_shape
+from gateway.dialects.responses import (
+    ResponsesBody,
+    make_response_id,
+    read_responses_body,
+    render_failed_response,
+    translate_responses,
+)
+from gateway.dialects.translation import Translation
+from gateway.errors import BadRequest, ContextTooLong, GatewayError, PromptTooLarge
 from gateway.values import InferenceRequest
 
 _json = msgspec.json.Encoder()
 
+_COMMENT_PING = b": ping\n\n"
+_ANTHROPIC_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 CACHE_MODE, CACHE_TAG = "x-cache-mode", "x-cache-tag"
 _CACHE_MODES = frozenset({"prefix", "none", "auto"})
 _CACHE_TAG_RE = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
@@ -22,18 +44,38 @@ _OPENAI_HEADERS = frozenset({"content-type", "openai-organization", CACHE_MODE, 
 _ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta", CACHE_MODE, CACHE_TAG})
 
 
+class Dialect(StrEnum):
+    """Whose words a surface speaks."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    ANTHROPIC = "anthropic"
+
+
 @dataclass(frozen=True, slots=True)
 class Surface:
     """How one path is read and how it says errors. ``forwarded`` headers travel to the box; credentials never do.
 
-    ``is_form``: the body is a multipart form with a file instead of JSON.
+    ``is_form``: the body is a multipart form with a file instead of JSON. ``translate``: how a request is said to a box
+    that does not answer this path (``nodes.states.SPOKEN_THROUGH`` names the path it is said on).
     """
 
     path: str
     forwarded: frozenset[str]
     check: Callable[[RequestBody], None]
-    is_anthropic: bool = False
+    dialect: Dialect = Dialect.OPENAI
     is_form: bool = False
+    translate: Callable[[InferenceRequest], Translation] | None = None
+
+    @property
+    def is_anthropic(self) -> bool:
+        """Whether errors and headers are Anthropic's."""
+        return self.dialect is Dialect.ANTHROPIC
+
+    @property
+    def ping(self) -> bytes:
+        """What keeps a stream alive between two of its events."""
+        return _ANTHROPIC_PING if self.is_anthropic else _COMMENT_PING
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> InferenceRequest:
         """Read a body. Raises BadRequest."""
@@ -42,23 +84,57 @@ class Surface:
         if self.is_form:
             return self._parse_form(body, forwarded)
         fields = read_body(body)
+        read_fields(body)
         self.check(fields)
         _check_model(fields.model)
         limit, limit_field = fields.token_limit
+        is_pool_shaped = False
+        if self.dialect is Dialect.RESPONSES:
+            own = read_responses_body(body)
+            _refuse_unavailable(own)
+            is_pool_shaped = any(value is not None for value in (own.decoding, own.source_lang_code, own.target_lang_code))
+            for name, asked in own.token_limits.items():
+                if limit is None or asked > limit:
+                    limit, limit_field = asked, name
         if limit is not None and limit < 0:
             raise BadRequest(f"The field '{limit_field}' must not be negative.", param=limit_field)
-        options = fields.stream_options
+        options = None
+        if fields.x_pool_options:
+            options = read_options(fields.x_pool_options)
+            body = replace_fields(body, drop="x_pool_options")
         return InferenceRequest(
             endpoint=self.path,
             model=fields.model,
             is_streaming=bool(fields.stream),
-            wants_usage=bool(options is not None and options.include_usage),
             max_tokens=limit,
             max_tokens_field=limit_field,
-            prompt_chars=count_prompt_chars(fields.messages, fields.input, fields.prompt, fields.system, fields.documents),
+            prompt_chars=count_prompt_chars(
+                fields.messages,
+                fields.input,
+                fields.prompt,
+                fields.system,
+                fields.instructions,
+                fields.tools,
+                fields.query,
+                fields.documents,
+            ),
             body=body,
             headers=forwarded,
+            options=options,
+            store=fields.store,
+            previous_response_id=fields.previous_response_id or "",
+            is_pool_shaped=is_pool_shaped,
         )
+
+    def rename(self, request: InferenceRequest, model: str) -> InferenceRequest:
+        """Return the request for another model, whose name then stands in the body too."""
+        if model == request.model:
+            return request
+        if self.is_form:
+            body = replace_form_model(request.body, request.headers.get("content-type", ""), model)
+        else:
+            body = replace_fields(request.body, model=model)
+        return msgspec.structs.replace(request, model=model, body=body)
 
     def _parse_form(self, body: bytes, forwarded: dict[str, str]) -> InferenceRequest:
         form = read_form(body, forwarded.get("content-type", ""))
@@ -69,7 +145,6 @@ class Surface:
             endpoint=self.path,
             model=form.model,
             is_streaming=form.stream,
-            wants_usage=False,
             max_tokens=None,
             prompt_chars=0,
             body=body,
@@ -82,7 +157,7 @@ class Surface:
             return _json.encode(
                 {
                     "type": "error",
-                    "error": {"type": error.anthropic_type, "message": error.message, **_contract(error)},
+                    "error": {"type": error.anthropic_type, "message": _say_to_anthropic(error), **_contract(error)},
                     "request_id": request_id,
                 }
             )
@@ -92,10 +167,30 @@ class Surface:
         """Return the one event that ends a stream that had begun."""
         if self.is_anthropic:
             return b"event: error\ndata: " + self.render_error(error, request_id) + b"\n\n"
-        if self.path == "/v1/responses":
+        if self.dialect is Dialect.RESPONSES:
             event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
             return b"event: error\ndata: " + _json.encode({**event, "error": _openai(error)}) + b"\n\n"
         return b"data: " + _json.encode({"error": _openai(error)}) + b"\n\n"
+
+    def render_first_error(self, error: GatewayError, request_id: str, request: InferenceRequest | None) -> bytes:
+        """Return what ends a stream of which nothing but signs of life went out: here a response begins before it fails."""
+        if self.dialect is not Dialect.RESPONSES or request is None:
+            return self.render_stream_error(error, request_id)
+        return render_failed_response(
+            error,
+            response_id=make_response_id(request_id),
+            model=request.model,
+            created=int(time.time()),
+            body=request.body,
+        )
+
+    def render_refusal(self, status: int, body: bytes, request_id: str) -> bytes:
+        """Return an engine's error body (status 400 and above) in this dialect: as it is when it already speaks it."""
+        shape = read_shape(body)
+        error = read_refusal(status, body)
+        if not shape.has_message or (self.is_anthropic and not shape.is_anthropic) or isinstance(error, ContextTooLong):
+            return self.render_error(error, request_id)
+        return body if self.is_anthropic or shape.has_text_code else complete_error(body, _openai(error))
 
 
 def _openai(error: GatewayError) -> dict[str, object]:
@@ -110,6 +205,25 @@ def _openai(error: GatewayError) -> dict[str, object]:
 
 def _contract(error: GatewayError) -> dict[str, object]:
     return {"code": error.code, "retryable": error.retryable, "param": error.param}
+
+
+def _say_to_anthropic(error: GatewayError) -> str:
+    """Return the message; of a prompt that is too long in the words by which Claude Code knows to shorten it."""
+    if isinstance(error, ContextTooLong) and error.context_tokens:
+        return f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens} maximum"
+    if isinstance(error, PromptTooLarge | ContextTooLong):
+        return f"prompt is too long: {error.message}"
+    return error.message
+
+
+def _refuse_unavailable(body: ResponsesBody) -> None:
+    """Refuse what needs answers, prompts or conversations that live at the provider. Raises BadRequest."""
+    if body.background:
+        raise BadRequest("Answers are not made in the background here: leave background out, or stream.", param="background")
+    if body.conversation is not None:
+        raise BadRequest("Conversations are not offered here: send their items as input.", param="conversation")
+    if body.prompt is not None:
+        raise BadRequest("Stored prompts are not offered here: send the text as instructions and input.", param="prompt")
 
 
 def _check_model(name: str) -> None:
@@ -136,8 +250,24 @@ def _check_messages(body: RequestBody) -> None:
 
 
 def _check_input(body: RequestBody) -> None:
-    if not bytes(body.input).strip():
+    if bytes(body.input).strip() in _NOTHING:
         raise BadRequest("The field 'input' is required.", param="input")
+
+
+def _check_completion(body: RequestBody) -> None:
+    if bytes(body.prompt).strip() in (b"", b"null"):
+        raise BadRequest("The field 'prompt' is required.", param="prompt")
+
+
+def _check_responses(body: RequestBody) -> None:
+    if bytes(body.input).strip() in _NOTHING and not body.previous_response_id:
+        raise BadRequest("The field 'input' is required.", param="input")
+
+
+def _check_rerank(body: RequestBody) -> None:
+    if not bytes(body.query).strip().startswith(b'"'):
+        raise BadRequest("The field 'query' is required and must be text.", param="query")
+    require_list(body.documents, "documents")
 
 
 def _check_prompt(body: RequestBody) -> None:
@@ -154,20 +284,22 @@ def _check_nothing(body: RequestBody) -> None:
     del body
 
 
+_NOTHING = (b"", b"null", b"[]", b'""')
 SURFACES: dict[str, Surface] = {
     surface.path: surface
     for surface in (
         Surface("/v1/chat/completions", _OPENAI_HEADERS, _check_chat),
-        Surface("/v1/completions", _OPENAI_HEADERS, _check_nothing),
+        Surface("/v1/completions", _OPENAI_HEADERS, _check_completion),
         Surface("/v1/embeddings", _OPENAI_HEADERS, _check_input),
-        Surface("/v1/responses", _OPENAI_HEADERS, _check_nothing),
+        Surface("/v1/rerank", _OPENAI_HEADERS, _check_rerank),
+        Surface("/v1/responses", _OPENAI_HEADERS, _check_responses, Dialect.RESPONSES, translate=translate_responses),
         Surface("/v1/audio/transcriptions", _OPENAI_HEADERS, _check_nothing, is_form=True),
         Surface("/v1/audio/translations", _OPENAI_HEADERS, _check_nothing, is_form=True),
         Surface("/v1/images/generations", _OPENAI_HEADERS, _check_prompt),
-        Surface("/v1/messages", _ANTHROPIC_HEADERS, _check_messages, is_anthropic=True),
+        Surface("/v1/messages", _ANTHROPIC_HEADERS, _check_messages, Dialect.ANTHROPIC, translate=translate_messages),
     )
 }
-"""Every inference surface by path. Bodies and answers pass through; translation between surfaces is not done here."""
+"""Every inference surface by path."""
 
 DEFAULT_SURFACE = SURFACES["/v1/chat/completions"]
 """How errors are said where no surface is involved."""

@@ -1,9 +1,8 @@
-"""Why a change to tenants, keys or models was refused. A class carries its wire form."""
+"""Why a change to tenants, keys, models or aliases was refused. A class carries its wire form."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import ClassVar
 
 from gateway.errors import BadRequest
 from wire.contract import ErrorCode
@@ -12,8 +11,8 @@ from wire.contract import ErrorCode
 class ServiceError(BadRequest):
     """Base of the tree. ``message`` is shown to the caller and says what to do; ``param`` names the field at fault."""
 
-    code: ClassVar[ErrorCode] = ErrorCode.BAD_REQUEST
-    status: ClassVar[int] = HTTPStatus.BAD_REQUEST.value
+    code = ErrorCode.BAD_REQUEST
+    status = HTTPStatus.BAD_REQUEST.value
 
 
 class InvalidValue(ServiceError):
@@ -49,3 +48,13 @@ class KeyNotFound(NotFound):
 
 class ModelNotFound(NotFound):
     """No model has that name."""
+
+
+class AliasNotFound(NotFound):
+    """No alias has that id."""
+
+
+class ResponseNotKept(ServiceError):
+    """An answer was not stored: the tenant does not allow it (any more), or it cannot be stored as it is."""
+
+    status = HTTPStatus.CONFLICT.value

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 from django.db import transaction
 
-from gateway.models import Model
-from gateway.services.errors import ModelNotFound
-from gateway.services.values import clean_limit, clean_model_name
+from gateway.models import Model, ModelAlias
+from gateway.routing import MAX_CANDIDATES
+from gateway.services.errors import InvalidValue, ModelNotFound
+from gateway.services.values import MAX_MODEL_NAME_CHARS, clean_limit, clean_model_name
 from governance.audit import record_event
 from governance.hints import publish_hint
+
+MAX_FALLBACKS = MAX_CANDIDATES - 1
+_FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+"""Part by part below one folder: no ``..``, nothing hidden, nothing absolute."""
 
 
 @transaction.atomic
@@ -65,6 +71,42 @@ def change_model_caps(
     return model
 
 
+@transaction.atomic
+def change_model_details(
+    *, name: str, fallbacks: Iterable[str], context_tokens: int | None, tokenizer: str, actor: str
+) -> Model:
+    """Set what stands in for a model, and what clients are told of it. Raises InvalidValue, ModelNotFound.
+
+    ``fallbacks``: models in the order in which they are tried. ``context_tokens`` None = what its boxes say.
+    ``tokenizer``: a folder below MUSTER_TOKENIZERS_DIR; empty = none.
+    """
+    after = {
+        "fallbacks": _clean_fallbacks(fallbacks, of=name),
+        "context_tokens": clean_limit(context_tokens, param="context_tokens"),
+        "tokenizer": _clean_folder(tokenizer),
+    }
+    model = _get_model(name)
+    before = {"fallbacks": model.fallbacks, "context_tokens": model.context_tokens, "tokenizer": model.tokenizer}
+    if after != before:
+        for field, value in after.items():
+            setattr(model, field, value)
+        model.save(update_fields=[*after, "updated_at"])
+        record_event(actor=actor, action="model.details", target=name, detail={"from": before, "to": after})
+        publish_hint("models", name)
+    return model
+
+
+def require_known_models(names: Sequence[str], *, param: str) -> None:
+    """Refuse names that no model has, allowed or not. Raises InvalidValue, which names the first of them."""
+    known = set(Model.objects.filter(name__in=names).values_list("name", flat=True))
+    missing = next((name for name in names if name not in known), None)
+    if missing is None:
+        return
+    if ModelAlias.objects.filter(name=missing).exists():
+        raise InvalidValue(f"{missing} is an alias; name the models that it leads to.", param=param)
+    raise InvalidValue(f"There is no model {missing}. Allow it first, written exactly as boxes declare it.", param=param)
+
+
 def remember_models(*, names: Iterable[str]) -> int:
     """Note names that a box declares: they can then be allowed with one click. Returns how many are new."""
     cleaned = {clean_model_name(name) for name in names}
@@ -91,3 +133,23 @@ def _get_model(name: str) -> Model:
 
 def _clean_caps(**caps: int | None) -> dict[str, int | None]:
     return {field: clean_limit(value, param=field) for field, value in caps.items()}
+
+
+def _clean_fallbacks(names: Iterable[str], *, of: str) -> list[str]:
+    cleaned = list(dict.fromkeys(clean_model_name(name, param="fallbacks") for name in names))
+    if len(cleaned) > MAX_FALLBACKS:
+        raise InvalidValue(f"A model may have at most {MAX_FALLBACKS} fallbacks.", param="fallbacks")
+    if of in cleaned:
+        raise InvalidValue(f"{of} cannot stand in for itself.", param="fallbacks")
+    require_known_models(cleaned, param="fallbacks")
+    return cleaned
+
+
+def _clean_folder(text: str) -> str:
+    folder = text.strip()
+    if folder and (not _FOLDER.fullmatch(folder) or len(folder) > MAX_MODEL_NAME_CHARS):
+        raise InvalidValue(
+            "Name a folder below MUSTER_TOKENIZERS_DIR in letters, digits and ._-/, such as qwen3 or meta/llama-3.",
+            param="tokenizer",
+        )
+    return folder

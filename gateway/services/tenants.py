@@ -8,7 +8,7 @@ from django.utils import timezone
 from gateway.models import Tenant
 from gateway.services.errors import NameTaken, TenantNotFound
 from gateway.services.limits import default_limit, require_no_raise, tenant_limit
-from gateway.services.values import clean_limit, clean_name
+from gateway.services.values import clean_days, clean_limit, clean_name
 from governance.audit import record_event
 from governance.hints import publish_hint
 from governance.registry import RunOrder
@@ -60,6 +60,26 @@ def change_tenant_limit(*, name: str, requests_per_minute: int | None, actor: st
     tenant.save(update_fields=["requests_per_minute", "updated_at"])
     detail = {"from": previous, "to": limit}
     record_event(actor=actor, action="tenant.limit", target=name, detail=detail, op_id=order.op_id if order is not None else "")
+    publish_hint("tenants", name)
+    return tenant
+
+
+@transaction.atomic
+def change_response_policy(*, name: str, stores_responses: bool, responses_kept_days: int, actor: str) -> Tenant:
+    """Set whether answers of /v1/responses are kept for the tenant, prompts included, and for how many days.
+
+    Applies to answers from then on: what is kept already stays until the day it was given (``forget_responses`` deletes it).
+    Raises InvalidValue, TenantNotFound.
+    """
+    days = clean_days(responses_kept_days, param="responses_kept_days")
+    tenant = get_tenant(name)
+    after = {"stores_responses": stores_responses, "responses_kept_days": days}
+    before = {"stores_responses": tenant.stores_responses, "responses_kept_days": tenant.responses_kept_days}
+    if after == before:
+        return tenant
+    tenant.stores_responses, tenant.responses_kept_days = stores_responses, days
+    tenant.save(update_fields=["stores_responses", "responses_kept_days", "updated_at"])
+    record_event(actor=actor, action="tenant.response_policy", target=name, detail={"from": before, "to": after})
     publish_hint("tenants", name)
     return tenant
 

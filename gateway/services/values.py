@@ -9,6 +9,7 @@ MAX_NAME_CHARS = 80
 MAX_MODEL_NAME_CHARS = 200
 MAX_LIMIT = 2_147_483_647
 """The largest number a PostgreSQL integer column holds."""
+MAX_KEPT_DAYS = 3650
 
 
 def clean_name(name: str, *, what: str, param: str = "name", max_chars: int = MAX_NAME_CHARS) -> str:
@@ -36,4 +37,11 @@ def clean_limit(value: int | None, *, param: str) -> int | None:
     """Return a limit of at least 1, or None for "not set here". Raises InvalidValue."""
     if value is not None and not 1 <= value <= MAX_LIMIT:
         raise InvalidValue(f"{param} must be between 1 and {MAX_LIMIT}, or empty for the default.", param=param)
+    return value
+
+
+def clean_days(value: int, *, param: str) -> int:
+    """Return for how many days something is kept. Raises InvalidValue."""
+    if not 1 <= value <= MAX_KEPT_DAYS:
+        raise InvalidValue(f"{param} must be between 1 and {MAX_KEPT_DAYS}.", param=param)
     return value

@@ -12,7 +12,7 @@ from gateway.client import ClientConnection, Header, Receive, Scope, Send
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
-from gateway.pipeline import send_error
+from gateway.pipeline import id_headers, send_error
 from gateway.runtime import GatewayRuntime
 from governance.services import verify_admin_token
 from nodes.links import Link
@@ -32,32 +32,32 @@ def make_client(runtime: GatewayRuntime, scope: Scope, receive: Receive, send: S
     return ClientConnection(scope, receive, send, limits=runtime.limits, timeouts=runtime.timeouts)
 
 
-def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler]) -> Application:
-    """Return an application that picks a handler by method and renders errors."""
+def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler], *, surface: Surface | None = None) -> Application:
+    """Return an application that picks a handler by method and says errors as ``surface`` does, None = as the client asks."""
     allowed = ", ".join(sorted(methods)).encode()
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         client = make_client(runtime, scope, receive, send)
-        surface = _surface_of(client)
+        said_by = surface or _surface_of(client)
         try:
             handler = methods.get(scope["method"])
             if handler is None:
-                send_failure(client, MethodNotAllowed(f"Use {allowed.decode()}."), surface, [(b"allow", allowed)])
+                send_failure(client, MethodNotAllowed(f"Use {allowed.decode()}."), said_by, [(b"allow", allowed)])
                 return
             await handler(client)
             await client.drain()
         except ClientLeft:
             return
         except GatewayError as error:
-            send_failure(client, error, surface)
+            send_failure(client, error, said_by)
         except DatabaseError:
             logger.exception("request.database_unavailable")
             message = "The database cannot be reached now; please retry"
-            send_failure(client, RecordsUnavailable(message, retry_after_s=2), surface)
+            send_failure(client, RecordsUnavailable(message, retry_after_s=2), said_by)
         except Exception:  # process edge: a bug of ours must not lose the answer
             logger.exception("request.bug")
             if not client.started:
-                send_failure(client, GatewayError(), surface)
+                send_failure(client, GatewayError(), said_by)
 
     return application
 
@@ -70,7 +70,7 @@ def send_answer(client: ClientConnection, status: int, content: object) -> None:
 def send_failure(client: ClientConnection, error: GatewayError, surface: Surface, extra: list[Header] | None = None) -> None:
     """Send an error under a fresh request id."""
     request_id = format_id("req", new_uuid7())
-    send_error(client, surface, error, request_id, [(b"x-request-id", request_id.encode()), *(extra or [])])
+    send_error(client, surface, error, request_id, [*id_headers(surface, request_id), *(extra or [])])
 
 
 async def find_admin(client: ClientConnection) -> str | None:

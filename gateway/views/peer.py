@@ -10,6 +10,7 @@ import hmac
 from django.conf import settings
 
 from gateway.client import Receive, Scope, Send
+from gateway.counting.peer import count_for_peer
 from gateway.dialects import SURFACES
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
@@ -17,6 +18,7 @@ from gateway.peer import refuse_peer, serve_peer
 from gateway.runtime import GatewayRuntime
 from gateway.views.base import Application, make_client, send_failure
 from nodes.links.relay import RelayLink
+from nodes.states import TOKENIZE
 from wire.ids import parse_id
 
 
@@ -28,8 +30,10 @@ def make_peer_door(runtime: GatewayRuntime) -> Application:
         secret = settings.CLUSTER_SECRET
         shown = client.headers.get("x-muster-cluster", "")
         route = scope["url_route"]["kwargs"]
-        surface = SURFACES.get("/" + str(route["path"]))
-        if not secret or not hmac.compare_digest(shown.encode(), secret.encode()) or surface is None:
+        path = "/" + str(route["path"])
+        surface = SURFACES.get(path)
+        is_known = surface is not None or path == TOKENIZE
+        if not secret or not hmac.compare_digest(shown.encode(), secret.encode()) or not is_known:
             send_failure(client, RouteNotFound(), DEFAULT_SURFACE)
             return
         node_id = parse_id("node", str(route["node"]))
@@ -38,6 +42,9 @@ def make_peer_door(runtime: GatewayRuntime) -> Application:
             refuse_peer(client, b"gone")
             return
         try:
+            if surface is None:
+                await count_for_peer(client, link)
+                return
             await serve_peer(dispatcher=runtime.dispatcher, limits=runtime.limits, client=client, link=link, surface=surface)
         except GatewayError as error:
             if not client.started and not client.is_gone:

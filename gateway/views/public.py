@@ -14,6 +14,7 @@ from gateway.errors import InvalidAdminToken, ModelUnknown, RouteNotFound
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller
 from gateway.views.base import find_admin, is_draining, send_answer
+from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page
 from nodes.links import Link
 from wire.ids import format_id
 
@@ -25,6 +26,7 @@ class PublicViews:
 
     def __init__(self, runtime: GatewayRuntime) -> None:
         self.runtime = runtime
+        self._models = ModelList(runtime.catalogue, runtime.registry)
 
     async def health(self, client: ClientConnection) -> None:
         """``GET /health``: the contract's fields and the relay's; boxes are named to admins only."""
@@ -44,25 +46,27 @@ class PublicViews:
             answer["workers"] = [_health_worker(link) for link in runtime.registry]
         send_answer(client, 200, answer)
 
+    async def index(self, client: ClientConnection) -> None:
+        """``GET /`` and ``HEAD /``: what this is; some clients ask before their first request whether anybody is there."""
+        send_answer(client, 200, {"service": "muster gateway", "version": VERSION, "models": "/v1/models", "health": "/health"})
+
     async def list_models(self, client: ClientConnection) -> None:
-        """``GET /v1/models`` and ``GET /models``: what can be routed now and this caller may use."""
-        caller = await self._optional_caller(client)
-        rows = [self._model_row(name) for name in self._visible_models(caller)]
+        """``GET /v1/models`` and ``GET /models``: what can be routed now and this caller may use, aliases among it."""
+        models = self._models.read(await self._optional_caller(client))
         if "anthropic-version" in client.headers:
-            data = [_anthropic_model(row) for row in rows]
-            first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-            send_answer(client, 200, {"data": data, "has_more": False, "first_id": first, "last_id": last})
+            send_answer(client, 200, render_page(cut_page(models, client.scope.get("query_string", b""))))
         else:
-            send_answer(client, 200, {"object": "list", "data": rows})
+            send_answer(client, 200, {"object": "list", "data": [render_openai(model) for model in models]})
 
     async def show_model(self, client: ClientConnection) -> None:
-        """``GET /v1/models/{id}``, also for ids with a slash."""
+        """``GET /v1/models/{id}``, also for aliases and for ids with a slash."""
         caller = await self._optional_caller(client)
         name = str(client.scope["url_route"]["kwargs"]["name"])
-        if name not in self._visible_models(caller):
+        model = self._models.find(caller, name)
+        if model is None:
             raise ModelUnknown(f"The model '{name}' is not available. GET /v1/models lists what can be used.", param="model")
-        row = self._model_row(name)
-        send_answer(client, 200, _anthropic_model(row) if "anthropic-version" in client.headers else row)
+        is_anthropic = "anthropic-version" in client.headers
+        send_answer(client, 200, render_anthropic(model) if is_anthropic else render_openai(model))
 
     async def metrics(self, client: ClientConnection) -> None:
         """``GET /metrics``: Prometheus text, for loopback callers or with an admin token."""
@@ -81,22 +85,6 @@ class PublicViews:
         if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
             return None
         return await self.runtime.keys.identify(client.headers, allow_x_api_key=True)
-
-    def _visible_models(self, caller: Caller | None) -> list[str]:
-        served = set(self.runtime.registry.served_models())
-        allowed = [entry.name for entry in self.runtime.catalogue.models.values() if entry.allowed and entry.name in served]
-        if caller is not None and caller.allowed_models:
-            allowed = [name for name in allowed if name in caller.allowed_models]
-        return sorted(allowed)
-
-    def _model_row(self, name: str) -> dict[str, object]:
-        entry = self.runtime.catalogue.models[name]
-        return {"id": name, "object": "model", "created": entry.created, "owned_by": entry.owned_by}
-
-
-def _anthropic_model(row: dict[str, object]) -> dict[str, object]:
-    created = datetime.fromtimestamp(int(str(row["created"])), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"type": "model", "id": row["id"], "display_name": row["id"], "created_at": created}
 
 
 def _health_worker(link: Link) -> dict[str, object]:

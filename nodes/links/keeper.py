@@ -133,6 +133,7 @@ class LinkKeeper:
     def _refresh_http(self, link: Link, row: NodeRow) -> None:
         self._set_policy(link, row)
         link.max_concurrent = max(1, row.max_concurrent)
+        link.contexts = row.contexts
         link.last_seen = time.monotonic() - (row.heartbeat_age_s or 0.0)
         link.stale_after_s, link.offline_after_s = self.health.stale_after_s, self.health.offline_after_s
         if row.is_direct:

@@ -16,8 +16,9 @@ from typing import Protocol
 import msgspec
 
 from nodes.session import OpenRequest
-from nodes.states import BINARY_ENDPOINTS, MAX_REPORTED_LOAD
+from nodes.states import BINARY_ENDPOINTS, MAX_REPORTED_LOAD, SPOKEN_THROUGH
 from wire.frames import End
+from wire.ids import format_id
 
 
 class EndKind(StrEnum):
@@ -99,6 +100,10 @@ class Link:
         self.models = models
         self.endpoints: Mapping[str, frozenset[str]] = {}
         """API paths by model; a model that is not in it answers any."""
+        self.unspoken: set[str] = set()
+        """API paths on which a box that declares none has answered that it does not know them."""
+        self.contexts: Mapping[str, int] = {}
+        """Tokens that one request may have, by model, as far as the box says."""
         self.carries_bytes = True
         """Whether a body that is no text can travel to the box."""
         self.max_concurrent = max_concurrent
@@ -121,11 +126,31 @@ class Link:
         return self.active + self.external_load
 
     def answers(self, model: str, endpoint: str) -> bool:
-        """Whether the box may be sent a request for this model on this API path."""
+        """Whether the box may be sent a request for this model on this API path as it is."""
         if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
             return False
         paths = self.endpoints.get(model)
-        return model in self.models and (paths is None or endpoint in paths)
+        return model in self.models and (endpoint not in self.unspoken if paths is None else endpoint in paths)
+
+    def find_path(self, model: str, lane: str) -> str | None:
+        """Return the API path on which the box can be asked what belongs on ``lane``: that one, or one it is translated to."""
+        if self.answers(model, lane):
+            return lane
+        other = SPOKEN_THROUGH.get(lane)
+        return other if other is not None and self.answers(model, other) else None
+
+    def context_of(self, model: str) -> int | None:
+        """Return the tokens that a request for the model may have, prompt and answer, on any replica; None = not known."""
+        return self.contexts.get(model)
+
+    @property
+    def has_clear_line(self) -> bool:
+        """Whether what is sent to the box now will reach it soon."""
+        return True
+
+    def is_called(self, name: str) -> bool:
+        """Whether a client that prefers a box or GPU by this name means this box."""
+        return name in (self.node_name, format_id("node", self.node_id))
 
     def has_slot(self) -> bool:
         """Whether one more request fits by our own count."""

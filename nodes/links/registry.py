@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
 from nodes.links.port import EndKind, Link, Listener
+from nodes.states import TOKENIZE
 
 
 class LinkRegistry:
@@ -37,19 +38,24 @@ class LinkRegistry:
         return self._by_model.get(model, ())
 
     def links_answering(self, model: str, endpoint: str) -> Sequence[Link]:
-        """Return the links whose boxes answer requests for ``model`` on that API path."""
+        """Return the links whose boxes can be asked for ``model`` what belongs on that API path, translated if need be."""
         lane = (model, endpoint)
         found = self._answering.get(lane)
         if found is None:
             declaring = self._by_model.get(model)
             if not declaring:
                 return ()  # not kept: clients choose such names
-            found = self._answering[lane] = [link for link in declaring if link.answers(model, endpoint)]
+            found = self._answering[lane] = [link for link in declaring if link.find_path(model, endpoint) is not None]
         return found
 
     def endpoints_of(self, model: str) -> list[str]:
-        """Return the API paths on which boxes say that they answer the model; empty when none says anything."""
-        return sorted({path for link in self.links_for(model) for path in link.endpoints.get(model, ())})
+        """Return the API paths on which boxes say that they answer clients of the model; empty when none says anything."""
+        return sorted({path for link in self.links_for(model) for path in link.endpoints.get(model, ())} - {TOKENIZE})
+
+    def note_unspoken(self, link: Link, endpoint: str) -> None:
+        """Remember that a box which declares no paths does not know this one."""
+        link.unspoken.add(endpoint)
+        self._answering.clear()
 
     def served_models(self) -> list[str]:
         """Return every model some linked box declares."""

@@ -9,7 +9,16 @@ from datetime import UTC, datetime
 
 from nodes.links.outbox import AsgiMessage, AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
-from nodes.session import DataArrived, HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded, find_endpoints
+from nodes.session import (
+    DataArrived,
+    HeadArrived,
+    ModeRequested,
+    OpenRequest,
+    ServerSession,
+    StreamEnded,
+    find_contexts,
+    find_endpoints,
+)
 from wire import bridge
 from wire.frames import DEFAULT_WINDOW_BYTES, End
 
@@ -104,7 +113,12 @@ class RelayLink(Link):
 
     def can_take(self, now: float) -> bool:
         """Whether a request can be placed here right now: a slot is free, and so is the line."""
-        return self.outbox.waiting_bytes < _FULL_SOCKET_BYTES and super().can_take(now)
+        return self.has_clear_line and super().can_take(now)
+
+    @property
+    def has_clear_line(self) -> bool:
+        """Whether little waits for the box's line."""
+        return self.outbox.waiting_bytes < _FULL_SOCKET_BYTES
 
     def take_register(self, message: bridge.Register) -> None:
         """Take what the box said of itself when it came; what only muster v1 has is left out of a bridge v1 session."""
@@ -120,6 +134,7 @@ class RelayLink(Link):
             available=message.available,
             memory=message.memory,
         )
+        self.contexts = find_contexts(message.replicas)
         self.governance = message.governance
         self.registered_endpoints = tuple(message.endpoints)
         self.endpoints = self.find_endpoints(self.models)
@@ -128,10 +143,16 @@ class RelayLink(Link):
     def take_telemetry(self, telemetry: bridge.Telemetry) -> bool:
         """Take what the box says of itself now; return whether it changed what it has of models."""
         before, self.telemetry = self.telemetry, telemetry
+        self.contexts = find_contexts(telemetry.replicas)
         self.report_load(telemetry.current_load)
         is_news = before is None or (before.replicas, before.available) != (telemetry.replicas, telemetry.available)
         self.has_news = self.has_news or is_news
         return is_news
+
+    def is_called(self, name: str) -> bool:
+        """Whether a client that prefers a box or GPU by this name means this box."""
+        gpus = self.telemetry.gpus if self.telemetry is not None else ()
+        return super().is_called(name) or any(name in (gpu.name, f"gpu-{gpu.index}") for gpu in gpus)
 
     def find_endpoints(self, models: frozenset[str]) -> dict[str, frozenset[str]]:
         """Return the API paths of each model, from what the box said last."""

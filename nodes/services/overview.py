@@ -14,7 +14,7 @@ from django.utils import timezone
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.boxes import count_replicas, describe_counts
-from nodes.services.health import heartbeat_age_s, judge_status
+from nodes.services.health import heartbeat_age_s, judge_status, status_expression
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.contract import NodeStatus
 from wire.ids import parse_id
@@ -58,6 +58,28 @@ def read_fleet() -> FleetOverview:
     now = timezone.now()
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence").order_by("name")
     return FleetOverview(tuple(_describe(node, now) for node in rows))
+
+
+def read_served_models() -> frozenset[str]:
+    """Return the models that boxes can be asked for at this moment; one query."""
+    able = [NodeStatus.AVAILABLE.value, NodeStatus.BUSY.value]
+    status_now = status_expression(now=timezone.now())
+    nodes = Node.objects.filter(provider__state=ProviderState.ENABLED).annotate(status_now=status_now)
+    names = nodes.filter(status_now__in=able).values_list("model_names", flat=True)
+    return frozenset(name for declared in names for name in declared)
+
+
+def list_served_models() -> frozenset[str]:
+    """Return the models of boxes that take work now, as the boxes said last; one query."""
+    now = timezone.now()
+    rows = Node.objects.filter(provider__state=ProviderState.ENABLED).select_related("presence")
+    taking = {NodeStatus.AVAILABLE, NodeStatus.BUSY}
+    return frozenset(
+        name
+        for node in rows
+        if judge_status(node, getattr(node, "presence", None), now=now) in taking
+        for name in node.model_names
+    )
 
 
 def _describe(node: Node, now: datetime) -> NodeHealth:

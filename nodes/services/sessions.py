@@ -18,7 +18,7 @@ from governance import audit, hints
 from nodes.errors import EnrolmentRefused
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.services.governance import take_governance
-from nodes.session import find_endpoints, read_endpoints, store_endpoints
+from nodes.session import find_endpoints, read_contexts, read_endpoints, store_endpoints
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
 from wire.bridge import BRIDGE_V1
@@ -287,6 +287,7 @@ def load_node_rows() -> list[NodeRow]:
                 gateway_id=presence.gateway_id if presence is not None else None,
                 endpoints=read_endpoints(node.model_endpoints),
                 carries_bytes=presence is None or presence.protocol != BRIDGE_V1,
+                contexts=read_contexts(presence.replicas) if presence is not None else {},
             )
         )
     return rows

@@ -24,7 +24,7 @@ from nodes.session.effects import (
     TelemetryArrived,
 )
 from nodes.session.governance import clean_result
-from nodes.session.reports import find_endpoints, read_endpoints, store_endpoints
+from nodes.session.reports import find_contexts, find_endpoints, read_contexts, read_endpoints, store_endpoints
 from nodes.session.server import ServerSession
 
 __all__ = [
@@ -44,7 +44,9 @@ __all__ = [
     "StreamEnded",
     "TelemetryArrived",
     "clean_result",
+    "find_contexts",
     "find_endpoints",
+    "read_contexts",
     "read_endpoints",
     "store_endpoints",
 ]

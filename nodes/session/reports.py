@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from nodes.session.governance import clean_governance
 from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
 from wire import bridge
@@ -18,6 +20,7 @@ MAX_AVAILABLE = 512
 MAX_ENDPOINTS = 32
 MAX_MB = 2**25
 """32 TiB: the sum over MAX_GPUS still fits the column."""
+MAX_CONTEXT_TOKENS = 10**9
 _NAME_CHARS = 200
 _WORD_CHARS = 40
 _DETAIL_CHARS = 300
@@ -106,6 +109,24 @@ def read_endpoints(stored: Mapping[str, Sequence[str]] | None) -> dict[str, froz
     return {model: frozenset(paths) for model, paths in (stored or {}).items()}
 
 
+def find_contexts(replicas: Iterable[bridge.ReplicaInfo]) -> dict[str, int]:
+    """Return the tokens that a request for each model may have on whichever replica it meets: those of the smallest."""
+    found: dict[str, int] = {}
+    for replica in replicas:
+        tokens = replica.context_tokens
+        if tokens and replica.state not in _GONE:
+            found[replica.model] = min(tokens, found.get(replica.model, tokens))
+    return found
+
+
+def read_contexts(stored: object) -> dict[str, int]:
+    """Return what ``find_contexts`` finds in replicas that were stored as JSON values; nothing of what cannot be read."""
+    try:
+        return find_contexts(msgspec.convert(stored, list[bridge.ReplicaInfo]))
+    except msgspec.ValidationError:
+        return {}
+
+
 def _clean_gpus(gpus: Sequence[bridge.GpuInfo]) -> list[bridge.GpuInfo]:
     return [
         bridge.GpuInfo(
@@ -136,6 +157,7 @@ def _clean_replicas(replicas: Sequence[bridge.ReplicaInfo]) -> list[bridge.Repli
             weights_mb=_clean_int(replica.weights_mb, MAX_MB),
             kv_mb=_clean_int(replica.kv_mb, MAX_MB),
             endpoints=_clean_endpoints(replica.endpoints),
+            context_tokens=_clean_int(replica.context_tokens, MAX_CONTEXT_TOKENS) or None,
         )
         for replica in replicas[:MAX_REPLICAS]
     ]

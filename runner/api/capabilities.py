@@ -135,10 +135,12 @@ def _describe_operations(standing: Standing) -> OperationsState:
 
 
 def context_of(replica: Replica, stats: EngineStats | None, shape: ModelShape | None) -> int | None:
-    """Return the tokens that one request may have: as planned, else as llama.cpp divided its cache, else the model's own."""
+    """Return the tokens that one request may have: as the engine says or as planned, else as llama.cpp divided its cache,
+    else the model's own.
+    """
     plan = replica.plan
-    if plan.context_tokens is not None:
-        return plan.context_tokens
+    if replica.context_tokens is not None:
+        return replica.context_tokens
     if plan.backend == "gguf" and stats is not None and stats.kv_total_tokens:
         return stats.kv_total_tokens // max(1, plan.slots)
     return shape.context_max if shape is not None else None

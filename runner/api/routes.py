@@ -22,7 +22,7 @@ from runner.api.page import write_page
 from runner.api.pool_admin import PoolAdmin
 from runner.api.shapes import Shapes
 from runner.config import ApiConfig
-from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TRANSCRIPTIONS
+from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TOKENIZE, TRANSCRIPTIONS
 from runner.errors import UnknownModel
 from runner.operations.bodies import FlushBody, LoadBody, UnloadBody
 from runner.parts import Parts
@@ -37,6 +37,7 @@ _INFERENCE: Sequence[tuple[str, str]] = (
     (RESPONSES, "Responses, in the shape of OpenAI or of llm-pool"),
     (MESSAGES, "Messages, in the shape of Anthropic"),
     (IMAGES, "Images from a text"),
+    (TOKENIZE, "How many tokens a prompt has"),
 )
 _FORMS: Sequence[tuple[str, str]] = ((TRANSCRIPTIONS, "Speech to text"), (TRANSLATIONS, "Speech to English text"))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from runner.engines.library_child import LibraryEngine, LibraryKind
-from runner.engines.port import CHAT, COMPLETIONS, Capabilities, LoadPlan
+from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE, Capabilities, LoadPlan
 
 
 def _settings(plan: LoadPlan) -> Mapping[str, object]:
@@ -16,11 +16,14 @@ def _settings(plan: LoadPlan) -> Mapping[str, object]:
 def _capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
     """Chat only where the model brings a template."""
     has_chat = info.get("chat", True) is True
+    context_tokens = info.get("context_tokens")
     return Capabilities(
-        endpoints=(CHAT, COMPLETIONS) if has_chat else (COMPLETIONS,),
+        endpoints=(CHAT, COMPLETIONS, TOKENIZE) if has_chat else (COMPLETIONS, TOKENIZE),
         max_inflight=plan.slots,
+        context_tokens=context_tokens if isinstance(context_tokens, int) else None,
         isolates_tenants=True,
         reports_progress=True,
+        counts_tokens=True,
     )
 
 

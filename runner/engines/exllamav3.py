@@ -14,6 +14,7 @@ from runner.engines.library_child import LibraryChild, read_option
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
+    TOKENIZE,
     Call,
     Capabilities,
     EngineStats,
@@ -56,13 +57,15 @@ class ExLlamaV3Engine:
         """Chat only where the model brings a template."""
         has_chat = self._child.info.get("chat", True) is True
         return Capabilities(
-            endpoints=(CHAT, COMPLETIONS) if has_chat else (COMPLETIONS,),
+            endpoints=(CHAT, COMPLETIONS, TOKENIZE) if has_chat else (COMPLETIONS, TOKENIZE),
             max_inflight=self._plan.slots,
+            context_tokens=self._child.context_tokens,
             prefix_caching=True,
             reports_cached_tokens=True,
             isolates_tenants=True,
             flushes_cache=True,
             reports_progress=True,
+            counts_tokens=True,
         )
 
     @property
@@ -120,6 +123,10 @@ class ExLlamaV3Engine:
             return self._child.send(call)
         scope = hashlib.sha256(f"{len(call.tenant)}:{call.tenant}{call.cache_tag}".encode()).hexdigest()
         return self._child.send(call, {SCOPE_HEADER: scope})
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Have the child count. Raises InvalidRequest, EngineError."""
+        return await self._child.count_tokens(fields)
 
     async def health(self) -> Health:
         """Ask the child once."""

@@ -25,6 +25,7 @@ from runner.engines.port import (
     LoadPlan,
     Report,
 )
+from runner.engines.token_counts import ask_child
 from runner.errors import EngineError
 
 Value = TypeVar("Value")
@@ -82,6 +83,18 @@ class LibraryChild:
         if extra_headers:
             call = dataclasses.replace(call, headers={**call.headers, **extra_headers})
         return self.server.send(call)
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens that one request may have, None where the child does not tell."""
+        told = self.info.get("context_tokens")
+        return told if isinstance(told, int) and told > 0 else None
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Have the child count the tokens of a prompt. Raises InvalidRequest, EngineError."""
+        if not self.server.base_url:
+            raise EngineError("the model is not loaded")
+        return await ask_child(self.server, fields)
 
     async def stats(self) -> EngineStats:
         """Return the child's numbers, an empty value when it does not answer."""
@@ -176,6 +189,10 @@ class LibraryEngine:
     def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """Send a request to the child."""
         return self._child.send(call)
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Have the child count, where its library reads text. Raises InvalidRequest, EngineError."""
+        return await self._child.count_tokens(fields)
 
     async def health(self) -> Health:
         """Ask the child once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -22,6 +22,7 @@ from runner.engines.port import (
     COMPLETIONS,
     MESSAGES,
     RESPONSES,
+    TOKENIZE,
     Call,
     Capabilities,
     EngineStats,
@@ -30,6 +31,7 @@ from runner.engines.port import (
     FlushResult,
     Health,
 )
+from runner.engines.token_counts import ask_llama
 from runner.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -141,6 +143,14 @@ class LlamaServer:
         async with self._slots.send(call) if self._slots else self._server.send(plain_call(call)) as response:
             yield response
 
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Ask the server, under the name that a router knows the model by. Raises InvalidRequest, EngineError."""
+        if not self._is_loaded:
+            raise EngineError("the model is not loaded")
+        if self._router is not None:
+            fields = {**fields, "model": msgspec.Raw(msgspec.json.encode(self._model))}
+        return await ask_llama(self._server, fields)
+
     async def health(self) -> Health:
         """Ask ``/health``, of a router also whether it still has the model loaded."""
         if not self._is_loaded:
@@ -194,8 +204,10 @@ class LlamaServer:
             log.warning("llama-server %s: %s", self._server.base_url, self._findings.detail)
         self._capabilities = Capabilities(
             # A call to /v1/messages cannot be pinned: it would read the slots of others.
-            endpoints=(CHAT, COMPLETIONS, RESPONSES) if self._slots else (CHAT, COMPLETIONS, RESPONSES, MESSAGES),
+            endpoints=(CHAT, COMPLETIONS, RESPONSES, *([] if self._slots else [MESSAGES]), TOKENIZE),
+            private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by
             max_inflight=properties.total_slots,
+            context_tokens=properties.context_tokens,
             prefix_caching=True,
             reports_cached_tokens=True,
             isolates_tenants=self._findings.isolates,

@@ -53,12 +53,24 @@ class Modalities(msgspec.Struct, frozen=True):
     audio: bool = False
 
 
+class SlotSettings(msgspec.Struct, frozen=True):
+    """What a request gets unless it says otherwise; ``n_ctx`` is the context of one slot."""
+
+    n_ctx: int = 0
+
+
 class Properties(msgspec.Struct):
     """The part of ``GET /props`` that tells what a model can do."""
 
     total_slots: int = 1
+    default_generation_settings: SlotSettings = SlotSettings()
     chat_template_caps: TemplateAbilities = TemplateAbilities()
     modalities: Modalities = Modalities()
+
+    @property
+    def context_tokens(self) -> int | None:
+        """Tokens of one request, None where the server does not tell."""
+        return self.default_generation_settings.n_ctx or None
 
 
 class _Object(msgspec.Struct):

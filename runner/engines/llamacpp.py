@@ -25,6 +25,7 @@ from runner.engines.port import (
     EMBEDDINGS,
     MESSAGES,
     RESPONSES,
+    TOKENIZE,
     Call,
     Capabilities,
     EngineStats,
@@ -33,6 +34,7 @@ from runner.engines.port import (
     FlushResult,
     Health,
 )
+from runner.engines.token_counts import ask_llama
 from runner.errors import EngineError
 
 LOAD_LIMIT_S = 900.0
@@ -138,6 +140,10 @@ class LlamaCpp:
         async with self._slots.send(call) if needs_slot else self._server.send(plain_call(call)) as response:
             yield response
 
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Ask the server; no slot is needed for it. Raises InvalidRequest, EngineError."""
+        return await ask_llama(self._server, fields)
+
     async def health(self) -> Health:
         """Ask ``/health`` once."""
         return await self._server.check() if self._child.is_running else Health.UNREACHABLE
@@ -156,6 +162,7 @@ class LlamaCpp:
         properties = await self._slots.read_properties()
         self._capabilities = replace(
             self._capabilities,
+            context_tokens=properties.context_tokens,
             function_calling=properties.chat_template_caps.supports_tools and CHAT in self._capabilities.endpoints,
             vision_input=properties.modalities.vision,
             audio_input=properties.modalities.audio,
@@ -204,9 +211,12 @@ def weight_files(path: Path) -> list[Path]:
 
 def _first_capabilities(plan: LoadPlan) -> Capabilities:
     if plan.options.get("gguf_embedding") is True:
-        return Capabilities((EMBEDDINGS,), max_inflight=plan.slots, streaming=False, reports_progress=True, counts_tokens=True)
+        return Capabilities(
+            (EMBEDDINGS, TOKENIZE), max_inflight=plan.slots, streaming=False, reports_progress=True, counts_tokens=True
+        )
     return Capabilities(
-        (CHAT, COMPLETIONS, RESPONSES, MESSAGES),
+        (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
+        private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by
         max_inflight=plan.slots,
         prefix_caching=True,
         reports_cached_tokens=True,

@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import aiohttp
+import msgspec
 
 from runner.definitions.plan import LoadPlan, Progress, Report
 
 __all__ = [
-    "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "RESPONSES", "TRANSCRIPTIONS", "CacheMode", "Call",
-    "Capabilities", "Engine", "EngineStats", "FlushOutcome", "FlushRequest", "FlushResult", "FlushScope", "Health",
-    "LoadPlan", "Priority", "Progress", "Report",
+    "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "POOL_RESPONSES", "RESPONSES", "TOKENIZE", "TRANSCRIPTIONS",
+    "CacheMode", "Call", "Capabilities", "Engine", "EngineStats", "FlushOutcome", "FlushRequest", "FlushResult", "FlushScope",
+    "Health", "LoadPlan", "Priority", "Progress", "Report", "TokenCounter",
 ]  # fmt: skip
 
 CHAT = "/v1/chat/completions"
@@ -29,18 +30,26 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 IMAGES = "/v1/images/generations"
+POOL_RESPONSES = "/v1/pool/responses"
+"""llm-pool's form of ``/v1/responses``: the box answers it for every chat model, so gateways are told of it apart."""
+TOKENIZE = "/v1/tokenize"
+"""How many tokens a prompt has. No engine answers it itself: an adapter that counts is asked by ``TokenCounter``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What an adapter can do with the model it has loaded. ``endpoints``: API paths it speaks natively.
 
-    ``max_inflight``: most requests at once, None = what the plan says. The rest is what the engine itself offers: the
-    runner's own queues, priorities and limits work for all of them.
+    ``max_inflight``: most requests at once, None = what the plan says. ``context_tokens``: prompt and answer of one request
+    together, None = the engine does not tell. One that ``counts_tokens`` is a TokenCounter and lists ``TOKENIZE``. The rest is
+    what the engine itself offers: the runner's own queues, priorities and limits work for all of them.
     """
 
     endpoints: tuple[str, ...]
+    private_endpoints: tuple[str, ...] = ()
+    """Those of ``endpoints`` that the engine answers not quite as clients expect: a gateway does better to translate."""
     max_inflight: int | None = None
+    context_tokens: int | None = None
     streaming: bool = True
     prefix_caching: bool = False
     reports_cached_tokens: bool = False
@@ -56,6 +65,12 @@ class Capabilities:
     audio_input: bool = False
     function_calling: bool = False
     is_remote: bool = False
+
+    @property
+    def declared_endpoints(self) -> tuple[str, ...]:
+        """What gateways are told; nothing = they may ask anything."""
+        told = tuple(path for path in self.endpoints if path not in self.private_endpoints)
+        return (*told, POOL_RESPONSES) if CHAT in told else told
 
 
 class FlushScope(StrEnum):
@@ -185,3 +200,15 @@ class Engine(Protocol):
 
     async def wait_gone(self) -> None:
         """Return as soon as it is known to have died; for a server of somebody else's, never."""
+
+
+@runtime_checkable
+class TokenCounter(Protocol):
+    """An engine that tells how long a prompt is without generating anything."""
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Return how many tokens the engine would read.
+
+        ``fields`` are the members of a chat completion's body, or have a text as ``prompt`` in place of ``messages``.
+        Raises InvalidRequest when the engine does not accept them, and EngineError when it does not answer in seconds.
+        """

@@ -187,7 +187,7 @@ class TabbyApiEngine:
             raise EngineError("the server at server_url does not answer as TabbyAPI does") from None
 
     def _check_is_ours(self, card: _Card) -> None:
-        """Raise EngineError when the server holds another model, or ours in another shape."""
+        """Note the context of the model. Raises EngineError when the server holds another one, or ours in another shape."""
         if card.id != self._model:
             raise EngineError(f"the server holds {card.id!r} and has room for one model: unload (evict) that one first")
         length = card.parameters.max_seq_len if card.parameters is not None else None
@@ -196,6 +196,7 @@ class TabbyApiEngine:
                 f"the server holds {card.id!r} with a context of {length} tokens, not {self._plan.context_tokens}: "
                 "unload it there first"
             )
+        self.capabilities = replace(self.capabilities, context_tokens=length)
 
     async def _load(self, report: Report) -> None:
         """Ask for the load and listen to its end. Raises EngineError."""

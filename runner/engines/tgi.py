@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from runner.engines.http import HttpServer
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
+    TOKENIZE,
     Call,
     Capabilities,
     EngineStats,
@@ -40,12 +41,15 @@ from runner.engines.port import (
 )
 from runner.engines.private_folders import make_private_folder
 from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
+from runner.engines.token_counts import take_answer
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
 
 LOAD_TIMEOUT_S = 3600.0
 STOP_TIMEOUT_S = 10.0
 SOON_S = 0.2
 MAX_ERROR_BYTES = 64 * 1024
+MAX_COUNTED_BYTES = 128 * 1024
+"""TGI also finds the text of every token, in a time that grows with the square of the prompt."""
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/chat_tokenize"})
 _BASE_MODEL = msgspec.Raw(b'"tgi"')
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -55,6 +59,11 @@ class _Info(msgspec.Struct):
     model_id: str = ""
     version: str = ""
     max_concurrent_requests: int | None = None
+    max_total_tokens: int | None = None
+
+
+class _ChatTokens(msgspec.Struct):
+    tokenize_response: list[msgspec.Raw]
 
 
 class _Problem(msgspec.Struct):
@@ -86,8 +95,9 @@ class TgiEngine:
         """What TGI offers; it tells nothing of its cache."""
         is_caching = not self._is_ours or self._plan.options.get("tgi_prefix_caching") is True
         return Capabilities(
-            endpoints=(CHAT, COMPLETIONS),
+            endpoints=(CHAT, COMPLETIONS, TOKENIZE),
             max_inflight=None if self._is_ours else self._info.max_concurrent_requests,
+            context_tokens=self._info.max_total_tokens,
             prefix_caching=is_caching,
             isolates_tenants=not is_caching,
             reports_progress=self._is_ours,
@@ -180,6 +190,24 @@ class TgiEngine:
             if response.status >= 400 and response.content_type == "application/json":
                 await _raise_problem(response)
             yield response
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Ask the server, for prompts of up to 128 KiB. Raises InvalidRequest, EngineError."""
+        if not self._is_loaded:
+            raise EngineError("TGI is not loaded")
+        if sum(len(memoryview(value)) for value in fields.values()) > MAX_COUNTED_BYTES:
+            raise InvalidRequest(f"TGI counts prompts of at most {MAX_COUNTED_BYTES} bytes.")
+        is_chat = "messages" in fields
+        path = "/chat_tokenize" if is_chat else "/tokenize"
+        asked: dict[str, object] = {**fields, "model": _BASE_MODEL} if is_chat else {"inputs": fields["prompt"]}
+        status, body = await self._server.ask("POST", path, body=asked)
+        body = take_answer(path, status, body)
+        try:
+            if is_chat:
+                return len(msgspec.json.decode(body, type=_ChatTokens).tokenize_response)
+            return len(msgspec.json.decode(body, type=list[msgspec.Raw]))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise EngineError(f"{path} answers with something else than tokens") from None
 
     async def health(self) -> Health:
         """Ask ``/health`` once."""

@@ -40,6 +40,12 @@ class Replica:
         return self.supervisor.engine.capabilities
 
     @property
+    def context_tokens(self) -> int | None:
+        """Tokens of one request, prompt and answer: as the engine says, else as planned. None = not known."""
+        told = self.capabilities.context_tokens
+        return self.plan.context_tokens if told is None else told
+
+    @property
     def slots(self) -> int:
         """Requests it takes at once: what the plan says, within what the engine can."""
         most = self.capabilities.max_inflight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from runner.engines.port import RESPONSES
+from runner.engines.port import POOL_RESPONSES, RESPONSES
 from runner.serving.pool_surface import PoolSurface
 from runner.serving.request import Inference
 from runner.serving.responses import uses_pool_shape
@@ -20,6 +20,7 @@ class Door:
 
     def open(self, request: Inference) -> AbstractAsyncContextManager[Answer]:
         """Return the context that serves a request; entering it raises RequestRefused."""
-        if request.endpoint == RESPONSES and uses_pool_shape(request.body, on_socket=request.on_socket):
+        is_pool_shaped = request.endpoint == RESPONSES and uses_pool_shape(request.body, on_socket=request.on_socket)
+        if is_pool_shaped or request.endpoint == POOL_RESPONSES:
             return self._pool_surface.open(request)
         return self._serving.open(request)

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from runner.admission import TenantRates, Turn
-from runner.engines.port import Call
+from runner.engines.port import TOKENIZE, Call
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -30,6 +30,7 @@ from runner.errors import (
     Unavailable,
 )
 from runner.pool import Model, ModelState, Registry, Replica
+from runner.serving.counting import Counting
 from runner.serving.headers import INFERENCE_PATHS, headers_to_client, is_allowed_path
 from runner.serving.numbers import Numbers
 from runner.serving.request import Inference
@@ -88,6 +89,7 @@ class Serving:
         self.registry = registry
         self._rates = rates
         self._costs = costs
+        self._counting = Counting()
         self._queue_timeout_s = queue_timeout_s
         self._on_load = on_load
         self._idle = asyncio.Event()
@@ -104,6 +106,9 @@ class Serving:
     @asynccontextmanager
     async def open(self, request: Inference) -> AsyncIterator[Answer]:
         """Serve a request for as long as the context lasts; leaving it early frees the engine. Raises RequestRefused."""
+        if request.endpoint == TOKENIZE:
+            yield await self._count(request)
+            return
         model: Model | None = None
         answer: Answer | None = None
         status = "cancelled"
@@ -121,6 +126,20 @@ class Serving:
         finally:
             if model is not None:
                 self._write_down(model, request, answer, status)
+
+    async def _count(self, request: Inference) -> Answer:
+        """Return how many tokens a prompt has. It is no inference: it takes no turn, and no account of those counts it."""
+        try:
+            model = self._select(request)
+            if not request.on_socket:
+                self._rates.take(request.tenant)
+            body, waited_ms = await self._counting.count(model, request)
+        except RequestRefused as refusal:
+            self.tally.count_refusal(refusal.code)
+            raise
+        numbers = Numbers(queue_wait_ms=waited_ms)
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **numbers.headers()}
+        return Answer(200, headers, body=body, numbers=numbers)
 
     def _select(self, request: Inference) -> Model:
         """Return the model that is to serve. Raises RequestRefused for everything that can be told without waiting."""

@@ -18,7 +18,7 @@ from pytest_django import DjangoDbBlocker
 
 from controlplane.launcher.browsers import find_chromium
 from controlplane.models import User
-from tests.control_process import ServerProcess, serve_control, serve_gateway
+from tests.control_process import ServerProcess, free_port, serve_control, serve_gateway
 
 Result = TypeVar("Result")
 PASSWORD = "a password for tests only"
@@ -88,20 +88,29 @@ def in_database(work: Callable[[], Result]) -> Result:
 
 
 @pytest.fixture(scope="session")
+def gateway_port() -> int:
+    """Where the gateway will listen, once a test needs one: the control plane is told before."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
 def control(
-    django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory
+    django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory, gateway_port: int
 ) -> Iterator[ServerProcess]:
     """The control plane, for all tests of this folder: it keeps nothing between requests."""
-    with django_db_blocker.unblock(), serve_control(tmp_path_factory.mktemp("control") / "control.log") as server:
+    log = tmp_path_factory.mktemp("control") / "control.log"
+    env = {"MUSTER_PLAYGROUND_GATEWAY_URL": f"http://127.0.0.1:{gateway_port}"}
+    with django_db_blocker.unblock(), serve_control(log, env=env) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def gateway(
-    django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory
+    django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory, gateway_port: int
 ) -> Iterator[ServerProcess]:
     """A gateway, for all tests of this folder: boxes dial it, and are gone when their test is over."""
-    with django_db_blocker.unblock(), serve_gateway(tmp_path_factory.mktemp("gateway") / "gateway.log") as server:
+    log = tmp_path_factory.mktemp("gateway") / "gateway.log"
+    with django_db_blocker.unblock(), serve_gateway(log, port=gateway_port) as server:
         yield server
 
 

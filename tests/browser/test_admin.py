@@ -9,7 +9,8 @@ import pytest
 from playwright.sync_api import expect
 
 from gateway.models import ApiKey, RequestRecord
-from gateway.services import allow_model, create_tenant
+from gateway.routing import Target
+from gateway.services import allow_model, create_alias, create_tenant
 from nodes.models import Node
 from tests.browser.conftest import Visit, in_database
 from tests.contract.waiting import wait_until
@@ -24,6 +25,7 @@ LISTS = (
     "nodes/nodecredential",
     "nodes/provider",
     "gateway/model",
+    "gateway/modelalias",
     "gateway/requestrecord",
     "gateway/apikey",
     "gateway/tenant",
@@ -45,6 +47,7 @@ def make_hostile_rows() -> tuple[Node, RequestRecord]:
     make_presence(node, connected=True, **values)
     make_key(text[:80], tenant=text[:80])
     allow_model(name=text, actor=ACTOR)
+    create_alias(name=text, targets=[Target(text)], tenant_name=text[:80], actor=ACTOR)
     return node, make_record(model=text, node_name=text[:120], tenant=text[:80], key_name=text[:80])
 
 
@@ -53,6 +56,7 @@ def make_one_of_each() -> None:
     make_key()
     make_gateway()
     allow_model(name="tiny", actor=ACTOR)
+    create_alias(name="gpt-4o-mini", targets=[Target("tiny")], actor=ACTOR)
     make_record(state=RequestState.RUNNING)
 
 

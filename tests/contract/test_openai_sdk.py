@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from typing import Any  # request bodies are JSON
 
 import openai
 import pytest
 import pytest_asyncio
+from openai.types.chat import ChatCompletionContentPartImageParam, ChatCompletionFunctionToolParam
+from openai.types.responses import FunctionToolParam
 
+from tests.conformance.engine import speech
+from tests.contract.engine_box import RESPONSES, engine_box
 from tests.contract.lab import Lab, unique
 from tests.contract.scripted_box import Stream
 from tests.contract.scripted_worker import ScriptedWorker, delta_text
@@ -16,6 +22,17 @@ from tests.contract.waiting import eventually
 from wire.bridge import ReplicaInfo
 
 pytestmark = pytest.mark.asyncio
+
+PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+WEATHER: ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {"name": speech.TOOL, "description": "The weather in a city.", "parameters": {"type": "object"}},
+}
+CLOCK: ChatCompletionFunctionToolParam = {"type": "function", "function": {"name": speech.OTHER_TOOL}}
+CALLED = [
+    (speech.CALL_ID, speech.TOOL, "".join(speech.ARGUMENTS)),
+    (speech.OTHER_CALL_ID, speech.OTHER_TOOL, "".join(speech.OTHER_ARGUMENTS)),
+]
 
 
 @pytest_asyncio.fixture
@@ -176,3 +193,127 @@ async def test_the_sdk_raises_a_bad_request_on_a_path_that_the_model_does_not_an
     with pytest.raises(openai.BadRequestError) as caught:
         await sdk.audio.transcriptions.create(model=model, file=("a.wav", b"RIFF"))
     assert (caught.value.code, caught.value.param) == ("BAD_REQUEST", "model")
+
+
+@pytest_asyncio.fixture
+async def model(lab: Lab) -> AsyncIterator[str]:
+    """A model of a box in front of the scripted engine, which speaks chat."""
+    name = await lab.model()
+    async with engine_box(lab, name):
+        yield name
+
+
+@pytest_asyncio.fixture(params=["native", "translated"])
+async def responder(lab: Lab, request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """A model of a box that answers /v1/responses itself, and of one that the gateway translates for."""
+    name = await lab.model()
+    async with engine_box(lab, name, native=[RESPONSES] if request.param == "native" else []):
+        yield name
+
+
+@pytest.mark.parametrize("script", ["parallel_tools", "interleaved_tools"])
+async def test_the_stream_helper_builds_tool_calls_and_their_results_go_back(
+    sdk: openai.AsyncOpenAI, model: str, script: str
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"weather? [[{script}]]"}]
+    async with sdk.chat.completions.stream(model=model, messages=messages, tools=[WEATHER, CLOCK]) as stream:
+        completion = await stream.get_final_completion()
+    message = completion.choices[0].message
+    calls = message.tool_calls or []
+    assert [(call.id, call.function.name, call.function.arguments) for call in calls] == CALLED
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "12 °C"} for call in calls]
+    answered = [*messages, message.model_dump(exclude_none=True), *results]
+    after = await sdk.chat.completions.create(model=model, messages=answered, tools=[WEATHER, CLOCK])
+    assert after.choices[0].message.content == "The tool has answered."
+
+
+async def test_an_image_reaches_the_engine_as_a_data_url(sdk: openai.AsyncOpenAI, model: str) -> None:
+    image: ChatCompletionContentPartImageParam = {"type": "image_url", "image_url": {"url": PIXEL}}
+    completion = await sdk.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": [image, {"type": "text", "text": "What is it? [[echo]]"}]}]
+    )
+    assert PIXEL in (completion.choices[0].message.content or "")
+
+
+async def test_a_response_is_whole_and_counted(sdk: openai.AsyncOpenAI, responder: str) -> None:
+    response = await sdk.responses.create(model=responder, instructions="Be brief.", input="hi [[cached]]", store=False)
+    assert (response.output_text, response.status, response.model) == (speech.TEXT, "completed", responder)
+    assert response.usage is not None
+    assert response.usage.input_tokens == speech.PROMPT_TOKENS
+    assert response.usage.input_tokens_details.cached_tokens == speech.CACHED_TOKENS
+    assert response.usage.output_tokens == len(speech.TEXT_PIECES)
+
+
+async def test_the_stream_helper_builds_a_response_from_its_events(sdk: openai.AsyncOpenAI, responder: str) -> None:
+    async with sdk.responses.stream(model=responder, input="hi [[thinking]]", store=False) as stream:
+        deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+        response = await stream.get_final_response()
+    assert "".join(deltas) == response.output_text == speech.TEXT
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+
+
+@pytest.mark.parametrize("script", ["parallel_tools", "interleaved_tools"])
+async def test_a_response_calls_tools_and_takes_their_results(sdk: openai.AsyncOpenAI, responder: str, script: str) -> None:
+    tools: list[Any] = [_flat(WEATHER), _flat(CLOCK), {"type": "web_search"}]
+    asked: list[Any] = [{"role": "user", "content": f"weather? [[{script}]]"}]
+    async with sdk.responses.stream(model=responder, input=asked, tools=tools, store=False) as stream:
+        response = await stream.get_final_response()
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.call_id, call.name, call.arguments) for call in calls] == CALLED
+    results: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "12 °C"} for call in calls]
+    sent: list[Any] = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in calls]
+    after = await sdk.responses.create(model=responder, input=[*asked, *sent, *results], tools=tools, store=False)
+    assert after.output_text == "The tool has answered."
+
+
+def _flat(tool: ChatCompletionFunctionToolParam) -> FunctionToolParam:
+    function = tool["function"]
+    return {"type": "function", "name": function["name"], "parameters": function.get("parameters", {}), "strict": False}
+
+
+async def test_an_unknown_previous_response_is_named_as_such(sdk: openai.AsyncOpenAI, responder: str) -> None:
+    with pytest.raises((openai.NotFoundError, openai.BadRequestError)) as caught:
+        await sdk.responses.create(model=responder, input="hi", previous_response_id="resp_unheard_of")
+    assert "previous_response" in f"{caught.value.code} {caught.value.param} {caught.value.message}"
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(429, openai.RateLimitError), (500, openai.InternalServerError), (503, openai.InternalServerError)],
+)
+async def test_an_engines_error_is_typed_and_its_words_arrive(
+    sdk: openai.AsyncOpenAI, model: str, status: int, error: type[openai.APIStatusError]
+) -> None:
+    with pytest.raises(error, match="the engine's own words") as caught:
+        await sdk.chat.completions.create(model=model, messages=[{"role": "user", "content": f"hi [[error_{status}]]"}])
+    assert caught.value.request_id
+    assert caught.value.code is None or isinstance(caught.value.code, str)
+
+
+async def test_a_prompt_that_is_too_long_has_the_code_that_agents_look_for(sdk: openai.AsyncOpenAI, responder: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await sdk.responses.create(model=responder, input="hi [[error_400_context]]", store=False)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_stream_without_an_ending_raises(sdk: openai.AsyncOpenAI, responder: str) -> None:
+    with pytest.raises((openai.APIError, RuntimeError)):
+        async with sdk.responses.stream(model=responder, input="hi [[cut]]", store=False) as stream:
+            await stream.get_final_response()
+
+
+async def test_the_sdk_waits_as_long_as_the_gateway_says_and_asks_again(lab: Lab, sdk: openai.AsyncOpenAI) -> None:
+    name = await lab.model()
+    box = await lab.box(name)
+    asking = sdk.with_options(max_retries=1).chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}])
+    task = asyncio.create_task(asking)
+    busy = await box.stream()
+    await box.head(busy, status=429, headers={"retry-after": "1"})
+    refused_at = time.monotonic()
+    await box.data(busy, b'{"error":{"message":"busy","type":"rate_limit_error","param":null,"code":null}}')
+    await box.end(busy)
+    again = await box.stream()
+    assert time.monotonic() - refused_at >= 1, "without Retry-After the SDK waits half a second"
+    choice = b'{"index":0,"message":{"role":"assistant","content":"now"},"finish_reason":"stop"}'
+    await box.answer(again, b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[' + choice + b"]}")
+    assert (await task).choices[0].message.content == "now"

@@ -57,11 +57,12 @@ def create_person(options: dict[str, Any]) -> User:  # Any: parsed options
 
 
 def let_propose(person: User) -> None:
-    """Open the admin to a person, with every page to look at and the permission to propose operations."""
-    wanted = Permission.objects.filter(
+    """Open the admin to a person, with the pages that hold no prompts and the permission to propose operations."""
+    pages = Permission.objects.filter(
         content_type__app_label__in=["nodes", "gateway", "governance"], codename__startswith="view_"
-    ) | Permission.objects.filter(content_type__app_label="governance", codename="add_operation")
+    ).exclude(codename="view_storedresponse")
+    propose = Permission.objects.filter(content_type__app_label="governance", codename="add_operation")
     person.is_staff = True
     person.save(update_fields=["is_staff"])
-    person.user_permissions.add(*wanted)
+    person.user_permissions.add(*pages, *propose)
     record_event(actor=ACTOR, action="operator.change", target=person.username, detail={"fields": ["is_staff", "permissions"]})

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from runner.engines.port import (
     EMBEDDINGS,
     MESSAGES,
     RESPONSES,
+    TOKENIZE,
     Call,
     Capabilities,
     EngineStats,
@@ -37,6 +38,7 @@ from runner.engines.port import (
     Report,
 )  # fmt: skip
 from runner.engines.private_folders import make_private_folder
+from runner.engines.token_counts import ask_count
 from runner.engines.vllm import command
 from runner.engines.vllm.flushing import Flusher
 from runner.engines.vllm.salts import PRIORITIES, Salts, seal_body
@@ -53,6 +55,11 @@ _KEEPALIVE_S = 4.0
 _CACHE_HINT = " (here: vllm_kv_cache_memory_bytes or the memory budget, or a shorter context)"
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/detokenize"})
 _LISTS = frozenset({"/v1/models"})
+_COUNTED = frozenset({
+    "model", "messages", "prompt", "tools", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens",
+})  # fmt: skip
+"""What of a request decides how long its prompt is; a template of the client's own is refused where it is used."""
 _HEADERS = frozenset({"accept", "content-type", "traceparent", "tracestate"})
 """What reaches vLLM of a client's headers. Others steer it: one of them overrides the priority of the body."""
 _PRIORITY_HEADER = "x-vllm-priority"
@@ -118,6 +125,7 @@ class VllmEngine:
             await self.unload(gently=False)
             raise
         self._server = server
+        self._capabilities = replace(self._capabilities, context_tokens=await self._ask_context(server))
         report(Progress("ready", 1.0))
 
     async def unload(self, *, gently: bool) -> None:
@@ -173,6 +181,11 @@ class VllmEngine:
             raise EngineUnavailable("the model sleeps; wake it first")
         async with self._server.send(self._seal(call)) as response:
             yield response
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """Ask the server's front end, which counts while the model works. Raises InvalidRequest, EngineError."""
+        asked = {name: value for name, value in fields.items() if name in _COUNTED}
+        return await ask_count(self._loaded(), "/tokenize", asked)
 
     async def health(self) -> Health:
         """Ask ``/health`` once."""
@@ -230,6 +243,15 @@ class VllmEngine:
                 raise EngineError(f"vLLM could not load {self._plan.model_id}: {self._last_words()}")
             await asyncio.sleep(SOON_S)
 
+    async def _ask_context(self, server: HttpServer) -> int | None:
+        """Return the tokens that one request may have, None when the server does not tell."""
+        try:
+            status, body = await server.ask("GET", "/v1/models")
+            listed = msgspec.json.decode(body, type=_ModelList) if status == 200 else _ModelList()
+        except (EngineError, msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        return listed.data[0].max_model_len if listed.data else None
+
     def _last_words(self) -> str:
         words = self._log.failure() or self._child.last_words()
         return words + _CACHE_HINT if "cache blocks" in words or "KV cache" in words else words
@@ -285,7 +307,7 @@ class VllmEngine:
 def _describe(plan: LoadPlan, *, sees_pictures: bool) -> Capabilities:
     is_caching, is_pooling = command.caches_prefixes(plan), command.is_pooling(plan)
     return Capabilities(
-        endpoints=(EMBEDDINGS,) if is_pooling else (CHAT, COMPLETIONS, RESPONSES, MESSAGES),
+        endpoints=(EMBEDDINGS, TOKENIZE) if is_pooling else (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
         streaming=not is_pooling,
         prefix_caching=is_caching,
         reports_cached_tokens=is_caching,
@@ -299,6 +321,14 @@ def _describe(plan: LoadPlan, *, sees_pictures: bool) -> Capabilities:
         vision_input=sees_pictures,
         function_calling=bool(plan.options.get("vllm_tool_call_parser")),
     )
+
+
+class _Listed(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Listed] = []
 
 
 class _Problem(msgspec.Struct):

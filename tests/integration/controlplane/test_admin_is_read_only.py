@@ -10,7 +10,10 @@ from django.test import Client, RequestFactory
 from django.urls import reverse
 
 from controlplane.models import User
-from gateway.services import allow_model
+from gateway.models import ApiKey
+from gateway.routing import Target
+from gateway.services import allow_model, change_response_policy, create_alias
+from gateway.services.responses import keep_response
 from governance.pages import CreatingAdmin, ShowingAdmin
 from governance.services import create_admin_token
 from governance.services.webhooks import add_webhook
@@ -19,6 +22,13 @@ from tests.integration.nodes.factories import make_node
 
 WRITTEN_BY_THE_ADMIN = {User, Group}
 STATE = sorted((model for model in admin.site._registry if model not in WRITTEN_BY_THE_ADMIN), key=lambda model: model.__name__)
+
+
+def keep_answer(key: ApiKey) -> None:
+    """Keep an answer for the tenant of a key."""
+    change_response_policy(name=key.tenant.name, stores_responses=True, responses_kept_days=1, actor=ACTOR)
+    body = b'{"id": "resp_1", "output": []}'
+    keep_response(tenant=key.tenant.name, key_id=key.pk, kept_days=1, model="tiny", previous_id="", input_items=[], body=body)
 
 
 def name_of(model: type[Model]) -> str:
@@ -50,11 +60,13 @@ def test_no_form_of_a_model_is_offered_even_to_a_superuser(model: type[Model]) -
 @pytest.mark.django_db
 @pytest.mark.parametrize("model", STATE, ids=name_of)
 def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> None:
-    make_key()
+    key, _ = make_key()
+    keep_answer(key)
     make_record()
     make_gateway()
     make_node()
     allow_model(name="tiny", actor=ACTOR)
+    create_alias(name="small", targets=[Target("tiny")], actor=ACTOR)
     create_admin_token(name="tests", actor=ACTOR)
     add_webhook(name="tests", url="https://chat.example.com/", actor=ACTOR)
     client = Client()

@@ -15,13 +15,14 @@ import pytest
 
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
-from gateway.catalogue import Catalogue, KeyEntry, ModelEntry
-from gateway.dialects import SURFACES
+from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry
+from gateway.dialects import SURFACES, Surface
 from gateway.dispatch import Dispatcher
 from gateway.errors import ShuttingDown
 from gateway.pipeline import Pipeline
 from gateway.records import RecordWriter
-from gateway.values import Caller, Limits, Timeouts
+from gateway.routing import Alias
+from gateway.values import Caller, Limits, Priority, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.states import HealthPolicy
@@ -37,9 +38,19 @@ ANSWER = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}'
 
 
 class Gateway:
-    """A pipeline with everything it holds, one key and one allowed model ``m``."""
+    """A pipeline with everything it holds, one key and allowed models, ``m`` first, each with its fallbacks."""
 
-    def __init__(self, rows: Rows, *, timeouts: Timeouts | None = None, per_minute: int = 1000, max_queue: int = 10) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        timeouts: Timeouts | None = None,
+        per_minute: int = 1000,
+        max_queue: int = 10,
+        models: dict[str, tuple[str, ...]] | None = None,
+        aliases: tuple[Alias, ...] = (),
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
         self.rows = rows
         self.timeouts = timeouts or Timeouts()
         self.limits = Limits()
@@ -50,13 +61,30 @@ class Gateway:
         minted = mint_credential(CredentialKind.CLIENT)
         self.key = minted.text
         caller = Caller(
-            key_id=uuid.uuid4(), key_name="k", tenant="t", requests_per_minute=per_minute, allowed_models=frozenset()
+            key_id=uuid.uuid4(),
+            key_name="k",
+            tenant="t",
+            requests_per_minute=per_minute,
+            allowed_models=frozenset(),
+            priority=priority,
         )
         catalogue.apply_keys([(minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None))], replace=True)
-        entry = ModelEntry(
-            name="m", allowed=True, owned_by="x", max_tokens=100, max_prompt_chars=1000, max_queue=max_queue, created=0
+        catalogue.apply_models(
+            [
+                ModelEntry(
+                    name=name,
+                    allowed=True,
+                    owned_by="x",
+                    max_tokens=100,
+                    max_prompt_chars=1000,
+                    max_queue=max_queue,
+                    created=0,
+                    fallbacks=fallbacks,
+                )
+                for name, fallbacks in (models or {"m": ()}).items()
+            ]
         )
-        catalogue.apply_models([entry])
+        catalogue.apply_aliases([AliasEntry(None, alias) for alias in aliases])
         self.records = RecordWriter(accept_s=5.0, max_pending=1000)
         self.records.start()
         self.dispatcher = Dispatcher(self.registry, keeper, self.timeouts)
@@ -64,24 +92,26 @@ class Gateway:
             gateway_id=gateway_id,
             keys=KeyRing(catalogue),
             limiter=RateLimiter(),
-            admission=Admission(catalogue, lambda name: False),
+            admission=Admission(catalogue, lambda name: False, self.dispatcher.rank_models),
             dispatcher=self.dispatcher,
             records=self.records,
             limits=self.limits,
             timeouts=self.timeouts,
         )
 
-    def link(self, *, slots: int = 1) -> FakeLink:
-        link = FakeLink("m", slots=slots)
+    def link(self, *models: str, slots: int = 1, paths: set[str] | None = None) -> FakeLink:
+        link = FakeLink(*models or ("m",), slots=slots)
+        if paths is not None:
+            link.endpoints = {model: frozenset(paths) for model in link.models}
         self.registry.add(link)
         return link
 
-    def ask(self, key: str = "", /, **fields: object) -> Request:
-        """Send a chat request."""
+    def ask(self, key: str = "", /, *, surface: Surface = CHAT, **fields: object) -> Request:
+        """Send a request, a chat request if nothing else is said."""
         content = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
         headers = {"authorization": f"Bearer {key or self.key}", "content-type": "application/json"}
         client = MemoryClient(body=[content], headers=headers, limits=self.limits, timeouts=self.timeouts)
-        return Request(self, client, asyncio.create_task(self.pipeline.serve(client.connection, CHAT)))
+        return Request(self, client, asyncio.create_task(self.pipeline.serve(client.connection, surface)))
 
 
 class Request:
@@ -161,9 +191,9 @@ async def test_an_engines_error_is_passed_on_and_recorded_as_a_failure(make_gate
     gateway = make_gateway()
     link = gateway.link()
     request = gateway.ask()
-    (await request.on(link)).answer(b'{"error":"oom"}', status=500)
+    (await request.on(link)).answer(b'{"error":{"message":"oom"}}', status=500)
     await request.done()
-    assert (request.client.status, request.client.body) == (500, b'{"error":"oom"}')
+    assert (request.client.status, request.client.body) == (500, b'{"error":{"message":"oom"}}')
     assert await request.record("state", "status_code", "error_code") == ("failed", 500, "FORWARDED_REQUEST_FAILED")
 
 
@@ -274,7 +304,7 @@ REFUSALS: list[tuple[dict[str, object], int, str]] = [
 
 @pytest.mark.parametrize(("fields", "status", "code"), REFUSALS, ids=lambda value: str(value)[:20])
 async def test_a_refusal_is_said_and_recorded_and_harms_nobody(
-    make_gateway: Make, fields: dict[str, object], status: int, code: str
+    make_gateway: Make, fields: dict[str, Any], status: int, code: str
 ) -> None:
     gateway = make_gateway()
     link = gateway.link()

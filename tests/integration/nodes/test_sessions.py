@@ -292,12 +292,13 @@ def test_new_models_touch_the_node_and_the_same_ones_do_not() -> None:
 
 
 def test_a_registration_says_at_once_what_the_box_has() -> None:
-    replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"])
+    replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"], context_tokens=512)
     memory = bridge.MemoryInfo(total_mb=100, used_mb=40)
     credential, _ = make_credential()
     opened = ask(credential, replicas=[replica], memory=memory, available=["other"], instance_id="i")
     presence = presence_of(opened)
-    assert presence.replicas == [{"model": "m", "state": "loaded", "endpoints": ["/v1/embeddings"]}]
+    assert presence.replicas == [{"model": "m", "state": "loaded", "endpoints": ["/v1/embeddings"], "context_tokens": 512}]
+    assert load_node_rows()[0].contexts == {"m": 512}
     assert (presence.memory, presence.available_models) == ({"total_mb": 100, "used_mb": 40}, ["other"])
     assert Node.objects.get(pk=opened.node_id).model_endpoints == {"m": ["/v1/embeddings"]}
     ask(credential, instance_id="j")

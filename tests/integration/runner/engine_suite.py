@@ -19,10 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 
-from runner.engines.port import CHAT, Call, Engine, EngineStats, FlushRequest, FlushResult, FlushScope, Health, Progress
+from runner.engines.port import (
+    CHAT,
+    TOKENIZE,
+    Call,
+    Engine,
+    EngineStats,
+    FlushRequest,
+    FlushResult,
+    FlushScope,
+    Health,
+    Progress,
+    TokenCounter,
+)
 from runner.errors import EngineError
 
 LEFT_STREAM_LIMIT_S = 1.0
@@ -263,6 +276,18 @@ async def check_unload_ends_while_a_stream_runs(subject: EngineUnderTest) -> Non
     await assert_gone(processes)
 
 
+async def check_a_prompt_is_counted_as_its_answer_counts_it(subject: EngineUnderTest) -> None:
+    await load(subject)
+    engine = subject.engine
+    assert (TOKENIZE in engine.capabilities.endpoints) == engine.capabilities.counts_tokens
+    if not engine.capabilities.counts_tokens:
+        pytest.skip("does not count tokens")
+    assert isinstance(engine, TokenCounter)
+    fields = msgspec.json.decode(subject.call.body, type=dict[str, msgspec.Raw])
+    usage = json.loads(await ask(engine, subject.call))["usage"]
+    assert await engine.count_tokens(fields) == usage["prompt_tokens"] > 0
+
+
 # ---- what it keeps between requests ----
 
 
@@ -353,6 +378,7 @@ CHECKS = (
     check_a_streamed_answer_comes_in_pieces_to_its_end,
     check_leaving_a_stream_early_frees_the_engine,
     check_unload_ends_while_a_stream_runs,
+    check_a_prompt_is_counted_as_its_answer_counts_it,
     check_stats_never_raise,
     check_a_flush_is_honest_about_what_it_did,
     check_what_one_tenant_left_is_reused_by_no_other,

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from aiohttp import web
 
@@ -43,6 +44,8 @@ class RouterContract:
     def __init__(self) -> None:
         self.models = {"tiny": ContractModel(), "broken": ContractModel(exit_code=1)}
         self.key = ""
+        self.is_old = False
+        """Whether it is of before the middle of 2026 and counts no messages."""
         self.told: list[str] = []
         self.bodies: list[dict[str, object]] = []
         self.headers: list[dict[str, str]] = []
@@ -121,8 +124,10 @@ class RouterContract:
     async def properties(self, request: web.Request) -> web.Response:
         if "model" not in request.query:
             return web.json_response({"role": "router", "max_instances": 4})
-        caps = {"supports_tools": True}
-        return web.json_response({"total_slots": SLOTS, "chat_template_caps": caps, "modalities": {"vision": True}})
+        return web.json_response({
+            "total_slots": SLOTS, "chat_template_caps": {"supports_tools": True}, "modalities": {"vision": True},
+            "default_generation_settings": {"id": 0, "n_ctx": 4096, "params": {"n_predict": -1}},
+        })  # fmt: skip
 
     async def show_slots(self, request: web.Request) -> web.Response:
         slots = self._loaded(request.query.get("model", "")).slots
@@ -136,13 +141,32 @@ class RouterContract:
         self._loaded(body["model"]).slots[int(request.match_info["slot"])].words = []
         return web.json_response({"n_erased": 1})
 
+    async def count(self, request: web.Request) -> web.Response:
+        if self.is_old:
+            return error(404, "File Not Found")
+        body = await request.json()
+        self._loaded(body["model"])
+        return web.json_response({"object": "response.input_tokens", "input_tokens": len(read_words(body))})
+
+    async def apply_template(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._loaded(body["model"])
+        return web.json_response({"prompt": " ".join(read_words(body))})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self._loaded(body["model"])
+        assert body["add_special"]
+        assert body["parse_special"]
+        return web.json_response({"tokens": list(range(len(body["content"].split())))})
+
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         model = self._loaded(body["model"])
         slot = model.slots[body.get("id_slot", 0)]
-        words = list(body["prompt"]) if "prompt" in body else " ".join(m["content"] for m in body["messages"]).split()
+        words = read_words(body)
         reused = count_common(slot.words, words) if body.get("cache_prompt", True) else 0
         slot.words = words
         usage = {"prompt_tokens": len(words), "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": reused}}
@@ -187,6 +211,9 @@ class RouterContract:
         app.router.add_get("/props", self.properties)
         app.router.add_get("/slots", self.show_slots)
         app.router.add_post("/slots/{slot}", self.erase_slot)
+        app.router.add_post("/v1/chat/completions/input_tokens", self.count)
+        app.router.add_post("/apply-template", self.apply_template)
+        app.router.add_post("/tokenize", self.tokenize)
         for path in ("/completion", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self.complete)
         return app
@@ -195,6 +222,11 @@ class RouterContract:
 async def healthy(_request: web.Request) -> web.Response:
     """Answer a health check."""
     return web.json_response({"status": "ok"})
+
+
+def read_words(body: dict[str, Any]) -> list[str]:
+    """Return the prompt of a body: numbers as they are, else the words of its messages."""
+    return list(body["prompt"]) if "prompt" in body else " ".join(m["content"] for m in body["messages"]).split()
 
 
 def count_common(held: list[str], wanted: list[str]) -> int:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from runner.engines.ct2 import Ct2Engine
-from runner.engines.port import CHAT, COMPLETIONS
+from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE
 from runner.errors import EngineError
 from tests.integration.runner.engine_cases_ct2 import ct2_plan
 from tests.integration.runner.engine_suite import wait_until
@@ -189,7 +189,7 @@ async def test_a_model_without_a_template_offers_completions_only(tmp_path: Path
     async with client_session() as client:
         engine = Ct2Engine(ct2_plan(bare), client)
         async with loaded(engine):
-            assert engine.capabilities.endpoints == (COMPLETIONS,)
+            assert engine.capabilities.endpoints == (COMPLETIONS, TOKENIZE)
             status, body = await ask_chat(engine, "Hi")
             plain, _ = await ask_json(engine, json_call(COMPLETIONS, prompt="Hi"))
     assert (status, body["error"]["code"], plain) == (400, "modality_unsupported", 200)

@@ -18,6 +18,7 @@ from runner.engines.port import (
     EMBEDDINGS,
     MESSAGES,
     RESPONSES,
+    TOKENIZE,
     CacheMode,
     Call,
     FlushRequest,
@@ -261,7 +262,7 @@ async def test_stats_are_the_engines_own_numbers() -> None:
 
 async def test_an_embedding_model_answers_embeddings_alone() -> None:
     async with loaded(slots=2, gguf_embedding=True) as engine:
-        assert engine.capabilities.endpoints == (EMBEDDINGS,)
+        assert engine.capabilities.endpoints == (EMBEDDINGS, TOKENIZE)
         call = Call("POST", EMBEDDINGS, {"content-type": "application/json"}, b'{"input":["one","another"]}')
         vectors = [entry["embedding"] for entry in json.loads(await ask(engine, call))["data"]]
         assert [len(vector) for vector in vectors] == [128, 128]

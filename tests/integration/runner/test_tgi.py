@@ -16,7 +16,18 @@ import psutil
 import pytest
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, Call, FlushRequest, FlushResult, FlushScope, Health, Progress
+from runner.engines.port import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    TOKENIZE,
+    Call,
+    FlushRequest,
+    FlushResult,
+    FlushScope,
+    Health,
+    Progress,
+)
 from runner.engines.tgi import TgiEngine
 from runner.engines.tgi_launcher import build_command, build_environment, free_ports
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
@@ -148,7 +159,7 @@ async def test_other_paths_do_not_reach_it(client: aiohttp.ClientSession) -> Non
         assert len(json.loads(counted)) == 3
         completion = Call("POST", COMPLETIONS, {"content-type": "application/json"}, b'{"model":"tiny","prompt":"a"}')
         assert await ask(engine, completion)
-        assert set(engine.capabilities.endpoints) == {CHAT, COMPLETIONS}
+        assert set(engine.capabilities.endpoints) == {CHAT, COMPLETIONS, TOKENIZE}
 
 
 async def test_a_flush_says_that_there_is_none(client: aiohttp.ClientSession) -> None:

@@ -20,6 +20,7 @@ from runner.engines.port import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    TOKENIZE,
     Call,
     FlushOutcome,
     FlushRequest,
@@ -329,7 +330,7 @@ async def test_a_model_with_a_part_for_pictures_takes_them(tmp_path: Path, clien
 
 async def test_a_model_that_embeds_offers_that_alone(tmp_path: Path) -> None:
     async with loaded(tmp_path, options={"vllm_task": "embed"}) as engine:
-        assert engine.capabilities.endpoints == (EMBEDDINGS,)
+        assert engine.capabilities.endpoints == (EMBEDDINGS, TOKENIZE)
         body = b'{"model":"tiny","input":"a b"}'
         assert await ask(engine, Call("POST", EMBEDDINGS, {"content-type": "application/json"}, body))
         with pytest.raises(ModalityUnsupported):

@@ -53,7 +53,8 @@ class Server:
         return [
             web.get("/health", self._health), web.get("/info", self._info), web.get("/metrics", self._metrics),
             web.post("/v1/chat/completions", self._answer), web.post("/v1/completions", self._answer),
-            web.post("/tokenize", self._tokenize), web.get("/seen", self._seen),
+            web.post("/tokenize", self._tokenize), web.post("/chat_tokenize", self._chat_tokenize),
+            web.get("/seen", self._seen),
         ]  # fmt: skip
 
     async def _health(self, _request: web.Request) -> web.Response:
@@ -80,8 +81,14 @@ class Server:
         ))  # fmt: skip
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        words = (await request.json())["inputs"].split()
-        return web.json_response([{"id": i, "text": word, "start": 0, "stop": 1} for i, word in enumerate(words)])
+        return web.json_response(_tokens((await request.json())["inputs"].split()))
+
+    async def _chat_tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not body["messages"]:
+            message = "Input validation error: `inputs` cannot be empty"
+            return web.json_response({"error": message, "error_type": "validation"}, status=422)
+        return web.json_response({"tokenize_response": _tokens(_words(body)), "templated_text": " ".join(_words(body))})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -106,7 +113,8 @@ class Server:
         if not body.get("stream"):
             await asyncio.sleep(TOKEN_S * wanted)
             choice = {"index": 0, "message": {"role": "assistant", "content": "word " * wanted}, "finish_reason": "length"}
-            usage = {"prompt_tokens": 7, "completion_tokens": wanted, "total_tokens": 7 + wanted}
+            read = len(_words(body))
+            usage = {"prompt_tokens": read, "completion_tokens": wanted, "total_tokens": read + wanted}
             return web.json_response({"id": "", "model": self.args.model_id, "choices": [choice], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -116,6 +124,16 @@ class Server:
             await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+def _words(body: dict[str, Any]) -> list[str]:
+    """Return the prompt: tokens are words."""
+    texts = [body["prompt"]] if "prompt" in body else [message["content"] for message in body["messages"]]
+    return " ".join(texts).split()
+
+
+def _tokens(words: list[str]) -> list[dict[str, object]]:
+    return [{"id": number, "text": word, "start": 0, "stop": 1} for number, word in enumerate(words)]
 
 
 async def serve(args: argparse.Namespace, faults: dict[str, Any], shard: subprocess.Popen[bytes]) -> None:

@@ -138,8 +138,13 @@ class Server:
         return web.json_response({"data": entries + [{"id": name, "parent": entries[0]["id"]} for name in sorted(self.loras)]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        words = (await request.json())["prompt"].split()
-        return web.json_response({"count": len(words), "tokens": list(range(len(words)))})
+        body = await request.json()
+        if body.get("model") not in {None, self.args.served_model_name, *self.loras}:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        if body.get("messages") == []:
+            return _error(400, "list index out of range")
+        count = len(_tokens(body))
+        return web.json_response({"count": count, "max_model_len": CONTEXT, "tokens": list(range(count))})
 
     async def _control(self, request: web.Request) -> web.Response:
         if os.environ.get("VLLM_SERVER_DEV_MODE") != "1":

@@ -129,7 +129,7 @@ def make_admission(*known: str, **caps: int) -> Admission:
             ModelEntry(name="known", allowed=False, owned_by="x", created=0, **limits),
         ]
     )
-    return Admission(catalogue, lambda name: name in known)
+    return Admission(catalogue, lambda name: name in known, lambda models, path: [])
 
 
 def a_caller(*allowed: str) -> Caller:
@@ -141,7 +141,6 @@ def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None
         endpoint="/v1/chat/completions",
         model=model,
         is_streaming=False,
-        wants_usage=False,
         max_tokens=max_tokens,
         prompt_chars=prompt_chars,
         body=b"",
@@ -150,9 +149,9 @@ def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None
 
 
 def test_an_allowed_request_gets_the_models_row() -> None:
-    entry = make_admission().admit(a_caller(), a_request(prompt_chars=1000, max_tokens=100))
+    [entry] = make_admission().admit(a_caller(), a_request(prompt_chars=1000, max_tokens=100))
     assert entry.name == "m"
-    assert make_admission().admit(a_caller("m"), a_request()).name == "m"
+    assert [row.name for row in make_admission().admit(a_caller("m"), a_request())] == ["m"]
 
 
 @pytest.mark.parametrize(

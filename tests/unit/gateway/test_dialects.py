@@ -38,19 +38,19 @@ def test_what_policy_needs_is_read_and_the_bytes_stay_as_they_are() -> None:
     body = b' {"model":"m", "messages":[{"x":1}],"stream":true,"stream_options":{"include_usage":true},"max_tokens":7,"zz":{}} '
     request = parse(body)
     assert request.body is body
-    assert (request.model, request.is_streaming, request.wants_usage, request.max_tokens) == ("m", True, True, 7)
+    assert (request.model, request.is_streaming, request.max_tokens) == ("m", True, 7)
     assert request.endpoint == CHAT
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream": None, "stream_options": None, "max_tokens": None}])
 def test_absent_and_null_options_are_off(fields: dict[str, object]) -> None:
     request = parse(chat(**fields))
-    assert (request.is_streaming, request.wants_usage, request.max_tokens) == (False, False, None)
+    assert (request.is_streaming, request.max_tokens) == (False, None)
 
 
 def test_the_largest_token_limit_counts() -> None:
     assert parse(chat(max_tokens=5, max_completion_tokens=9)).max_tokens == 9
-    assert parse({"model": "m", "max_output_tokens": 3}, "/v1/responses").max_tokens == 3
+    assert parse({"model": "m", "input": "i", "max_output_tokens": 3}, "/v1/responses").max_tokens == 3
     assert parse(chat(max_tokens=10**40)).max_tokens == 10**40
 
 
@@ -226,7 +226,9 @@ def test_a_32_mb_body_costs_a_few_calls_for_each_part_of_it() -> None:
 def test_cache_wishes_travel_and_credentials_tenants_and_priorities_do_not(path: str) -> None:
     wishes = {"x-cache-mode": "auto", "x-cache-tag": "a.b_c:d-1"}
     own = {"authorization": "x", "x-api-key": "x", "cookie": "x", "x-tenant-id": "x", "x-priority": "high"}
-    body = chat(prompt="p", input="i", max_tokens=5)
+    body = chat(input="i", max_tokens=5, query="q", documents=["d"])
+    if path in ("/v1/completions", "/v1/images/generations"):
+        body["prompt"] = "p"
     assert parse(body, path, {**wishes, **own}).headers == wishes
 
 

@@ -58,7 +58,6 @@ class Floor:
             endpoint=endpoint,
             model=model,
             is_streaming=False,
-            wants_usage=False,
             max_tokens=None,
             prompt_chars=1,
             body=b"{}",

@@ -22,7 +22,8 @@ from gateway.errors import (
     RequestTimeout,
     StreamTooLarge,
 )
-from gateway.relay import Broken, Exchange, Outcome, Retry, RetryReason, Served
+from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
+from gateway.relay import Exchange
 from gateway.values import InferenceRequest, Limits, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
@@ -60,7 +61,6 @@ class Attempt:
             endpoint="/v1/chat/completions",
             model="m",
             is_streaming=streams,
-            wants_usage=False,
             max_tokens=None,
             prompt_chars=1,
             body=b'{"a":1}',
@@ -131,6 +131,7 @@ async def test_an_event_stream_passes_through_byte_for_byte_as_it_comes() -> Non
         "x-engine": "yes",
         "x-accel-buffering": "no",
         "cache-control": "no-cache",
+        "x-queue-wait-ms": "0",
         "x-request-id": "req_1",
     }
     assert (attempt.exchange.bytes_out, attempt.exchange.events) == (10, 2)
@@ -141,7 +142,7 @@ async def test_headers_that_could_split_the_response_are_left_out() -> None:
     stream = await attempt.begin()
     stream.answer(b"x", headers={**JSON, "x-a": "b\r\nevil: 1", "x b": "c", "x-é": "d", "x-ok": "\xe9", "x-nul": "\0", "": "e"})
     await attempt.outcome()
-    assert attempt.client.headers.keys() == {"content-type", "x-ok", "x-request-id"}
+    assert attempt.client.headers.keys() == {"content-type", "x-ok", "x-queue-wait-ms", "x-request-id"}
 
 
 async def test_a_whole_answer_is_held_until_it_is_whole() -> None:
@@ -161,9 +162,34 @@ async def test_a_whole_answer_is_held_until_it_is_whole() -> None:
 async def test_an_error_of_the_engine_keeps_status_and_body(status: int, *, streams: bool) -> None:
     attempt = Attempt(streams=streams)
     stream = await attempt.begin()
-    stream.answer(b'{"error":"no"}', status=status)
+    stream.answer(b'{"error":{"message":"no","x":1}}', status=status)
     assert await attempt.outcome() == Served(status, None)
-    assert (attempt.client.status, attempt.client.body, attempt.client.is_whole) == (status, b'{"error":"no"}', True)
+    assert (attempt.client.status, attempt.client.is_whole) == (status, True)
+    assert attempt.client.body == b'{"error":{"message":"no","x":1}}'
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error":"no such thing"}', "no such thing"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b'{"object":"error","message":"too hot"}', "too hot"),
+        (b"<html><head><title>502</title></head><body><h1>Bad Gateway</h1></body></html>", "502 Bad Gateway"),
+        (b"plain words", "plain words"),
+        (b"[]", "[]"),
+    ],
+)
+async def test_an_error_whose_words_sdks_would_lose_is_said_in_the_callers_dialect(
+    body: bytes, words: str, *, streams: bool
+) -> None:
+    attempt = Attempt(streams=streams)
+    stream = await attempt.begin()
+    stream.answer(body, status=502)
+    assert await attempt.outcome() == Served(502, None)
+    error = json.loads(attempt.client.body)["error"]
+    assert (attempt.client.status, error["message"], error["type"]) == (502, words, "server_error")
+    assert attempt.client.headers["content-type"] == "application/json"
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -50,7 +50,9 @@ def test_options_of_other_programs_are_handed_on() -> None:
     assert not options.vllm
     assert rest == ["-k", "name", "tests/unit"]
     options, rest = _parse(["test", "--vllm", "-x"])
-    assert (options.fast, options.vllm, rest) == (False, True, ["-x"])
+    assert (options.fast, options.vllm, options.clients, rest) == (False, True, False, ["-x"])
+    options, rest = _parse(["test", "--clients", "-x"])
+    assert (options.fast, options.vllm, options.clients, rest) == (False, False, True, ["-x"])
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
         "gateway_id": None,
         "endpoints": {},
         "carries_bytes": True,
+        "contexts": {},
     }
     assert changes.keys() <= values.keys()
     return NodeRow(**{**values, **changes})  # type: ignore[arg-type]  # names and types stand above

@@ -115,6 +115,21 @@ async def test_policy_of_a_row_reaches_the_link(setting: Setting) -> None:
     assert box.link.condition(time.monotonic()) is LinkCondition.DISABLED
 
 
+async def test_the_context_of_a_model_is_known_from_its_box_and_from_the_row_of_one_elsewhere(setting: Setting) -> None:
+    box = setting.box()
+    assert box.link.context_of("m") is None
+    replicas = [bridge.ReplicaInfo(model="m", state="loaded", context_tokens=tokens) for tokens in (8192, 4096)]
+    box.link.take_register(bridge.Register(models=["m"], protocol_version=MUSTER_V1, replicas=replicas))
+    assert box.link.context_of("m") == 4096
+    box.link.take_telemetry(bridge.Telemetry(replicas=replicas[:1]))
+    assert (box.link.context_of("m"), box.link.context_of("other")) == (8192, None)
+    elsewhere = make_row(uuid.uuid4(), is_direct=True, public_base_url="http://box.example", contexts={"m": 77})
+    setting.apply(make_row(box.link.node_id), elsewhere)
+    link = setting.registry.get(elsewhere.node_id)
+    assert link is not None
+    assert link.context_of("m") == 77
+
+
 async def test_known_models_are_those_of_every_row(setting: Setting) -> None:
     setting.apply(make_row(uuid.uuid4(), model_names=("a", "b")), make_row(uuid.uuid4(), model_names=("b", "c")))
     assert setting.keeper.known_models == {"a", "b", "c"}

@@ -10,6 +10,7 @@ import pytest
 from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.port import Link, LinkEnd
 from nodes.session import OpenRequest
+from nodes.states import TOKENIZE
 from tests.unit.nodes.link_fakes import FakeLink
 
 
@@ -178,7 +179,7 @@ def test_node_ids_of_fakes_differ() -> None:
 def test_links_are_found_by_model_and_path_and_follow_every_change() -> None:
     registry = LinkRegistry()
     first, second = FakeLink("a"), FakeLink("a")
-    first.endpoints = {"a": frozenset({"/chat"})}
+    first.endpoints = {"a": frozenset({"/chat", TOKENIZE})}
     registry.add(first)
     registry.add(second)
     assert list(registry.links_answering("a", "/chat")) == [first, second]

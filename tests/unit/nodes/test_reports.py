@@ -9,8 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.session import ServerSession, TelemetryArrived, find_endpoints, read_endpoints, store_endpoints
-from nodes.session.reports import MAX_AVAILABLE, MAX_ENDPOINTS, MAX_GPUS, MAX_MB, MAX_REPLICAS, clean_register, clean_telemetry
+from nodes.session import (
+    ServerSession,
+    TelemetryArrived,
+    find_contexts,
+    find_endpoints,
+    read_contexts,
+    read_endpoints,
+    store_endpoints,
+)
+from nodes.session.reports import (
+    MAX_AVAILABLE,
+    MAX_CONTEXT_TOKENS,
+    MAX_ENDPOINTS,
+    MAX_GPUS,
+    MAX_MB,
+    MAX_REPLICAS,
+    clean_register,
+    clean_telemetry,
+)
 from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
 from wire import bridge
 from wire.bridge import GpuInfo, MemoryInfo, ReplicaInfo, Telemetry
@@ -36,7 +53,16 @@ def test_a_modest_report_stays_as_it_is() -> None:
     said = {
         "gpus": [GpuInfo(index=1, name="L4", memory_total_mb=9, memory_used_mb=3, temperature_c=61.5, power_w=70.0)],
         "replicas": [
-            ReplicaInfo(model="m", state="loading", engine="vllm", detail="weights", progress=0.5, eta_s=9.0, endpoints=[CHAT])
+            ReplicaInfo(
+                model="m",
+                state="loading",
+                engine="vllm",
+                detail="weights",
+                progress=0.5,
+                eta_s=9.0,
+                endpoints=[CHAT],
+                context_tokens=4096,
+            )
         ],
         "available": ["a", "b"],
         "memory": MemoryInfo(kind="host", total_mb=9, used_mb=3, weights_mb=2, kv_mb=1),
@@ -67,13 +93,16 @@ def test_a_flood_is_cut_to_what_can_be_kept() -> None:
 @pytest.mark.parametrize("number", [-1, -(10**40), 10**40])
 def test_numbers_are_brought_into_their_range(number: int) -> None:
     gpu = GpuInfo(index=number, name="g", memory_total_mb=number, memory_used_mb=number, utilization_percent=float(number))
-    replica = ReplicaInfo(model="m", state="s", slots=number, active=number, progress=float(number), memory_mb=number)
+    replica = ReplicaInfo(
+        model="m", state="s", slots=number, active=number, progress=float(number), memory_mb=number, context_tokens=number
+    )
     message = cleaned(gpus=[gpu], replicas=[replica], queue_depth=number, avg_wait_ms=number, current_load=number)
     top = MAX_MB if number > 0 else 0
     assert (message.gpus[0].memory_total_mb, message.replicas[0].memory_mb) == (top, top)
     assert message.gpus[0].utilization_percent == (100.0 if number > 0 else 0.0)
     assert message.replicas[0].progress == (1.0 if number > 0 else 0.0)
     assert message.replicas[0].slots == (MAX_REPORTED_LOAD if number > 0 else 0)
+    assert message.replicas[0].context_tokens == (MAX_CONTEXT_TOKENS if number > 0 else None)
     assert (message.avg_wait_ms or 0) < 2**31
 
 
@@ -147,3 +176,32 @@ def test_paths_are_stored_in_order_and_read_back() -> None:
     assert json.dumps(stored) == json.dumps({"a": [CHAT], "b": [CHAT, EMBED]})
     assert read_endpoints(stored) == paths
     assert read_endpoints(None) == {}
+
+
+# contexts
+
+
+def with_context(model: str, tokens: int | None, *, state: str = "loaded") -> ReplicaInfo:
+    return ReplicaInfo(model=model, state=state, context_tokens=tokens)
+
+
+def test_a_request_must_fit_the_smallest_replica_that_is_there() -> None:
+    replicas = [with_context("a", 8192), with_context("a", 4096), with_context("a", 1, state="failed"), with_context("b", None)]
+    assert find_contexts(replicas) == {"a": 4096}
+
+
+def test_contexts_are_found_again_in_what_was_stored() -> None:
+    replicas = [with_context("a", 8192), with_context("b", None)]
+    assert read_contexts(json.loads(msgspec.json.encode(replicas))) == {"a": 8192}
+
+
+@pytest.mark.parametrize(
+    "stored", [None, {}, [7], [{"model": "a"}], [{"model": "a", "state": "loaded", "context_tokens": "x"}]]
+)
+def test_replicas_that_cannot_be_read_have_no_contexts(stored: object) -> None:
+    assert read_contexts(stored) == {}
+
+
+def test_a_box_of_before_says_nothing_of_contexts_and_one_that_knows_none_sends_nothing() -> None:
+    assert b"context_tokens" not in msgspec.json.encode(loaded("m"))
+    assert msgspec.json.decode(b'{"model":"m","state":"loaded"}', type=ReplicaInfo).context_tokens is None

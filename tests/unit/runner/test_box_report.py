@@ -73,12 +73,14 @@ async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds(
     first.active, first.memory = 1, TreeMemory(host_bytes=70 * MIB, gpu_bytes=None, pids=())
     second.memory = TreeMemory(host_bytes=70 * MIB, gpu_bytes=50 * MIB, pids=())
     second.weights_bytes, second.kv_bytes = 40 * MIB, 5 * MIB
+    first.plan = replace(first.plan, context_tokens=2048)
     infos = list_replicas([model])
     assert [(info.state, info.engine, info.slots, info.active) for info in infos] == [
         ("loaded", "gated", 2, 1), ("loaded", "gated", 2, 0),
     ]  # fmt: skip
     assert [(info.memory_mb, info.weights_mb, info.kv_mb) for info in infos] == [(70, None, None), (50, 40, 5)]
     assert [info.endpoints for info in infos] == [[CHAT], [CHAT]]
+    assert [info.context_tokens for info in infos] == [2048, None]
     assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT]
 
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from runner.engines.children.base import Parent
 from runner.engines.children.slots import Slots
 from runner.engines.children.textserver.answers import Shape, as_event
-from runner.engines.children.textserver.fields import ChatFields, CompletionFields, parse_chat, parse_completion
+from runner.engines.children.textserver.fields import ChatFields, CompletionFields, parse_chat, parse_completion, parse_either
 from runner.engines.children.textserver.generation import Generation, Task
 from runner.engines.children.textserver.model import TextModel
 from runner.engines.children.textserver.templates import ChatTemplate, read_template
@@ -23,6 +23,7 @@ from runner.engines.children.web import Refusal, make_app, serve
 MAX_BODY_BYTES = 16 * 1024 * 1024
 SCOPE_HEADER = "x-prefix-scope"
 """Names what a prompt may share cached prefixes with; the adapter makes it of tenant and tag."""
+MAX_WAITING_COUNTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class TextServer:
         self._model = model
         self._settings = settings
         self._slots = Slots(count=settings.slots, max_waiting=settings.max_waiting)
+        self._counting = Slots(count=1, max_waiting=MAX_WAITING_COUNTS)
+        """A thread of its own for those who only want to know how long a prompt is: it waits for no generation."""
         source = read_template(settings.folder)
         self._template = ChatTemplate(source, model.specials) if source is not None else None
 
@@ -59,6 +62,7 @@ class TextServer:
         app.router.add_post("/flush", self.flush)
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/tokenize", self.tokenize)
         app.on_cleanup.append(self._close)
         return app
 
@@ -81,15 +85,32 @@ class TextServer:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer ``/v1/chat/completions``."""
         fields = parse_chat(await request.read())
-        template = self._template
-        if template is None:
-            raise Refusal("this model has no chat template; use /v1/completions", code="modality_unsupported")
-        return await self._answer(request, fields, lambda: template.render(fields), "messages")
+        return await self._answer(request, fields, self._prompt_of(fields), "messages")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Answer ``/v1/completions``."""
         fields = parse_completion(await request.read())
-        return await self._answer(request, fields, lambda: fields.text, "prompt")
+        return await self._answer(request, fields, self._prompt_of(fields), "prompt")
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """Answer ``/v1/tokenize``: ``{"count", "max_model_len"}`` of what either endpoint would read."""
+        prompt = self._prompt_of(parse_either(await request.read()))
+        counts: list[int] = []
+        await self._counting.take()
+        try:
+            await asyncio.wrap_future(self._counting.start(lambda: counts.append(self._model.tokenise(prompt()).count)))
+        except (RuntimeError, ValueError, MemoryError):
+            raise Refusal("the engine failed", code="engine_failed", status=500) from None
+        return web.json_response({"count": counts[0], "max_model_len": self._model.context_tokens})
+
+    def _prompt_of(self, fields: ChatFields | CompletionFields) -> Callable[[], str]:
+        """Return what makes the prompt; it may take long. Raises Refusal, and so may what it returns."""
+        if isinstance(fields, CompletionFields):
+            return lambda: fields.text
+        template = self._template
+        if template is None:
+            raise Refusal("this model has no chat template; use /v1/completions", code="modality_unsupported")
+        return lambda: template.render(fields)
 
     async def _answer(
         self, request: web.Request, fields: ChatFields | CompletionFields, text: Callable[[], str], field: str
@@ -122,6 +143,7 @@ class TextServer:
 
     async def _close(self, _app: web.Application) -> None:
         self._slots.close()
+        self._counting.close()
 
 
 async def _stream(request: web.Request, generation: Generation, shape: Shape, *, with_usage: bool) -> web.StreamResponse:

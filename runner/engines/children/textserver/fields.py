@@ -123,8 +123,15 @@ class CompletionFields(_Fields, kw_only=True):
         return self.max_tokens or 16
 
 
+class _Kind(msgspec.Struct):
+    """What tells the two apart."""
+
+    messages: msgspec.Raw | UnsetType = UNSET
+
+
 _chat = msgspec.json.Decoder(ChatFields)
 _completion = msgspec.json.Decoder(CompletionFields)
+_kind = msgspec.json.Decoder(_Kind)
 
 
 def parse_chat(body: bytes) -> ChatFields:
@@ -139,6 +146,11 @@ def parse_completion(body: bytes) -> CompletionFields:
     fields: CompletionFields = _decode(_completion, body)
     fields.check()
     return fields
+
+
+def parse_either(body: bytes) -> ChatFields | CompletionFields:
+    """Return the checked fields of a body with messages, else of one with a prompt. Raises Refusal."""
+    return parse_completion(body) if _decode(_kind, body).messages is UNSET else parse_chat(body)
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:  # Any: the decoder's own type

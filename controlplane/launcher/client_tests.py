@@ -1,0 +1,90 @@
+"""The packages for the tests with the official Node SDKs, in ``tests/clients/node``: installed when missing or outdated."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import zlib
+
+from controlplane.launcher.console import progress
+from controlplane.launcher.environment import ROOT
+from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.files import read_json, write_json
+from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+
+TESTS = "tests/clients"
+FOLDER = ROOT / TESTS / "node"
+SWITCH_VARIABLE = "MUSTER_TEST_CLIENTS"
+OLDEST_NODE = 20
+_STAMP = FOLDER / "node_modules" / ".muster-installed.json"
+_LOCK = ROOT / ".venv.lock"
+_PATIENCE_S = 600.0
+_ASKING_S = 20.0
+_INSTALLING_S = 600.0
+
+
+def client_environment() -> dict[str, str]:
+    """Return the variables under which pytest runs the tests in ``TESTS``; installs first what lacks. Raises LauncherError."""
+    version = find_node()
+    if not _is_satisfied():
+        lock = FileLock(_LOCK)
+        try:
+            acquire_patiently(lock, deadline_s=_PATIENCE_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
+        except LockHeld as held:
+            raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
+        try:
+            if not _is_satisfied():
+                _install(version)
+        finally:
+            lock.release()
+    return {SWITCH_VARIABLE: "1"}
+
+
+def find_node() -> str:
+    """Return the version of the Node.js on the path, such as ``v20.20.2``. Raises LauncherError when there is none to use."""
+    wanted = f"the tests with Node SDKs need Node.js {OLDEST_NODE} or newer and npm on the path"
+    node = shutil.which("node")
+    if node is None or shutil.which("npm") is None:
+        raise LauncherError(wanted)
+    try:
+        said = subprocess.run([node, "--version"], capture_output=True, text=True, check=True, timeout=_ASKING_S).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LauncherError(f"{node} --version fails: {error}") from None
+    major = re.match(r"v(\d+)\.", said)
+    if major is None or int(major[1]) < OLDEST_NODE:
+        raise LauncherError(f"{wanted}; {node} is {said or 'of no known version'}")
+    return said
+
+
+def _install(version: str) -> None:
+    began = time.monotonic()
+    lock = FOLDER / "package-lock.json"
+    total = len(json.loads(lock.read_text(encoding="utf-8"))["packages"]) - 1
+    progress(f"Installing {total} packages from {lock.name} for Node.js {version}")
+    # No package here needs its install script to run, so none may.
+    options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel", "error"]
+    try:
+        subprocess.run(
+            ["npm", "ci", "--prefix", str(FOLDER), *options], capture_output=True, text=True, check=True, timeout=_INSTALLING_S
+        )
+    except subprocess.CalledProcessError as error:
+        raise LauncherError(_describe(lock.name, str(error.stderr).strip()[-400:] or f"status {error.returncode}")) from None
+    except subprocess.TimeoutExpired:
+        raise LauncherError(_describe(lock.name, f"no end after {_INSTALLING_S:.0f} s")) from None
+    write_json(_STAMP, {"checksum": _checksum()})
+    progress(f"Installed the Node SDKs in {time.monotonic() - began:.1f} s")
+
+
+def _describe(what: str, failure: str) -> str:
+    return f"npm cannot install {what}: {failure}. Check the network and npm's registry, then try again"
+
+
+def _is_satisfied() -> bool:
+    return read_json(_STAMP).get("checksum") == _checksum()
+
+
+def _checksum() -> int:
+    return zlib.crc32((FOLDER / "package-lock.json").read_bytes())

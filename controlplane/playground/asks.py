@@ -1,0 +1,311 @@
+"""What the form of the page asks for: read, checked, and written as the JSON body of a surface. Pure."""
+
+from __future__ import annotations
+
+import binascii
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from controlplane.playground.errors import AskRefused
+
+MESSAGES_MAX_TOKENS = 1024
+"""What is asked for on Messages when the form says nothing: the surface wants a number."""
+IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+PRIORITIES = ("high", "normal", "low")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+
+Json = dict[str, Any]  # Any: a JSON object of one of five surfaces
+
+
+class SurfaceName(StrEnum):
+    """The surfaces that the page speaks."""
+
+    CHAT = "chat"
+    MESSAGES = "messages"
+    RESPONSES = "responses"
+    COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class SurfaceKind:
+    """One surface: its path at the gateway, and which fields of the form it has a use for."""
+
+    name: SurfaceName
+    title: str
+    path: str
+    has_parts: bool = True
+    """System prompt, image and tools."""
+    has_sampling: bool = True
+    """Temperature, a limit of tokens and streaming."""
+
+
+SURFACES = {
+    kind.name: kind
+    for kind in (
+        SurfaceKind(SurfaceName.CHAT, "Chat completions", "/v1/chat/completions"),
+        SurfaceKind(SurfaceName.MESSAGES, "Messages", "/v1/messages"),
+        SurfaceKind(SurfaceName.RESPONSES, "Responses", "/v1/responses"),
+        SurfaceKind(SurfaceName.COMPLETIONS, "Completions", "/v1/completions", has_parts=False),
+        SurfaceKind(SurfaceName.EMBEDDINGS, "Embeddings", "/v1/embeddings", has_parts=False, has_sampling=False),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture beside the prompt. ``data``: base64, empty while only code is written."""
+
+    name: str
+    media_type: str
+    data: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One question, checked. ``own_key``: what a person without a right to make keys has typed in; never stored."""
+
+    surface: SurfaceKind
+    model: str
+    tenant: str = ""
+    own_key: str = field(default="", repr=False)
+    system: str = field(default="", repr=False)
+    prompt: str = field(default="", repr=False)
+    image: Image | None = None
+    tools: tuple[Json, ...] = ()
+    temperature: float | None = None
+    max_tokens: int | None = None
+    is_streaming: bool = False
+    pool_options: Mapping[str, object] = field(default_factory=dict)
+
+
+class _ImageForm(msgspec.Struct):
+    name: str = ""
+    type: str = ""
+    data: str = ""
+
+
+class _Form(msgspec.Struct):
+    """The page's JSON. Numbers come as they were typed, so that one sentence says what is wrong with them."""
+
+    surface: str = ""
+    model: str = ""
+    tenant: str = ""
+    key: str = ""
+    system: str = ""
+    prompt: str = ""
+    image: _ImageForm | None = None
+    tools: str = ""
+    temperature: str = ""
+    max_tokens: str = ""
+    stream: bool = False
+    prefer_gpu: str = ""
+    max_latency_ms: str = ""
+    fallback_models: str = ""
+    priority: str = ""
+
+
+_decode_form = msgspec.json.Decoder(_Form).decode
+
+
+def read_ask(data: bytes, *, is_draft: bool = False) -> Ask:
+    """Read what the page sent. ``is_draft``: code is written while the form is filled in, so prompt and image may be missing.
+
+    Fields that the surface has no use for are left out. Raises AskRefused, whose ``param`` is the field's name.
+    """
+    try:
+        form = _decode_form(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise AskRefused("The page sent something that cannot be read. Reload it and try again.") from None
+    kind = SURFACES.get(form.surface)  # type: ignore[call-overload]  # a StrEnum is found by its text
+    if kind is None:
+        raise AskRefused(f"Choose one of these surfaces: {', '.join(SURFACES)}.", param="surface")
+    if not form.model.strip():
+        raise AskRefused("Choose a model.", param="model")
+    if not (form.prompt.strip() or is_draft):
+        raise AskRefused("Write a prompt.", param="prompt")
+    has_parts, has_sampling = kind.has_parts, kind.has_sampling
+    return Ask(
+        surface=kind,
+        model=form.model.strip(),
+        tenant=form.tenant,
+        own_key=form.key.strip(),
+        system=form.system if has_parts else "",
+        prompt=form.prompt,
+        image=_read_image(form.image, is_draft=is_draft) if has_parts and form.image is not None else None,
+        tools=_read_tools(form.tools) if has_parts else (),
+        temperature=_read_temperature(form.temperature) if has_sampling else None,
+        max_tokens=_read_whole(form.max_tokens, "max_tokens", least=1) if has_sampling else None,
+        is_streaming=form.stream and has_sampling,
+        pool_options=_read_options(form),
+    )
+
+
+def build_body(ask: Ask, place_image: Callable[[str, Image], object] = lambda prefix, image: prefix + image.data) -> Json:
+    """Return the body for the ask's surface, members in the order in which a person would write them.
+
+    ``place_image(prefix, image)`` returns what stands where the picture goes: a ``data:`` URL, or on Messages bare base64.
+    """
+    build = {
+        SurfaceName.CHAT: _build_chat,
+        SurfaceName.MESSAGES: _build_messages,
+        SurfaceName.RESPONSES: _build_responses,
+        SurfaceName.COMPLETIONS: _build_completions,
+        SurfaceName.EMBEDDINGS: _build_embeddings,
+    }[ask.surface.name]
+    body: Json = {"model": ask.model, **build(ask, place_image)}
+    if ask.pool_options:
+        body["x_pool_options"] = dict(ask.pool_options)
+    return body
+
+
+def _build_chat(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
+    content: object = ask.prompt
+    if ask.image is not None:
+        url = place_image(f"data:{ask.image.media_type};base64,", ask.image)
+        content = [{"type": "text", "text": ask.prompt}, {"type": "image_url", "image_url": {"url": url}}]
+    system = [{"role": "system", "content": ask.system}] if ask.system else []
+    return {"messages": [*system, {"role": "user", "content": content}], **_add_tools(ask), **_add_sampling(ask)}
+
+
+def _build_messages(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
+    content: object = ask.prompt
+    if ask.image is not None:
+        source = {"type": "base64", "media_type": ask.image.media_type, "data": place_image("", ask.image)}
+        content = [{"type": "image", "source": source}, {"type": "text", "text": ask.prompt}]
+    sampling = _add_sampling(ask, asks_for_usage=False)
+    return {
+        "max_tokens": sampling.pop("max_tokens", MESSAGES_MAX_TOKENS),
+        **({"system": ask.system} if ask.system else {}),
+        "messages": [{"role": "user", "content": content}],
+        **_add_tools(ask),
+        **sampling,
+    }
+
+
+def _build_responses(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
+    content: object = ask.prompt
+    if ask.image is not None:
+        url = place_image(f"data:{ask.image.media_type};base64,", ask.image)
+        parts = [{"type": "input_text", "text": ask.prompt}, {"type": "input_image", "image_url": url, "detail": "auto"}]
+        content = [{"role": "user", "content": parts}]
+    return {
+        **({"instructions": ask.system} if ask.system else {}),
+        "input": content,
+        **_add_tools(ask),
+        **_add_sampling(ask, limit="max_output_tokens", asks_for_usage=False),
+    }
+
+
+def _build_completions(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
+    del place_image
+    return {"prompt": ask.prompt, **_add_sampling(ask)}
+
+
+def _build_embeddings(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
+    del place_image
+    return {"input": ask.prompt}
+
+
+def _add_sampling(ask: Ask, *, limit: str = "max_tokens", asks_for_usage: bool = True) -> Json:
+    members: Json = {}
+    if ask.temperature is not None:
+        members["temperature"] = ask.temperature
+    if ask.max_tokens is not None:
+        members[limit] = ask.max_tokens
+    if ask.is_streaming:
+        members["stream"] = True
+        if asks_for_usage:
+            members["stream_options"] = {"include_usage": True}
+    return members
+
+
+def _add_tools(ask: Ask) -> Json:
+    return {"tools": [_say_tool(tool, ask.surface.name) for tool in ask.tools]} if ask.tools else {}
+
+
+def _say_tool(tool: Json, surface: SurfaceName) -> Json:
+    """Return a function in the words of the surface, from those of any of the three; anything else as it was written."""
+    function = tool.get("function")
+    said = function if isinstance(function, dict) else tool
+    schema = said.get("parameters", said.get("input_schema"))
+    is_function = isinstance(said.get("name"), str) and tool.get("type", "function") in {"function", "custom"}
+    if not is_function or not isinstance(schema, dict):
+        return tool
+    named = {key: said[key] for key in ("name", "description") if key in said}
+    strict = {"strict": said["strict"]} if "strict" in said else {}
+    match surface:
+        case SurfaceName.CHAT:
+            return {"type": "function", "function": {**named, "parameters": schema, **strict}}
+        case SurfaceName.RESPONSES:
+            return {"type": "function", **named, "parameters": schema, **strict}
+        case _:
+            return {**named, "input_schema": schema, **strict}
+
+
+def _read_image(form: _ImageForm, *, is_draft: bool) -> Image:
+    if form.type not in IMAGE_TYPES:
+        raise AskRefused("The image must be PNG, JPEG, WebP or GIF.", param="image")
+    try:
+        size = len(binascii.a2b_base64(form.data, strict_mode=True))
+    except (binascii.Error, ValueError):
+        size = 0
+    if not (size or is_draft):
+        raise AskRefused("The image arrived empty or damaged. Choose it again.", param="image")
+    # The name ends up in shell commands and programs.
+    name = form.name if _SAFE_NAME.match(form.name) else f"image.{form.type.partition('/')[2]}"
+    return Image(name=name, media_type=form.type, data=form.data)
+
+
+def _read_tools(text: str) -> tuple[Json, ...]:
+    if not text.strip():
+        return ()
+    try:
+        tools = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise AskRefused(f"The tools are not JSON: {str(error)[:200]}.", param="tools") from None
+    listed = tools if isinstance(tools, list) else [tools]
+    if not all(isinstance(tool, dict) for tool in listed):
+        raise AskRefused("Give a JSON list of tools, each an object.", param="tools")
+    return tuple(listed)
+
+
+def _read_temperature(text: str) -> float | None:
+    if not text.strip():
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 2:
+        raise AskRefused("The temperature is a number from 0 to 2, or empty for the model's own.", param="temperature")
+    return value
+
+
+def _read_whole(text: str, name: str, *, least: int) -> int | None:
+    text = text.strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= least):
+        raise AskRefused(f"Give a whole number of at least {least}, or leave it empty.", param=name)
+    return int(text)
+
+
+def _read_options(form: _Form) -> Json:
+    """Return ``x_pool_options`` with the members that were filled in (central-server design, section 3.1)."""
+    if form.priority and form.priority not in PRIORITIES:
+        raise AskRefused(f"The priority is one of {', '.join(PRIORITIES)}, or the key's own.", param="priority")
+    models = [name.strip() for name in form.fallback_models.split(",") if name.strip()]
+    members: Json = {
+        "prefer_gpu": form.prefer_gpu.strip() or None,
+        "max_latency_ms": _read_whole(form.max_latency_ms, "max_latency_ms", least=0),
+        "fallback_models": models or None,
+        "priority": form.priority or None,
+    }
+    return {name: value for name, value in members.items() if value is not None}

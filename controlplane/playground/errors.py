@@ -1,0 +1,65 @@
+"""Why the playground could not pass a question on. What the gateway itself refuses is passed through in its own words."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from wire.contract import ErrorCode
+
+
+class PlaygroundError(Exception):
+    """Base of the tree. ``message`` is shown on the page and says what to do; ``param`` names the field of the form."""
+
+    code = ErrorCode.BAD_REQUEST
+    status = HTTPStatus.BAD_REQUEST.value
+
+    def __init__(self, message: str, *, param: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class AskRefused(PlaygroundError):
+    """A field of the form cannot be used."""
+
+
+class AskTooLarge(PlaygroundError):
+    """The form is larger than the page may send."""
+
+    code = ErrorCode.BODY_TOO_LARGE
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value
+
+
+class SignedOut(PlaygroundError):
+    """Nobody is signed in any more."""
+
+    code = ErrorCode.NOT_PERMITTED
+    status = HTTPStatus.UNAUTHORIZED.value
+
+
+class NotAllowed(PlaygroundError):
+    """The person may not do this."""
+
+    code = ErrorCode.NOT_PERMITTED
+    status = HTTPStatus.FORBIDDEN.value
+
+
+class TooManyAnswers(PlaygroundError):
+    """As many answers are on their way as one process passes on."""
+
+    code = ErrorCode.TOO_MANY_OPEN
+    status = HTTPStatus.SERVICE_UNAVAILABLE.value
+
+
+class GatewayUnreachable(PlaygroundError):
+    """Nothing answers at the gateway's address, or what answers breaks off before it says anything."""
+
+    code = ErrorCode.INTERNAL_ERROR
+    status = HTTPStatus.BAD_GATEWAY.value
+
+
+class GatewaySilent(PlaygroundError):
+    """The gateway took the request and said nothing in time."""
+
+    code = ErrorCode.REQUEST_TIMEOUT
+    status = HTTPStatus.GATEWAY_TIMEOUT.value

@@ -1,0 +1,180 @@
+"""The page, what it sends, the code it shows and the record it follows. Each view only translates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from typing import Any
+
+import msgspec
+from channels.db import database_sync_to_async
+from django.conf import settings
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.views.decorators.http import require_POST, require_safe
+
+from controlplane.playground.access import may_lend, may_play, may_see_records
+from controlplane.playground.asks import IMAGE_TYPES, PRIORITIES, SURFACES, Ask, SurfaceName, build_body, read_ask
+from controlplane.playground.errors import AskRefused, AskTooLarge, NotAllowed, PlaygroundError, SignedOut
+from controlplane.playground.keys import lend_key
+from controlplane.playground.passage import Call, Passage, find_gateway_url
+from controlplane.playground.snippets import ANTHROPIC_VERSION, write_code
+from gateway.services import ServiceError, list_tenants
+from gateway.services.offers import list_offers
+from gateway.services.requests import find_request
+from nodes.services.overview import list_served_models
+from wire.ids import parse_id
+
+MAX_FORM_BYTES = 8 * 1024 * 1024
+"""The control plane's server takes no larger body either."""
+MAX_IMAGE_BYTES = 5 * 1024 * 1024
+"""Base64 makes it a third larger."""
+DEFAULT_TENANT = "default"
+_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_encode = msgspec.json.Encoder().encode
+
+Answer = Callable[[HttpRequest], HttpResponse]
+
+
+@require_safe
+def show_playground(request: HttpRequest) -> HttpResponse:
+    """Show the form. It works without a gateway; only sending needs one."""
+    if not may_play(request):
+        raise PermissionDenied
+    offers, served = list_offers(), list_served_models()
+    tenants = [tenant.name for tenant in list_tenants() if tenant.is_active]
+    context: dict[str, Any] = {  # Any: Django's template context
+        **admin.site.each_context(request),
+        "title": "Playground",
+        "surfaces": SURFACES.values(),
+        "models": [(name, name in served) for name in offers.models],
+        "aliases": offers.aliases,
+        "may_lend": may_lend(request),
+        "tenants": tenants,
+        "chosen_tenant": DEFAULT_TENANT if DEFAULT_TENANT in tenants else next(iter(tenants), ""),
+        "priorities": PRIORITIES,
+        "image_types": ",".join(IMAGE_TYPES),
+        "max_image_bytes": MAX_IMAGE_BYTES,
+    }
+    return TemplateResponse(request, "admin/muster/playground.html", context)
+
+
+def _for_script(view: Answer) -> Answer:
+    """Let a view answer a script of the page; refusals are ``{"error": {"code", "message", "param"}}``."""
+
+    @wraps(view)
+    def guarded(request: HttpRequest) -> HttpResponse:
+        try:
+            _require_player(request)
+            return view(request)
+        except (PlaygroundError, ServiceError) as refusal:
+            return say_refusal(refusal)
+
+    return guarded
+
+
+@require_POST
+@_for_script
+def show_code(request: HttpRequest) -> HttpResponse:
+    """Answer the form as programs. What is not right yet is said with 200: a form being filled in is no failure."""
+    data = _read_form(request)
+    answer: dict[str, Any]  # JSON
+    try:
+        answer = asdict(write_code(read_ask(data, is_draft=True), base_url=find_shown_url()))
+    except AskRefused as refusal:
+        answer = describe_refusal(refusal)
+    return JsonResponse(answer, headers={"Cache-Control": "no-store"})
+
+
+@require_POST
+async def send(request: HttpRequest) -> HttpResponse | StreamingHttpResponse:
+    """Ask the gateway, and stream what it says to the page as it comes. When the page leaves, the request is cancelled."""
+    try:
+        call, may_see = await database_sync_to_async(_prepare, thread_sensitive=False)(request)
+        passage = Passage(call)
+        head = await passage.head()
+    except (PlaygroundError, ServiceError) as refusal:
+        return say_refusal(refusal)
+    record = find_record_url(head.headers.get("x-request-id", "")) if may_see else ""
+    headers = {**head.headers, **_STREAM_HEADERS, **({"x-playground-record": record} if record else {})}
+    return StreamingHttpResponse(passage, status=head.status, headers=headers)
+
+
+@require_safe
+@_for_script
+def show_facts(request: HttpRequest) -> HttpResponse:
+    """Answer how a request stands, by ``?request=req_…``. Whoever may not see records is refused."""
+    if not may_see_records(request):
+        raise NotAllowed("You may not look at request records.")
+    printed = request.GET.get("request", "")
+    record_id = parse_id("req", printed)
+    facts = find_request(record_id) if record_id is not None else None
+    if facts is None:
+        raise AskRefused("There is no such request (yet).", param="request")
+    answer = {**asdict(facts), "url": find_record_url(printed)}
+    return JsonResponse(answer, headers={"Cache-Control": "no-store"})
+
+
+def describe_refusal(refusal: PlaygroundError | ServiceError) -> dict[str, dict[str, str]]:
+    """Return the words of an error for the page."""
+    return {"error": {"code": refusal.code.value, "message": refusal.message, "param": refusal.param or ""}}
+
+
+def say_refusal(refusal: PlaygroundError | ServiceError) -> JsonResponse:
+    """Return the answer to what was refused."""
+    return JsonResponse(describe_refusal(refusal), status=refusal.status, headers={"Cache-Control": "no-store"})
+
+
+def find_shown_url() -> str:
+    """Return the address of the gateway as clients know it, for the code."""
+    return str(settings.GATEWAY_PUBLIC_URL).rstrip("/") or find_gateway_url()
+
+
+def find_record_url(printed_id: str) -> str:
+    """Return the page of a request, "" without an id."""
+    record_id = parse_id("req", printed_id)
+    return reverse("admin:gateway_requestrecord_change", args=[record_id]) if record_id is not None else ""
+
+
+def _prepare(request: HttpRequest) -> tuple[Call, bool]:
+    """Return what to ask and whether the person may see its record; runs in a thread. Raises PlaygroundError, ServiceError."""
+    _require_player(request)
+    ask = read_ask(_read_form(request))
+    if may_lend(request):
+        key = lend_key(request, ask.tenant)
+    elif ask.own_key:
+        key = ask.own_key
+    else:
+        raise AskRefused("Paste an API key of yours: you may not make one.", param="key")
+    if not (key.isascii() and key.isprintable()):
+        raise AskRefused("This is no API key; one looks like mst_….", param="key")
+    call = Call(path=ask.surface.path, body=_encode(build_body(ask)), headers=_write_headers(ask, key))
+    return call, may_see_records(request)
+
+
+def _write_headers(ask: Ask, key: str) -> dict[str, str]:
+    headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
+    if ask.surface.name is SurfaceName.MESSAGES:
+        headers["anthropic-version"] = ANTHROPIC_VERSION
+    return {**headers, "user-agent": "muster-playground"}
+
+
+def _require_player(request: HttpRequest) -> None:
+    if not request.user.is_authenticated:
+        raise SignedOut("You are no longer signed in. Sign in again in another tab, then repeat this.")
+    if not may_play(request):
+        raise NotAllowed("Your account may not use the playground.")
+
+
+def _read_form(request: HttpRequest) -> bytes:
+    """Return the body. Read as a stream: Django's limit for forms is below that of a picture."""
+    if request.content_type != "application/json":
+        raise AskRefused("The page sent something that cannot be read. Reload it and try again.")
+    data = request.read(MAX_FORM_BYTES + 1)
+    if len(data) > MAX_FORM_BYTES:
+        raise AskTooLarge(f"This is more than {MAX_FORM_BYTES >> 20} MB. Take a smaller image or a shorter prompt.")
+    return bytes(data)

@@ -1,0 +1,123 @@
+"""The record of a request from its first row to its final state: what is written down, and when."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from gateway import metrics
+from gateway.admission import RateLimiter
+from gateway.errors import GatewayError, RateLimited, ShuttingDown
+from gateway.outcome import Served
+from gateway.records import MAX_COUNT, Record, RecordWriter
+from gateway.values import Caller, InferenceRequest
+from wire.contract import RequestState
+
+_CHARS_PER_TOKEN = 4
+_RECORDED_REFUSALS_PER_MINUTE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended: the record's final state, and the error if there was one."""
+
+    state: RequestState
+    error: GatewayError | None
+
+
+TORN_DOWN = Ending(RequestState.INTERRUPTED, ShuttingDown())
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What went through to the client. ``first_byte_at``: time.monotonic() seconds; ``events``: pieces of a stream."""
+
+    bytes_out: int
+    events: int
+    first_byte_at: float | None
+
+
+@dataclass(slots=True)
+class Bookkeeper:
+    """Writes the records of one gateway process."""
+
+    gateway_id: uuid.UUID
+    records: RecordWriter
+    _refusals: RateLimiter = field(default_factory=RateLimiter)
+
+    def make_record(self, record_id: uuid.UUID, caller: Caller, request: InferenceRequest, *, asked_model: str = "") -> Record:
+        """Return the row of a request, not written yet. ``asked_model``: the client's name for the model, if another."""
+        return Record(
+            id=record_id,
+            created_at=datetime.now(UTC),
+            gateway_id=self.gateway_id,
+            tenant=caller.tenant,
+            key_id=caller.key_id,
+            key_name=caller.key_name,
+            endpoint=request.endpoint,
+            model=request.model,
+            asked_model="" if asked_model == request.model else asked_model,
+            is_streaming=request.is_streaming,
+            max_tokens=None if request.max_tokens is None else min(request.max_tokens, MAX_COUNT),
+            prompt_tokens_est=request.prompt_chars // _CHARS_PER_TOKEN,
+        )
+
+    def record_refusal(self, error: GatewayError, caller: Caller, request: InferenceRequest, record_id: uuid.UUID) -> None:
+        """Write down what a known caller was refused; nobody waits for that row, and a flood is not written out."""
+        try:
+            self._refusals.take(caller.key_id, _RECORDED_REFUSALS_PER_MINUTE)
+        except RateLimited:
+            return
+        record = self.make_record(record_id, caller, request)
+        record.status_code = error.status
+        record.error_code = error.code
+        record.latency_ms = 0
+        record.finished_at = record.created_at
+        record.state = RequestState.REJECTED
+        self.records.add_final(record)
+
+    def seal(self, record: Record, ending: Ending) -> None:
+        """Fill in how it ended. The state is set last: the writer may read the row at any moment."""
+        if ending.error is not None:
+            record.error_code = ending.error.code
+            if record.status_code is None:
+                record.status_code = ending.error.status
+            metrics.ERRORS.labels(ending.error.code).inc()
+        record.finished_at = datetime.now(UTC)
+        record.state = ending.state
+        self.records.touch(record)
+
+    def finish(self, record: Record, passage: Passage | None, started: float, ending: Ending) -> None:
+        """Write the final state; a request that was torn down (the gateway stops) ends as interrupted."""
+        if passage is not None:
+            record.bytes_out = passage.bytes_out
+            if passage.first_byte_at is not None:
+                record.ttfb_ms = int((passage.first_byte_at - started) * 1000)
+        elapsed = time.monotonic() - started
+        record.latency_ms = int(elapsed * 1000)
+        self.seal(record, ending)
+        metrics.TALLY.in_flight -= 1
+        metrics.TALLY.add(
+            model=record.model,
+            state=record.state,
+            latency_s=elapsed,
+            ttfb_s=record.ttfb_ms / 1000 if record.ttfb_ms is not None else None,
+            queue_s=record.queue_ms / 1000 if record.queue_ms is not None else None,
+            tokens=(record.prompt_tokens or 0, record.completion_tokens or 0),
+        )
+
+
+def count_tokens(record: Record, outcome: Served, passage: Passage) -> None:
+    """Fill in the tokens: what the engine counted, else an estimate that is marked as one."""
+    usage = outcome.usage
+    if usage is not None:
+        record.prompt_tokens = min(max(0, usage.prompt_tokens), MAX_COUNT)
+        record.completion_tokens = min(max(0, usage.completion_tokens), MAX_COUNT)
+    elif outcome.status < 400:
+        record.tokens_estimated = True
+        record.prompt_tokens = record.prompt_tokens_est
+        events = max(0, passage.events - 1)
+        said = outcome.text_chars if outcome.text_chars is not None else passage.bytes_out
+        record.completion_tokens = events if record.is_streaming else -(-said // _CHARS_PER_TOKEN)

@@ -1,0 +1,119 @@
+"""Chat completions as engines answer them, as far as other dialects need it: one decoder for chunks and whole answers.
+
+Engines differ: reasoning is ``reasoning_content`` (llama.cpp, older vLLM) or ``reasoning`` (vLLM), ids come late or never,
+errors arrive inside a stream. Source: OpenAI API reference, "Chat" and "Chat streaming".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class FunctionPart(msgspec.Struct, gc=False):
+    """Name and arguments of a call, or the next piece of them."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallPart(msgspec.Struct):
+    """A tool call, or the next piece of one. Pieces of one call share ``index``."""
+
+    index: int | None = None
+    id: str | None = None
+    function: FunctionPart | None = None
+
+
+class ChatMessage(msgspec.Struct):
+    """``message`` of a whole answer, ``delta`` of a chunk."""
+
+    role: str | None = None
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+
+    @property
+    def thought(self) -> str:
+        """The reasoning text under whichever name it came; an engine that sends both means the same text."""
+        return self.reasoning_content or self.reasoning or ""
+
+
+class ChatChoice(msgspec.Struct):
+    """One of ``n`` answers. ``stop_reason`` is vLLM's: the stop sequence, or the id of the stop token, that ended it.
+
+    ``logprobs``: JSON as it came, None = none.
+    """
+
+    index: int = 0
+    delta: ChatMessage | None = None
+    message: ChatMessage | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: object = None
+
+
+class PromptDetails(msgspec.Struct, gc=False):
+    """``usage.prompt_tokens_details``."""
+
+    cached_tokens: int | None = None
+    audio_tokens: int | None = None
+
+
+class CompletionDetails(msgspec.Struct, gc=False):
+    """``usage.completion_tokens_details``."""
+
+    reasoning_tokens: int | None = None
+
+
+class ChatUsage(msgspec.Struct):
+    """Token counts of a chat answer."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class ChatTimings(msgspec.Struct):
+    """llama.cpp's own measurements."""
+
+    prompt_ms: float | None = None
+    predicted_ms: float | None = None
+
+
+class ChatPiece(msgspec.Struct):
+    """One chunk of a chat stream, or a whole chat answer. ``error``: JSON, not None = the engine failed after it had begun."""
+
+    id: str | None = None
+    created: int | None = None
+    model: str | None = None
+    choices: list[ChatChoice] = []
+    usage: ChatUsage | None = None
+    timings: ChatTimings | None = None
+    error: object = None
+
+
+chat_decoder = msgspec.json.Decoder(ChatPiece)
+"""Raises msgspec.DecodeError (and UnicodeDecodeError, RecursionError) for what is no chat answer."""
+
+
+def list_payloads(events: bytes) -> Iterator[bytes]:
+    """Yield the data of whole events (``EventCutter`` cuts them), comments and empty events left out.
+
+    An engine's events have one ``data`` line each; several lines of one event are joined by a newline (WHATWG HTML 9.2.6).
+    """
+    if b"\r" in events:
+        events = events.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    for event in events.split(b"\n\n"):
+        if event.startswith(b"data:") and b"\n" not in event:
+            payload = event[5:].strip()
+        else:
+            lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+            payload = b"\n".join(lines).strip()
+        if payload:
+            yield payload

@@ -1,0 +1,110 @@
+"""``x_pool_meta``: where and how a request was served, for clients that sent ``x_pool_options`` (central-server design 3.2).
+
+Unaware clients never see it, so all of this may look into the answer: it is not on the path of their bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+
+from wire.events import EventCutter
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encoder = msgspec.json.Encoder()
+_ID = re.compile(rb'"id"\s*:\s*("(?:[^"\\]|\\.){1,200}")')
+_MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,400}")')
+_CREATED = re.compile(rb'"created"\s*:\s*(\d{1,12})')
+_FINAL_RESPONSE = re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete)"')
+_MESSAGE_STOP = re.compile(rb'"type"\s*:\s*"message_stop"')
+
+
+class PoolMeta(msgspec.Struct, kw_only=True, omit_defaults=False):
+    """Names as in the design; times in milliseconds. ``gpu_id``: the printed id of the box."""
+
+    gpu_id: str
+    node: str
+    model: str
+    asked_model: str
+    queue_ms: int
+    inference_ms: int
+    ttfb_ms: int | None
+    attempts: int
+
+
+def add_meta(body: bytes, meta: PoolMeta) -> bytes:
+    """Return a JSON object with ``x_pool_meta`` in it; anything else as it is."""
+    try:
+        fields = _fields_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
+    fields["x_pool_meta"] = msgspec.Raw(_encoder.encode(meta))
+    return _encoder.encode(fields)
+
+
+class MetaStream:
+    """Passes an event stream on and puts the numbers in front of its closing event. ``measure`` is called once, then.
+
+    Chat and completions get a chunk without choices before ``[DONE]``, Messages an event of its own before
+    ``message_stop``, Responses a field in the object of the closing event. A stream that breaks gets nothing.
+    """
+
+    def __init__(self, measure: Callable[[], PoolMeta]) -> None:
+        self._measure = measure
+        self._cutter = EventCutter()
+        self._head = b""
+        self._is_done = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes for the client; return what may go out now."""
+        out = self._cutter.feed(data)
+        if not out or self._is_done:
+            return out
+        if not self._head and b'"id"' in out:
+            self._head = out
+        for mark in (_FINAL_RESPONSE, _MESSAGE_STOP):
+            if found := mark.search(out):
+                return self._insert(out, out.rfind(b"\n\n", 0, found.start()) + 2 if b"\n\n" in out[: found.start()] else 0)
+        at = out.find(b"data: [DONE]")
+        return self._insert(out, at) if at >= 0 else out
+
+    def finish(self) -> bytes:
+        """Return what is left at the end."""
+        return self._cutter.finish()
+
+    def _insert(self, out: bytes, at: int) -> bytes:
+        self._is_done = True
+        meta = _encoder.encode(self._measure())
+        before, closing = out[:at], out[at:]
+        if closing.startswith(b"data: [DONE]"):
+            return before + self._chunk(meta) + closing
+        if _MESSAGE_STOP.search(closing):
+            return before + b'event: x_pool_meta\ndata: {"type":"x_pool_meta","x_pool_meta":' + meta + b"}\n\n" + closing
+        return before + _add_to_response(closing, meta)
+
+    def _chunk(self, meta: bytes) -> bytes:
+        found, model, created = _ID.search(self._head), _MODEL.search(self._head), _CREATED.search(self._head)
+        return (
+            b'data: {"id":%b,"object":"chat.completion.chunk","created":%b,"model":%b,"choices":[],"x_pool_meta":%b}\n\n'
+        ) % (
+            found.group(1) if found else b'""',
+            created.group(1) if created else b"0",
+            model.group(1) if model else b'""',
+            meta,
+        )
+
+
+def _add_to_response(closing: bytes, meta: bytes) -> bytes:
+    """Return the closing event with the numbers in its response object."""
+    event, blank, rest = closing.partition(b"\n\n")
+    head, mark, data = event.partition(b"data:")
+    try:
+        fields = _fields_decoder.decode(data)
+        response = _fields_decoder.decode(fields["response"])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+        return closing
+    response["x_pool_meta"] = msgspec.Raw(meta)
+    fields["response"] = msgspec.Raw(_encoder.encode(response))
+    return head + mark + b" " + _encoder.encode(fields) + blank + rest

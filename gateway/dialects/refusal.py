@@ -1,0 +1,137 @@
+"""Reading what an engine says when it refuses or fails: many shapes in, one error of ours out. Pure.
+
+vLLM and llama.cpp answer ``{"error": {"message", "type", "code"}}`` (``code`` a number), older vLLM ``{"object": "error",
+"message"}``, FastAPI servers ``{"detail"}``, Ollama ``{"error": "text"}``, proxies HTML.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from gateway.errors import ContextTooLong, EngineRefused, GatewayError
+
+MAX_WORDS_CHARS = 1000
+_STATUS_OF_NOTHING = 502
+_CONTEXT_WORDS = (
+    "maximum context length",
+    "context_length_exceeded",
+    "exceed_context_size_error",
+    "exceeds the available context size",
+    "context window",
+    "maximum model length",
+)
+_TOKENS = re.compile(r"(\d[\d,]*)")
+_TAGS = re.compile(r"<(?:script|style)\b.*?</(?:script|style)>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+
+
+class _Inner(msgspec.Struct):
+    message: object = None
+    type: object = None
+    code: object = None
+    param: object = None
+    n_prompt_tokens: object = None
+    n_ctx: object = None
+
+
+class _Outer(msgspec.Struct):
+    error: _Inner | str | None = None
+    type: object = None
+    message: object = None
+    detail: object = None
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """Of an error body: whether its message stands where SDKs look, and whether its outside is Anthropic's."""
+
+    has_message: bool
+    is_anthropic: bool
+    has_text_code: bool = True
+    """Engines like to put the status there, and a client that was promised text cannot read the whole error then."""
+
+
+_decoder = msgspec.json.Decoder(_Outer)
+
+
+def _decode(body: bytes) -> _Outer | None:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def read_shape(body: bytes) -> Shape:
+    """Return the shape of an error body."""
+    outer = _decode(body)
+    inner = outer.error if outer is not None else None
+    if outer is None or not isinstance(inner, _Inner):
+        return Shape(has_message=False, is_anthropic=False)
+    has_message = isinstance(inner.message, str) and bool(inner.message)
+    return Shape(
+        has_message=has_message,
+        is_anthropic=outer.type == "error" and isinstance(inner.type, str),
+        has_text_code=inner.code is None or isinstance(inner.code, str),
+    )
+
+
+def complete_error(body: bytes, known: dict[str, object]) -> bytes:
+    """Return an OpenAI-shaped error with the code of ``known``, and what else of it the engine left out."""
+    fields = msgspec.json.decode(body)
+    fields["error"] = {**known, **fields["error"], "code": known["code"]}
+    return msgspec.json.encode(fields)
+
+
+def is_about_context(body: bytes) -> bool:
+    """Whether an engine says that prompt and answer do not fit into the context."""
+    head = body[:8192].lower()
+    return any(word.encode() in head for word in _CONTEXT_WORDS)
+
+
+def read_refusal(status: int, body: bytes) -> GatewayError:
+    """Return an engine's error as one of ours: ContextTooLong, or EngineRefused with its status and words."""
+    outer = _decode(body)
+    inner = outer.error if outer is not None and isinstance(outer.error, _Inner) else None
+    words = _find_words(outer, inner) if outer is not None else _strip_markup(body)
+    if status < 500 and is_about_context(body):
+        return _read_context(words, inner)
+    param = inner.param if inner is not None and isinstance(inner.param, str) else None
+    message = words or f"The engine answered with HTTP {status} and no reason."
+    return EngineRefused(message[:MAX_WORDS_CHARS], status=status, param=param)
+
+
+def read_stream_failure(error: bytes) -> GatewayError:
+    """Return the ``error`` value of an event (JSON text) as an error of ours."""
+    body = b'{"error":' + error + b"}"
+    outer = _decode(body)
+    inner = outer.error if outer is not None and isinstance(outer.error, _Inner) else None
+    code = inner.code if inner is not None else None
+    is_status = isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599
+    return read_refusal(code if is_status and isinstance(code, int) else _STATUS_OF_NOTHING, body)
+
+
+def _find_words(outer: _Outer, inner: _Inner | None) -> str:
+    for found in (inner.message if inner else None, outer.error, outer.message, outer.detail):
+        if isinstance(found, str) and found:
+            return found
+        if isinstance(found, dict | list) and found:
+            return msgspec.json.encode(found).decode()
+    return ""
+
+
+def _strip_markup(body: bytes) -> str:
+    return " ".join(_TAGS.sub(" ", body[:8192].decode("utf-8", "replace")).split())
+
+
+def _read_context(words: str, inner: _Inner | None) -> ContextTooLong:
+    if inner is not None and isinstance(inner.n_prompt_tokens, int) and isinstance(inner.n_ctx, int):
+        return ContextTooLong(words[:MAX_WORDS_CHARS], prompt_tokens=inner.n_prompt_tokens, context_tokens=inner.n_ctx)
+    numbers = [int(text.replace(",", "")[:12]) for text in _TOKENS.findall(words)]
+    if len(numbers) < 2:
+        return ContextTooLong(words[:MAX_WORDS_CHARS])
+    # The engines name the limit before what was asked for, and the first number beyond it is the request's.
+    limit = numbers[0]
+    asked = next((number for number in numbers[1:] if number > limit), 0)
+    if not asked:
+        limit, asked = min(numbers), max(numbers)
+    return ContextTooLong(words[:MAX_WORDS_CHARS], prompt_tokens=asked, context_tokens=limit)

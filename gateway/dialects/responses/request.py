@@ -1,0 +1,187 @@
+"""A request for /v1/responses as a chat completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from gateway.dialects.responses.checks import field_error
+from gateway.dialects.responses.fields import ResponsesRequest, TextConfig, read_request
+from gateway.dialects.responses.items import Item, Transcript, list_brought_tools
+from gateway.dialects.responses.object import (
+    ResponseFrame,
+    ResponseMoment,
+    Status,
+    render_echo,
+    render_error,
+    render_response,
+    write_event,
+)
+from gateway.dialects.responses.pool import translate_decoding
+from gateway.dialects.responses.stream import AnswerPlan, ResponsesTranslator
+from gateway.dialects.responses.tools import ToolTable, translate_choice
+from gateway.dialects.translation import Translation
+from gateway.errors import BadRequest, GatewayError
+from gateway.values import InferenceRequest
+
+CHAT_PATH = "/v1/chat/completions"
+LOGPROBS = "message.output_text.logprobs"
+
+_CARRIED = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "allow_remote"})
+"""Same name and meaning in chat completions."""
+_LEFT_OUT = frozenset(
+    {
+        "access_programs",
+        "client_metadata",
+        "context_management",
+        "image",
+        "messages",
+        "moderation",
+        "n",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    }
+)
+"""Nothing here acts on them, and a chat engine would take some of them for its own."""
+_NOT_CARRIED = (frozenset(ResponsesRequest.__struct_fields__) | {"stream_options", "x_pool_options"}) - _CARRIED
+_LANGUAGES = ("source_lang_code", "target_lang_code")
+
+
+def translate_responses(
+    request: InferenceRequest,
+    *,
+    history: Sequence[bytes] = (),
+    previous_response_id: str | None = None,
+    is_stored: bool = False,
+    response_id: str | None = None,
+) -> Translation:
+    """Return the request as a chat completion.
+
+    ``history``: JSON items of earlier turns, input and output, oldest first; they come before the request's own input.
+    ``is_stored`` and ``previous_response_id`` stand in the reply; ``response_id`` None: made from the request's id.
+    Raises BadRequest naming what a chat completion cannot carry.
+    """
+    asked, fields = read_request(request.body)
+    _refuse_unavailable(asked)
+    earlier = [(msgspec.json.decode(item, type=Item), f"history[{n}]") for n, item in enumerate(history)]
+    items = [*earlier, *_list_items(asked)]
+    if not items:
+        raise field_error("input", "is required")
+    table = _read_tools(asked, items)
+    functions, choice = translate_choice(asked.tool_choice, table)
+    known_ids = frozenset(found for item, _where in earlier if isinstance(found := item.get("id"), str))
+    transcript = Transcript(table, instructions=asked.instructions or "", known_ids=known_ids)
+    for item, where in items:
+        transcript.add(item, where)
+    chat: dict[str, object] = {"model": request.model, "messages": transcript.close()}
+    if functions:
+        chat["tools"] = functions
+        chat |= {"tool_choice": choice} if choice is not None else {}
+        chat |= {"parallel_tool_calls": asked.parallel_tool_calls} if asked.parallel_tool_calls is not None else {}
+    knobs, left_out = _translate_knobs(asked)
+    chat |= knobs
+    for name, raw in fields.items():
+        if name not in _NOT_CARRIED and name not in _LEFT_OUT and name not in chat and bytes(raw) != b"null":
+            chat[name] = raw
+    if request.is_streaming:
+        chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    left_out += [name for name in fields if name in _LEFT_OUT and bytes(fields[name]) != b"null"]
+    plan = AnswerPlan(
+        echo=render_echo(asked, is_stored=is_stored, previous_response_id=previous_response_id),
+        table=table,
+        response_id=response_id,
+        uses_pool_fields=asked.uses_pool_fields,
+    )
+    return Translation(
+        path=CHAT_PATH,
+        body=msgspec.json.encode(chat),
+        open_answer=partial(ResponsesTranslator, plan),
+        ignored=(*table.ignored, *transcript.ignored, *left_out),
+    )
+
+
+def render_failed_response(error: GatewayError, *, response_id: str, model: str, created: int, body: bytes) -> bytes:
+    """Return the events of a stream that failed before the engine said anything: a response must begin before it fails.
+
+    ``body``: the request; ``created``: Unix seconds.
+    """
+    try:
+        echo = render_echo(read_request(body)[0], is_stored=False, previous_response_id=None)
+    except BadRequest:
+        echo = render_echo(ResponsesRequest(model=model), is_stored=False, previous_response_id=None)
+    frame = ResponseFrame(response_id=response_id, model=model, created=created, echo=echo)
+    failed = ResponseMoment(Status.FAILED, error=render_error(error))
+    began = write_event(b"response.created", 0, b'"response":' + render_response(frame, ResponseMoment()))
+    return began + write_event(b"response.failed", 1, b'"response":' + render_response(frame, failed))
+
+
+def _refuse_unavailable(asked: ResponsesRequest) -> None:
+    if asked.prompt is not None:
+        raise field_error("prompt", "names a stored prompt, and none are stored here; send its text as instructions and input")
+    if asked.conversation is not None:
+        raise field_error("conversation", "is not offered here; send the items of the conversation as input")
+    for name in _LANGUAGES:
+        if getattr(asked, name) is not None:
+            raise field_error(
+                name, "needs a box that answers /v1/responses itself, and none serves this model; put it into instructions"
+            )
+
+
+def _list_items(asked: ResponsesRequest) -> list[tuple[Item, str]]:
+    if isinstance(asked.input, str):
+        return [({"role": "user", "content": asked.input}, "input")]
+    return [(item, f"input[{n}]") for n, item in enumerate(asked.input or [])]
+
+
+def _read_tools(asked: ResponsesRequest, items: list[tuple[Item, str]]) -> ToolTable:
+    table = ToolTable()
+    table.add(list(asked.tools or []), "tools")
+    for item, where in items:
+        table.add(list_brought_tools(item, where), f"{where}.tools")
+    return table
+
+
+def _translate_knobs(asked: ResponsesRequest) -> tuple[dict[str, object], list[str]]:
+    """Return the chat fields that have another name or shape there, and what was left out."""
+    chat: dict[str, object] = {}
+    ignored: list[str] = []
+    if asked.max_output_tokens is not None:
+        chat["max_tokens"] = asked.max_output_tokens
+    for value in asked.include or ():
+        if value == LOGPROBS:
+            chat |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+        elif value == "reasoning.encrypted_content":
+            ignored.append("include.reasoning.encrypted_content")
+    if asked.text is not None:
+        chat |= _translate_text(asked.text)
+    if asked.reasoning is not None and asked.reasoning.effort is not None:
+        chat["reasoning_effort"] = asked.reasoning.effort
+    if asked.reasoning is not None and asked.reasoning.summary is not None:
+        ignored.append("reasoning.summary")
+    if asked.truncation not in (None, "disabled"):
+        ignored.append("truncation")
+    if asked.service_tier not in (None, "auto", "default"):
+        ignored.append("service_tier")
+    if asked.decoding is not None:
+        decoding, unknown = translate_decoding(asked.decoding)
+        chat |= decoding
+        ignored += unknown
+    return chat, ignored
+
+
+def _translate_text(text: TextConfig) -> dict[str, object]:
+    chat: dict[str, object] = {"verbosity": text.verbosity} if text.verbosity is not None else {}
+    form = text.format
+    kind = form.get("type") if form is not None else None
+    if form is None or kind == "text":
+        return chat
+    if kind == "json_object":
+        return {**chat, "response_format": {"type": "json_object"}}
+    if kind == "json_schema":
+        schema = {name: value for name, value in form.items() if name != "type" and value is not None}
+        if not isinstance(schema.get("schema"), dict):
+            raise field_error("text.format.schema", "is required and must be an object")
+        return {**chat, "response_format": {"type": "json_schema", "json_schema": {"name": "response", **schema}}}
+    raise field_error("text.format.type", "must be text, json_object or json_schema")

@@ -1,0 +1,51 @@
+"""Headers of an answer: those of the box that may reach a client, and ours. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gateway.client import Header
+
+_DROPPED = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade",
+    "content-length", "server", "date", "set-cookie", "location", "alt-svc", "strict-transport-security", "x-request-id",
+    "request-id", "x-accel-buffering", "x-muster-node", "x-muster-model", "x-muster-ignored", "x-queue-wait-ms",
+})  # fmt: skip
+_DROPPED_FAMILIES = ("access-control-", "x-ratelimit-", "anthropic-ratelimit-")
+_SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
+_SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
+_WHOLE_NUMBER = re.compile(r"[0-9]{1,9}\Z")
+
+
+def render_head(headers: Mapping[str, str], *, queue_ms: int, is_event_stream: bool, content_type: str = "") -> list[Header]:
+    """Return a box's headers without what belongs to its connection, or could split the response.
+
+    ``queue_ms``: the wait at this gateway, which is added to that on the box. ``content_type`` replaces the engine's when
+    the body is not the engine's any more.
+    """
+    head = [
+        (name.encode("latin-1"), value.encode("latin-1", "replace"))
+        for name, value in headers.items()
+        if name not in _DROPPED
+        and not name.startswith(_DROPPED_FAMILIES)
+        and _SAFE_NAME.match(name)
+        and _SAFE_VALUE.match(value)
+        and not (content_type and name == "content-type")
+    ]
+    if content_type:
+        head.append((b"content-type", content_type.encode()))
+    on_box = headers.get("x-queue-wait-ms", "")
+    waited_ms = queue_ms + (int(on_box) if _WHOLE_NUMBER.match(on_box) else 0)
+    head.append((b"x-queue-wait-ms", b"%d" % waited_ms))
+    if is_event_stream:
+        head.append((b"x-accel-buffering", b"no"))
+        if "cache-control" not in headers:
+            head.append((b"cache-control", b"no-cache"))
+    return head
+
+
+def name_header(name: bytes, value: str) -> Header:
+    """Return a header whose value is a name somebody chose; what does not fit into a header becomes a question mark."""
+    text = "".join(letter if " " <= letter <= "~" else "?" for letter in value[:200])
+    return name, text.encode()

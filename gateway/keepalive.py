@@ -1,0 +1,56 @@
+"""Signs of life on a stream whose answer is not there yet, so that no proxy or client gives up on it.
+
+A request may wait in the queue and then for its prompt to be read; both can take longer than the idle time-out of what
+stands between. A comment is what every reader of event streams skips (WHATWG HTML, section 9.2.6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway.client import ClientConnection, Header
+
+COMMENT = b": ping\n\n"
+_HEAD: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class KeepAlive:
+    """Begins the response of one streamed request if nothing else did, and pings whenever nothing was said for a while.
+
+    ``event`` is what is sent; whoever passes on the answer sets the one of its dialect. ``extra``: headers of the response.
+    """
+
+    def __init__(self, client: ClientConnection, *, extra: Sequence[Header], every_s: float) -> None:
+        self.event = COMMENT
+        self._client = client
+        self._extra = extra
+        self._every_s = every_s
+        self._seen = b""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to count; the first sign comes after ``every_s`` seconds of silence."""
+        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._tick)
+
+    def stop(self) -> None:
+        """Say nothing more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        client = self._client
+        if client.finished or client.is_gone:
+            return
+        if not client.started:
+            client.start(200, [*_HEAD, *self._extra])
+            client.write(self.event)
+        elif client.tail is self._seen and client.tail.endswith(b"\n\n") and not client.is_blocked:
+            client.write(self.event)  # only between two events: within one it would tear it apart
+        self._seen = client.tail
+        self.start()

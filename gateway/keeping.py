@@ -1,0 +1,119 @@
+"""Answers of /v1/responses that are kept, or that go on from one: what the tenant allows, and the two trips to the database.
+
+The first trip reads the conversation before the request is accepted. The second comes when the answer is whole: its last
+event leaves only once the row is durable, so that a client which knows the answer's id can always ask for it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from django.db import DatabaseError, InterfaceError
+
+from gateway.dialects.responses import list_input_items, make_response_id, translate_responses
+from gateway.dialects.translation import AnswerTranslator, Translation
+from gateway.errors import BadRequest, GatewayError, RecordsUnavailable, ResponseNotFound
+from gateway.services.responses import keep_response, load_history
+from gateway.values import Caller, InferenceRequest
+from nodes.offload import run_in_database
+
+logger = logging.getLogger("muster.gateway")
+
+T = TypeVar("T")
+
+RESPONSES = "/v1/responses"
+LANE = "/v1/chat/completions"
+"""Kept answers are made by translation: an engine's own object has another id, and says that it is not stored."""
+_DATABASE_S = 5.0
+_MARGIN_S = 0.5
+"""Writing ends this long before we stop waiting for it: what we say is not kept is then really not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What a request of /v1/responses has to do with the database. ``translate`` says it with its history."""
+
+    is_stored: bool
+    previous_id: str
+    translate: Callable[[InferenceRequest], Translation]
+
+
+async def plan_keeping(caller: Caller, request: InferenceRequest, request_id: str) -> Keeping | None:
+    """Return what is to be read and kept, None for an answer that stands alone.
+
+    Raises BadRequest for an answer that the tenant does not let us keep, ResponseNotFound for a previous one that is not there,
+    RecordsUnavailable when the database does not answer.
+    """
+    if not caller.stores_responses:
+        if request.store:
+            raise BadRequest(
+                "Answers are not kept for this tenant: send store false, or ask an operator to allow it.", param="store"
+            )
+        if request.previous_response_id:
+            raise ResponseNotFound(
+                "Answers are not kept for this tenant, so there is none to go on from: send the whole conversation as input, "
+                "or ask an operator to allow it.",
+                param="previous_response_id",
+            )
+        return None
+    is_stored, previous_id = request.store is not False, request.previous_response_id
+    if not is_stored and not previous_id:
+        return None
+    history: list[bytes] = []
+    if previous_id:
+        history = await _ask_database(lambda: load_history(tenant=caller.tenant, response_id=previous_id).items)
+    response_id = make_response_id(request_id)
+
+    def translate(renamed: InferenceRequest) -> Translation:
+        return translate_responses(
+            renamed, history=history, previous_response_id=previous_id or None, is_stored=is_stored, response_id=response_id
+        )
+
+    return Keeping(is_stored, previous_id, translate)
+
+
+async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keeping, translator: AnswerTranslator) -> bool:
+    """Write the answer down; return whether that was done. The client gets its answer either way."""
+    body = translator.kept
+    if body is None:
+        return False
+    give_up_at = time.monotonic() + _DATABASE_S - _MARGIN_S
+    try:
+        await _ask_database(
+            lambda: keep_response(
+                tenant=caller.tenant,
+                key_id=caller.key_id,
+                kept_days=caller.responses_kept_days,
+                model=request.model,
+                previous_id=keeping.previous_id,
+                input_items=list_input_items(request.body),
+                body=body,
+                give_up_at=give_up_at,
+            )
+        )
+    except GatewayError as error:
+        logger.warning("response.not_kept code=%s", error.code)
+        return False
+    return True
+
+
+def mark_unkept(last: bytes) -> bytes:
+    """Return closing events, or a whole body, whose response object says that it was not stored."""
+    head, mark, data = last.rpartition(b"data:")
+    fields = msgspec.json.decode(data)
+    (fields["response"] if mark else fields)["store"] = False
+    return head + mark + (b" " if mark else b"") + msgspec.json.encode(fields) + (b"\n\n" if mark else b"")
+
+
+async def _ask_database(ask: Callable[[], T]) -> T:
+    try:
+        async with asyncio.timeout(_DATABASE_S):
+            return await run_in_database(ask)
+    except (TimeoutError, DatabaseError, InterfaceError, OSError):
+        raise RecordsUnavailable("Kept answers cannot be reached now; please retry", retry_after_s=2) from None

@@ -1,0 +1,66 @@
+"""How one attempt of a request can end, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, RequestTimeout
+from nodes.links import EndKind, LinkEnd
+from wire.bridge import TokenCounts
+
+
+class RetryReason(StrEnum):
+    """Why another box should be tried; ``unspoken``: the same one in other words."""
+
+    LOST = "lost"
+    ENGINE = "engine"
+    BUSY = "busy"
+    RECLAIMED = "reclaimed"
+    UNSPOKEN = "unspoken"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The client has the whole answer. ``status`` is the engine's; ``usage`` is None when the engine did not say."""
+
+    status: int
+    usage: TokenCounts | None
+    text_chars: int | None = field(default=None, compare=False)
+    """Characters of an unstreamed answer without usage, to estimate from."""
+    has_failed: bool = False
+    """The engine's stream held an error: the client was told by the engine itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Nothing reached the client; another box may take it. ``error`` is what to say if none may."""
+
+    reason: RetryReason
+    error: GatewayError
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """It is over. ``told`` says whether the client was told already (a stream that had begun)."""
+
+    error: GatewayError
+    told: bool
+
+
+Outcome = Served | Retry | Broken
+
+
+def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
+    """Return what to tell the client and, when another box may try, why."""
+    match end.kind:
+        case EndKind.BUSY:
+            return ForwardedRequestFailed(), RetryReason.BUSY
+        case EndKind.LINK_LOST:
+            return RequestInterrupted(), RetryReason.LOST
+        case EndKind.RECLAIMED:
+            return RequestInterrupted(), RetryReason.RECLAIMED
+        case EndKind.TIMEOUT:
+            return RequestTimeout(), None
+        case EndKind.ENGINE_FAILED | EndKind.COMPLETE:
+            return ForwardedRequestFailed(), RetryReason.ENGINE if end.retryable else None

@@ -1,0 +1,143 @@
+"""How long a prompt is, in the words of either API: ``/v1/messages/count_tokens`` and ``/v1/responses/input_tokens``.
+
+A count is no request: it has no record, takes no slot and no place in a queue. It counts against the rate of its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+from django.conf import settings
+
+from gateway import metrics
+from gateway.client import ClientConnection, Header
+from gateway.counting import Count, TokenCounter
+from gateway.counting.counter import run_beside
+from gateway.dialects import SURFACES, Surface
+from gateway.dialects.body import RequestBody, require_list
+from gateway.dialects.messages import to_chat_body
+from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
+from gateway.heads import name_header
+from gateway.keeping import plan_keeping
+from gateway.pipeline import send_error
+from gateway.runtime import GatewayRuntime
+from gateway.values import Caller, InferenceRequest
+from gateway.views.base import Application, make_endpoint
+from wire.ids import format_id, new_uuid7
+
+_json = msgspec.json.Encoder()
+
+ToChat = Callable[[InferenceRequest], tuple[bytes, tuple[str, ...]]]
+"""Returns the body of a chat completion with the same prompt, and the names of what it leaves out. Raises BadRequest."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountingSurface:
+    """How one path is read and answered. ``plan`` finds out what the prompt of a request begins with."""
+
+    surface: Surface
+    plan: Callable[[Caller, InferenceRequest, str], Awaitable[ToChat]]
+    answer: dict[str, str]
+    """Members of an answer beside the count."""
+
+
+def make_counting_routes(runtime: GatewayRuntime) -> dict[str, Application]:
+    """Return the applications of this process that count, by path."""
+    root = Path(settings.TOKENIZERS_DIR) if settings.TOKENIZERS_DIR else None
+    views = CountingViews(runtime, TokenCounter(runtime.registry, root))
+    return {path: views.make(counting) for path, counting in COUNTING.items()}
+
+
+class CountingViews:
+    """The applications and what they share."""
+
+    def __init__(self, runtime: GatewayRuntime, counter: TokenCounter) -> None:
+        self._runtime = runtime
+        self._counter = counter
+
+    def make(self, counting: CountingSurface) -> Application:
+        """Return the application of one path."""
+
+        async def answer(client: ClientConnection) -> None:
+            request_id = format_id("req", new_uuid7())
+            extra: list[Header] = [(b"x-request-id", request_id.encode())]
+            if counting.surface.is_anthropic:
+                extra.append((b"request-id", request_id.encode()))
+            try:
+                await self._answer(client, counting, request_id, extra)
+            except ClientLeft:
+                raise
+            except GatewayError as error:
+                metrics.REFUSALS.labels(error.code).inc()
+                send_error(client, counting.surface, error, request_id, extra)
+
+        return make_endpoint(self._runtime, {"POST": answer}, surface=counting.surface)
+
+    async def _answer(self, client: ClientConnection, counting: CountingSurface, request_id: str, extra: list[Header]) -> None:
+        """Count and say it. Raises GatewayError."""
+        runtime, surface = self._runtime, counting.surface
+        if runtime.pipeline.is_stopping:
+            raise ShuttingDown(retry_after_s=2)
+        caller = await runtime.keys.identify(client.headers, allow_x_api_key=True)
+        body = await client.read_body()
+        extra += self._take_rate(caller, surface, extra)
+        request = await run_beside(len(body), lambda: surface.parse(body, client.headers))
+        entry = runtime.pipeline.admission.route(caller, request.model, request.endpoint, request.options)[0]
+        to_chat = await counting.plan(caller, request, request_id)
+        chat, ignored = await run_beside(len(body), lambda: to_chat(surface.rename(request, entry.name)))
+        count = await self._counter.count(entry, chat, tenant=caller.tenant, request_id=request_id)
+        extra += _describe(count, entry.name, ignored)
+        content: dict[str, object] = {**counting.answer, "input_tokens": count.tokens}
+        if count.is_estimated:
+            content["estimated"] = True
+        client.respond(200, [(b"content-type", b"application/json"), *extra], _json.encode(content))
+
+    def _take_rate(self, caller: Caller, surface: Surface, extra: list[Header]) -> list[Header]:
+        """Count against the rate of the key; return where that stands. Raises RateLimited, the same in ``extra``."""
+        limiter = self._runtime.limiter
+        try:
+            return limiter.take(caller.key_id, caller.requests_per_minute).headers(is_anthropic=surface.is_anthropic)
+        except RateLimited:
+            extra += limiter.peek(caller.key_id, caller.requests_per_minute).headers(is_anthropic=surface.is_anthropic)
+            raise
+
+
+def _describe(count: Count, model: str, ignored: tuple[str, ...]) -> list[Header]:
+    headers = [(b"x-muster-token-count", count.source.value.encode()), name_header(b"x-muster-model", model)]
+    if count.node:
+        headers.append(name_header(b"x-muster-node", count.node))
+    if ignored:
+        headers.append(name_header(b"x-muster-ignored", ", ".join(ignored)))
+    return headers
+
+
+def _check_messages(body: RequestBody) -> None:
+    require_list(body.messages, "messages")
+
+
+async def _plan_messages(_caller: Caller, _request: InferenceRequest, _request_id: str) -> ToChat:
+    return lambda request: to_chat_body(request.body, is_counting=True)
+
+
+async def _plan_responses(caller: Caller, request: InferenceRequest, request_id: str) -> ToChat:
+    """Have the earlier turns read that the request goes on from. Raises ResponseNotFound, RecordsUnavailable."""
+    keeping = await plan_keeping(caller, request, request_id) if request.previous_response_id else None
+    translate = keeping.translate if keeping is not None else SURFACES["/v1/responses"].translate
+    assert translate is not None
+
+    def to_chat(renamed: InferenceRequest) -> tuple[bytes, tuple[str, ...]]:
+        translation = translate(renamed)
+        return translation.body, translation.ignored
+
+    return to_chat
+
+
+COUNTING: dict[str, CountingSurface] = {
+    "/v1/messages/count_tokens": CountingSurface(replace(SURFACES["/v1/messages"], check=_check_messages), _plan_messages, {}),
+    "/v1/responses/input_tokens": CountingSurface(
+        SURFACES["/v1/responses"], _plan_responses, {"object": "response.input_tokens"}
+    ),
+}

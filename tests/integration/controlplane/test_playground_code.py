@@ -1,0 +1,220 @@
+"""The code of the playground, run: each program sends what the page itself would send, and prints what it is answered."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from controlplane.playground.asks import Ask, build_body, read_ask
+from controlplane.playground.snippets import write_code
+
+PICTURE = b"\x89PNG" + bytes(range(256))
+KEY = "mst_of_the_environment"
+NASTY = "It costs $HOME `id` $(id) \\ \\n \"q\" 'q' ü 🦙\nJSON\n\ttab"
+TOOLS = [{"name": "weather", "description": NASTY, "parameters": {"type": "object", "properties": {"$city": {}}}}]
+PLAIN: dict[str, Any] = {"prompt": NASTY}
+FULL: dict[str, Any] = {
+    "prompt": NASTY,
+    "system": "Be brief.\nAlways.",
+    "temperature": "0.5",
+    "max_tokens": "20",
+    "stream": True,
+    "tools": json.dumps(TOOLS),
+    "image": {"name": "cat.png", "type": "image/png", "data": base64.b64encode(PICTURE).decode()},
+    "priority": "low",
+    "fallback_models": "other, third",
+}
+CASES = [
+    (surface, name, fields)
+    for surface in ("chat", "messages", "responses", "completions", "embeddings")
+    for name, fields in (("plain", PLAIN), ("full", FULL))
+]
+IDS = [f"{surface} {name}" for surface, name, _ in CASES]
+
+USAGE = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
+MESSAGE: dict[str, Any] = {
+    "id": "msg_1", "type": "message", "role": "assistant", "model": "tiny", "stop_reason": "end_turn", "stop_sequence": None,
+    "content": [{"type": "text", "text": "bonjour"}], "usage": USAGE,
+}  # fmt: skip
+ITEM = {
+    "id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
+    "content": [{"type": "output_text", "text": "bonjour", "annotations": []}],
+}  # fmt: skip
+RESPONSE = {
+    "id": "resp_1", "object": "response", "created_at": 1, "model": "tiny", "status": "completed", "output": [ITEM],
+    "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "usage": None,
+}  # fmt: skip
+CHAT = {"id": "c", "object": "chat.completion", "created": 1, "model": "tiny"}
+WHOLE: dict[str, Any] = {
+    "/v1/chat/completions": {
+        **CHAT,
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": "bonjour"}, "finish_reason": "stop"}],
+    },
+    "/v1/completions": {**CHAT, "choices": [{"index": 0, "text": "bonjour", "finish_reason": "stop"}]},
+    "/v1/messages": MESSAGE,
+    "/v1/responses": RESPONSE,
+    "/v1/embeddings": {"object": "list", "model": "tiny", "data": [{"object": "embedding", "index": 0, "embedding": [0.5]}]},
+}
+EVENTS: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [
+        {**CHAT, "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "bonjour"}}]}
+    ],
+    "/v1/completions": [{**CHAT, "choices": [{"index": 0, "text": "bonjour"}]}],
+    "/v1/messages": [
+        {"type": "message_start", "message": {**MESSAGE, "content": [], "stop_reason": None}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "bonjour"}},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": USAGE},
+        {"type": "message_stop"},
+    ],
+    "/v1/responses": [
+        {"type": "response.created", "sequence_number": 0, "response": {**RESPONSE, "output": []}},
+        {"type": "response.output_item.added", "sequence_number": 1, "output_index": 0, "item": {**ITEM, "content": []}},
+        {
+            "type": "response.content_part.added", "sequence_number": 2, "item_id": "msg_1", "output_index": 0,
+            "content_index": 0, "part": {"type": "output_text", "text": "", "annotations": []},
+        },
+        {
+            "type": "response.output_text.delta", "sequence_number": 3, "item_id": "msg_1", "output_index": 0,
+            "content_index": 0, "delta": "bonjour", "logprobs": [],
+        },
+        {"type": "response.output_item.done", "sequence_number": 4, "output_index": 0, "item": ITEM},
+        {"type": "response.completed", "sequence_number": 5, "response": RESPONSE},
+    ],
+}  # fmt: skip
+
+
+@dataclass
+class Heard:
+    """What a server on loopback was asked."""
+
+    url: str = ""
+    requests: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """A server that answers every surface with "bonjour"."""
+    kept = Heard()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            key = self.headers.get("x-api-key") or self.headers.get("authorization", "")
+            kept.requests.append((self.path, key.removeprefix("Bearer "), body))
+            is_stream = body.get("stream", False)
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream" if is_stream else "application/json")
+            self.end_headers()
+            self.wfile.write(print_events(self.path) if is_stream else json.dumps(WHOLE[self.path]).encode())
+
+        def log_message(self, *values: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        kept.url = f"http://127.0.0.1:{server.server_port}"
+        yield kept
+        server.shutdown()
+
+
+def print_events(path: str) -> bytes:
+    """Return the stream of a surface."""
+    named = path in {"/v1/messages", "/v1/responses"}
+    lines = [(f"event: {event['type']}\n" if named else "") + f"data: {json.dumps(event)}\n\n" for event in EVENTS[path]]
+    return ("".join(lines) + ("" if path == "/v1/messages" else "data: [DONE]\n\n")).encode()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the picture, and the key in the environment."""
+    (tmp_path / "cat.png").write_bytes(PICTURE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MUSTER_API_KEY", KEY)
+    return tmp_path
+
+
+def make_ask(surface: str, fields: dict[str, Any]) -> Ask:
+    return read_ask(json.dumps({"surface": surface, "model": "tiny", **fields}).encode())
+
+
+def check_heard(heard: Heard, ask: Ask, *, may_add: frozenset[str] = frozenset()) -> None:
+    """Check that exactly what the page would send was heard."""
+    ((path, key, body),) = heard.requests
+    assert (path, key) == (ask.surface.path, KEY)
+    assert {name: value for name, value in body.items() if name not in may_add} == build_body(ask)
+
+
+@pytest.mark.parametrize("shell", ["bash", "dash"])
+@pytest.mark.parametrize(("surface", "name", "fields"), CASES, ids=IDS)
+def test_curl_sends_what_the_page_sends(
+    heard: Heard, here: Path, surface: str, name: str, fields: dict[str, Any], shell: str
+) -> None:
+    if shutil.which("curl") is None or shutil.which(shell) is None:
+        pytest.skip(f"curl or {shell} is not installed")
+    ask = make_ask(surface, fields)
+    ran = subprocess.run(
+        [shell, "-eu"], input=write_code(ask, base_url=heard.url).curl.encode(), capture_output=True, check=True
+    )
+    check_heard(heard, ask)
+    assert b"bonjour" in ran.stdout or surface == "embeddings"
+
+
+@pytest.mark.parametrize(("surface", "name", "fields"), CASES, ids=IDS)
+def test_python_sends_what_the_page_sends(
+    heard: Heard, here: Path, capsys: pytest.CaptureFixture[str], surface: str, name: str, fields: dict[str, Any]
+) -> None:
+    ask = make_ask(surface, fields)
+    exec(compile(write_code(ask, base_url=heard.url).python, "playground.py", "exec"), {})
+    # The SDK asks for embeddings as base64 by itself.
+    check_heard(heard, ask, may_add=frozenset({"encoding_format"}))
+    assert "bonjour" in capsys.readouterr().out or surface == "embeddings"
+
+
+SDK = """
+class Stub {
+    constructor(options) { this.options = options; }
+    async take(body) {
+        console.error(JSON.stringify([this.options, body]));
+        return body.stream ? [] : {data: [{}], choices: [{}]};
+    }
+    get chat() { return {completions: {create: (body) => this.take(body)}}; }
+    get completions() { return this.chat.completions; }
+    get responses() { return this.chat.completions; }
+    get messages() { return this.chat.completions; }
+    get embeddings() { return this.chat.completions; }
+}
+export default Stub;
+"""
+"""Stands in for both SDKs, which are not installed here: it says what it was given."""
+
+
+@pytest.mark.parametrize(("surface", "name", "fields"), CASES, ids=IDS)
+def test_node_hands_its_sdk_what_the_page_sends(here: Path, surface: str, name: str, fields: dict[str, Any]) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    for package in ("openai", "@anthropic-ai/sdk"):
+        folder = here / "node_modules" / package
+        folder.mkdir(parents=True)
+        (folder / "package.json").write_text('{"type": "module", "main": "index.js"}')
+        (folder / "index.js").write_text(SDK)
+    ask = make_ask(surface, fields)
+    program = here / "playground.mjs"
+    program.write_text(write_code(ask, base_url="http://gateway.test").node)
+    ran = subprocess.run([node, program], capture_output=True, check=True, env={**os.environ, "NO_COLOR": "1"})
+    options, body = json.loads(ran.stderr)
+    base = "http://gateway.test" if surface == "messages" else "http://gateway.test/v1"
+    assert (options, body) == ({"baseURL": base, "apiKey": KEY}, build_body(ask))

@@ -1,0 +1,339 @@
+"""Requests that are translated, renamed, sent elsewhere or kept alive on their way, from their bytes to their record."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from gateway.dialects import SURFACES
+from gateway.routing import Alias, Target
+from gateway.values import Priority, Timeouts
+from nodes.links import EndKind
+from tests.integration.gateway.test_pipeline import SSE, Make, make_gateway
+
+__all__ = ["make_gateway"]
+
+MESSAGES, RESPONSES = SURFACES["/v1/messages"], SURFACES["/v1/responses"]
+CHAT = "/v1/chat/completions"
+WHOLE = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+}
+
+
+def chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return (
+        b"data: " + json.dumps({"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice], **more}).encode() + b"\n\n"
+    )
+
+
+USAGE = b'data: {"id":"chatcmpl-1","created":1,"model":"m","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}\n\n'
+STREAM = [
+    chunk({"role": "assistant", "content": "Hel"}),
+    chunk({"content": "lo"}),
+    chunk({}, "stop"),
+    USAGE,
+    b"data: [DONE]\n\n",
+]
+
+
+def read_events(body: bytes) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", body, re.MULTILINE)]
+
+
+async def test_messages_reach_a_chat_engine_and_its_answer_comes_back_as_a_message(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(
+        surface=MESSAGES, max_tokens=5, system="Be brief", tools=[{"type": "web_search_20250305", "name": "w"}]
+    )
+    stream = await request.on(link)
+    assert stream.request.path == CHAT
+    assert json.loads(stream.request.body)["messages"][0] == {"role": "system", "content": "Be brief"}
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    message = json.loads(request.client.body)
+    assert (message["type"], message["content"], message["stop_reason"]) == (
+        "message", [{"type": "text", "text": "Hello"}], "end_turn",
+    )  # fmt: skip
+    headers = request.client.headers
+    assert headers["request-id"] == headers["x-request-id"]
+    assert (headers["x-muster-node"], headers["x-muster-model"]) == (link.node_name, "m")
+    assert "tools" in headers["x-muster-ignored"]
+    assert "anthropic-ratelimit-requests-remaining" in headers
+    assert await request.record("state", "endpoint", "prompt_tokens", "completion_tokens") == (
+        "completed",
+        "/v1/messages",
+        3,
+        4,
+    )
+
+
+async def test_a_streamed_message_ends_with_message_stop_and_is_counted(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
+    stream = await request.on(link)
+    assert json.loads(stream.request.body)["stream_options"] == {"include_usage": True}
+    stream.answer(*STREAM, headers=SSE)
+    await request.done()
+    kinds = [event["type"] for event in read_events(request.client.body)]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert b"[DONE]" not in request.client.body
+    assert await request.record("state", "prompt_tokens", "completion_tokens", "tokens_estimated") == ("completed", 3, 4, False)
+
+
+@pytest.mark.parametrize("ending", ["cut", "error", "garbage", "no finish"])
+@pytest.mark.parametrize("surface", [MESSAGES, RESPONSES], ids=["messages", "responses"])
+async def test_a_translated_stream_that_breaks_ends_in_one_error_of_its_dialect(
+    make_gateway: Make, surface: Any, ending: str
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=surface, max_tokens=5, stream=True, input="hi")
+    stream = await request.on(link)
+    stream.answer(*STREAM[:2], headers=SSE, ends=False)
+    if ending == "cut":
+        stream.end(EndKind.ENGINE_FAILED)
+    else:
+        last = {
+            "error": b'data: {"error":{"message":"out of memory","code":500}}\n\n',
+            "garbage": b"data: {x\n\n",
+            "no finish": b"",
+        }
+        if last[ending]:
+            stream.sink.on_data(last[ending])
+        stream.end(EndKind.COMPLETE)
+    await request.done()
+    events = read_events(request.client.body)
+    kinds = [event["type"] for event in events]
+    assert kinds[-1] == ("error" if surface is MESSAGES else "response.failed")
+    assert not {"message_stop", "response.completed", "response.incomplete"} & set(kinds)
+    if ending == "error":
+        assert "out of memory" in json.dumps(events[-1])
+    assert request.client.is_whole
+    assert (await request.record("state"))[0] == "failed"
+
+
+async def test_a_request_that_cannot_be_said_in_other_words_is_refused_before_it_is_accepted(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    content = [{"type": "image", "source": {"type": "file", "file_id": "file_1"}}]
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, messages=[{"role": "user", "content": content}])
+    await request.done()
+    assert request.client.status == 400
+    assert request.error["type"] == "invalid_request_error"
+    assert request.error["param"].startswith("messages[0].content[0]")
+    assert link.streams == []
+
+
+async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    first = gateway.ask(surface=MESSAGES, max_tokens=5)
+    stream = await first.on(link)
+    assert stream.request.path == "/v1/messages"
+    stream.answer(b"404: Not Found", status=404, headers={"content-type": "text/plain"})
+    stream = await first.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await first.done()
+    assert json.loads(first.client.body)["type"] == "message"
+    second = gateway.ask(surface=MESSAGES, max_tokens=5)
+    stream = await second.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await second.done()
+    assert (await first.record("state", "attempts"), await second.record("state", "attempts")) == (
+        ("completed", 2), ("completed", 1),
+    )  # fmt: skip
+
+
+async def test_an_engines_refusal_keeps_its_status_and_is_said_in_the_callers_dialect(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
+    words = "the request exceeds the available context size"
+    body = {"error": {"code": 400, "message": words, "type": "exceed_context_size_error", "n_prompt_tokens": 9, "n_ctx": 8}}
+    (await request.on(link)).answer(json.dumps(body).encode(), status=400)
+    await request.done()
+    assert request.client.status == 400
+    assert request.error["message"] == "prompt is too long: 9 tokens > 8 maximum"
+    assert await request.record("state", "status_code") == ("failed", 400)
+
+
+# names
+
+
+async def test_an_alias_is_answered_by_its_target_and_the_record_has_both_names(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": (), "big": ()}, aliases=(Alias("gpt-4o-mini", (Target("big"),)),))
+    link = gateway.link("big")
+    request = gateway.ask(model="gpt-4o-mini")
+    stream = await request.on(link)
+    assert (stream.request.model, json.loads(stream.request.body)["model"]) == ("big", "big")
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert request.client.headers["x-muster-model"] == "big"
+    assert await request.record("model", "asked_model", "state") == ("big", "gpt-4o-mini", "completed")
+
+
+async def test_a_fallback_answers_at_once_while_the_model_has_no_box(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
+    link = gateway.link("spare")
+    request = gateway.ask()
+    (await request.on(link)).answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert await request.record("model", "asked_model") == ("spare", "m")
+
+
+async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": (), "spare": ()})
+    link, spare = gateway.link(), gateway.link("spare")
+    busy = gateway.ask()
+    stream = await busy.on(link)
+    gateway.dispatcher.note_held("m", 60.0)
+    options = {"max_latency_ms": 500, "fallback_models": ["spare"], "priority": "high"}
+    request = gateway.ask(x_pool_options=options)
+    other = await request.on(spare)
+    assert "x_pool_options" not in json.loads(other.request.body)
+    assert other.request.priority == ""  # a client cannot raise what its key has
+    other.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    meta = json.loads(request.client.body)["x_pool_meta"]
+    assert (meta["node"], meta["model"], meta["asked_model"], meta["attempts"]) == (spare.node_name, "spare", "m", 1)
+    patient = gateway.ask(x_pool_options={"fallback_models": ["spare"], "max_latency_ms": 3_600_000})
+    stream.answer(json.dumps(WHOLE).encode())
+    await busy.done()
+    (await patient.on(link)).answer(json.dumps(WHOLE).encode())
+    await patient.done()
+    assert (await patient.record("model"))[0] == "m"
+    assert b"x_pool_meta" not in busy.client.body
+
+
+async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, timeouts=Timeouts(queue_s=0.05, no_node_wait_s=0.02))
+    link, spare = gateway.link(), gateway.link("spare")
+    first, second = gateway.ask(), gateway.ask(model="spare")
+    one, two = await first.on(link), await second.on(spare)
+    waiting = gateway.ask()
+    await waiting.client.wait(lambda: gateway.dispatcher.depth == 1)
+    two.answer(json.dumps(WHOLE).encode())
+    await second.done()
+    (await waiting.on(spare)).answer(json.dumps(WHOLE).encode())
+    await waiting.done()
+    assert await waiting.record("model", "state") == ("spare", "completed")
+    one.answer(json.dumps(WHOLE).encode())
+    await first.done()
+
+
+async def test_auto_goes_where_there_is_room(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": (), "roomy": ()})
+    gateway.link("m", slots=1)
+    link = gateway.link("roomy", slots=4)
+    request = gateway.ask(model="auto")
+    (await request.on(link)).answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert await request.record("model", "asked_model") == ("roomy", "auto")
+
+
+async def test_a_client_may_lower_its_priority(make_gateway: Make) -> None:
+    gateway = make_gateway(priority=Priority.HIGH)
+    link = gateway.link(slots=2)
+    plain, lowered = gateway.ask(), gateway.ask(x_pool_options={"priority": "low"})
+    await plain.client.wait(lambda: len(link.streams) == 2)
+    assert [stream.request.priority for stream in link.streams] == ["high", "low"]
+    for stream in list(link.streams):
+        stream.answer(json.dumps(WHOLE).encode())
+    await plain.done()
+    await lowered.done()
+
+
+# signs of life
+
+QUICK = Timeouts(stream_ping_s=0.01)
+
+
+@pytest.mark.parametrize("surface", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_stream_that_waits_for_its_engine_shows_signs_of_life_and_then_its_answer(
+    make_gateway: Make, surface: str
+) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
+    stream = await request.on(link)
+    await request.client.wait(lambda: request.client.body.count(b": ping\n\n") >= 2)
+    stream.answer(*STREAM, headers=SSE)
+    await request.done()
+    assert request.client.status == 200
+    assert request.client.body.startswith(b": ping\n\n: ping\n\n")
+    assert [event for event in read_events(request.client.body) if "Hel" in json.dumps(event)]
+    assert (await request.record("state"))[0] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("surface", "last"),
+    [
+        ("/v1/chat/completions", '"code":"FORWARDED_REQUEST_FAILED"'),
+        ("/v1/messages", '"type":"overloaded_error"'),
+        ("/v1/responses", '"type":"response.failed"'),
+    ],
+)
+async def test_an_error_after_signs_of_life_is_an_event_of_the_stream(make_gateway: Make, surface: str, last: str) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
+    stream = await request.on(link)
+    await request.client.wait(lambda: b": ping" in request.client.body)
+    stream.answer(b'{"error":{"message":"no memory left"}}', status=503)
+    await request.done()
+    events = request.client.body.split(b"\n\n")
+    assert (events[-1], request.client.is_whole) == (b"", True)
+    assert last in events[-2].decode().replace('": "', '":"')
+    assert b"no memory left" in events[-2]
+    assert b"[DONE]" not in request.client.body
+    assert (await request.record("state", "status_code")) == ("failed", 503)
+
+
+async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_gateway: Make) -> None:
+    gateway = make_gateway(timeouts=Timeouts(queue_s=0.2, no_node_wait_s=0.2, stream_ping_s=0.01))
+    for surface in (MESSAGES, RESPONSES, SURFACES[CHAT]):
+        request = gateway.ask(surface=surface, stream=True, max_tokens=5, input="hi")
+        await request.done()
+        assert request.client.status == 200
+        assert request.client.body.startswith(b": ping\n\n")
+        assert b"NO_AVAILABLE_NODE" in request.client.body or b"No workers available" in request.client.body
+        assert request.client.is_whole
+        assert await request.record("state", "error_code") == ("failed", "NO_AVAILABLE_NODE")
+
+
+async def test_another_box_takes_over_after_signs_of_life(make_gateway: Make) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    one = gateway.link()
+    request = gateway.ask(stream=True)
+    stream = await request.on(one)
+    await request.client.wait(lambda: b": ping" in request.client.body)
+    two = gateway.link()
+    stream.end(EndKind.LINK_LOST)
+    one.policy.cordoned = True
+    (await request.on(two)).answer(*STREAM, headers=SSE)
+    await request.done()
+    assert request.client.body.endswith(b"data: [DONE]\n\n")
+    assert await request.record("state", "attempts") == ("completed", 2)
+
+
+async def test_an_engine_that_reports_an_error_inside_its_stream_failed(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(stream=True)
+    (await request.on(link)).answer(STREAM[0], b'data: {"error":{"message":"oom"}}\n\n', headers=SSE)
+    await request.done()
+    assert request.client.body == STREAM[0] + b'data: {"error":{"message":"oom"}}\n\n'
+    assert await request.record("state", "error_code") == ("failed", "FORWARDED_REQUEST_FAILED")

@@ -1,0 +1,486 @@
+"""Kept answers of /v1/responses as rows: who may have them, how a conversation is read back, and when they are gone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connection, transaction
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from gateway.errors import BadRequest, ResponseNotFound
+from gateway.models import StoredResponse, Tenant
+from gateway.services import (
+    InvalidValue,
+    ResponseNotKept,
+    change_response_policy,
+    create_tenant,
+    delete_expired_responses,
+    forget_responses,
+)
+from gateway.services import responses as responses_module
+from gateway.services.responses import (
+    delete_response,
+    get_response,
+    keep_response,
+    list_input_items,
+    load_history,
+    require_response,
+)
+from gateway.tasks import forget_expired_responses
+from governance.models import AuditEvent
+
+pytestmark = pytest.mark.django_db
+ACTOR = "user:ada"
+KEY_ID = uuid.UUID(int=7)
+
+
+def make_keeper(name: str = "acme", *, days: int = 30) -> Tenant:
+    """Return a tenant whose answers may be kept."""
+    create_tenant(name=name, actor=ACTOR)
+    return change_response_policy(name=name, stores_responses=True, responses_kept_days=days, actor=ACTOR)
+
+
+def say(role: str, text: str) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": text}
+
+
+def answer(response_id: str, *output: dict[str, Any]) -> bytes:
+    return json.dumps({"id": response_id, "object": "response", "output": output}).encode()
+
+
+def keep(response_id: str, previous_id: str = "", *, tenant: str = "acme", **changes: Any) -> None:
+    """Keep a turn that says its own id on both sides."""
+    arguments: dict[str, Any] = {
+        "key_id": KEY_ID,
+        "kept_days": 30,
+        "model": "tiny",
+        "input_items": [say("user", f"ask {response_id}")],
+        "body": answer(response_id, say("assistant", f"answer {response_id}")),
+    }
+    keep_response(tenant=tenant, previous_id=previous_id, **{**arguments, **changes})
+
+
+def keep_chain(turns: int) -> str:
+    """Keep a conversation of so many turns and return the id of its last one."""
+    for number in range(turns):
+        keep(f"resp_{number}", f"resp_{number - 1}" if number else "")
+    return f"resp_{turns - 1}"
+
+
+def expire(response_id: str) -> None:
+    StoredResponse.objects.filter(pk=response_id).update(expires_at=timezone.now() - timedelta(seconds=1))
+
+
+def wait_for_lock(thread: threading.Thread) -> None:
+    """Return once the thread's connection waits for a lock of ours, or the thread is through."""
+    deadline = time.monotonic() + 10
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+    with connection.cursor() as cursor:
+        while thread.is_alive() and time.monotonic() < deadline:
+            cursor.execute(waiting)
+            if cursor.fetchone() != (0,):
+                return
+            thread.join(0.01)
+
+
+def texts_of(items: list[bytes]) -> list[str]:
+    return [json.loads(item)["content"] for item in items]
+
+
+def is_found(response_id: str, *, tenant: str = "acme") -> bool:
+    try:
+        get_response(tenant=tenant, response_id=response_id)
+    except ResponseNotFound:
+        return False
+    return True
+
+
+# what is kept
+
+
+def test_an_answer_is_given_back_byte_for_byte() -> None:
+    make_keeper()
+    body = b'{"output": [],  "b": 1, "a": 1.50, "id": "resp_1", "text": "\\u0000 \\ud83d\\ude00 \xc3\xa9"}'
+    keep("resp_1", body=body, input_items=[say("user", "before\x00after")])
+
+    assert get_response(tenant="acme", response_id="resp_1") == body
+    assert texts_of(load_history(tenant="acme", response_id="resp_1").items) == ["before\x00after"]
+
+
+def test_an_answer_is_kept_for_the_days_of_the_key_or_the_tenant_whichever_are_fewer() -> None:
+    make_keeper(days=5)
+    keep("resp_1", kept_days=2)
+    keep("resp_2", kept_days=30)
+
+    kept = {row.pk: (row.expires_at - row.created_at).days for row in StoredResponse.objects.all()}
+    assert kept == {"resp_1": 2, "resp_2": 5}
+
+
+def test_keeping_again_changes_nothing() -> None:
+    make_keeper()
+    keep("resp_1")
+    keep("resp_1", body=answer("resp_1", say("assistant", "another")))
+
+    assert texts_of(load_history(tenant="acme", response_id="resp_1").items) == ["ask resp_1", "answer resp_1"]
+
+
+def test_the_id_of_another_tenants_answer_is_refused_and_that_answer_stays() -> None:
+    make_keeper()
+    make_keeper("other")
+    keep("resp_1")
+
+    with pytest.raises(ResponseNotKept):
+        keep("resp_1", tenant="other")
+    assert is_found("resp_1")
+    assert not is_found("resp_1", tenant="other")
+
+
+def test_nothing_is_kept_for_a_tenant_that_does_not_allow_it() -> None:
+    create_tenant(name="acme", actor=ACTOR)
+
+    with pytest.raises(ResponseNotKept):
+        keep("resp_1")
+    with pytest.raises(ResponseNotKept):
+        keep("resp_1", tenant="nobody")
+    assert not StoredResponse.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"body": b"not json"},
+        {"body": answer("chatcmpl-1")},
+        {"body": answer("resp_" + "x" * 76)},
+        {"body": b'{"id": "resp_1"}'},
+        {"input_items": ["words"]},
+        {"input_items": [b'{"broken": ']},
+    ],
+    ids=["no json", "foreign id", "long id", "no output", "item is no object", "broken item"],
+)
+def test_what_could_not_be_read_back_is_not_kept(change: dict[str, Any]) -> None:
+    make_keeper()
+    with pytest.raises(ResponseNotKept):
+        keep("resp_1", **change)
+    assert not StoredResponse.objects.exists()
+
+
+def test_a_turn_that_is_too_large_to_go_on_from_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_keeper()
+    monkeypatch.setattr(responses_module, "MAX_HISTORY_BYTES", 1000)
+    with pytest.raises(ResponseNotKept):
+        keep("resp_1", input_items=[say("user", "x" * 1000)])
+
+
+def test_nothing_is_written_once_the_caller_has_given_up() -> None:
+    make_keeper()
+    with pytest.raises(ResponseNotKept):
+        keep("resp_1", give_up_at=time.monotonic() - 0.001)
+    keep("resp_2", give_up_at=time.monotonic() + 60)
+
+    assert not is_found("resp_1")
+    assert is_found("resp_2")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_database_that_makes_wait_is_given_up_on_in_time() -> None:
+    make_keeper()
+    failures: list[BaseException] = []
+
+    def keep_late() -> None:
+        try:
+            keep("resp_1", give_up_at=time.monotonic() + 0.1)
+        except DatabaseError as error:
+            failures.append(error)
+        finally:
+            connection.close()
+
+    with transaction.atomic():
+        Tenant.objects.select_for_update().get(name="acme")
+        keeper = threading.Thread(target=keep_late)
+        keeper.start()
+        keeper.join(10)
+        assert not keeper.is_alive()
+
+    assert len(failures) == 1
+    assert not StoredResponse.objects.exists()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_no_answer_slips_in_behind_a_policy_that_was_switched_off() -> None:
+    make_keeper()
+    outcomes: list[str] = []
+
+    def keep_meanwhile() -> None:
+        try:
+            keep("resp_1")
+            outcomes.append("kept")
+        except ResponseNotKept:
+            outcomes.append("refused")
+        finally:
+            connection.close()
+
+    with transaction.atomic():
+        change_response_policy(name="acme", stores_responses=False, responses_kept_days=30, actor=ACTOR)
+        keeper = threading.Thread(target=keep_meanwhile)
+        keeper.start()
+        wait_for_lock(keeper)
+    keeper.join(10)
+
+    assert outcomes == ["refused"]
+    assert not StoredResponse.objects.exists()
+
+
+# how a conversation is read back
+
+
+def test_a_conversation_comes_back_oldest_first_in_one_query() -> None:
+    make_keeper()
+    last = keep_chain(12)
+    with CaptureQueriesContext(connection) as queries:
+        history = load_history(tenant="acme", response_id=last)
+
+    assert len(queries) == 1
+    assert history.turns == 12
+    expected = [f"{side} resp_{number}" for number in range(12) for side in ("ask", "answer")]
+    assert texts_of(history.items) == expected
+
+
+def test_a_conversation_can_be_read_from_its_middle() -> None:
+    make_keeper()
+    keep_chain(4)
+
+    assert texts_of(load_history(tenant="acme", response_id="resp_1").items)[-1] == "answer resp_1"
+
+
+@pytest.mark.parametrize("gone", ["resp_0", "resp_2", "resp_4"])
+@pytest.mark.parametrize("way", ["deleted", "expired"])
+def test_a_conversation_with_a_turn_missing_is_not_found(gone: str, way: str) -> None:
+    make_keeper()
+    last = keep_chain(5)
+    if way == "deleted":
+        delete_response(tenant="acme", response_id=gone)
+    else:
+        expire(gone)
+
+    with pytest.raises(ResponseNotFound) as caught:
+        load_history(tenant="acme", response_id=last)
+    assert (caught.value.code, caught.value.status) == ("previous_response_not_found", 404)
+    assert caught.value.param == "previous_response_id"
+    assert f"'{gone}'" in caught.value.message
+
+
+def test_a_conversation_never_leads_into_another_tenants() -> None:
+    make_keeper()
+    make_keeper("other")
+    keep("resp_theirs", tenant="other")
+    keep("resp_mine", "resp_theirs")
+
+    with pytest.raises(ResponseNotFound):
+        load_history(tenant="acme", response_id="resp_mine")
+    with pytest.raises(ResponseNotFound):
+        load_history(tenant="acme", response_id="resp_theirs")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "resp_unknown", "resp_\x00", "resp_1\n", "msg_1", "resp_" + "x" * 1000, "resp_' OR '1'='1"]
+)
+def test_whatever_is_called_a_response_that_is_none_is_not_found(text: str) -> None:
+    make_keeper()
+    keep("resp_1")
+
+    for ask in (load_history, get_response, delete_response, require_response):
+        with pytest.raises(ResponseNotFound):
+            ask(tenant="acme", response_id=text)
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_TURNS", 3), ("MAX_HISTORY_BYTES", 400)], ids=["turns", "bytes"])
+def test_a_conversation_that_is_too_long_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
+    make_keeper()
+    last = keep_chain(5)
+    monkeypatch.setattr(responses_module, limit, most)
+
+    assert load_history(tenant="acme", response_id="resp_1").turns == 2
+    with pytest.raises(BadRequest) as caught:
+        load_history(tenant="acme", response_id=last)
+    assert not isinstance(caught.value, ResponseNotFound)
+    assert (caught.value.status, caught.value.param) == (400, "previous_response_id")
+    assert str(most) in caught.value.message
+
+
+def test_a_conversation_of_exactly_the_most_turns_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_keeper()
+    last = keep_chain(5)
+    monkeypatch.setattr(responses_module, "MAX_TURNS", 5)
+
+    assert load_history(tenant="acme", response_id=last).turns == 5
+
+
+# the list of a turn's input
+
+
+def read_page(**changes: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"after": "", "limit": 20, "order": "asc", **changes}
+    page: dict[str, Any] = json.loads(list_input_items(tenant="acme", response_id="resp_1", **arguments))
+    return page
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_input_is_listed_page_by_page_each_item_once(order: str) -> None:
+    make_keeper()
+    keep("resp_1", input_items=[say("user", str(number)) for number in range(5)])
+    pages = [read_page(order=order, limit=2)]
+    while pages[-1]["has_more"]:
+        pages.append(read_page(order=order, limit=2, after=pages[-1]["last_id"]))
+
+    listed = [item["content"][0]["text"] for page in pages for item in page["data"]]
+    assert listed == sorted("01234", reverse=order == "desc")
+    assert [(page["first_id"], page["last_id"]) for page in pages] == [
+        (page["data"][0]["id"], page["data"][-1]["id"]) for page in pages
+    ]
+    assert all(page["object"] == "list" for page in pages)
+
+
+def test_items_are_listed_with_id_type_and_parts_as_clients_read_them() -> None:
+    make_keeper()
+    call = {"type": "function_call", "id": "fc_own", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "4", "id": None}
+    parts = {"role": "user", "content": [{"type": "input_text", "text": "hi"}], "status": "in_progress"}
+    keep("resp_1", input_items=[{"role": "assistant", "content": "hello"}, call, result, parts])
+
+    assert read_page()["data"] == [
+        {
+            "id": "msg_1_0",
+            "type": "message",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "hello", "annotations": []}],
+        },
+        call,
+        {**result, "id": "fco_1_2"},
+        {**parts, "id": "msg_1_3", "type": "message"},
+    ]
+
+
+def test_pages_end_although_a_client_named_two_items_alike() -> None:
+    make_keeper()
+    keep("resp_1", input_items=[{**say("user", str(number)), "id": "same"} for number in range(3)])
+
+    assert read_page(limit=1)["has_more"]
+    assert read_page(limit=1, after="same") == {
+        "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"limit": 0}, "limit"), ({"limit": 101}, "limit"), ({"order": "up"}, "order"), ({"after": "msg_9"}, "after")],
+    ids=["no rows", "too many rows", "order", "unknown item"],
+)
+def test_a_page_that_cannot_be_is_refused_by_name(change: dict[str, Any], param: str) -> None:
+    make_keeper()
+    keep("resp_1")
+    with pytest.raises(BadRequest) as caught:
+        read_page(**change)
+    assert caught.value.param == param
+
+
+# how it goes
+
+
+def test_a_deleted_answer_is_gone_with_its_input() -> None:
+    make_keeper()
+    keep("resp_1")
+    delete_response(tenant="acme", response_id="resp_1")
+
+    assert not StoredResponse.objects.exists()
+    with pytest.raises(ResponseNotFound):
+        delete_response(tenant="acme", response_id="resp_1")
+
+
+def test_nobody_deletes_another_tenants_answer() -> None:
+    make_keeper()
+    make_keeper("other")
+    keep("resp_1")
+    with pytest.raises(ResponseNotFound):
+        delete_response(tenant="other", response_id="resp_1")
+    assert is_found("resp_1")
+
+
+def test_an_expired_answer_is_unreadable_at_once_and_deleted_by_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_module, "EXPIRED_BATCH", 2)
+    make_keeper()
+    keep_chain(6)
+    for number in range(5):
+        expire(f"resp_{number}")
+
+    assert [is_found(f"resp_{number}") for number in (0, 5)] == [False, True]
+    assert forget_expired_responses() == 5
+    assert [row.pk for row in StoredResponse.objects.all()] == ["resp_5"]
+    assert delete_expired_responses() == 0
+
+
+def test_what_was_kept_stays_readable_after_the_policy_was_switched_off() -> None:
+    make_keeper()
+    keep("resp_1")
+    change_response_policy(name="acme", stores_responses=False, responses_kept_days=30, actor=ACTOR)
+
+    assert is_found("resp_1")
+
+
+def test_an_operator_deletes_everything_of_one_tenant_and_the_audit_says_how_much() -> None:
+    make_keeper()
+    make_keeper("other")
+    keep("resp_1")
+    keep("resp_2")
+    keep("resp_3", tenant="other")
+
+    assert forget_responses(tenant="acme", actor=ACTOR) == 2
+    assert [row.pk for row in StoredResponse.objects.all()] == ["resp_3"]
+    event = AuditEvent.objects.get(action="tenant.forget_responses")
+    assert (event.actor, event.target, event.detail) == (ACTOR, "acme", {"responses": 2})
+
+
+def test_a_change_of_the_policy_is_audited_once_and_only_when_something_changed() -> None:
+    tenant = make_keeper(days=9)
+    change_response_policy(name="acme", stores_responses=True, responses_kept_days=9, actor=ACTOR)
+
+    assert (tenant.stores_responses, tenant.responses_kept_days) == (True, 9)
+    event = AuditEvent.objects.get(action="tenant.response_policy")
+    assert event.detail == {
+        "from": {"stores_responses": False, "responses_kept_days": 30},
+        "to": {"stores_responses": True, "responses_kept_days": 9},
+    }
+
+
+@pytest.mark.parametrize("days", [0, -1, 3651])
+def test_days_that_cannot_be_are_refused(days: int) -> None:
+    create_tenant(name="acme", actor=ACTOR)
+    with pytest.raises(InvalidValue) as caught:
+        change_response_policy(name="acme", stores_responses=True, responses_kept_days=days, actor=ACTOR)
+    assert caught.value.param == "responses_kept_days"
+
+
+@pytest.mark.parametrize(
+    ("ask", "most"),
+    [
+        (lambda: get_response(tenant="acme", response_id="resp_1"), 1),
+        (lambda: delete_response(tenant="acme", response_id="resp_1"), 1),
+        (lambda: require_response(tenant="acme", response_id="resp_1"), 1),
+        (lambda: load_history(tenant="acme", response_id="resp_1"), 1),
+        (lambda: keep("resp_2", "resp_1"), 3),
+    ],
+    ids=["get", "delete", "require", "history", "keep"],
+)
+def test_each_call_takes_a_fixed_number_of_statements(ask: Any, most: int) -> None:
+    make_keeper()
+    keep("resp_1")
+    with CaptureQueriesContext(connection) as queries:
+        ask()
+    assert len(queries) <= most

@@ -1,0 +1,257 @@
+"""The readers of the conformance suite take a good stream and stop at each fault that breaks a client."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any  # events are JSON
+
+import pytest
+
+from tests.conformance.engine.chat import stream_chat
+from tests.conformance.engine.native import stream_message, stream_response
+from tests.conformance.engine.script import read_script
+from tests.conformance.engine.server import frame_event
+from tests.conformance.engine.speech import NASTY, TEXT, THOUGHT, TOOL, compose
+from tests.conformance.events import check_event_data, check_whole_writes, read_stream
+from tests.conformance.exchange import Answer, Ask, Write
+from tests.conformance.readers import chat, messages, responses
+from tests.conformance.verdicts import Violation
+
+Events = list[Any]
+Change = Callable[[Events], object]
+PLAIN = read_script("")
+
+
+def make_events(voice: Callable[..., Any], prompt: str, **body: Any) -> Events:
+    script = read_script(prompt)
+    return copy.deepcopy(list(voice(compose(script, body, {}, None), script, {"model": "m", **body})))
+
+
+def frame(events: Events, *, named: bool) -> bytes:
+    """Return events as bytes; a text stands for itself, ``{"!": name, ...}`` has an event line of its own."""
+    framed = []
+    for event in events:
+        if isinstance(event, str):
+            framed.append(frame_event(event, PLAIN))
+            continue
+        content = {name: value for name, value in event.items() if name != "!"}
+        framed.append(frame_event(content, PLAIN, name=event.get("!", content.get("type", "") if named else "")))
+    return b"".join(framed)
+
+
+def read_chat(events: Events) -> chat.ChatStream:
+    return chat.require_end(chat.read_chat(read_stream(frame(events, named=False))))
+
+
+def read_messages(events: Events) -> messages.MessageStream:
+    return messages.require_end(messages.read_messages(read_stream(frame(events, named=True))))
+
+
+def read_responses(events: Events) -> responses.ResponseStream:
+    said = responses.read_responses(read_stream(frame(events, named=True)))
+    responses.require_end(said)
+    return said
+
+
+def delta(event: Any) -> Any:
+    return event["choices"][0]["delta"]
+
+
+def call(event: Any) -> Any:
+    return delta(event)["tool_calls"][0]
+
+
+CHAT_FAULTS: dict[str, tuple[Change, str]] = {
+    "no role": (lambda e: delta(e[0]).pop("role"), "role is missing"),
+    "an event line": (lambda e: e[0].update({"!": "chunk"}), "event line"),
+    "another id": (lambda e: e[2].update(id="chatcmpl-other"), "id changes"),
+    "another model": (lambda e: e[2].update(model="other"), "model changes"),
+    "another object": (lambda e: e[1].update(object="chat.completion"), "object must be"),
+    "no choices": (lambda e: e[-2].pop("choices"), "choices is missing"),
+    "no index in a delta": (lambda e: call(e[2]).pop("index"), "index is missing"),
+    "no id in the first delta": (lambda e: call(e[1]).pop("id"), "id is missing"),
+    "no type in the first delta": (lambda e: call(e[1]).pop("type"), "type is missing"),
+    "no arguments in the first delta": (lambda e: call(e[1])["function"].pop("arguments"), "arguments is missing"),
+    "a later id that is null": (lambda e: call(e[2]).update(id=None), "id comes again"),
+    "a later name that is empty": (lambda e: call(e[2])["function"].update(name=""), "name comes again"),
+    "arguments as an object": (lambda e: call(e[2])["function"].update(arguments={"a": 1}), "must be a string"),
+    "an index that jumps": (lambda e: call(e[1]).update(index=3), "jumps to 3"),
+    "no finish_reason": (lambda e: e[-3]["choices"][0].update(finish_reason=None), "no finish_reason"),
+    "two finish_reasons": (lambda e: e.insert(-2, copy.deepcopy(e[-3])), "after finish_reason"),
+    "usage beside choices": (lambda e: e[-3].update(usage=e[-2]["usage"]), "has choices and usage"),
+    "an empty chunk": (lambda e: e[-2].pop("usage"), "neither choices nor usage"),
+    "a wrong total": (lambda e: e[-2]["usage"].update(total_tokens=1), "not the sum"),
+    "no end": (lambda e: e.pop(), r"does not end with \[DONE\]"),
+    "something after the end": (lambda e: e.append(copy.deepcopy(e[0])), r"follows \[DONE\]"),
+    "an end after an error": (lambda e: e.insert(1, {"error": {"message": "x"}}), "follows an error"),
+    "a ping event": (lambda e: e.insert(1, {"!": "ping", "type": "ping"}), "event line"),
+}
+
+
+@pytest.mark.parametrize("fault", CHAT_FAULTS)
+def test_a_fault_in_a_chat_stream_is_found(fault: str) -> None:
+    events = [*make_events(stream_chat, "[[tools]]", stream_options={"include_usage": True}), "[DONE]"]
+    assert read_chat(copy.deepcopy(events)).first.calls[0].name == TOOL
+    change, words = CHAT_FAULTS[fault]
+    change(events)
+    with pytest.raises(Violation, match=words):
+        read_chat(events)
+
+
+MESSAGE_FAULTS: dict[str, tuple[Change, str]] = {
+    "no event line": (lambda e: e[2].update({"!": ""}), "event line says ''"),
+    "another event line": (lambda e: e[2].update({"!": "message"}), "event line says 'message'"),
+    "no message_start": (lambda e: e.pop(0), "before message_start"),
+    "two message_start": (lambda e: e.insert(1, copy.deepcopy(e[0])), "second message_start"),
+    "no usage at the start": (lambda e: e[0]["message"].pop("usage"), "usage is missing"),
+    "half a usage at the start": (lambda e: e[0]["message"]["usage"].pop("output_tokens"), "output_tokens is missing"),
+    "content at the start": (lambda e: e[0]["message"].update(content=[{"type": "text", "text": ""}]), "content already"),
+    "a ping too early": (lambda e: e.insert(0, {"type": "ping"}), "ping before message_start"),
+    "a ping with data": (lambda e: e.insert(2, {"type": "ping", "data": {}}), "nothing more"),
+    "an index that is used": (lambda e: e[7].update(index=0), "index is 0, 1 is due"),
+    "a thought in a text": (
+        lambda e: e[8].update(delta={"type": "thinking_delta", "thinking": "x"}),
+        "inside a block of kind text",
+    ),
+    "a text in a thought": (
+        lambda e: e[2].update(delta={"type": "text_delta", "text": "x"}),
+        "inside a block of kind thinking",
+    ),
+    "a delta for no block": (lambda e: e[8].update(index=5), "block 5 is not open"),
+    "no content_block_stop": (lambda e: e.remove({"type": "content_block_stop", "index": 0}), "is open"),
+    "no last content_block_stop": (
+        lambda e: e.remove({"type": "content_block_stop", "index": 2}),
+        "content_block_stop is missing",
+    ),
+    "input that is no JSON": (lambda e: e[-4]["delta"].update(partial_json="}"), "no JSON"),
+    "input at the start": (lambda e: e[-7]["content_block"].update(input={"a": 1}), "must be {}"),
+    "no usage at the end": (lambda e: e[-2].pop("usage"), "usage is missing"),
+    "no stop_reason": (lambda e: e[-2]["delta"].update(stop_reason=None), "stop_reason must be"),
+    "no message_stop": (lambda e: e.pop(), "no message_stop"),
+    "no message_delta": (lambda e: e.pop(-2), "without a message_delta"),
+    "a [DONE]": (lambda e: e.append("[DONE]"), "has no"),
+    "an end after an error": (
+        lambda e: e.insert(2, {"type": "error", "error": {"type": "api_error", "message": "x"}}),
+        "follows the end",
+    ),
+    "an error of another type": (
+        lambda e: e.insert(2, {"type": "error", "error": {"type": "server_error", "message": "x"}}),
+        "type must be",
+    ),
+    "an unknown event": (lambda e: e.insert(1, {"type": "message_pause"}), "no event of Messages"),
+}
+
+
+@pytest.mark.parametrize("fault", MESSAGE_FAULTS)
+def test_a_fault_in_a_messages_stream_is_found(fault: str) -> None:
+    events = make_events(stream_message, "[[thinking]] [[text_then_tools]]")
+    good = read_messages(copy.deepcopy(events))
+    assert (good.texts("thinking"), good.texts("text")) == ([THOUGHT], [TEXT])
+    change, words = MESSAGE_FAULTS[fault]
+    change(events)
+    with pytest.raises(Violation, match=words):
+        read_messages(events)
+
+
+def find(events: Events, kind: str, number: int = 0) -> Any:
+    return [event for event in events if event["type"] == kind][number]
+
+
+def drop(events: Events, kind: str, number: int = 0) -> None:
+    """Take an event out and close the gap in the numbers."""
+    events.remove(find(events, kind, number))
+    for position, event in enumerate(events):
+        event["sequence_number"] = position
+
+
+RESPONSE_FAULTS: dict[str, tuple[Change, str]] = {
+    "no created": (lambda e: drop(e, "response.created"), "response.created is due"),
+    "a gap in the numbers": (lambda e: e[3].update(sequence_number=9), "sequence_number is 9"),
+    "another event line": (lambda e: e[3].update({"!": "message"}), "event line says"),
+    "usage at the start": (lambda e: e[0]["response"].update(usage={}), "has usage already"),
+    "another response id": (lambda e: e[-1]["response"].update(id="resp_other"), "response.id must be"),
+    "no item added": (lambda e: drop(e, "response.output_item.added"), "item 0 is not open"),
+    "no part added": (lambda e: drop(e, "response.content_part.added"), "was never added"),
+    "no text done": (lambda e: drop(e, "response.output_text.done"), "before its text is done"),
+    "another text done": (lambda e: find(e, "response.output_text.done").update(text="x"), "text must be"),
+    "no part done": (lambda e: drop(e, "response.content_part.done", 1), "before its part 0 is done"),
+    "no item done": (lambda e: drop(e, "response.output_item.done", 1), "before output_item.done of item 1"),
+    "an item that changes its id": (
+        lambda e: find(e, "response.output_item.done").__getitem__("item").update(id="x"),
+        "id must be",
+    ),
+    "an index that is used": (lambda e: find(e, "response.output_item.added", 1).update(output_index=0), "output_index is 0"),
+    "no arguments done": (lambda e: drop(e, "response.function_call_arguments.done"), "arguments.done is missing"),
+    "arguments done without name": (lambda e: find(e, "response.function_call_arguments.done").pop("name"), "name is missing"),
+    "a call that changes its call_id": (
+        lambda e: find(e, "response.output_item.done", 2)["item"].update(call_id="x"),
+        "call_id must be",
+    ),
+    "an empty output at the end": (lambda e: e[-1]["response"].update(output=[]), "output has 0 items"),
+    "another output at the end": (
+        lambda e: e[-1]["response"].update(
+            output=[*e[-1]["response"]["output"][:2], {**e[-1]["response"]["output"][2], "name": "x"}]
+        ),
+        "differs from its output_item.done",
+    ),
+    "no usage at the end": (lambda e: e[-1]["response"].update(usage=None), "must be an object"),
+    "no end": (lambda e: e.pop(), "ends without response.completed"),
+    "a bare error event": (lambda e: e.insert(2, {"type": "error", "message": "x"}), "bare error event"),
+    "[DONE] too early": (lambda e: e.insert(2, "[DONE]"), "before the response has ended"),
+    "something after the end": (lambda e: e.append({**e[2], "sequence_number": len(e)}), "follows the end"),
+    "an unknown event": (lambda e: e[1].update(type="response.pondering"), "no event of Responses"),
+}
+
+
+@pytest.mark.parametrize("fault", RESPONSE_FAULTS)
+def test_a_fault_in_a_responses_stream_is_found(fault: str) -> None:
+    events = make_events(stream_response, "[[thinking]] [[text_then_tools]]")
+    good = read_responses(copy.deepcopy(events))
+    assert (good.texts("reasoning_text"), good.texts("output_text")) == ([THOUGHT], [TEXT])
+    change, words = RESPONSE_FAULTS[fault]
+    change(events)
+    with pytest.raises(Violation, match=words):
+        read_responses(events)
+
+
+def test_arguments_add_up_in_every_dialect() -> None:
+    said = read_chat([*make_events(stream_chat, "[[nasty_arguments]]"), "[DONE]"])
+    assert said.first.calls[0].arguments == NASTY
+    assert read_messages(make_events(stream_message, "[[nasty_arguments]]")).texts("tool_use") == [NASTY]
+    assert read_responses(make_events(stream_response, "[[nasty_arguments]]")).items[0].arguments == NASTY
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"data: {}\n\ndata: {}\n", "inside an event"),
+        (b"data: {}\n\ndata: {", "last line"),
+        (b'{"error": "x"}\n\n', "none of an event stream"),
+        (b"data: \xff\n\n", "UTF-8"),
+    ],
+)
+def test_a_stream_that_is_none_is_refused(body: bytes, words: str) -> None:
+    with pytest.raises(Violation, match=words):
+        read_stream(body)
+
+
+@pytest.mark.parametrize("body", [b"data:\n\n", b"event: ping\n\n", b"data: {\n\n", b"data: [1]\n\n", b'data: {"a": NaN}\n\n'])
+def test_an_event_without_json_is_refused(body: bytes) -> None:
+    with pytest.raises(Violation):
+        check_event_data(read_stream(body))
+
+
+def test_events_are_read_however_they_are_framed() -> None:
+    stream = read_stream(b': ping\r\n\r\nevent:a\r\ndata:{"x":\r\ndata: 1}\r\n\r\n:\n\nid: 7\rdata: [DONE]\r\r')
+    assert [(event.name, event.data) for event in stream.events] == [("a", '{"x":\n1}'), ("", "[DONE]")]
+    assert stream.comments == ("ping", "")
+    check_event_data(stream)
+
+
+def test_a_write_that_ends_inside_an_event_is_found() -> None:
+    whole = Answer(Ask("POST", "/"), writes=[Write(0, b"data: {}\n\ndata: 1\r\n\r\n"), Write(0, b": ping\n\n")])
+    check_whole_writes(whole)
+    whole.writes.append(Write(0, b"data: {}\n"))
+    with pytest.raises(Violation, match="write 2 ends inside an event"):
+        check_whole_writes(whole)

@@ -1,0 +1,495 @@
+"""Counting tokens at the gateway: chat templates within bounds, folders of tokenizers, questions to boxes, estimates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_django import Settings
+
+from gateway.catalogue import ModelEntry
+from gateway.checks import check_settings
+from gateway.counting import Count, Source, TokenCounter
+from gateway.counting.boxes import DEADLINE_MS, MAX_ANSWER_BYTES, MAX_COUNTED_BYTES, ask_box, find_counting
+from gateway.counting.folders import CACHED, TokenizerFolders, find_folder, load_tokenizer
+from gateway.counting.templates import MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS, ChatTemplate, TemplateFailed
+from gateway.counting.values import (
+    ANSWER_TOKENS,
+    MEDIA_TOKENS,
+    MESSAGE_TOKENS,
+    ChatPrompt,
+    UnusableFolder,
+    estimate_tokens,
+    read_prompt,
+)
+from nodes.links import EndKind, LinkRegistry
+from nodes.states import TOKENIZE
+from tests.models.make import hf_model_dir
+from tests.unit.nodes.link_fakes import FakeLink, FakeStream
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "λ"}'}}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+TALK: list[dict[str, object]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "a λ?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "A function without a name."},
+]
+
+
+def chat(*messages: Mapping[str, object], **fields: object) -> bytes:
+    return json.dumps({"model": "m", "messages": messages or TALK, **fields}).encode()
+
+
+def prompt(*messages: Mapping[str, object], **fields: object) -> ChatPrompt:
+    return read_prompt(chat(*messages, **fields))
+
+
+def say(text: str) -> dict[str, object]:
+    return {"role": "user", "content": text}
+
+
+# prompts and estimates
+
+
+def test_a_prompt_is_read_as_templates_want_it() -> None:
+    found = prompt(tools=[TOOL], chat_template_kwargs={"enable_thinking": False}, temperature=1)
+    assert [message["content"] for message in found.messages] == [
+        "Be brief.",
+        "What is\na λ?",
+        "",
+        "A function without a name.",
+    ]
+    assert found.messages[2]["tool_calls"][0]["function"]["arguments"] == {"word": "λ"}
+    assert (found.tools, found.variables, found.media) == ([TOOL], {"enable_thinking": False}, 0)
+
+
+@pytest.mark.parametrize("arguments", ["", "not JSON", "[1]", "[" * 100_000], ids=["none", "text", "list", "deep"])
+def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    found = prompt({"role": "assistant", "content": "", "tool_calls": [call, {"function": None}]})
+    assert found.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_four_bytes_are_taken_for_a_token_and_pictures_for_a_fixed_number() -> None:
+    framed = MESSAGE_TOKENS + ANSWER_TOKENS
+    assert estimate_tokens(prompt(say("four"))) == 1 + framed
+    assert estimate_tokens(prompt(say("fours"))) == 2 + framed
+    assert estimate_tokens(prompt(say("λλλλ"))) == 2 + framed
+    shown = {"role": "user", "content": [{"type": "text", "text": "four"}, PICTURE, {"type": "file", "file": {}}]}
+    assert estimate_tokens(prompt(shown)) == 1 + framed + 2 * MEDIA_TOKENS
+
+
+def test_an_estimate_grows_with_system_tools_calls_and_every_message() -> None:
+    talk = prompt(*TALK)
+    assert estimate_tokens(prompt(*TALK, tools=[TOOL])) > estimate_tokens(talk)
+    assert [estimate_tokens(prompt(*TALK[:count])) for count in range(1, 5)] == sorted(
+        {estimate_tokens(prompt(*TALK[:count])) for count in range(1, 5)}
+    )
+    without_call: list[dict[str, object]] = [*TALK[:2], {"role": "assistant", "content": None}, *TALK[3:]]
+    assert estimate_tokens(prompt(*without_call)) < estimate_tokens(talk)
+
+
+# templates
+
+
+def render(source: str, *messages: Mapping[str, object], **specials: str) -> str:
+    return ChatTemplate(source, specials).render(prompt(*messages, tools=[TOOL]))
+
+
+def test_a_template_is_rendered_the_way_of_hugging_face() -> None:
+    source = (
+        "{{ bos_token }}{% if tools %}{{ tools | tojson(indent=1) | length }}{% endif %}\n"
+        "{% for message in messages %}\n"
+        "    {% if loop.index0 % 2 == 1 %}{% continue %}{% endif %}\n"
+        "<{{ message.role }}>{{ message['content'] | trim + ';' }}\n"
+        "{% endfor %}\n"
+        "{% generation %}{% if add_generation_prompt %}{{ '<' ~ 'assistant' ~ '>' }}{% endif %}{% endgeneration %}"
+    )
+    length = len(json.dumps([TOOL], indent=1))
+    assert render(source, bos_token="<s>") == f"<s>{length}<system>Be brief.;\n<assistant>;\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{% for i in range(90000) %}{{ 'forty letters of text, each of them twice' }}{% endfor %}",
+        "{{ 'a' * 1000000000 }}",
+        "{{ [1] * 1000000000 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ 'a'['format'](1) }}",
+        "{{ 'a'.ljust(1000000000) }}",
+        "{{ range(1000000) | list }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[99].content.text }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content() }}",
+    ],
+)
+def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_the_conversation(source: str) -> None:
+    template = ChatTemplate(source, {})
+    with pytest.raises(TemplateFailed) as failed:
+        template.render(prompt())
+    assert str(failed.value) == ""
+
+
+def test_what_a_client_hands_to_a_template_cannot_take_the_place_of_what_is_ours() -> None:
+    variables = {
+        "messages": [],
+        "bos_token": "X",
+        "muster_step": 1,
+        "muster_bound": 1,
+        "add_generation_prompt": False,
+        "own": "!",
+    }
+    source = "{{ bos_token ~ own }}{% for m in messages %}{{ m.role }} {% endfor %}{{ add_generation_prompt }}"
+    found = ChatTemplate(source, {"bos_token": "<s>"}).render(prompt(say("x"), chat_template_kwargs=variables))
+    assert found == "<s>!user True"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ x",
+        "{{ x | indent(999) }}",
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+        "x" * (MAX_TEMPLATE_CHARS + 1),
+    ],
+    ids=["syntax", "open", "filter", "nested", "large"],
+)
+def test_what_is_no_template_says_so(source: str) -> None:
+    with pytest.raises(ValueError, match="chat template"):
+        ChatTemplate(source, {})
+
+
+# folders
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with the tokenizer of the tiny model as ``tiny`` and as ``of/tiny``."""
+    place = tmp_path / "tokenizers"
+    for name in ("tiny", "of/tiny"):
+        put_tokenizer(place / name)
+    return place
+
+
+def put_tokenizer(folder: Path, **changes: Any) -> None:  # Any: members of tokenizer_config.json, None takes one out
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(hf_model_dir() / "tokenizer.json", folder)
+    settings = json.loads((hf_model_dir() / "tokenizer_config.json").read_text()) | changes
+    kept = {name: value for name, value in settings.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+
+
+def tokens_of(folder: Path, found: ChatPrompt | None = None) -> tuple[int, bool]:
+    """Return what the tokenizer in a folder counts, and whether that is a guess."""
+    counted = load_tokenizer(folder).count(found or prompt())
+    assert counted is not None
+    return counted
+
+
+def test_folders_are_found_below_the_root(root: Path) -> None:
+    assert find_folder(root, "tiny") == root.resolve() / "tiny"
+    assert find_folder(root, "of/tiny") == root.resolve() / "of" / "tiny"
+    (root / "link").symlink_to(root / "of")
+    assert find_folder(root, "link/tiny") == root.resolve() / "of" / "tiny"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "./", "..", "../tokenizers/tiny", "tiny/..", "tiny/../tiny", "/etc", "//etc", "of\\tiny", "tiny\x00",
+        "absent", "out", "loop",
+    ],
+)  # fmt: skip
+def test_no_name_leads_out_of_the_root(root: Path, name: str) -> None:
+    put_tokenizer(root.parent / "outside")
+    (root / "out").symlink_to(root.parent / "outside")
+    (root / "loop").symlink_to(root / "loop")
+    with pytest.raises(UnusableFolder):
+        find_folder(root, name)
+
+
+def test_a_root_that_is_not_there_has_no_folders(tmp_path: Path) -> None:
+    with pytest.raises(UnusableFolder):
+        find_folder(tmp_path / "absent", "tiny")
+
+
+def test_a_tokenizer_stays_in_memory_until_its_files_change(root: Path) -> None:
+    folders = TokenizerFolders(root)
+    first = folders.get("tiny")
+    assert folders.get("tiny") is first
+    os.utime(root / "tiny" / "tokenizer.json", ns=(1, 1))
+    second = folders.get("tiny")
+    assert second is not first
+    (root / "tiny" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert folders.get("tiny").count(prompt(say("hi"))) != second.count(prompt(say("hi")))
+
+
+def test_of_many_tokenizers_those_used_last_stay(root: Path) -> None:
+    for number in range(CACHED):
+        put_tokenizer(root / str(number))
+    folders = TokenizerFolders(root)
+    kept = folders.get("tiny")
+    for number in range(CACHED - 1):
+        folders.get(str(number))
+    assert folders.get("tiny") is kept
+    zero = folders.get("0")
+    folders.get(str(CACHED - 1))
+    assert len(folders._loaded) == CACHED
+    assert folders.get("0") is zero
+    assert folders.get("1") is not None
+
+
+def test_without_a_template_messages_are_put_one_after_the_other_and_that_is_said(root: Path) -> None:
+    put_tokenizer(root / "bare", chat_template=None)
+    put_tokenizer(root / "broken", chat_template="{{ raise_exception('no') }}")
+    whole, whole_estimated = tokens_of(root / "tiny")
+    found = load_tokenizer(root / "bare")
+    bare = tokens_of(root / "bare")
+    assert (whole_estimated, bare[1]) == (False, True)
+    assert bare == tokens_of(root / "broken")
+    assert bare[0] != whole
+    assert bare[0] == len(found.tokenizer.encode(prompt().to_text())) + prompt().framing_tokens
+
+
+def test_several_templates_by_name_and_special_tokens_as_objects_are_understood(root: Path) -> None:
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
+    put_tokenizer(root / "named", chat_template=named, bos_token={"content": "<|user|>"})
+    found = load_tokenizer(root / "named")
+    assert found.template is not None
+    assert found.template.render(prompt(say("hi"))) == "<|user|>hi"
+    assert found.count(prompt(say("hi"))) == (1 + len(found.tokenizer.encode("hi", add_special_tokens=False)), False)
+
+
+def test_a_tokenizer_that_cuts_and_fills_is_kept_from_it(root: Path) -> None:
+    path = root / "tiny" / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    fields["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(fields))
+    assert tokens_of(root / "tiny") == tokens_of(root / "of/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", b"{", "tokenizer.json is not JSON"),
+        ("tokenizer.json", b"[]", "does not hold a JSON object"),
+        ("tokenizer.json", b"\xff", "cannot be read"),
+        ("tokenizer_config.json", b"7", "does not hold a JSON object"),
+        ("tokenizer_config.json", b"[" * 100_000, "is not JSON"),
+        ("chat_template.jinja", b"{% if %}", "chat template cannot be read"),
+    ],
+)
+def test_a_folder_that_cannot_be_used_says_why(root: Path, name: str, content: bytes | None, reason: str) -> None:
+    path = root / "tiny" / name
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UnusableFolder, match=reason):
+        load_tokenizer(root / "tiny")
+
+
+# boxes
+
+
+def counting_link(*models: str, load: int = 0) -> FakeLink:
+    link = FakeLink(*models)
+    link.endpoints = {model: frozenset({"/v1/chat/completions", TOKENIZE}) for model in link.models}
+    link.external_load = load
+    return link
+
+
+def registry_of(*links: FakeLink) -> LinkRegistry:
+    registry = LinkRegistry()
+    for link in links:
+        registry.add(link)
+    return registry
+
+
+async def stream_of(link: FakeLink) -> FakeStream:
+    async with asyncio.timeout(5):
+        while not link.streams:
+            await asyncio.sleep(0)
+    return link.streams[0]
+
+
+def test_boxes_that_say_that_they_count_are_asked_the_least_loaded_first() -> None:
+    busy, idle, silent, drained, other = counting_link(load=9), counting_link(), FakeLink(), counting_link(), counting_link("n")
+    drained.policy.draining = True
+    registry = registry_of(busy, idle, silent, drained, other)
+    assert find_counting(registry, "m") == [idle, busy]
+    assert find_counting(registry, "unknown") == []
+
+
+async def ask(link: FakeLink, *, deadline_ms: int = DEADLINE_MS) -> int | None:
+    return await ask_box(link, model="m", body=b"{}", tenant="t", request_id="req_1", deadline_ms=deadline_ms)
+
+
+async def test_a_box_is_asked_without_a_slot_and_its_count_is_taken() -> None:
+    link = counting_link()
+    asked = asyncio.create_task(ask(link))
+    stream = await stream_of(link)
+    request = stream.request
+    assert (request.path, request.tenant, request.is_streaming, request.deadline_ms) == (TOKENIZE, "t", False, DEADLINE_MS)
+    assert link.active == 0
+    stream.answer(b'{"count": 4', b'2, "max_model_len": null}')
+    assert await asked == 42
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda stream: stream.answer(b'{"error":{}}', status=400),
+        lambda stream: stream.answer(b"no JSON"),
+        lambda stream: stream.answer(b"\xff"),
+        lambda stream: stream.answer(b'{"count": -1}'),
+        lambda stream: stream.answer(b'{"count": 9999999999999}'),
+        lambda stream: stream.answer(b" " * (MAX_ANSWER_BYTES + 1), ends=False),
+        lambda stream: stream.end(EndKind.BUSY, retryable=True),
+        lambda stream: stream.end(EndKind.LINK_LOST),
+    ],
+    ids=["refused", "text", "bytes", "negative", "huge", "long", "busy", "lost"],
+)
+async def test_what_is_no_count_is_none_and_the_stream_is_let_go(answer: Callable[[FakeStream], None]) -> None:
+    link = counting_link()
+    asked = asyncio.create_task(ask(link))
+    answer(await stream_of(link))
+    assert await asked is None
+    assert link.streams == []
+
+
+async def test_a_box_that_does_not_answer_in_time_is_cancelled() -> None:
+    link = counting_link()
+    asked = asyncio.create_task(ask(link, deadline_ms=1))
+    stream = await stream_of(link)
+    with pytest.raises(TimeoutError):
+        await asked
+    assert stream.cancelled == "timeout"
+
+
+# the order of sources
+
+
+def entry(tokenizer: str = "") -> ModelEntry:
+    return ModelEntry(
+        name="m", allowed=True, owned_by="x", max_tokens=1, max_prompt_chars=1, max_queue=1, created=0, tokenizer=tokenizer
+    )
+
+
+async def count(counter: TokenCounter, *, tokenizer: str = "", body: bytes = b"") -> Count:
+    return await counter.count(entry(tokenizer), body or chat(), tenant="t", request_id="req_1")
+
+
+async def test_a_registered_tokenizer_is_asked_before_any_box(root: Path) -> None:
+    link = counting_link()
+    counter = TokenCounter(registry_of(link), root)
+    tokens, _ = tokens_of(root / "tiny")
+    assert await count(counter, tokenizer="tiny") == Count(tokens, Source.TOKENIZER)
+    assert link.streams == []
+
+
+async def test_pictures_make_a_count_an_estimate_also_with_a_tokenizer(root: Path) -> None:
+    counter = TokenCounter(LinkRegistry(), root)
+    shown = {"role": "user", "content": [{"type": "text", "text": "hi"}, PICTURE]}
+    plain = await count(counter, tokenizer="tiny", body=chat(say("hi")))
+    found = await count(counter, tokenizer="tiny", body=chat(shown))
+    assert found == Count(plain.tokens + MEDIA_TOKENS, Source.TOKENIZER, is_estimated=True)
+
+
+@pytest.mark.parametrize("tokenizer", ["", "absent", "../tokenizers/tiny", "foreign"])
+async def test_a_box_is_asked_where_no_tokenizer_can_be_used_and_an_operator_hears_of_it_once(
+    root: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "foreign").mkdir()
+    (root / "foreign" / "tokenizer.json").write_text('{"model": {"type": "Nobody"}}')
+    link = counting_link()
+    counter = TokenCounter(registry_of(link), root)
+    with caplog.at_level(logging.WARNING, "muster.gateway"):
+        for _ in range(2):
+            asked = asyncio.create_task(count(counter, tokenizer=tokenizer))
+            (await stream_of(link)).answer(b'{"count": 42}')
+            assert await asked == Count(42, Source.ENGINE, node=link.node_name)
+    assert len(caplog.records) == (1 if tokenizer else 0)
+
+
+async def test_without_a_folder_of_tokenizers_none_is_looked_for(root: Path) -> None:
+    assert (await count(TokenCounter(LinkRegistry(), None), tokenizer="tiny")).source is Source.ESTIMATE
+
+
+async def test_a_second_box_is_asked_when_the_first_has_no_count() -> None:
+    first, second, third = counting_link(), counting_link(load=1), counting_link(load=2)
+    counter = TokenCounter(registry_of(first, second, third), None)
+    asked = asyncio.create_task(count(counter))
+    (await stream_of(first)).end(EndKind.BUSY)
+    (await stream_of(second)).answer(b'{"count": 42}')
+    assert await asked == Count(42, Source.ENGINE, node=second.node_name)
+
+
+async def test_after_two_boxes_it_is_estimated() -> None:
+    links = [counting_link(load=load) for load in range(3)]
+    counter = TokenCounter(registry_of(*links), None)
+    asked = asyncio.create_task(count(counter))
+    for link in links[:2]:
+        (await stream_of(link)).end(EndKind.ENGINE_FAILED)
+    assert await asked == Count(estimate_tokens(prompt()), Source.ESTIMATE, is_estimated=True)
+    assert links[2].streams == []
+
+
+async def test_a_body_that_is_too_large_to_send_about_is_estimated(root: Path) -> None:
+    link = counting_link()
+    counter = TokenCounter(registry_of(link), root)
+    found = await count(counter, tokenizer="tiny", body=chat(say("x" * MAX_COUNTED_BYTES)))
+    assert found == Count(MAX_COUNTED_BYTES // 4 + MESSAGE_TOKENS + ANSWER_TOKENS, Source.ESTIMATE, is_estimated=True)
+    assert link.streams == []
+
+
+async def test_a_text_beyond_the_bound_is_not_tokenized(root: Path) -> None:
+    found = await count(
+        TokenCounter(LinkRegistry(), root), tokenizer="tiny", body=chat(say("word " * (MAX_TEXT_CHARS // 5 + 1)))
+    )
+    assert found.source is Source.ESTIMATE
+
+
+async def test_two_prompts_are_tokenized_at_once_and_a_crowd_goes_on_to_the_next_source(root: Path) -> None:
+    counter = TokenCounter(LinkRegistry(), root)
+    found = await asyncio.gather(*(count(counter, tokenizer="tiny") for _ in range(30)))
+    sources = [one.source for one in found]
+    assert sources.count(Source.TOKENIZER) == 10
+    assert sources.count(Source.ESTIMATE) == 20
+    assert (await count(counter, tokenizer="tiny")).source is Source.TOKENIZER
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("place", "found"), [("", []), ("tokenizers", []), ("absent", ["gateway.E001"]), ("file", ["gateway.E001"])]
+)
+def test_a_folder_of_tokenizers_that_is_not_there_is_an_error_at_start(
+    settings: Settings, root: Path, place: str, found: list[str]
+) -> None:
+    (root.parent / "file").touch()
+    settings.TOKENIZERS_DIR = str(root.parent / place) if place else ""
+    assert [message.id for message in check_settings(None)] == found
