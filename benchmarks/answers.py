@@ -24,16 +24,23 @@ class Voice:
     """How answers are said on one API path.
 
     ``say_chunk`` takes a stamp, the chunk's index and the number of chunks, and says with the first one whatever opens a
-    stream. ``say_end`` takes the number of chunks and whether usage was asked for. ``whole`` has places for thought and stamp.
+    stream. ``say_end`` and ``say_usage`` take the number of chunks; usage that is not asked for is left out. ``whole`` has
+    places for a thought and a stamp.
     """
 
     say_chunk: Callable[[bytes, int, int], bytes]
-    say_end: Callable[[int, bool], bytes]
+    say_end: Callable[[int], bytes]
     whole: bytes
+    say_usage: Callable[[int], bytes] | None = None
 
     def make_chunk(self, stream: int, index: int, total: int) -> bytes:
         """Return one chunk, stamped with the present time."""
         return self.say_chunk(_make_stamp(stream, index, total), index, total)
+
+    def make_end(self, total: int, request: bytes) -> bytes:
+        """Return what follows the last chunk. ``request``: the body that is answered."""
+        end = self.say_end(total)
+        return self.say_usage(total) + end if self.say_usage is not None and b'"include_usage":true' in request else end
 
     def make_whole(self, stream: int) -> bytes:
         """Return the body of an answer that is not streamed."""
@@ -42,11 +49,6 @@ class Voice:
 
 def _make_stamp(stream: int, index: int, total: int) -> bytes:
     return b"T%016x%08x%06x%06x" % (time.monotonic_ns(), stream & 0xFFFFFFFF, index, total)
-
-
-def asks_for_usage(body: bytes) -> bool:
-    """Return whether a chat request wants the token counts at the end of its stream."""
-    return b'"include_usage":true' in body
 
 
 # /v1/chat/completions
@@ -67,9 +69,13 @@ def _say_chat_chunk(stamp: bytes, index: int, total: int) -> bytes:
     return _CHAT_CHUNK % (role, stamp, b'"stop"' if index == total - 1 else b"null")
 
 
-def _say_chat_end(total: int, wants_usage: bool) -> bytes:  # noqa: FBT001 - called by position, as a Voice's function
-    usage = _CHAT_USAGE % (PROMPT_TOKENS, total, PROMPT_TOKENS + total) if wants_usage else b""
-    return usage + _CHAT_DONE
+def _say_chat_usage(total: int) -> bytes:
+    return _CHAT_USAGE % (PROMPT_TOKENS, total, PROMPT_TOKENS + total)
+
+
+def _say_chat_end(total: int) -> bytes:
+    del total
+    return _CHAT_DONE
 
 
 # /v1/messages
@@ -102,8 +108,7 @@ def _say_messages_chunk(stamp: bytes, index: int, total: int) -> bytes:
     return chunk if index else _MESSAGES_OPENING + chunk
 
 
-def _say_messages_end(total: int, wants_usage: bool) -> bytes:  # noqa: FBT001 - called by position, as a Voice's function
-    del wants_usage
+def _say_messages_end(total: int) -> bytes:
     return _MESSAGES_END % total
 
 
@@ -145,13 +150,12 @@ def _say_responses_chunk(stamp: bytes, index: int, total: int) -> bytes:
     return chunk if index else _RESPONSES_OPENING + chunk
 
 
-def _say_responses_end(total: int, wants_usage: bool) -> bytes:  # noqa: FBT001 - called by position, as a Voice's function
-    del wants_usage
+def _say_responses_end(total: int) -> bytes:
     return _RESPONSES_END % (total + _EVENTS_BEFORE, total, total + PROMPT_TOKENS)
 
 
 VOICES = {
-    CHAT: Voice(_say_chat_chunk, _say_chat_end, _CHAT_WHOLE),
+    CHAT: Voice(_say_chat_chunk, _say_chat_end, _CHAT_WHOLE, _say_chat_usage),
     MESSAGES: Voice(_say_messages_chunk, _say_messages_end, _MESSAGES_WHOLE),
     RESPONSES: Voice(_say_responses_chunk, _say_responses_end, _RESPONSES_WHOLE),
 }

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.answers import CHAT, PROMPT_TOKENS, WHOLE_TOKENS, Voice, asks_for_usage, find_voice
+from benchmarks.answers import CHAT, PROMPT_TOKENS, WHOLE_TOKENS, Voice, find_voice
 from benchmarks.errors import BenchmarkError
 from benchmarks.upstream import Pace
 from benchmarks.websocket import BINARY, TEXT, WebSocketClient
@@ -81,7 +81,7 @@ class Player:
     ) -> Stream:
         """Answer a request at the present pace. The first chunk leaves at once unless the pace says otherwise."""
         voice = find_voice(path)
-        closing = voice.say_end(self.pace.chunks, asks_for_usage(body))
+        closing = voice.make_end(self.pace.chunks, body)
         stream = Stream(self.next_serial(), self.pace, voice, closing, write, end, window, due=self._loop.time())
         self.live += 1
         if stream.pace.first_us:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from django.apps import AppConfig
+from django.conf import settings
 from django.core.checks import register
 
 
@@ -14,10 +15,12 @@ class ControlplaneConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from django.contrib.auth.signals import user_logged_out
-
         from controlplane.playground.checks import check_gateway_urls
-        from controlplane.playground.keys import forget_keys_of_session
 
         register(check_gateway_urls, "controlplane")
-        user_logged_out.connect(forget_keys_of_session, dispatch_uid="muster playground keys")
+        if settings.ADMIN_PAGES:  # nobody signs out anywhere else, and what follows loads the pages
+            from django.contrib.auth.signals import user_logged_out
+
+            from controlplane.playground.keys import forget_keys_of_session
+
+            user_logged_out.connect(forget_keys_of_session, dispatch_uid="muster playground keys")

@@ -6,6 +6,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Protocol
 
 from gateway import metrics
 from gateway.admission import RateLimiter
@@ -27,11 +28,11 @@ class Ending:
     error: GatewayError | None
 
 
+COMPLETED = Ending(RequestState.COMPLETED, None)
 TORN_DOWN = Ending(RequestState.INTERRUPTED, ShuttingDown())
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
+class Passage(Protocol):
     """What went through to the client. ``first_byte_at``: time.monotonic() seconds; ``events``: pieces of a stream."""
 
     bytes_out: int

@@ -32,6 +32,7 @@ from gateway.placement import choose_link
 from gateway.values import InferenceRequest, Timeouts
 from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.keeper import LinkKeeper
+from nodes.states import POOL_RESPONSES
 
 _BUSY_PAUSE_S = 0.05
 _HELD_WEIGHT = 0.1
@@ -268,7 +269,7 @@ class Dispatcher:
         registry = self._registry
         if registry.links_answering(model, endpoint) or not registry.links_for(model):
             return None
-        answered = registry.endpoints_of(model)
+        answered = [path for path in registry.endpoints_of(model) if path != POOL_RESPONSES]
         instead = f"it answers {', '.join(answered)}." if answered else "its boxes answer other paths."
         return EndpointNotAnswered(f"The model '{model}' does not answer {endpoint}; {instead}", param="model")
 

@@ -245,6 +245,7 @@ class EngineRefused(GatewayError):
     """An engine's own refusal (4xx) or failure (5xx), said in the caller's dialect with the engine's status and words."""
 
     code = ErrorCode.FORWARDED_REQUEST_FAILED
+    status = 502
 
     def __init__(self, message: str, *, status: int, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 from gateway.client import Header
 
@@ -25,13 +26,9 @@ def render_head(headers: Mapping[str, str], *, queue_ms: int, is_event_stream: b
     the body is not the engine's any more.
     """
     head = [
-        (name.encode("latin-1"), value.encode("latin-1", "replace"))
+        (passed, value.encode("latin-1", "replace"))
         for name, value in headers.items()
-        if name not in _DROPPED
-        and not name.startswith(_DROPPED_FAMILIES)
-        and _SAFE_NAME.match(name)
-        and _SAFE_VALUE.match(value)
-        and not (content_type and name == "content-type")
+        if (passed := _pass_name(name)) and _SAFE_VALUE.match(value) and not (content_type and name == "content-type")
     ]
     if content_type:
         head.append((b"content-type", content_type.encode()))
@@ -45,7 +42,16 @@ def render_head(headers: Mapping[str, str], *, queue_ms: int, is_event_stream: b
     return head
 
 
+@lru_cache(maxsize=512)
+def _pass_name(name: str) -> bytes:
+    """Return the name of a header that may reach a client as it goes out; nothing for every other one."""
+    is_dropped = name in _DROPPED or name.startswith(_DROPPED_FAMILIES) or not _SAFE_NAME.match(name)
+    return b"" if is_dropped else name.encode("ascii")
+
+
 def name_header(name: bytes, value: str) -> Header:
     """Return a header whose value is a name somebody chose; what does not fit into a header becomes a question mark."""
-    text = "".join(letter if " " <= letter <= "~" else "?" for letter in value[:200])
+    text = value[:200]
+    if not (text.isascii() and text.isprintable()):
+        text = "".join(letter if " " <= letter <= "~" else "?" for letter in text)
     return name, text.encode()

@@ -30,12 +30,14 @@ class KeepAlive:
         self._client = client
         self._extra = extra
         self._every_s = every_s
-        self._seen = b""
+        self._seen = client.tail
+        self._quiet = 0
+        """How many looks ago something was said last."""
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to count; the first sign comes after ``every_s`` seconds of silence."""
-        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._tick)
+        """Begin to count; a sign comes after ``every_s`` seconds of silence at most, the first one not before."""
+        self._timer = asyncio.get_running_loop().call_later(self._every_s / 2, self._tick)
 
     def stop(self) -> None:
         """Say nothing more. Idempotent."""
@@ -47,10 +49,16 @@ class KeepAlive:
         client = self._client
         if client.finished or client.is_gone:
             return
+        self._quiet = self._quiet + 1 if client.tail is self._seen else 1
+        if self._quiet >= 2:
+            self._quiet = 0
+            self._say(client)
+        self._seen = client.tail
+        self.start()
+
+    def _say(self, client: ClientConnection) -> None:
         if not client.started:
             client.start(200, [*_HEAD, *self._extra])
             client.write(self.event)
-        elif client.tail is self._seen and client.tail.endswith(b"\n\n") and not client.is_blocked:
+        elif client.tail.endswith(b"\n\n") and not client.is_blocked:
             client.write(self.event)  # only between two events: within one it would tear it apart
-        self._seen = client.tail
-        self.start()

@@ -15,7 +15,7 @@ import msgspec
 from gateway import metrics
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
-from gateway.bookkeeping import TORN_DOWN, Bookkeeper, Ending, Passage, count_tokens
+from gateway.bookkeeping import COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dialects.translation import Translation
@@ -118,7 +118,7 @@ class Pipeline:
             if call is not None and call.keepalive is not None:
                 call.keepalive.stop()
             if record is not None:
-                self.books.finish(record, _measure(exchange), started, ending)
+                self.books.finish(record, exchange, started, ending)
             elif ending.error is not None:
                 metrics.REFUSALS.labels(ending.error.code).inc()
 
@@ -145,7 +145,8 @@ class Pipeline:
             self.dispatcher.check_room(entry.name, request.path, entry.max_queue)
             asked_model = request.model
             request = surface.rename(request, entry.name)
-            self._translate_early(call, request)
+            if surface.translate is not None:
+                self._translate_early(call, request)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
@@ -250,11 +251,13 @@ class Pipeline:
     def _open_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:
         """Return the attempt on a box, in the words it speaks. Raises BadRequest for what cannot be said in them."""
         request, link = job.request, lease.link
-        try:
-            translation = self._translate(call, request, link.find_path(request.model, request.path) or request.path)
-        except GatewayError:
-            lease.release()
-            raise
+        translation = None
+        if call.surface.translate is not None:
+            try:
+                translation = self._translate(call, request, link.find_path(request.model, request.path) or request.path)
+            except GatewayError:
+                lease.release()
+                raise
         extra = [*call.extra, name_header(b"x-muster-node", link.node_name), name_header(b"x-muster-model", request.model)]
         if translation is not None and translation.ignored:
             extra.append(name_header(b"x-muster-ignored", ", ".join(translation.ignored)))
@@ -311,10 +314,10 @@ class Pipeline:
     def _conclude(self, outcome: Outcome, record: Record, exchange: Exchange) -> Ending:
         match outcome:
             case Served():
-                count_tokens(record, outcome, _measure_one(exchange))
+                count_tokens(record, outcome, exchange)
                 record.status_code = outcome.status
                 if outcome.status < 400 and not outcome.has_failed:
-                    return Ending(RequestState.COMPLETED, None)
+                    return COMPLETED
                 return Ending(RequestState.FAILED, ForwardedRequestFailed())
             case Broken():
                 if not outcome.told:
@@ -351,14 +354,6 @@ def id_headers(surface: Surface, request_id: str) -> list[Header]:
     if surface.is_anthropic:
         headers.append((b"request-id", request_id.encode()))
     return headers
-
-
-def _measure_one(exchange: Exchange) -> Passage:
-    return Passage(exchange.bytes_out, exchange.events, exchange.first_byte_at)
-
-
-def _measure(exchange: Exchange | None) -> Passage | None:
-    return None if exchange is None else _measure_one(exchange)
 
 
 def _choose_priority(caller: Caller, options: PoolOptions | None) -> str:

@@ -83,6 +83,7 @@ class Exchange:
         self._received = 0
         self._has_engine_error = False
         self._began = time.monotonic()
+        self._first = b""
         self.is_delivered = False
         self.last = b""
         """The bytes that ``waits`` holds back: the closing events, or the whole body."""
@@ -154,6 +155,7 @@ class Exchange:
         if self._sniff and b'"usage"' in data and not (self._usage_data and b'"usage":null' in data):
             self._usage_data = data
         if self.first_byte_at is None:
+            self._first = data
             self._take_first_byte()
         if not self._passing:
             self._hold(data)
@@ -376,7 +378,7 @@ class Exchange:
             said = self._rewriter.render_failure(error) if self._rewriter is not None else b""
             client.close_after_response()
             if not said and self._passing:
-                said = self._surface.render_stream_error(error, self._job.request_id)
+                said = self._surface.render_broken(error, self._job.request_id, first=self._first, last=client.tail)
             client.write(said or self._surface.render_first_error(error, self._job.request_id, self._job.request))
             client.finish()
         else:

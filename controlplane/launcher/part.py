@@ -80,7 +80,8 @@ class Part:
     def ask_to_stop(self) -> None:
         """Send the signal for an orderly stop."""
         if self.process is not None:
-            self.process.send_signal(self.spec.stop_signal)
+            # Not ``Popen.send_signal``: that reaps a child which has ended already, and then nobody can tell how.
+            os.kill(self.process.pid, self.spec.stop_signal)
 
     def kill(self) -> None:
         """Kill the child and everything in its process group."""

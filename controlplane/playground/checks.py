@@ -1,14 +1,27 @@
-"""Settings of the playground that must fail at start, not at the first question."""
+"""Settings of the playground that must fail at start, not at the first question.
+
+Every process loads this module, also those that show no page: it imports nothing of the playground.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error
 
-from controlplane.playground.passage import is_gateway_url
+
+def is_gateway_url(url: str) -> bool:
+    """Return whether ``url`` is nothing but http or https, a host and perhaps a port."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    is_bare = parts.path in {"", "/"} and not (parts.query or parts.fragment or parts.username or parts.password)
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and is_bare and port != 0
 
 
 def check_gateway_urls(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
@@ -19,7 +32,7 @@ def check_gateway_urls(app_configs: Sequence[AppConfig] | None, **kwargs: object
     }
     hint = "Give scheme, host and port alone, such as http://127.0.0.1:8080."
     return [
-        Error(f"{name} is {url!r}, which is no address of a gateway", hint=hint, id="controlplane.E001")
+        Error(f"{name} is no address of a gateway", hint=hint, id="controlplane.E001")
         for name, url in named.items()
         if not is_gateway_url(str(url))
     ]

@@ -23,6 +23,13 @@ class AskRefused(PlaygroundError):
     """A field of the form cannot be used."""
 
 
+class TenantRefused(AskRefused):
+    """No key can be made for the tenant that was chosen."""
+
+    def __init__(self) -> None:
+        super().__init__("Choose a tenant that is enabled.", param="tenant")
+
+
 class AskTooLarge(PlaygroundError):
     """The form is larger than the page may send."""
 

@@ -20,7 +20,7 @@ from django.contrib.auth.models import AbstractBaseUser
 from django.http import HttpRequest
 from django.utils import timezone
 
-from controlplane.playground.errors import AskRefused
+from controlplane.playground.errors import TenantRefused
 from gateway.services import KeyNotFound, find_tenant, revoke_api_key
 from gateway.services.keys import is_key_usable, replace_api_key
 from gateway.services.values import MAX_NAME_CHARS
@@ -36,11 +36,11 @@ RESERVE_S = 60
 def lend_key(request: HttpRequest, tenant_name: str) -> str:
     """Return the text of the person's key for a tenant, a new one when there is none that works.
 
-    The session is stored at once. Raises AskRefused for a tenant that is missing or disabled.
+    The session is stored at once. Raises TenantRefused for one that is missing or disabled.
     """
     tenant = find_tenant(tenant_name)
     if tenant is None or not tenant.is_active:
-        raise AskRefused("Choose a tenant that is enabled.", param="tenant")
+        raise TenantRefused
     held = request.session.get(SESSION_KEYS, {})
     text = _open_held(held.get(tenant.name))
     if text is not None:

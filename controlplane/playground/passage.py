@@ -11,7 +11,6 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from urllib.parse import urlsplit
 
 import httpx
 from django.conf import settings
@@ -149,17 +148,6 @@ _open: set[Passage] = set()
 def find_gateway_url() -> str:
     """Return scheme and host of the gateway that is asked."""
     return str(settings.PLAYGROUND_GATEWAY_URL).rstrip("/")
-
-
-def is_gateway_url(url: str) -> bool:
-    """Return whether ``url`` is nothing but http or https, a host and perhaps a port."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        return False
-    is_bare = parts.path in {"", "/"} and not (parts.query or parts.fragment or parts.username or parts.password)
-    return parts.scheme in {"http", "https"} and bool(parts.hostname) and is_bare and port != 0
 
 
 def choose_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 import msgspec
 
@@ -85,8 +86,7 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
     Readers differ in which of two values counts, so what policy looked at might not be what the engine does.
     """
     fields = _fields_decoder.decode(body)
-    expected = sum(map(len, fields)) + sum(len(memoryview(raw)) for raw in fields.values()) + 4 * len(fields) + 1
-    if len(body) != expected:  # written without blanks, each key once: the usual case
+    if _encoder.encode(fields) != body:  # else it is written without blanks, each key once: the usual case
         _refuse_duplicates(body, fields)
     return fields
 
@@ -181,23 +181,22 @@ _messages_decoder = msgspec.json.Decoder(list[_Message])
 def count_prompt_chars(messages: msgspec.Raw, *others: msgspec.Raw) -> int:
     """Return how many characters of text the prompt has. Images and files given as data URLs are not text."""
     total = 0
-    if data := bytes(messages):
+    if messages:
         try:
-            total = sum(
-                _count_content(message.content) + len(bytes(message.tool_calls)) for message in _messages_decoder.decode(data)
-            )
+            for message in _messages_decoder.decode(messages):
+                content = message.content
+                total += len(content) if isinstance(content, str) else _count_parts(content or ())
+                total += len(message.tool_calls)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            total = _count_text(_decode(data))
+            total = _count_text(_decode(messages))
     for raw in others:
-        if data := bytes(raw):
-            total += _count_text(_decode(data))
+        if raw:
+            total += _count_text(_decode(raw))
     return total
 
 
-def _count_content(content: str | list[_Part] | None) -> int:
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part.text) for part in content or () if part.text is not None)
+def _count_parts(parts: Iterable[_Part]) -> int:
+    return sum(len(part.text) for part in parts if part.text is not None)
 
 
 def _decode(data: bytes) -> object:

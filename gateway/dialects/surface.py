@@ -24,6 +24,7 @@ from gateway.dialects.messages import translate_messages
 from gateway.dialects.refusal import complete_error, read_refusal, read_shape
 from gateway.dialects.responses import (
     ResponsesBody,
+    fail_passing,
     make_response_id,
     read_responses_body,
     render_failed_response,
@@ -171,6 +172,11 @@ class Surface:
             event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
             return b"event: error\ndata: " + _json.encode({**event, "error": _openai(error)}) + b"\n\n"
         return b"data: " + _json.encode({"error": _openai(error)}) + b"\n\n"
+
+    def render_broken(self, error: GatewayError, request_id: str, *, first: bytes, last: bytes) -> bytes:
+        """Return what ends an engine's own stream that broke; ``first`` and ``last`` are bytes that passed."""
+        failed = fail_passing(error, first=first, last=last) if self.dialect is Dialect.RESPONSES else b""
+        return failed or self.render_stream_error(error, request_id)
 
     def render_first_error(self, error: GatewayError, request_id: str, request: InferenceRequest | None) -> bytes:
         """Return what ends a stream of which nothing but signs of life went out: here a response begins before it fails."""

@@ -73,7 +73,7 @@ class HttpServer:
         sent = {"Accept": "application/json", **self.headers, **(headers or {})}
         data = None
         if body is not None:
-            data, sent["Content-Type"] = msgspec.json.encode(body), "application/json"
+            data, sent["Content-Type"] = _as_payload(msgspec.json.encode(body)), "application/json"
         try:
             async with self._client.request(
                 method, self.base_url + path, data=data, headers=sent, timeout=timeout, allow_redirects=False

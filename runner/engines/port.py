@@ -210,5 +210,5 @@ class TokenCounter(Protocol):
         """Return how many tokens the engine would read.
 
         ``fields`` are the members of a chat completion's body, or have a text as ``prompt`` in place of ``messages``.
-        Raises InvalidRequest when the engine does not accept them, and EngineError when it does not answer in seconds.
+        Raises InvalidRequest when the engine does not accept them, and EngineError when it does not answer within a minute.
         """

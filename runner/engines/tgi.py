@@ -41,7 +41,7 @@ from runner.engines.port import (
 )
 from runner.engines.private_folders import make_private_folder
 from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
-from runner.engines.token_counts import take_answer
+from runner.engines.token_counts import COUNT_TIMEOUT, take_answer
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
 
 LOAD_TIMEOUT_S = 3600.0
@@ -200,7 +200,7 @@ class TgiEngine:
         is_chat = "messages" in fields
         path = "/chat_tokenize" if is_chat else "/tokenize"
         asked: dict[str, object] = {**fields, "model": _BASE_MODEL} if is_chat else {"inputs": fields["prompt"]}
-        status, body = await self._server.ask("POST", path, body=asked)
+        status, body = await self._server.ask("POST", path, body=asked, timeout=COUNT_TIMEOUT)
         body = take_answer(path, status, body)
         try:
             if is_chat:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import aiohttp
 import msgspec
 
 from runner.engines.http import HttpServer
 from runner.engines.port import TOKENIZE
 from runner.errors import EngineError, InvalidRequest
 
+COUNT_TIMEOUT = aiohttp.ClientTimeout(total=60.0)
+"""Not when somebody stops waiting, but when an engine can be taken to have ended with a text: it does not hear us leave."""
 _MAX_REASON_CHARS = 300
 _REFUSALS = frozenset({400, 413, 422})
 
@@ -59,7 +62,7 @@ def take_answer(path: str, status: int, body: bytes) -> bytes:
 
 async def ask_count(server: HttpServer, path: str, fields: Mapping[str, msgspec.Raw]) -> int:
     """Ask an engine that answers ``{"count": …}``. Raises InvalidRequest, EngineError."""
-    status, body = await server.ask("POST", path, body=fields)
+    status, body = await server.ask("POST", path, body=fields, timeout=COUNT_TIMEOUT)
     try:
         return _counted_decoder.decode(take_answer(path, status, body)).count
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -79,12 +82,12 @@ async def ask_llama(server: HttpServer, fields: Mapping[str, msgspec.Raw]) -> in
     if "messages" not in fields:
         return await _ask_llama_text(server, fields, fields["prompt"])
     path = "/v1/chat/completions/input_tokens"
-    status, body = await server.ask("POST", path, body=fields)
+    status, body = await server.ask("POST", path, body=fields, timeout=COUNT_TIMEOUT)
     try:
         if status != 404:
             return _input_decoder.decode(take_answer(path, status, body)).input_tokens
         path = "/apply-template"
-        status, body = await server.ask("POST", path, body=fields)
+        status, body = await server.ask("POST", path, body=fields, timeout=COUNT_TIMEOUT)
         prompt = _prompt_decoder.decode(take_answer(path, status, body)).prompt
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise EngineError(f"{path} does not answer as llama.cpp does") from None
@@ -95,7 +98,7 @@ async def _ask_llama_text(server: HttpServer, fields: Mapping[str, msgspec.Raw],
     """Count a text the way llama.cpp reads a prompt: with the special tokens in it, and the one that it begins with."""
     path = "/tokenize"
     asked: dict[str, object] = {"model": fields["model"], "content": text, "add_special": True, "parse_special": True}
-    status, body = await server.ask("POST", path, body=asked)
+    status, body = await server.ask("POST", path, body=asked, timeout=COUNT_TIMEOUT)
     try:
         return len(_tokens_decoder.decode(take_answer(path, status, body)).tokens)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
 """Token counts beside the inference queue: a prompt is counted while others generate, and takes no turn from them.
 
 Bounded all the same: few counts at once for each model, a fair and short line of those who wait, and an answer in seconds
-or a refusal.
+or a refusal. An engine goes on with a long text when nobody waits for it any more, so its turn is taken until it has ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from runner.admission import FairQueue, QueueLimits, WaitBudget
+from runner.admission import FairQueue, QueueLimits, Turn, WaitBudget
 from runner.engines.port import TokenCounter
 from runner.errors import EngineError, EngineNotReached, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from runner.pool import Model
@@ -34,6 +34,7 @@ class Counting:
 
     def __init__(self, *, limit_s: float = LIMIT_S) -> None:
         self._limit_s = limit_s
+        self._working: set[asyncio.Task[bytes]] = set()
         self._queues: WeakKeyDictionary[Model, FairQueue] = WeakKeyDictionary()
         self._budget = WaitBudget(_MAX_WAITING)
 
@@ -45,10 +46,19 @@ class Counting:
         fields = {**read_question(request.body), "model": msgspec.Raw(msgspec.json.encode(model.model_id))}
         queue = self._queue_of(model)
         turn = await queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._limit_s)
-        try:
-            return await _ask(model, fields, self._limit_s), turn.waited_ms
-        finally:
-            queue.leave(turn)
+        work = asyncio.create_task(_ask(model, fields))
+        self._working.add(work)
+        work.add_done_callback(lambda done: self._end(done, queue, turn))
+        await asyncio.wait({work}, timeout=self._limit_s)
+        if not work.done():
+            raise EngineUnavailable(f"The engine did not count within {self._limit_s:g} s.", retry_after_s=2)
+        return work.result(), turn.waited_ms
+
+    def _end(self, work: asyncio.Task[bytes], queue: FairQueue, turn: Turn) -> None:
+        self._working.discard(work)
+        queue.leave(turn)
+        if not work.cancelled():
+            work.exception()  # whoever still waited has heard it
 
     def _queue_of(self, model: Model) -> FairQueue:
         queue = self._queues.get(model)
@@ -83,7 +93,7 @@ def _check_text(prompt: msgspec.Raw) -> None:
         raise InvalidRequest("The field 'prompt' must be a text.", param="prompt") from None
 
 
-async def _ask(model: Model, fields: Mapping[str, msgspec.Raw], limit_s: float) -> bytes:
+async def _ask(model: Model, fields: Mapping[str, msgspec.Raw]) -> bytes:
     replica = model.pick()
     if replica is None:
         raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
@@ -91,10 +101,7 @@ async def _ask(model: Model, fields: Mapping[str, msgspec.Raw], limit_s: float) 
     if not engine.capabilities.counts_tokens or not isinstance(engine, TokenCounter):
         raise ModalityUnsupported(f"The engine of {model.model_id} counts no tokens.", param="model")
     try:
-        async with asyncio.timeout(limit_s):
-            count = await engine.count_tokens(fields)
-    except TimeoutError:
-        raise EngineUnavailable(f"The engine did not count within {limit_s:g} s.", retry_after_s=2) from None
+        count = await engine.count_tokens(fields)
     except EngineError as error:
         raise EngineUnavailable(f"The engine did not count: {error}.", retry_after_s=2) from None
     return msgspec.json.encode({"count": count, "max_model_len": replica.context_tokens})

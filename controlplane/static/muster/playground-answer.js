@@ -101,6 +101,7 @@ class Run {
     #last = null;
     #raw = "";
     #isPainting = false;
+    #isRefused = false;
     #record = "";
     #requestId = "";
 
@@ -183,13 +184,18 @@ class Run {
         }
     }
 
+    // The control plane's own refusals are about the form; the gateway's have a request, and may name a field as well.
     #sayError(response) {
         const { message, code, param } = this.answer.error;
+        const isOurs = this.#requestId === "";
+        const isBlamed = response.status < 500 && blameField(param, message, { isFocused: isOurs });
+        if (isOurs && isBlamed) {
+            this.#isRefused = true;
+            return;
+        }
         const wait = response.headers.get("retry-after");
-        const waiting = wait === null ? "" : ` The gateway asks to wait for ${wait} s.`;
-        const isField = response.status < 500 && blameField(param, message);
-        showProblem(isField ? "A field of the form cannot be used." : message, isField ? message : (advice[code] ?? "") + waiting);
-        if (response.status === 401 && this.#requestId === "") {
+        showProblem(message, (advice[code] ?? "") + (wait === null ? "" : ` The gateway asks to wait for ${wait} s.`));
+        if (isOurs && response.status === 401) {
             const link = Object.assign(document.createElement("a"), { href: root.dataset.signIn, className: "mst-link" });
             link.textContent = "Sign in";
             find("problem-advice").append(link);
@@ -235,6 +241,12 @@ class Run {
     }
 
     #finish() {
+        if (this.#isRefused) {
+            find("status").textContent = "Not sent: see the form.";
+            find("empty").textContent = "Nothing asked.";
+            find("empty").hidden = false;
+            return;
+        }
         const { usage, finish, pieces, error } = this.answer;
         const isStopped = this.signal.aborted;
         const isBad = !find("problem").hidden;

@@ -57,7 +57,7 @@ export const showFields = () => {
 };
 
 // Says what is wrong with a field, beside it. Returns whether the form has that field and shows it.
-export const blameField = (param, message) => {
+export const blameField = (param, message, { isFocused }) => {
     const name = (param ?? "").split(".").pop().replace(/\[.*/, "").replaceAll("_", "-");
     const place = find(`${name}-error`);
     const control = name === "model" && isOtherModel() ? find("other") : find(name);
@@ -70,7 +70,9 @@ export const blameField = (param, message) => {
     control.setAttribute("aria-invalid", "true");
     control.dataset.describedBy ??= control.getAttribute("aria-describedby") ?? "";
     control.setAttribute("aria-describedby", `${place.id} ${control.dataset.describedBy}`.trim());
-    control.focus();
+    if (isFocused) {
+        control.focus();
+    }
     return true;
 };
 
@@ -110,7 +112,7 @@ const takeImage = async (maxBytes) => {
     if (!file || file.size > maxBytes) {
         dropImage();
         if (file) {
-            blameField("image", "This image is too large. Make it smaller and choose it again.");
+            blameField("image", "This image is too large. Make it smaller and choose it again.", { isFocused: true });
         }
         return;
     }
@@ -123,6 +125,8 @@ const takeImage = async (maxBytes) => {
 
 export const watchForm = (maxImageBytes) => {
     form.addEventListener("change", showFields);
+    // The admin's skin would look for a text field beside every file field, and fail.
+    find("image").hasChangeListener = true;
     find("image").addEventListener("change", () => takeImage(maxImageBytes));
     find("image-drop").addEventListener("click", () => {
         dropImage();
@@ -131,6 +135,8 @@ export const watchForm = (maxImageBytes) => {
     find("tools-example").addEventListener("click", () => {
         find("tools").value = JSON.stringify(exampleTools, null, 2);
         find("tools").focus();
+        find("tools").setSelectionRange(0, 0);
+        find("tools").scrollTop = 0;
         changed();
     });
 };

@@ -26,7 +26,7 @@ const showRunning = (isRunning) => {
 // On a narrow screen the answer stands below the form.
 const showPlace = () => {
     if (answer.getBoundingClientRect().top > innerHeight * 0.8) {
-        answer.scrollIntoView({ behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+        answer.scrollIntoView();
     }
 };
 

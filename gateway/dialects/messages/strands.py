@@ -219,5 +219,7 @@ def _begins_another(strand: Strand, part: ToolCallPart) -> bool:
         return False
     if strand.is_closed or strand.is_whole:
         return bool(part.id) or part.index is None
+    if not (part.id and strand.call_id):
+        return False
     has_nothing = not strand.held and strand.scan is None
-    return bool(part.id and strand.call_id) and has_nothing and name != strand.name
+    return part.index is None or (has_nothing and name != strand.name)

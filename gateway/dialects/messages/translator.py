@@ -210,7 +210,7 @@ class MessagesTranslator:
     def _take_delta(self, delta: ChatMessage) -> bytes:
         content, thought, strands = delta.content, delta.reasoning_content or delta.reasoning, self._strands
         if not delta.tool_calls and not delta.refusal:
-            if strands.open_kind is _TEXT or not content:
+            if not thought and (strands.open_kind is _TEXT or not content):
                 return strands.prefix + _encode(content) + _DELTA_END if content else b""
             if not content and strands.open_kind is _THINKING:
                 return strands.prefix + _encode(thought) + _DELTA_END

@@ -5,12 +5,14 @@ from __future__ import annotations
 from gateway.dialects.responses.fields import ResponsesBody, read_responses_body
 from gateway.dialects.responses.listing import list_input_items
 from gateway.dialects.responses.object import make_response_id
+from gateway.dialects.responses.passing import fail_passing
 from gateway.dialects.responses.request import render_failed_response, translate_responses
 from gateway.dialects.responses.stream import ResponsesTranslator
 
 __all__ = [
     "ResponsesBody",
     "ResponsesTranslator",
+    "fail_passing",
     "list_input_items",
     "make_response_id",
     "read_responses_body",

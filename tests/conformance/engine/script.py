@@ -2,16 +2,17 @@
 
 A directive that does not exist is refused with 400, so that a misspelt one never passes for a plain answer.
 
+==================== ===============================================================================================
 What is said
-============ ==========================================================================================
-tools        One tool call. With a tool's result as the last message: a text about that result instead.
+-------------------- -----------------------------------------------------------------------------------------------
+tools                One tool call. With a tool's result as the last message: a text about that result instead.
 parallel_tools       Two calls, one after the other.
 interleaved_tools    Two calls whose arguments come in turns.
 whole_tools          One call whose arguments come in one piece, with its name.
 text_then_tools      A text, then a call.
 nasty_arguments      One call with arguments full of quotes, escapes, brackets and characters of four bytes.
 empty_tool_calls     A text; every piece also has ``tool_calls: []``.
-thinking             Thoughts as ``reasoning_content``, then a text. ``thinking:reasoning`` names them as vLLM does.
+thinking             Thoughts as ``reasoning_content``, then a text or a call. ``thinking:reasoning`` names them as vLLM does.
 refusal              A refusal in place of a text.
 length               The text is cut off by the token limit.
 stop_sequence        The text ends at the first of the request's stop sequences (``stop_reason`` says which, as vLLM does).
@@ -19,33 +20,37 @@ logprobs             Log probabilities, also when the request does not ask for t
 cached               Some of the prompt's tokens come from a cache, and usage says so.
 echo                 The text is JSON: ``path``, ``query``, ``headers`` and ``body`` as they reached the engine.
 number:N             The text is the number N.
-
+-------------------- -----------------------------------------------------------------------------------------------
 How it is said
-============ ==========================================================================================
-slow:S       Nothing at all for S seconds, then the answer, or the error.
-pause:S      In a stream, S seconds of silence after the first piece.
-pace:MS      In a stream, MS milliseconds between two pieces.
-endless:KEY  The answer does not end: a stream goes on and on, an unstreamed answer never comes.
-gone:KEY     The text is ``left`` once the client of ``endless:KEY`` has left, else ``here``, or ``unknown``.
-crlf         Event lines end in CR LF, and no blank follows ``data:``.
-split_events Events are cut into pieces that are sent one by one.
-comments     Comment lines between the events.
-no_usage     No usage, whoever asks.
+-------------------- -----------------------------------------------------------------------------------------------
+slow:S               Nothing at all for S seconds, then the answer, or the error.
+pause:S              In a stream, S seconds of silence after the first piece.
+pace:MS              In a stream, MS milliseconds between two pieces.
+endless:KEY          The answer does not end: a stream goes on and on, an unstreamed answer never comes.
+gone:KEY             The text is ``left`` once the client of ``endless:KEY`` has left, else ``here``, or ``unknown``.
+crlf                 Event lines end in CR LF, and no blank follows ``data:``.
+split_events         Events are cut into pieces that are sent one by one.
+comments             Comment lines between the events.
+no_usage             No usage, whoever asks.
 usage_in_finish      The usage is in the chunk with the finish_reason, not in one of its own.
-
+-------------------- -----------------------------------------------------------------------------------------------
 What goes wrong
-============ ==========================================================================================
-error_400    400 with OpenAI's error object.
+-------------------- -----------------------------------------------------------------------------------------------
+error_400            400 with OpenAI's error object; so for error_404, error_429, error_500, error_503. The code is a number.
 error_400_context    400 in the words of llama.cpp for a prompt that does not fit; ``:vllm`` and ``:openai`` in theirs.
-error_404, error_429, error_500, error_503   That status; 429 and 503 with Retry-After: 7.
-html_error   502 with a page of HTML.
-detail_error 422 with ``{"detail": [...]}``, as FastAPI says it.
-text_error   400 with ``{"error": "words"}``.
-empty_error  500 with no body.
-error_in_stream      Two pieces, then an error object as an event, then the end (whole answer: a 500).
-cut          The connection is reset: after two pieces of a stream, inside an unstreamed body.
-no_finish    A stream that ends in order, but without any finish_reason.
-garbage      An event that is not JSON (whole answer: a body that is not).
+error_404            As above.
+error_429            As above, with Retry-After: 7.
+error_500            As above.
+error_503            As above, with Retry-After: 7.
+html_error           502 with a page of HTML.
+detail_error         422 with ``{"detail": [...]}``, as FastAPI says it.
+text_error           400 with ``{"error": "words"}``.
+empty_error          500 with no body.
+error_in_stream      Two pieces, then an error as an event, then the end (whole answer: a 500).
+cut                  The connection is reset: after two pieces of a stream, inside an unstreamed body.
+no_finish            A stream that ends in order, but without any finish_reason.
+garbage              An event that is not JSON (whole answer: a body that is not).
+==================== ===============================================================================================
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from tests.conformance.exchange import Answer, Ask, Connection
 from tests.conformance.fields import Field
 from tests.conformance.readers.messages import check_error
 from tests.conformance.table import Surface, add_row, requirement
-from tests.conformance.target import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, MODELS, RESPONSES, Target, require_status
+from tests.conformance.target import CHAT, MESSAGES, MODELS, RESPONSES, Target, require_status
 from tests.conformance.verdicts import Violation
 
 _HUGE_BYTES = 300 * 1024 * 1024
@@ -39,14 +39,6 @@ def check_anthropic_error(answer: Answer) -> Field:
     if not answer.header("request-id"):
         raise Violation("the header request-id is missing")
     return answer.json()["error"]
-
-
-_OPENAI_BODIES: Mapping[str, tuple[str, Callable[[Target], dict[str, object]]]] = {
-    "chat": (CHAT, lambda target: target.chat_body()),
-    "completions": (COMPLETIONS, lambda target: target.completion_body()),
-    "responses": (RESPONSES, lambda target: target.responses_body()),
-    "embeddings": (EMBEDDINGS, lambda target: {"model": target.model, "input": "a"}),
-}
 
 
 def _for_dialects(name: str, text: str, clients: str) -> Callable[[Callable[[Target, str], Awaitable[None]]], None]:

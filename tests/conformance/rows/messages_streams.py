@@ -282,7 +282,9 @@ async def _thinking_call(target: Target) -> None:
         raise Violation(f"blocks: {[(block.kind, block.text) for block in said.blocks]}")
 
 
-@requirement("messages.stream.max_tokens", "a text cut off: stop_reason max_tokens", clients="Claude Code", needs_script=True)
+@requirement(
+    "messages.stream.max_tokens", "streamed: a text cut off: stop_reason max_tokens", clients="Claude Code", needs_script=True
+)
 async def _max_tokens(target: Target) -> None:
     said = await _read(target, "[[length]] hello")
     assert said.delta is not None
@@ -306,7 +308,9 @@ async def _stop_sequence(target: Target) -> None:
         raise Violation(f"texts: {said.texts('text')}")
 
 
-@requirement("messages.stream.refusal", "a refusal's words reach the reader", clients="anthropic SDKs", needs_script=True)
+@requirement(
+    "messages.stream.refusal", "streamed: a refusal's words reach the reader", clients="anthropic SDKs", needs_script=True
+)
 async def _refusal(target: Target) -> None:
     said = await _read(target, "[[refusal]] hello")
     if said.texts("text") != [REFUSAL]:

@@ -107,6 +107,12 @@ class TestTheRealEngine:
         completed = await answer(box, ask(COMPLETIONS, prompt=text, max_tokens=1))
         assert counted["count"] == completed["usage"]["prompt_tokens"]
 
+    async def test_a_prompt_beyond_the_context_and_a_body_of_more_than_a_megabyte_are_counted(self, box: Parts) -> None:
+        long = [{"role": "user", "content": "word " * 4 * CONTEXT}]
+        counted = await answer(box, ask(messages=long))
+        assert counted["count"] > 2 * CONTEXT
+        assert await answer(box, ask(messages=long, padding="x" * 1_200_000)) == counted
+
     async def test_gateways_hear_of_the_path_and_of_the_context(self, box: Parts) -> None:
         (replica,) = list_replicas(box.pool.registry.models)
         assert replica.context_tokens == CONTEXT
@@ -215,14 +221,32 @@ async def test_few_are_counted_at_once_and_a_tenant_may_not_fill_the_line() -> N
     assert engine.counting == 0
 
 
-async def test_an_engine_that_does_not_count_in_time_is_given_up_and_so_is_the_wait_for_it() -> None:
+async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it_has_ended() -> None:
     engine, counting = CountingEngine(), Counting(limit_s=0.05)
     model = serving(engine)
-    asked = [counting.count(model, ask(prompt="x", tenant=str(number))) for number in range(AT_ONCE + 1)]
-    found = await asyncio.gather(*asked, return_exceptions=True)
-    assert {type(error) for error in found} <= {EngineUnavailable, QueueTimeout}
-    assert engine.counting == 0
+    for number in range(AT_ONCE):
+        with pytest.raises(EngineUnavailable, match="did not count"):
+            await counting.count(model, ask(prompt="x", tenant=str(number)))
+    with pytest.raises(QueueTimeout):
+        await counting.count(model, ask(prompt="x"))
+    assert engine.counting == AT_ONCE
+    engine.may_count.set()
+    await eventually(lambda: engine.counting == 0, "the engine has ended")
+    assert await counting.count(model, ask(prompt="x"))
     assert model.replicas[0].supervisor.state is EngineState.LOADED
+
+
+async def test_a_client_that_leaves_takes_no_turn_with_it() -> None:
+    engine, counting = CountingEngine(), Counting()
+    model = serving(engine)
+    asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant=str(number)))) for number in range(AT_ONCE)]
+    await eventually(lambda: engine.counting == AT_ONCE, "as many count as may")
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert engine.counting == AT_ONCE
+    engine.may_count.set()
+    assert await counting.count(model, ask(prompt="x"))
 
 
 async def test_a_replica_that_is_down_and_an_engine_that_cannot_count_are_told_apart() -> None:

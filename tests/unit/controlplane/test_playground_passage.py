@@ -5,8 +5,9 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from controlplane.playground.checks import is_gateway_url
 from controlplane.playground.errors import GatewaySilent, GatewayUnreachable
-from controlplane.playground.passage import choose_headers, describe_failure, is_gateway_url
+from controlplane.playground.passage import choose_headers, describe_failure
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8080", "https://api.example.com", "http://gateway:8080/", "http://[::1]:80"])

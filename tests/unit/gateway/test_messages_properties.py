@@ -29,7 +29,7 @@ _JSON = st.recursive(
     max_leaves=8,
 )
 _DEEP = json.loads('{"a":' * 90 + "{}" + "}" * 90)
-_ARGUMENTS = st.dictionaries(_WORDS, _JSON, max_size=3) | st.just({}) | st.just(_DEEP)
+_ARGUMENTS: st.SearchStrategy[dict[str, Any]] = st.dictionaries(_WORDS, _JSON, max_size=3) | st.just({}) | st.just(_DEEP)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def assert_says(message: dict[str, Any], answer: Answer) -> None:
 
 
 @given(answers(), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_stream_cut_anywhere_says_what_the_model_said(answer: Answer, data: st.DataObject) -> None:
     stream = answer.stream
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=20)))
@@ -195,7 +195,7 @@ def test_a_whole_answer_says_what_the_stream_of_it_says(answer: Answer) -> None:
 
 
 @given(st.lists(st.binary(max_size=40) | answers(most_calls=1).map(lambda answer: answer.stream[:200]), max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_bytes_make_a_translator_raise_or_speak_ill(pieces: list[bytes]) -> None:
     out, translator = translate(pieces)
     assert (b"message_stop" in out) == (translator.failure is None)

@@ -180,6 +180,32 @@ def test_arguments_that_were_encoded_twice_are_decoded_once() -> None:
     assert read_blocks(call(0, '"{\\"a\\": 1}"', name="f", call_id="c1")) == [tool("c1", "f", a=1)]
 
 
+def test_calls_without_arguments_that_all_have_index_0_are_told_apart() -> None:
+    assert read_blocks(call(0, "", name="f", call_id="c1"), call(0, "", name="g", call_id="c2")) == [
+        tool("c1", "f"),
+        tool("c2", "g"),
+    ]
+
+
+def test_an_engine_that_repeats_id_and_name_makes_one_call() -> None:
+    pieces = ['{"a"', ":1}", ""]
+    assert read_blocks(*[call(0, piece, name="f", call_id="c1") for piece in pieces]) == [tool("c1", "f", a=1)]
+    changing = [call(0, piece, name="f", call_id=f"c{number}") for number, piece in enumerate(["", *pieces[:2]])]
+    assert read_blocks(*changing, call(0, "")) == [tool("c0", "f", a=1)]
+
+
+def test_a_name_that_changes_within_arguments_does_not_change_the_call() -> None:
+    assert read_blocks(call(0, '{"a"', name="f", call_id="c1"), call(0, ":1}", name="g", call_id="c2")) == [
+        tool("c1", "f", a=1)
+    ]
+
+
+def test_calls_without_an_index_may_be_mixed_when_each_piece_has_its_id() -> None:
+    pieces = [("c1", '{"a"'), ("c2", '{"b"'), ("c1", ":1}"), ("c2", ":2}")]
+    blocks = read_blocks(*[call(None, piece, name=f"f_{call_id}", call_id=call_id) for call_id, piece in pieces])
+    assert blocks == [tool("c1", "f_c1", a=1), tool("c2", "f_c2", b=2)]
+
+
 def test_empty_pieces_and_an_empty_list_of_calls_produce_nothing() -> None:
     data, _ = say(
         chunk(content="a"),

@@ -67,6 +67,13 @@ def test_turns_of_one_side_in_a_row_are_one_turn() -> None:
     ]
 
 
+def test_what_an_assistant_says_after_calls_is_a_message_of_its_own() -> None:
+    assert carry(assistant(text("a"), USE), assistant(text("b"))) == [
+        {"role": "assistant", "content": "a", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "b"},
+    ]
+
+
 def test_images_are_parts_in_their_place() -> None:
     by_url = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
     assert carry(user(text("look"), PNG, text("and"), by_url)) == [

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.dialects import SURFACES
 from gateway.dialects.refusal import read_refusal, read_stream_failure
-from gateway.errors import ContextTooLong, EngineRefused
+from gateway.errors import ContextTooLong, EngineRefused, RequestInterrupted
 
 VLLM_CONTEXT = {
     "error": {
@@ -106,3 +106,22 @@ def test_a_long_page_is_cut_and_its_markup_left_out() -> None:
     error = read_refusal(502, b"<style>p{}</style><p>" + b"words " * 4000)
     assert len(error.message) <= 1000
     assert error.message.startswith("words words")
+
+
+def test_an_engines_own_stream_that_broke_ends_as_the_response_it_had_begun() -> None:
+    surface = SURFACES["/v1/responses"]
+    response = {"id": "resp_x", "object": "response", "status": "in_progress", "output": []}
+    created = {"type": "response.created", "sequence_number": 0, "response": response}
+    first = b"event: response.created\ndata: " + json.dumps(created).encode() + b"\n\n"
+    last = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":41}\n\n'
+    said = surface.render_broken(RequestInterrupted(), "req_1", first=first, last=last)
+    event = json.loads(said.removeprefix(b"event: response.failed\ndata: "))
+    assert (event["type"], event["sequence_number"]) == ("response.failed", 42)
+    assert (event["response"]["id"], event["response"]["status"]) == ("resp_x", "failed")
+    assert event["response"]["error"]["code"] == "server_error"
+
+
+@pytest.mark.parametrize("first", [b"", b"data: {", b'data: {"type":"error"}\n\n', b'data: {"type":"response.created"}\n\n'])
+def test_a_stream_whose_beginning_says_nothing_ends_in_an_error_event(first: bytes) -> None:
+    said = SURFACES["/v1/responses"].render_broken(RequestInterrupted(), "req_1", first=first, last=b"data: x\n\n")
+    assert said.startswith(b"event: error\ndata: ")

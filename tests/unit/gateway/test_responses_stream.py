@@ -265,10 +265,11 @@ def test_log_probabilities_are_carried_in_the_words_of_responses() -> None:
 
 
 def test_log_probabilities_nobody_can_read_are_left_out() -> None:
-    chunk = write_chunk({"content": "a"}).replace(
-        b'"finish_reason": null', b'"finish_reason": null, "logprobs": {"content": 7}'
-    )
-    assert run_stream(open_answer(stream=True), chunk, write_chunk({}, "stop")).text == "a"
+    unreadable = b'"finish_reason": null, "logprobs": {"content": 7}'
+    chunks = [write_chunk({"content": text}).replace(b'"finish_reason": null', unreadable) for text in ("a", "", "")]
+    reading = run_stream(open_answer(stream=True), *chunks, write_chunk({}, "stop"))
+    assert reading.response["output"][0]["content"][0]["logprobs"] == []
+    assert reading.text == "a"
 
 
 def test_usage_is_counted_and_told_with_its_details() -> None:

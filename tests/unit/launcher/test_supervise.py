@@ -136,3 +136,14 @@ def test_a_signal_ends_the_watch(supervisor: Supervisor) -> None:
 )
 def test_how_a_part_ended_is_said_in_words(status: int, words: str) -> None:
     assert describe_status(status) == words
+
+
+def test_a_part_that_had_ended_before_the_stop_is_stopped_like_the_others(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, on_change=lambda: None)
+    supervisor.start([_spec("ended", _RUN), _spec("running", _RUN)])
+    supervisor.wait_ready(["ended", "running"], lambda _name: None)
+    ended = supervisor.pids["ended"]
+    os.kill(ended, signal.SIGKILL)
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+    supervisor.stop([("ended", "running")])
+    assert supervisor.pids == {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.port import CHAT
+from runner.engines.port import CHAT, POOL_RESPONSES
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.pool import LoadProgress, Model, ModelEvent, Replica
 from runner.report import MAX_DETAIL_CHARS, list_endpoints, list_replicas, read_memory
@@ -79,9 +79,9 @@ async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds(
         ("loaded", "gated", 2, 1), ("loaded", "gated", 2, 0),
     ]  # fmt: skip
     assert [(info.memory_mb, info.weights_mb, info.kv_mb) for info in infos] == [(70, None, None), (50, 40, 5)]
-    assert [info.endpoints for info in infos] == [[CHAT], [CHAT]]
+    assert [info.endpoints for info in infos] == [[CHAT, POOL_RESPONSES], [CHAT, POOL_RESPONSES]]
     assert [info.context_tokens for info in infos] == [2048, None]
-    assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT]
+    assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT, POOL_RESPONSES]
 
 
 async def test_a_model_on_its_way_out_says_so_for_each_replica() -> None:
