@@ -14,9 +14,10 @@ import msgspec
 from gateway.catalogue import Catalogue, ModelEntry
 from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
 from gateway.routing import AUTO, may_use, resolve
-from gateway.values import Caller, InferenceRequest, PoolOptions
+from gateway.values import Caller, InferenceRequest, PoolOptions, Priority
 
 _WINDOW_S = 60.0
+_RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 
 
 class RateState(msgspec.Struct, frozen=True, gc=False):
@@ -151,6 +152,14 @@ class Admission:
         if not may_use(caller.allowed_models, name, via=via):
             return ModelNotAllowed(f"This API key may not use the model '{name}'.", param="model")
         return None
+
+
+def choose_priority(caller: Caller, options: PoolOptions | None) -> str:
+    """Return the key's priority, or the client's wish where that is lower; empty = normal."""
+    chosen = caller.priority
+    if options is not None and options.priority is not None and _RANKS[options.priority] > _RANKS[chosen]:
+        chosen = options.priority
+    return "" if chosen is Priority.NORMAL else chosen.value
 
 
 def _check_caps(entry: ModelEntry, request: InferenceRequest) -> GatewayError | None:

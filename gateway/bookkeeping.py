@@ -110,6 +110,13 @@ class Bookkeeper:
         )
 
 
+def unread_request(endpoint: str) -> InferenceRequest:
+    """Return what is known of a request whose body could not be read."""
+    return InferenceRequest(
+        endpoint=endpoint, model="", is_streaming=False, max_tokens=None, prompt_chars=0, body=b"", headers={}
+    )
+
+
 def count_tokens(record: Record, outcome: Served, passage: Passage) -> None:
     """Fill in the tokens: what the engine counted, else an estimate that is marked as one."""
     usage = outcome.usage

@@ -7,7 +7,7 @@ by a call and can abort it; elsewhere a task watches ``receive``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
@@ -149,7 +149,7 @@ class ClientConnection:
             self._watcher = None
 
     async def wait(self, future: asyncio.Future[T]) -> T:
-        """Return the future's result. Raises ClientLeft as soon as the client is gone."""
+        """Return the result of a future, never of a task. Raises ClientLeft as soon as the client is gone."""
         if self._gone is not None:
             future.cancel()
             raise self._gone
@@ -158,6 +158,23 @@ class ClientConnection:
             return await future
         finally:
             self._waiting = None
+
+    async def wait_for_work(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` comes to. Raises what it raises, and ClientLeft once the client is gone; it ends then."""
+        loop = asyncio.get_running_loop()
+        task, ended = loop.create_task(work), loop.create_future()
+
+        def end(done: asyncio.Task[T]) -> None:
+            _ = done.cancelled() or done.exception()  # nobody else asks for it once the client is gone
+            if not ended.done():
+                ended.set_result(None)
+
+        task.add_done_callback(end)
+        try:
+            await self.wait(ended)
+            return task.result()
+        finally:
+            task.cancel()
 
     def start(self, status: int, headers: Sequence[Header]) -> None:
         """Send status and headers."""

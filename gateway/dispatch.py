@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from gateway.errors import (
@@ -28,11 +28,12 @@ from gateway.errors import (
     QueueTimeout,
 )
 from gateway.metrics import QUEUE_DEPTH
+from gateway.outlook import Busy, Closed, Outlook, Ready
 from gateway.placement import choose_link
 from gateway.values import InferenceRequest, Timeouts
 from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.keeper import LinkKeeper
-from nodes.states import POOL_RESPONSES
+from nodes.states import POOL_RESPONSES, SPOKEN_THROUGH
 
 _BUSY_PAUSE_S = 0.05
 _HELD_WEIGHT = 0.1
@@ -47,6 +48,7 @@ class Job:
     tenant: str
     priority: str
     max_queue: int
+    """How many may wait for the model that is asked now."""
     sequence: int
     accepted: float
     deadline: float
@@ -82,28 +84,6 @@ class Lease:
             if self.granted:
                 self.dispatcher.note_held(self.model, time.monotonic() - self.granted)
             self.dispatcher.place_on(self.link)
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A slot is free now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """Boxes are there and full; a newcomer would wait about this long."""
-
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """Nobody can serve it now."""
-
-    error: GatewayError
-
-
-Outlook = Ready | Busy | Closed
 
 
 @dataclass(slots=True, eq=False, order=False)
@@ -154,16 +134,21 @@ class Dispatcher:
             prefer=(options.prefer_gpu or "") if options is not None else "",
         )
 
-    def outlook(self, model: str, lane: str) -> Outlook:
-        """Return how a newcomer for ``model`` would fare on that API path."""
+    def outlook(self, model: str, lane: str, *, max_queue: float = math.inf, avoid: Collection[Link] = ()) -> Outlook:
+        """Return how a newcomer for ``model`` would fare on that API path, best on none of the boxes in ``avoid``."""
         now = time.monotonic()
         links = self._registry.links_answering(model, lane)
-        waiting = len(self._queues.get(model, {}).get(lane, ()))
-        if not waiting and choose_link(links, now=now) is not None:
+        lanes = self._queues.get(model, {})
+        waiting = len(lanes.get(lane, ()))
+        if not waiting and choose_link([link for link in links if link not in avoid] if avoid else links, now=now) is not None:
             return Ready()
         ready = [link for link in links if link.condition(now) is LinkCondition.READY]
         if not ready:
             return Closed(self._explain(model, lane) or NoAvailableNode(retry_after_s=5))
+        if _count(lanes) >= max_queue:
+            return Closed(QueueFull(retry_after_s=1))
+        if avoid and all(link in avoid for link in ready):
+            return Busy(math.inf)
         slots = sum(max(1, link.max_concurrent) for link in ready)
         return Busy(self._held_s.get(model, 0.0) * (waiting + 1) / slots)
 
@@ -261,8 +246,12 @@ class Dispatcher:
     # inside
 
     def _choose(self, model: str, endpoint: str, avoid: set[Link], prefer: str = "") -> Link | None:
-        links = self._registry.links_answering(model, endpoint)
-        return choose_link(links, now=time.monotonic(), avoid=avoid, prefer=prefer)
+        links, now = self._registry.links_answering(model, endpoint), time.monotonic()
+        if endpoint in SPOKEN_THROUGH and not prefer:  # a box that speaks it needs no translation
+            own = [link for link in links if link not in avoid and link.answers(model, endpoint)]
+            if (native := choose_link(own, now=now)) is not None:
+                return native
+        return choose_link(links, now=now, avoid=avoid, prefer=prefer)
 
     def _find_mismatch(self, model: str, endpoint: str) -> GatewayError | None:
         """Return an error when boxes serve the model and none of them on this path; that nobody serves it at all may pass."""

@@ -13,6 +13,7 @@ _DROPPED = frozenset({
     "content-length", "server", "date", "set-cookie", "location", "alt-svc", "strict-transport-security", "x-request-id",
     "request-id", "x-accel-buffering", "x-muster-node", "x-muster-model", "x-muster-ignored", "x-queue-wait-ms",
 })  # fmt: skip
+_OF_THE_BODY = frozenset({"content-type", "content-encoding", "content-md5", "content-digest", "digest", "etag"})
 _DROPPED_FAMILIES = ("access-control-", "x-ratelimit-", "anthropic-ratelimit-")
 _SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 _SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
@@ -22,13 +23,13 @@ _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}\Z")
 def render_head(headers: Mapping[str, str], *, queue_ms: int, is_event_stream: bool, content_type: str = "") -> list[Header]:
     """Return a box's headers without what belongs to its connection, or could split the response.
 
-    ``queue_ms``: the wait at this gateway, which is added to that on the box. ``content_type`` replaces the engine's when
-    the body is not the engine's any more.
+    ``queue_ms``: the wait at this gateway, which is added to that on the box. ``content_type`` replaces what
+    the engine said of its body when that is not sent.
     """
     head = [
         (passed, value.encode("latin-1", "replace"))
         for name, value in headers.items()
-        if (passed := _pass_name(name)) and _SAFE_VALUE.match(value) and not (content_type and name == "content-type")
+        if (passed := _pass_name(name)) and _SAFE_VALUE.match(value) and not (content_type and name in _OF_THE_BODY)
     ]
     if content_type:
         head.append((b"content-type", content_type.encode()))
@@ -47,6 +48,14 @@ def _pass_name(name: str) -> bytes:
     """Return the name of a header that may reach a client as it goes out; nothing for every other one."""
     is_dropped = name in _DROPPED or name.startswith(_DROPPED_FAMILIES) or not _SAFE_NAME.match(name)
     return b"" if is_dropped else name.encode("ascii")
+
+
+def id_headers(request_id: str, *, is_anthropic: bool) -> list[Header]:
+    """Return the headers that name a request, under the names clients of the surface look for."""
+    headers = [(b"x-request-id", request_id.encode())]
+    if is_anthropic:
+        headers.append((b"request-id", request_id.encode()))
+    return headers
 
 
 def name_header(name: bytes, value: str) -> Header:

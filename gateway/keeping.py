@@ -30,6 +30,8 @@ T = TypeVar("T")
 RESPONSES = "/v1/responses"
 LANE = "/v1/chat/completions"
 """Kept answers are made by translation: an engine's own object has another id, and says that it is not stored."""
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_FALSE = msgspec.Raw(b"false")
 _DATABASE_S = 5.0
 _MARGIN_S = 0.5
 """Writing ends this long before we stop waiting for it: what we say is not kept is then really not kept."""
@@ -37,10 +39,14 @@ _MARGIN_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What a request of /v1/responses has to do with the database. ``translate`` says it with its history."""
+    """What a request of /v1/responses has to do with the database. ``translate`` says it with its history.
+
+    ``history_chars``: what the conversation so far adds to the prompt, at most.
+    """
 
     is_stored: bool
     previous_id: str
+    history_chars: int
     translate: Callable[[InferenceRequest], Translation]
 
 
@@ -75,7 +81,7 @@ async def plan_keeping(caller: Caller, request: InferenceRequest, request_id: st
             renamed, history=history, previous_response_id=previous_id or None, is_stored=is_stored, response_id=response_id
         )
 
-    return Keeping(is_stored, previous_id, translate)
+    return Keeping(is_stored, previous_id, sum(map(len, history)), translate)
 
 
 async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keeping, translator: AnswerTranslator) -> bool:
@@ -105,10 +111,17 @@ async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keepin
 
 def mark_unkept(last: bytes) -> bytes:
     """Return closing events, or a whole body, whose response object says that it was not stored."""
-    head, mark, data = last.rpartition(b"data:")
-    fields = msgspec.json.decode(data)
-    (fields["response"] if mark else fields)["store"] = False
-    return head + mark + (b" " if mark else b"") + msgspec.json.encode(fields) + (b"\n\n" if mark else b"")
+    if not last.endswith(b"\n\n"):
+        return _put(last, "store", _FALSE)
+    start = last.rfind(b"\ndata:") + len(b"\ndata:")  # at the beginning of a line: texts may speak of data too
+    data = last[start:]
+    response = _put(_fields_decoder.decode(data)["response"], "store", _FALSE)
+    return last[:start] + b" " + _put(data, "response", msgspec.Raw(response)) + b"\n\n"
+
+
+def _put(fields: bytes | msgspec.Raw, name: str, value: msgspec.Raw) -> bytes:
+    """Return a JSON object with another value of a field, the others as they were."""
+    return msgspec.json.encode({**_fields_decoder.decode(fields), name: value})
 
 
 async def _ask_database(ask: Callable[[], T]) -> T:

@@ -11,13 +11,14 @@ from wire.bridge import TokenCounts
 
 
 class RetryReason(StrEnum):
-    """Why another box should be tried; ``unspoken``: the same one in other words."""
+    """Why another box should be tried; ``unspoken``, ``foreign_tools``: perhaps the same one, in other words."""
 
     LOST = "lost"
     ENGINE = "engine"
     BUSY = "busy"
     RECLAIMED = "reclaimed"
     UNSPOKEN = "unspoken"
+    FOREIGN_TOOLS = "foreign_tools"
 
 
 @dataclass(frozen=True, slots=True)

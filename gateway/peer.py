@@ -19,14 +19,20 @@ _sequence = count(1)
 _NO_HEADERS: list[Header] = []
 
 
-async def serve_peer(*, dispatcher: Dispatcher, limits: Limits, client: ClientConnection, link: Link, surface: Surface) -> None:
-    """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut."""
+async def serve_peer(
+    *, dispatcher: Dispatcher, limits: Limits, client: ClientConnection, link: Link, surface: Surface, lane: str = ""
+) -> None:
+    """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut.
+
+    ``lane``: the API path the box is asked on, empty = the surface's.
+    """
     body = await client.read_body(limits.max_audio_bytes if surface.is_form else None)
     headers = client.headers
     job = Job(
         request_id=headers.get("x-request-id", "")[:80],
         request=InferenceRequest(
             endpoint=surface.path,
+            lane=lane,
             model=headers.get("x-muster-model", "")[:200],
             is_streaming=headers.get("x-muster-streaming") == "1",
             max_tokens=None,
@@ -45,7 +51,7 @@ async def serve_peer(*, dispatcher: Dispatcher, limits: Limits, client: ClientCo
     if not link.can_take(time.monotonic()):
         refuse_peer(client, b"busy")
         return
-    if not link.answers(job.request.model, surface.path):  # unloaded since the peer last looked
+    if not link.answers(job.request.model, job.request.path):  # unloaded since the peer last looked
         refuse_peer(client, b"gone")
         return
     link.active += 1

@@ -13,19 +13,19 @@ from typing import assert_never
 import msgspec
 
 from gateway import metrics
-from gateway.admission import Admission, RateLimiter
+from gateway.admission import Admission, RateLimiter, choose_priority
 from gateway.auth import KeyRing
-from gateway.bookkeeping import COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens
+from gateway.bookkeeping import COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, unread_request
+from gateway.catalogue import ModelEntry
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dialects.translation import Translation
-from gateway.dispatch import Busy, Closed, Dispatcher, Job, Lease, Ready
+from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
     EndpointNotAnswered,
     ForwardedRequestFailed,
     GatewayError,
     NoAvailableNode,
-    QueueFull,
     QueueTimeout,
     RateLimited,
     RecordsUnavailable,
@@ -33,19 +33,19 @@ from gateway.errors import (
     RequeueExhausted,
     ShuttingDown,
 )
-from gateway.heads import name_header
+from gateway.heads import id_headers, name_header
 from gateway.keepalive import KeepAlive
 from gateway.keeping import LANE as KEPT_LANE
 from gateway.keeping import RESPONSES, Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
+from gateway.outlook import Busy, Closed, Outlook, Ready
 from gateway.records import Record, RecordWriter
 from gateway.relay import Exchange
-from gateway.values import Caller, InferenceRequest, Limits, PoolOptions, Priority, Timeouts
-from nodes.states import POOL_RESPONSES
+from gateway.values import Caller, InferenceRequest, Limits, Timeouts
+from nodes.states import POOL_RESPONSES, SPOKEN_THROUGH
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 
-_RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 _PARSED_BESIDE_BYTES = 512 * 1024
 
 
@@ -61,6 +61,8 @@ class Call:
     keeping: Keeping | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
+    entries: dict[str, ModelEntry] = field(default_factory=dict)
+    """The models that may serve it by name, best first."""
     translations: dict[str, Translation] = field(default_factory=dict)
 
 
@@ -86,7 +88,7 @@ class Pipeline:
         """Answer one inference request. The only place that calls the stages in sequence."""
         record_id = new_uuid7()
         request_id = format_id("req", record_id)
-        extra = id_headers(surface, request_id)
+        extra = id_headers(request_id, is_anthropic=surface.is_anthropic)
         call: Call | None = None
         record: Record | None = None
         job: Job | None = None
@@ -104,7 +106,7 @@ class Pipeline:
                 lease = await self._find_slot(call, job, record)
                 exchange = self._open_exchange(call, job, lease)
                 outcome = await exchange.run()
-                if not self._should_retry(outcome, job, lease):
+                if not self._should_retry(call, outcome, job, lease):
                     break
             if call.keeping is not None and isinstance(outcome, Served):
                 await self._keep(call, call.keeping, job, exchange)
@@ -133,35 +135,32 @@ class Pipeline:
             call.extra += rate.headers(is_anthropic=surface.is_anthropic)
             request = await _parse(surface, body, client)
             if surface.path == RESPONSES and (caller.stores_responses or request.store or request.previous_response_id):
-                planned = plan_keeping(caller, request, format_id("req", call.record_id))
-                call.keeping = await client.wait(asyncio.ensure_future(planned))
+                call.keeping = await plan_keeping(caller, request, format_id("req", call.record_id))
                 if call.keeping is not None:
-                    request = msgspec.structs.replace(request, lane=KEPT_LANE)
+                    chars = request.prompt_chars + call.keeping.history_chars
+                    request = msgspec.structs.replace(request, lane=KEPT_LANE, prompt_chars=chars)
             entries = self.admission.admit(caller, request)
-            entry = entries[0]
-            if request.is_pool_shaped and not request.lane and self.dispatcher.declares(entry.name, POOL_RESPONSES):
-                request = msgspec.structs.replace(request, lane=POOL_RESPONSES)
-            self.dispatcher.refuse_disabled(entry.name)
-            self.dispatcher.check_room(entry.name, request.path, entry.max_queue)
-            asked_model = request.model
-            request = surface.rename(request, entry.name)
+            call.entries = {row.name: row for row in entries}
+            entry, asked_model = entries[0], request.model
+            request = self._rename(call, request, entry.name)
+            self._check_room(call, request)
             if surface.translate is not None:
                 self._translate_early(call, request)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
                 call.extra += rate.headers(is_anthropic=surface.is_anthropic)
-            self.books.record_refusal(error, caller, request or _unread(surface), call.record_id)
+            self.books.record_refusal(error, caller, request or unread_request(surface.path), call.record_id)
             raise
         job = self.dispatcher.new_job(
             request_id=format_id("req", call.record_id),
             request=request,
             tenant=caller.tenant,
             max_queue=entry.max_queue,
-            priority=_choose_priority(caller, request.options),
+            priority=choose_priority(caller, request.options),
         )
         job.asked_model = asked_model
-        job.models = tuple(row.name for row in entries)
+        job.models = tuple(call.entries)
         record = self.books.make_record(call.record_id, caller, request, asked_model=asked_model)
         client.watch()
         metrics.TALLY.in_flight += 1
@@ -176,6 +175,33 @@ class Pipeline:
             call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.timeouts.stream_ping_s)
             call.keepalive.start()
         return record, job
+
+    def _rename(self, call: Call, request: InferenceRequest, model: str) -> InferenceRequest:
+        """Return the request for a model, on the API path on which that model's boxes are asked for it."""
+        renamed, lane = call.surface.rename(request, model), self._find_lane(call, request, model)
+        return renamed if lane == renamed.lane else msgspec.structs.replace(renamed, lane=lane)
+
+    def _find_lane(self, call: Call, request: InferenceRequest, model: str) -> str:
+        if request.lane == KEPT_LANE or not request.is_pool_shaped:
+            return request.lane  # in those words in any case, or natively wherever a box can
+        return POOL_RESPONSES if self.dispatcher.declares(model, POOL_RESPONSES) else ""
+
+    def _outlook(self, call: Call, model: str, request: InferenceRequest, job: Job | None = None) -> Outlook:
+        """Return how the request would fare if it asked for that model now."""
+        lane = self._find_lane(call, request, model) or request.endpoint
+        if job is not None and job.attempts:
+            return self.dispatcher.outlook(model, lane, avoid=job.avoid)
+        return self.dispatcher.outlook(model, lane, max_queue=call.entries[model].max_queue)
+
+    def _check_room(self, call: Call, request: InferenceRequest) -> None:
+        """Refuse what no model behind the name can take now. Raises what the first of them says."""
+        first, *others = call.entries.values()
+        try:
+            self.dispatcher.refuse_disabled(first.name)
+            self.dispatcher.check_room(first.name, request.path, first.max_queue)
+        except GatewayError:
+            if all(isinstance(self._outlook(call, row.name, request), Closed) for row in others):
+                raise
 
     def _translate_early(self, call: Call, request: InferenceRequest) -> None:
         """Find out before anything is accepted whether a request can be said in the only words its boxes speak."""
@@ -202,10 +228,10 @@ class Pipeline:
             self._choose_model(call, job, job.models)
         try:
             lease = await self._wait_for_slot(call.client, job)
-        except (QueueTimeout, NoAvailableNode) as error:
+        except (QueueTimeout, NoAvailableNode):
             rest = [name for name in job.models if name != job.request.model]
-            ready = [name for name in rest if isinstance(self.dispatcher.outlook(name, job.request.path), Ready)]
-            if not ready or isinstance(error, QueueFull):
+            ready = [name for name in rest if isinstance(self._outlook(call, name, job.request, job), Ready)]
+            if not ready:
                 raise
             self._choose_model(call, job, ready)
             lease = await self._wait_for_slot(call.client, job)
@@ -234,7 +260,7 @@ class Pipeline:
         budget_s = min(self.timeouts.queue_s, job.max_wait_s)
         best, best_wait_s = models[0], math.inf
         for name in models:
-            match self.dispatcher.outlook(name, job.request.path):
+            match self._outlook(call, name, job.request, job):
                 case Ready():
                     best = name
                     break
@@ -246,18 +272,22 @@ class Pipeline:
                         best, best_wait_s = name, wait_s
                 case Closed():
                     continue
-        job.request = call.surface.rename(job.request, best)
+        job.request, job.max_queue = self._rename(call, job.request, best), call.entries[best].max_queue
 
     def _open_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:
-        """Return the attempt on a box, in the words it speaks. Raises BadRequest for what cannot be said in them."""
+        """Return the attempt on a box, in the words it speaks; whatever is raised, the slot is free then."""
+        try:
+            return self._prepare_exchange(call, job, lease)
+        except BaseException:
+            lease.release()
+            raise
+
+    def _prepare_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:
+        """Return the attempt on a box. Raises BadRequest for what cannot be said in the words that it speaks."""
         request, link = job.request, lease.link
         translation = None
         if call.surface.translate is not None:
-            try:
-                translation = self._translate(call, request, link.find_path(request.model, request.path) or request.path)
-            except GatewayError:
-                lease.release()
-                raise
+            translation = self._translate(call, request, link.find_path(request.model, request.path) or request.path)
         extra = [*call.extra, name_header(b"x-muster-node", link.node_name), name_header(b"x-muster-model", request.model)]
         if translation is not None and translation.ignored:
             extra.append(name_header(b"x-muster-ignored", ", ".join(translation.ignored)))
@@ -281,11 +311,11 @@ class Pipeline:
             return
         last = exchange.last
         if keeping.is_stored and translator is not None:
-            kept = await call.client.wait(asyncio.ensure_future(keep_answer(call.caller, job.request, keeping, translator)))
+            kept = await call.client.wait_for_work(keep_answer(call.caller, job.request, keeping, translator))
             last = last if kept else mark_unkept(last)
         exchange.deliver(last)
 
-    def _should_retry(self, outcome: Outcome, job: Job, lease: Lease) -> bool:
+    def _should_retry(self, call: Call, outcome: Outcome, job: Job, lease: Lease) -> bool:
         """Decide whether another box gets the request. Raises RequeueExhausted when it had its chances."""
         if not isinstance(outcome, Retry):
             return False
@@ -295,6 +325,9 @@ class Pipeline:
         if outcome.reason is RetryReason.UNSPOKEN:
             self.dispatcher.note_unspoken(lease.link, job.request.endpoint)
             return True
+        if outcome.reason is RetryReason.FOREIGN_TOOLS:
+            job.request = msgspec.structs.replace(job.request, lane=SPOKEN_THROUGH[job.request.endpoint])
+            return True
         if outcome.reason is RetryReason.BUSY:
             job.avoid.add(lease.link)
             self.dispatcher.note_busy(lease.link)
@@ -303,10 +336,11 @@ class Pipeline:
         job.avoid.add(lease.link)
         if job.losses > self.limits.max_requeues:
             raise RequeueExhausted(retry_after_s=5) if isinstance(outcome.error, RequestInterrupted) else outcome.error
-        if outcome.reason is RetryReason.RECLAIMED and self.dispatcher.explain(job.request) is not None:
-            raise RequestInterrupted(retry_after_s=5)
-        if outcome.reason is RetryReason.ENGINE and self.dispatcher.explain(job.request) is not None:
-            raise ForwardedRequestFailed(retry_after_s=2)
+        if outcome.reason is RetryReason.LOST:
+            return True
+        if all(isinstance(self._outlook(call, name, job.request, job), Closed) for name in job.models):
+            is_reclaimed = outcome.reason is RetryReason.RECLAIMED
+            raise RequestInterrupted(retry_after_s=5) if is_reclaimed else ForwardedRequestFailed(retry_after_s=2)
         return True
 
     # endings
@@ -346,28 +380,6 @@ class Pipeline:
         client.close_after_response()  # signs of life went out while it waited: there is a stream, and this is its end
         client.write(surface.render_first_error(error, request_id, request))
         client.finish()
-
-
-def id_headers(surface: Surface, request_id: str) -> list[Header]:
-    """Return the headers that name a request, under the names clients of the surface look for."""
-    headers = [(b"x-request-id", request_id.encode())]
-    if surface.is_anthropic:
-        headers.append((b"request-id", request_id.encode()))
-    return headers
-
-
-def _choose_priority(caller: Caller, options: PoolOptions | None) -> str:
-    """Return the key's priority, or the client's wish where that is lower; empty = normal."""
-    chosen = caller.priority
-    if options is not None and options.priority is not None and _RANKS[options.priority] > _RANKS[chosen]:
-        chosen = options.priority
-    return "" if chosen is Priority.NORMAL else chosen.value
-
-
-def _unread(surface: Surface) -> InferenceRequest:
-    return InferenceRequest(
-        endpoint=surface.path, model="", is_streaming=False, max_tokens=None, prompt_chars=0, body=b"", headers={}
-    )
 
 
 async def _parse(surface: Surface, body: bytes, client: ClientConnection) -> InferenceRequest:

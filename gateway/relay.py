@@ -20,6 +20,7 @@ from gateway.errors import ClientLeft, ForwardedRequestFailed, GatewayError, Req
 from gateway.heads import render_head
 from gateway.keepalive import KeepAlive
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
+from gateway.phrasing import find_other_words
 from gateway.rewriting import Rewriter
 from gateway.values import Limits
 from nodes.links import EndKind, LinkEnd, Stream
@@ -35,7 +36,6 @@ _WHOLE_LIMIT_BYTES = 16 * 1024 * 1024
 """An answer that has to be read as a whole (it is translated, or it is an error) is not passed on in parts."""
 _ERROR_EVENTS = (b'data: {"error"', b'data: {"object":"error"', b"event: error")
 _JSON = "application/json"
-_UNKNOWN_PATH = frozenset({404, 405, 501})
 
 
 class Exchange:
@@ -44,6 +44,14 @@ class Exchange:
     ``translation``: the box is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here
     until ``deliver``, because something has to be kept before the client may know that it is.
     """
+
+    # More than 30 attributes do not fit into what instances share of their dictionaries, and this runs for every chunk.
+    __slots__ = (
+        "_began", "_client", "_done", "_extra", "_first", "_has_engine_error", "_headers", "_held", "_job", "_keepalive",
+        "_lease", "_limits", "_over", "_passing", "_path", "_queue_ms", "_received", "_rewriter", "_sniff", "_status", "_stream",
+        "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
+        "is_delivered", "last", "translator",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -89,7 +97,9 @@ class Exchange:
         """The bytes that ``waits`` holds back: the closing events, or the whole body."""
         self.translator: AnswerTranslator | None = None
         if translation is not None:
-            context = AnswerContext(request_id=job.request_id, model=job.request.model, created=int(time.time()))
+            context = AnswerContext(
+                request_id=job.request_id, model=job.request.model, created=int(time.time()), received_at=job.accepted
+            )
             self.translator = translation.open_answer(context)
         self._rewriter: Rewriter | None = None
         if translation is not None or job.request.options is not None:
@@ -160,6 +170,8 @@ class Exchange:
         if not self._passing:
             self._hold(data)
             return
+        if self.translator is None and data.startswith(_ERROR_EVENTS):
+            self._has_engine_error = True
         if self._rewriter is not None:
             data = self._rewriter.feed(data)
             if self._rewriter.failure is not None:
@@ -169,8 +181,6 @@ class Exchange:
             if not data:
                 self._grant(size)
                 return
-        elif data.startswith(_ERROR_EVENTS):
-            self._has_engine_error = True
         self.events += 1
         self.bytes_out += len(data)
         self._client.write(data)
@@ -242,8 +252,8 @@ class Exchange:
         if self._received <= _HOLD_LIMIT_BYTES:
             return
         if self._rewriter is not None or self._status >= 400 or self._client.started:
-            if self._received > _WHOLE_LIMIT_BYTES:
-                self._fail(StreamTooLarge())
+            if self._received > _WHOLE_LIMIT_BYTES or self._status >= 400:
+                self._fail(StreamTooLarge())  # no error says anything worth reading in its second megabyte
             return
         self._passing = True
         self._client.start(self._status or 200, self._head())
@@ -319,17 +329,11 @@ class Exchange:
 
     def _complete_refused(self, body: bytes) -> None:
         """Pass on an engine's error: its status and its words."""
-        path = self._job.request.endpoint
-        link = self._lease.link
-        if (
-            self._status in _UNKNOWN_PATH
-            and self._translation is None
-            and self._surface is not None
-            and self._surface.translate is not None
-            and self._job.request.model not in link.endpoints
-            and path not in link.unspoken
-        ):
-            self._end(Retry(RetryReason.UNSPOKEN, read_refusal(self._status, body)))
+        reason, request = None, self._job.request
+        if self._translation is None and self._path == request.endpoint:
+            reason = find_other_words(self._lease.link, self._surface, request, status=self._status, body=body)
+        if reason is not None:
+            self._end(Retry(reason, read_refusal(self._status, body)))
         elif self._client.started:
             self._tell(read_refusal(self._status, body))
         elif self._surface is None:

@@ -18,6 +18,8 @@ MESSAGES_MAX_TOKENS = 1024
 """What is asked for on Messages when the form says nothing: the surface wants a number."""
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 PRIORITIES = ("high", "normal", "low")
+MAX_TOOL_DEPTH = 64
+"""Schemas have ten levels; code for what is nested as deep as JSON allows could not be printed."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 Json = dict[str, Any]  # Any: a JSON object of one of five surfaces
@@ -235,7 +237,7 @@ def _say_tool(tool: Json, surface: SurfaceName) -> Json:
     function = tool.get("function")
     said = function if isinstance(function, dict) else tool
     schema = said.get("parameters", said.get("input_schema"))
-    is_function = isinstance(said.get("name"), str) and tool.get("type", "function") in {"function", "custom"}
+    is_function = isinstance(said.get("name"), str) and tool.get("type", "function") in ("function", "custom")
     if not is_function or not isinstance(schema, dict):
         return tool
     named = {key: said[key] for key in ("name", "description") if key in said}
@@ -273,7 +275,18 @@ def _read_tools(text: str) -> tuple[Json, ...]:
     listed = tools if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, dict) for tool in listed):
         raise AskRefused("Give a JSON list of tools, each an object.", param="tools")
+    if _is_deeper(listed, MAX_TOOL_DEPTH):
+        raise AskRefused(f"The tools are nested more than {MAX_TOOL_DEPTH} levels deep.", param="tools")
     return tuple(listed)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Return whether lists and objects are nested more than so many levels deep."""
+    layer = [value]
+    for _ in range(levels):
+        held = [one.values() if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list)]
+        layer = [inner for members in held for inner in members]
+    return any(isinstance(one, dict | list) for one in layer)
 
 
 def _read_temperature(text: str) -> float | None:

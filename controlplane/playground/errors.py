@@ -43,6 +43,9 @@ class SignedOut(PlaygroundError):
     code = ErrorCode.NOT_PERMITTED
     status = HTTPStatus.UNAUTHORIZED.value
 
+    def __init__(self) -> None:
+        super().__init__("You are no longer signed in. Sign in again in another tab, then repeat this.")
+
 
 class NotAllowed(PlaygroundError):
     """The person may not do this."""

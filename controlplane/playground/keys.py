@@ -17,10 +17,11 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from django.conf import settings
 from django.contrib.auth.models import AbstractBaseUser
+from django.contrib.sessions.backends.base import UpdateError
 from django.http import HttpRequest
 from django.utils import timezone
 
-from controlplane.playground.errors import TenantRefused
+from controlplane.playground.errors import SignedOut, TenantRefused
 from gateway.services import KeyNotFound, find_tenant, revoke_api_key
 from gateway.services.keys import is_key_usable, replace_api_key
 from gateway.services.values import MAX_NAME_CHARS
@@ -36,7 +37,8 @@ RESERVE_S = 60
 def lend_key(request: HttpRequest, tenant_name: str) -> str:
     """Return the text of the person's key for a tenant, a new one when there is none that works.
 
-    The session is stored at once. Raises TenantRefused for one that is missing or disabled.
+    The session is stored at once. Raises TenantRefused for one that is missing or disabled, SignedOut when the session has
+    ended meanwhile; no key is left then.
     """
     tenant = find_tenant(tenant_name)
     if tenant is None or not tenant.is_active:
@@ -54,7 +56,11 @@ def lend_key(request: HttpRequest, tenant_name: str) -> str:
     sealed = _cipher().encrypt(text.encode()).decode()
     request.session[SESSION_KEYS] = {**held, tenant.name: {"id": str(key.pk), "sealed": sealed}}
     # Now, and not with the answer: that may wait for minutes, and by then another request may have changed the session.
-    request.session.save()
+    try:
+        request.session.save()
+    except UpdateError:
+        revoke_api_key(key_id=key.pk, actor=name_actor(request))
+        raise SignedOut from None
     request.session.modified = False
     return text
 

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 WIDTH = 80
 _IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*\Z")
+_DECEIVING = re.compile(
+    "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]",
+)
+"""Letters that hide, turn round what stands beside them, end a line, or tell a terminal to do something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Notation:
 
 def quote_json(text: str) -> str:
     """Return a JSON string, which Python and JavaScript read as the same text."""
-    return json.dumps(text, ensure_ascii=False)
+    return _DECEIVING.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
 
 
 def _write_javascript_key(key: str) -> str:

@@ -165,7 +165,7 @@ def _write_headers(ask: Ask, key: str) -> dict[str, str]:
 
 def _require_player(request: HttpRequest) -> None:
     if not request.user.is_authenticated:
-        raise SignedOut("You are no longer signed in. Sign in again in another tab, then repeat this.")
+        raise SignedOut
     if not may_play(request):
         raise NotAllowed("Your account may not use the playground.")
 

@@ -1,13 +1,11 @@
 """Chat templates of models, rendered as Hugging Face does it, in jinja2's sandbox and within bounds of time and size.
 
 A template comes from whoever made the model. The sandbox keeps it from our objects; what it lacks is added here: every
-round of a loop and every call of a macro is a step, steps are counted and timed, and no text may grow beyond a limit.
+round of a loop, every call and every value that is put together is counted, timed and measured before it can grow.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
@@ -21,21 +19,24 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from gateway.counting.bounds import (
+    MAX_TEXT_CHARS,
+    Rendering,
+    TemplateFailed,
+    call_method,
+    charge,
+    is_known_method,
+    make_filters,
+    measure,
+    running,
+    show,
+)
 from gateway.counting.values import ChatPrompt
 
 MAX_TEMPLATE_CHARS = 1024 * 1024
-MAX_TEXT_CHARS = 2_000_000
-"""Of a prompt, and of anything on the way to it: what is longer takes too much memory to count."""
-MAX_STEPS = 200_000
-RENDER_S = 2.0
-_MAX_NUMBER = 2**63
-_STEP, _BOUND = "muster_step", "muster_bound"
-_PADDING_METHODS = frozenset({"center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"})
-_PADDING_FILTERS = ("center", "format", "indent", "wordwrap")
+_GLOBALS = ("range", "dict", "namespace")
 
-
-class TemplateFailed(Exception):
-    """The template does not take this conversation, or goes beyond its bounds. Says nothing of either."""
+__all__ = ["MAX_TEMPLATE_CHARS", "MAX_TEXT_CHARS", "ChatTemplate", "TemplateFailed"]
 
 
 class ChatTemplate:
@@ -54,7 +55,6 @@ class ChatTemplate:
 
     def render(self, prompt: ChatPrompt) -> str:
         """Return the text that the model would read. Raises TemplateFailed."""
-        steps = _Steps()
         values = {
             **prompt.variables,
             **self._specials,
@@ -62,9 +62,8 @@ class ChatTemplate:
             "tools": prompt.tools,
             "documents": None,
             "add_generation_prompt": True,
-            _STEP: steps.take,
-            _BOUND: _bound,
         }
+        running.rendering = Rendering()
         try:
             pieces, length = [], 0
             for piece in self._template.generate(values):
@@ -72,28 +71,18 @@ class ChatTemplate:
                 if length > MAX_TEXT_CHARS:
                     raise TemplateFailed
                 pieces.append(piece)
-                steps.take()
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError):
             raise TemplateFailed from None
+        finally:
+            running.rendering = None
         return "".join(pieces)
 
 
-class _Steps:
-    """What one rendering may still do."""
-
-    def __init__(self) -> None:
-        self._left = MAX_STEPS
-        self._ends_at = time.monotonic() + RENDER_S
-
-    def take(self) -> None:
-        """Count a step. Raises TemplateFailed after the last."""
-        self._left -= 1
-        if self._left < 0 or time.monotonic() > self._ends_at:
-            raise TemplateFailed
-
-
 class _Bounds(NodeTransformer):
-    """Puts a step into every loop and macro, and a look at its length around every text that is put together."""
+    """Puts a step into every loop and macro, and ``charge`` around every value that is put together.
+
+    Both are methods of the environment: a template, which can give any name another meaning, does not reach them.
+    """
 
     def __init__(self, environment: jinja2.Environment) -> None:
         self._environment = environment
@@ -110,17 +99,45 @@ class _Bounds(NodeTransformer):
         node.body.insert(0, self._make_step(node))
         return node
 
-    def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Call:  # noqa: N802  # named by jinja2
-        """Hand the text on through the bound. Any: as the base class has it."""
+    def visit_Output(self, node: nodes.Output, *args: Any, **kwargs: Any) -> list[nodes.Node]:  # noqa: N802  # by jinja2
+        """Charge the text that stands in the template. Any: as the base class has it."""
+        written = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+        written += sum(len(const.value) for const in node.find_all(nodes.Const) if isinstance(const.value, str))
         self.generic_visit(node, *args, **kwargs)
-        return self._make_call(_BOUND, [node], node)
+        return [self._make_step(node, written), node]
 
-    def _make_step(self, beside: nodes.Node) -> nodes.Node:
-        statement = nodes.ExprStmt(self._make_call(_STEP, [], beside), lineno=beside.lineno)
-        return statement.set_environment(self._environment)
+    def visit_Concat(self, node: nodes.Concat, *args: Any, **kwargs: Any) -> nodes.Call:  # noqa: N802  # named by jinja2
+        """Measure what is made text of, and the text. Any: as the base class has it."""
+        self.generic_visit(node, *args, **kwargs)
+        node.nodes = [self._make_call("measured", [part], node) for part in node.nodes]
+        return self._make_call("charged", [node], node)
+
+    def visit_Getitem(self, node: nodes.Getitem, *args: Any, **kwargs: Any) -> nodes.Expr:  # noqa: N802  # named by jinja2
+        """Charge a slice. Any: as the base class has it."""
+        self.generic_visit(node, *args, **kwargs)
+        return self._make_call("charged", [node], node) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_List(self, node: nodes.List, *args: Any, **kwargs: Any) -> nodes.Call:  # noqa: N802  # named by jinja2
+        """Charge it. Any: as the base class has it."""
+        self.generic_visit(node, *args, **kwargs)
+        return self._make_call("charged", [node], node)
+
+    def visit_Dict(self, node: nodes.Dict, *args: Any, **kwargs: Any) -> nodes.Call:  # noqa: N802  # named by jinja2
+        """Charge it. Any: as the base class has it."""
+        self.generic_visit(node, *args, **kwargs)
+        return self._make_call("charged", [node], node)
+
+    def visit_Tuple(self, node: nodes.Tuple, *args: Any, **kwargs: Any) -> nodes.Expr:  # noqa: N802  # named by jinja2
+        """Charge it, unless it stands for names that are set. Any: as the base class has it."""
+        self.generic_visit(node, *args, **kwargs)
+        return self._make_call("charged", [node], node) if node.ctx == "load" else node
+
+    def _make_step(self, beside: nodes.Node, chars: int = 0) -> nodes.Node:
+        call = self._make_call("step", [nodes.Const(chars)], beside)
+        return nodes.ExprStmt(call, lineno=beside.lineno).set_environment(self._environment)
 
     def _make_call(self, name: str, arguments: list[nodes.Expr], beside: nodes.Node) -> nodes.Call:
-        callee = nodes.Name(name, "load", lineno=beside.lineno)
+        callee = nodes.EnvironmentAttribute(name, lineno=beside.lineno)
         call = nodes.Call(callee, arguments, [], None, None, lineno=beside.lineno)
         call.set_environment(self._environment)
         return call
@@ -131,15 +148,42 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
+    @staticmethod
+    def step(chars: int) -> None:
+        """Count a step of the rendering. Raises TemplateFailed."""
+        if running.rendering is not None:
+            running.rendering.take(chars)
+
+    @staticmethod
+    def charged(value: Any) -> Any:
+        """Return a value that was put together. Raises TemplateFailed. Any: a value of a template."""
+        return charge(value)
+
+    @staticmethod
+    def measured(value: Any) -> Any:
+        """Return a value of which text is made. Raises TemplateFailed. Any: a value of a template."""
+        measure(value)
+        return value
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2 has it
+        """Call what a template may call. Any: values of a template."""
+        if __obj in (__self.step, __self.charged, __self.measured):
+            return __obj(*args)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            call_method(owner, getattr(__obj, "__name__", ""), args)
+        made = super().call(__context, __obj, *args, **kwargs)
+        return charge(made) if isinstance(made, str | list | tuple | dict) else made
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Calculate with numbers; of texts and lists, only put two together. Any: values of a template."""
         if operator == "**" or (operator != "+" and not (_is_number(left) and _is_number(right))):
             raise SecurityError(operator)
-        return _bound(super().call_binop(context, operator, left, right))
+        return charge(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Keep methods away that fill a text up to any length. Any: values of a template."""
-        return attr not in _PADDING_METHODS and super().is_safe_attribute(obj, attr, value)
+        """Keep methods away that make any amount of anything. Any: values of a template."""
+        return is_known_method(obj, attr) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Leave ``str.format`` to ``is_safe_attribute``. Any: values of a template."""
@@ -163,10 +207,11 @@ class _Said(jinja2.TemplateError):
 
 
 def _make_environment() -> _Sandbox:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    for name in _PADDING_FILTERS:
-        del environment.filters[name]
-    environment.filters["tojson"] = _to_json
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], finalize=show
+    )
+    environment.filters = make_filters()
+    environment.globals = {name: environment.globals[name] for name in _GLOBALS}
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda layout: datetime.now().astimezone().strftime(layout)
     return environment
@@ -176,27 +221,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
-def _bound(value: Any) -> Any:  # Any: a value of a template, handed on
-    if isinstance(value, str | list | tuple):
-        is_large = len(value) > MAX_TEXT_CHARS
-    else:
-        is_large = isinstance(value, int) and abs(value) > _MAX_NUMBER
-    if is_large:
-        raise TemplateFailed
-    return value
-
-
 def _raise(message: object) -> None:
     del message  # may quote the conversation
     raise _Said
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    indent = min(indent, 8) if indent is not None else None
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

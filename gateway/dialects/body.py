@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 
 import msgspec
 
-from gateway.errors import BadRequest
+from gateway.dialects.crowding import MAX_MARKS, is_crowded
+from gateway.dialects.faults import join_fault, read_fault
+from gateway.errors import BadRequest, BodyTooLarge
 from gateway.values import PoolOptions
 
-_PATH_RE = re.compile(r"at `\$\.?([^`]*)`")
-_MISSING_RE = re.compile(r"missing required field `([^`]*)`")
 _IMAGE_URL_PREFIX = "data:"
 
 
@@ -62,22 +61,36 @@ _GAP = re.compile(rb"[ \t\n\r]*[{},:]?[ \t\n\r]*")
 """What may stand around a key or a value. It matches everywhere, if need be nothing."""
 MAX_FALLBACKS = 8
 MAX_LATENCY_MS = 3_600_000
+MAX_MODEL_CHARS = 200
 
 
 def read_body(body: bytes) -> RequestBody:
-    """Parse a request body. Raises BadRequest naming the field at fault."""
+    """Parse a request body. Raises BadRequest naming the field at fault, BodyTooLarge for one of too many values."""
     if not body.strip():
         raise BadRequest("The request body is empty; send a JSON object.")
+    if is_crowded(body):
+        raise BodyTooLarge(f"The body holds more than {MAX_MARKS} values; send less at once.")
+    if not body.isascii():
+        _check_encoding(body)
     try:
         return _decoder.decode(body)
     except msgspec.ValidationError as error:
-        text = str(error)
-        missing = _MISSING_RE.search(text)
-        path = _PATH_RE.search(text)
-        param = missing.group(1) if missing else (path.group(1) if path else None)
-        raise BadRequest(f"Invalid request body: {text}.", param=param or None) from None
+        reason, param = join_fault(error)
+        raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"The request body is not valid JSON: {error}.") from None
+        raise _say_malformed(error) from None
+
+
+def _say_malformed(error: Exception) -> BadRequest:
+    return BadRequest(f"The request body is not valid JSON: {error}.")
+
+
+def _check_encoding(body: bytes) -> None:
+    """Raise BadRequest unless a body is UTF-8 (RFC 8259, section 8.1): fields that are only passed on are not decoded."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"The request body is not UTF-8: {error.reason} (byte {error.start}).") from None
 
 
 def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
@@ -85,7 +98,10 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
 
     Readers differ in which of two values counts, so what policy looked at might not be what the engine does.
     """
-    fields = _fields_decoder.decode(body)
+    try:
+        fields = _fields_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # keys are decoded here for the first time
+        raise _say_malformed(error) from None
     if _encoder.encode(fields) != body:  # else it is written without blanks, each key once: the usual case
         _refuse_duplicates(body, fields)
     return fields
@@ -113,19 +129,26 @@ def _end_of_gap(body: bytes, at: int) -> int:
     return found.end() if found is not None else at
 
 
+class _Key(str):
+    """A key that is read by way of a hook, which sees it each time it comes."""
+
+    __slots__ = ()
+
+
 def _refuse_twins(body: bytes) -> None:
     """Raise BadRequest for a top-level key that is given twice, also in another spelling; slow, and exact."""
-    outermost: list[tuple[str, object]] = []
-
-    def take(pairs: list[tuple[str, object]]) -> None:
-        outermost[:] = pairs  # objects are finished from the inside out: the last one is the body
-
-    json.loads(body, object_pairs_hook=take)
     seen: set[str] = set()
-    for name, _value in outermost:
+
+    def take(_kind: type, name: str) -> _Key:
         if name in seen:
             raise BadRequest(f"The field '{name[:80]}' is given twice.", param=name[:80])
         seen.add(name)
+        return _Key(name)
+
+    try:
+        msgspec.json.decode(body, type=dict[_Key, msgspec.Raw], dec_hook=take)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _say_malformed(error) from None
 
 
 def read_options(raw: msgspec.Raw) -> PoolOptions:
@@ -133,16 +156,25 @@ def read_options(raw: msgspec.Raw) -> PoolOptions:
     try:
         options = _options_decoder.decode(raw)
     except msgspec.ValidationError as error:
-        path = _PATH_RE.search(str(error))
-        param = f"x_pool_options.{path.group(1)}" if path else "x_pool_options"
-        raise BadRequest(f"Invalid x_pool_options: {error}.", param=param) from None
+        reason, path = read_fault(error)
+        raise BadRequest(f"Invalid x_pool_options: {reason}.", param=f"x_pool_options{path}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"The field 'x_pool_options' is not valid JSON: {error}.", param="x_pool_options") from None
     if options.max_latency_ms is not None and not 0 <= options.max_latency_ms <= MAX_LATENCY_MS:
         name = "x_pool_options.max_latency_ms"
         raise BadRequest(f"The field '{name}' must lie between 0 and {MAX_LATENCY_MS}.", param=name)
     if len(options.fallback_models) > MAX_FALLBACKS:
         name = "x_pool_options.fallback_models"
         raise BadRequest(f"The field '{name}' may name at most {MAX_FALLBACKS} models.", param=name)
+    for model in options.fallback_models:
+        check_model_name(model, "x_pool_options.fallback_models")
     return options
+
+
+def check_model_name(name: str, field: str) -> None:
+    """Raise BadRequest, naming ``field``, for what no model can be called."""
+    if not name or len(name) > MAX_MODEL_CHARS or not name.isprintable():
+        raise BadRequest(f"The field '{field}' must be a name of 1 to {MAX_MODEL_CHARS} printable characters.", param=field)
 
 
 def replace_fields(body: bytes, *, drop: str = "", model: str = "") -> bytes:

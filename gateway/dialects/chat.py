@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from gateway.dialects.crowding import MAX_MARKS, is_crowded
+from wire.bridge import TokenCounts
+
 
 class FunctionPart(msgspec.Struct, gc=False):
     """Name and arguments of a call, or the next piece of them."""
@@ -70,13 +73,41 @@ class CompletionDetails(msgspec.Struct, gc=False):
 
 
 class ChatUsage(msgspec.Struct):
-    """Token counts of a chat answer."""
+    """Token counts of a chat answer as the engine says them; the properties are never below zero."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     total_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: CompletionDetails | None = None
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt, cached ones among them."""
+        return max(0, self.prompt_tokens or 0)
+
+    @property
+    def completion(self) -> int:
+        """Tokens of the answer, thought ones among them."""
+        return max(0, self.completion_tokens or 0)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that came from a cache."""
+        details = self.prompt_tokens_details
+        return max(0, details.cached_tokens or 0) if details is not None else 0
+
+    @property
+    def thought(self) -> int | None:
+        """Tokens of the answer that were thought; None = the engine does not say."""
+        details = self.completion_tokens_details
+        return None if details is None or details.reasoning_tokens is None else max(0, details.reasoning_tokens)
+
+    def to_counts(self) -> TokenCounts:
+        """Return the counts that are written down; their sum is ours, for clients reckon it too."""
+        return TokenCounts(
+            prompt_tokens=self.prompt, completion_tokens=self.completion, total_tokens=self.prompt + self.completion
+        )
 
 
 class ChatTimings(msgspec.Struct):
@@ -99,7 +130,15 @@ class ChatPiece(msgspec.Struct):
 
 
 chat_decoder = msgspec.json.Decoder(ChatPiece)
-"""Raises msgspec.DecodeError (and UnicodeDecodeError, RecursionError) for what is no chat answer."""
+NO_CHAT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What ``read_chat`` raises."""
+
+
+def read_chat(data: bytes) -> ChatPiece:
+    """Return a chunk or a whole answer. Raises one of NO_CHAT for what is none, or holds more values than any does."""
+    if len(data) > MAX_MARKS and is_crowded(data):
+        raise msgspec.DecodeError(f"more than {MAX_MARKS} values")
+    return chat_decoder.decode(data)
 
 
 def list_payloads(events: bytes) -> Iterator[bytes]:
@@ -109,7 +148,7 @@ def list_payloads(events: bytes) -> Iterator[bytes]:
     """
     if b"\r" in events:
         events = events.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    for event in events.split(b"\n\n"):
+    for event in filter(None, events.split(b"\n\n")):
         if event.startswith(b"data:") and b"\n" not in event:
             payload = event[5:].strip()
         else:

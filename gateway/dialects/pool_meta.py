@@ -17,8 +17,9 @@ _encoder = msgspec.json.Encoder()
 _ID = re.compile(rb'"id"\s*:\s*("(?:[^"\\]|\\.){1,200}")')
 _MODEL = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.){0,400}")')
 _CREATED = re.compile(rb'"created"\s*:\s*(\d{1,12})')
-_FINAL_RESPONSE = re.compile(rb'"type"\s*:\s*"response\.(?:completed|incomplete)"')
-_MESSAGE_STOP = re.compile(rb'"type"\s*:\s*"message_stop"')
+_CLOSING_TYPE = re.compile(rb'"type"\s*:\s*"(?:response\.(?:completed|incomplete)|message_stop)"')
+_CLOSING_TYPES = frozenset({"response.completed", "response.incomplete", "message_stop"})
+_DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
 
 
 class PoolMeta(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -32,6 +33,13 @@ class PoolMeta(msgspec.Struct, kw_only=True, omit_defaults=False):
     inference_ms: int
     ttfb_ms: int | None
     attempts: int
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+_typed_decoder = msgspec.json.Decoder(_Typed)
 
 
 def add_meta(body: bytes, meta: PoolMeta) -> bytes:
@@ -64,23 +72,31 @@ class MetaStream:
             return out
         if not self._head and b'"id"' in out:
             self._head = out
-        for mark in (_FINAL_RESPONSE, _MESSAGE_STOP):
-            if found := mark.search(out):
-                return self._insert(out, out.rfind(b"\n\n", 0, found.start()) + 2 if b"\n\n" in out[: found.start()] else 0)
-        at = out.find(b"data: [DONE]")
-        return self._insert(out, at) if at >= 0 else out
+        at = 0
+        while found := _CLOSING_TYPE.search(out, at):
+            blank = out.rfind(b"\n\n", at, found.start())
+            at = blank + 2 if blank >= 0 else at
+            end = out.find(b"\n\n", found.start())
+            kind = _read_type(out[at : end if end >= 0 else len(out)])
+            if kind in _CLOSING_TYPES:
+                return self._insert(out, at, is_message=kind == "message_stop")
+            if end < 0:
+                break
+            at = end + 2
+        done = _DONE.search(out)
+        return self._insert(out, done.start()) if done is not None else out
 
     def finish(self) -> bytes:
         """Return what is left at the end."""
         return self._cutter.finish()
 
-    def _insert(self, out: bytes, at: int) -> bytes:
+    def _insert(self, out: bytes, at: int, *, is_message: bool = False) -> bytes:
         self._is_done = True
         meta = _encoder.encode(self._measure())
         before, closing = out[:at], out[at:]
-        if closing.startswith(b"data: [DONE]"):
+        if _DONE.match(closing):
             return before + self._chunk(meta) + closing
-        if _MESSAGE_STOP.search(closing):
+        if is_message:
             return before + b'event: x_pool_meta\ndata: {"type":"x_pool_meta","x_pool_meta":' + meta + b"}\n\n" + closing
         return before + _add_to_response(closing, meta)
 
@@ -94,6 +110,14 @@ class MetaStream:
             model.group(1) if model else b'""',
             meta,
         )
+
+
+def _read_type(event: bytes) -> str:
+    """Return the type an event gives itself, empty = none that can be read; what it holds may have types of its own."""
+    try:
+        return _typed_decoder.decode(event.partition(b"data:")[2]).type
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def _add_to_response(closing: bytes, meta: bytes) -> bytes:

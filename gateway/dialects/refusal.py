@@ -10,6 +10,7 @@ import re
 
 import msgspec
 
+from gateway.dialects.crowding import is_crowded
 from gateway.errors import ContextTooLong, EngineRefused, GatewayError
 
 MAX_WORDS_CHARS = 1000
@@ -22,8 +23,8 @@ _CONTEXT_WORDS = (
     "context window",
     "maximum model length",
 )
-_TOKENS = re.compile(r"(\d[\d,]*)")
-_TAGS = re.compile(r"<(?:script|style)\b.*?</(?:script|style)>|<[^>]*>", re.DOTALL | re.IGNORECASE)
+_TOKENS = re.compile(r"(\d[\d,]*)( characters)?")
+_TAGS = re.compile(r"<(?:script|style)\b.*?(?:</(?:script|style)>|\Z)|<[^<>]*>", re.DOTALL | re.IGNORECASE)
 
 
 class _Inner(msgspec.Struct):
@@ -51,10 +52,28 @@ class Shape(msgspec.Struct, frozen=True):
     """Engines like to put the status there, and a client that was promised text cannot read the whole error then."""
 
 
+ANTHROPIC_TYPES = frozenset(
+    {
+        "api_error",
+        "authentication_error",
+        "billing_error",
+        "invalid_request_error",
+        "not_found_error",
+        "overloaded_error",
+        "permission_error",
+        "rate_limit_error",
+        "request_too_large",
+        "timeout_error",
+    }
+)
+"""Anthropic API reference, "Errors": SDKs choose the exception by them."""
 _decoder = msgspec.json.Decoder(_Outer)
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _decode(body: bytes) -> _Outer | None:
+    if is_crowded(body):
+        return None
     try:
         return _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -70,16 +89,22 @@ def read_shape(body: bytes) -> Shape:
     has_message = isinstance(inner.message, str) and bool(inner.message)
     return Shape(
         has_message=has_message,
-        is_anthropic=outer.type == "error" and isinstance(inner.type, str),
+        is_anthropic=outer.type == "error" and isinstance(inner.type, str) and inner.type in ANTHROPIC_TYPES,
         has_text_code=inner.code is None or isinstance(inner.code, str),
     )
 
 
 def complete_error(body: bytes, known: dict[str, object]) -> bytes:
-    """Return an OpenAI-shaped error with the code of ``known``, and what else of it the engine left out."""
-    fields = msgspec.json.decode(body)
-    fields["error"] = {**known, **fields["error"], "code": known["code"]}
-    return msgspec.json.encode(fields)
+    """Return an OpenAI-shaped error with the code of ``known``, and what else of it the engine left out.
+
+    Of a body whose names cannot be read only what is known is said.
+    """
+    try:
+        fields = _fields_decoder.decode(body)
+        said = _fields_decoder.decode(fields["error"])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.encode({"error": known})
+    return msgspec.json.encode({**fields, "error": {**known, **said, "code": known["code"]}})
 
 
 def is_about_context(body: bytes) -> bool:
@@ -92,12 +117,12 @@ def read_refusal(status: int, body: bytes) -> GatewayError:
     """Return an engine's error as one of ours: ContextTooLong, or EngineRefused with its status and words."""
     outer = _decode(body)
     inner = outer.error if outer is not None and isinstance(outer.error, _Inner) else None
-    words = _find_words(outer, inner) if outer is not None else _strip_markup(body)
+    words = (_find_words(outer, inner) if outer is not None else _strip_markup(body))[:MAX_WORDS_CHARS]
     if status < 500 and is_about_context(body):
         return _read_context(words, inner)
     param = inner.param if inner is not None and isinstance(inner.param, str) else None
     message = words or f"The engine answered with HTTP {status} and no reason."
-    return EngineRefused(message[:MAX_WORDS_CHARS], status=status, param=param)
+    return EngineRefused(message, status=status, param=param)
 
 
 def read_stream_failure(error: bytes) -> GatewayError:
@@ -125,13 +150,13 @@ def _strip_markup(body: bytes) -> str:
 
 def _read_context(words: str, inner: _Inner | None) -> ContextTooLong:
     if inner is not None and isinstance(inner.n_prompt_tokens, int) and isinstance(inner.n_ctx, int):
-        return ContextTooLong(words[:MAX_WORDS_CHARS], prompt_tokens=inner.n_prompt_tokens, context_tokens=inner.n_ctx)
-    numbers = [int(text.replace(",", "")[:12]) for text in _TOKENS.findall(words)]
+        return ContextTooLong(words, prompt_tokens=inner.n_prompt_tokens, context_tokens=inner.n_ctx)
+    numbers = [int(found[1].replace(",", "")[:12]) for found in _TOKENS.finditer(words) if found[2] is None]
     if len(numbers) < 2:
-        return ContextTooLong(words[:MAX_WORDS_CHARS])
+        return ContextTooLong(words)
     # The engines name the limit before what was asked for, and the first number beyond it is the request's.
     limit = numbers[0]
     asked = next((number for number in numbers[1:] if number > limit), 0)
     if not asked:
         limit, asked = min(numbers), max(numbers)
-    return ContextTooLong(words[:MAX_WORDS_CHARS], prompt_tokens=asked, context_tokens=limit)
+    return ContextTooLong(words, prompt_tokens=asked, context_tokens=limit)

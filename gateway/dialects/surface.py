@@ -12,6 +12,7 @@ import msgspec
 
 from gateway.dialects.body import (
     RequestBody,
+    check_model_name,
     count_prompt_chars,
     read_body,
     read_fields,
@@ -87,7 +88,7 @@ class Surface:
         fields = read_body(body)
         read_fields(body)
         self.check(fields)
-        _check_model(fields.model)
+        check_model_name(fields.model, "model")
         limit, limit_field = fields.token_limit
         is_pool_shaped = False
         if self.dialect is Dialect.RESPONSES:
@@ -139,7 +140,7 @@ class Surface:
 
     def _parse_form(self, body: bytes, forwarded: dict[str, str]) -> InferenceRequest:
         form = read_form(body, forwarded.get("content-type", ""))
-        _check_model(form.model)
+        check_model_name(form.model, "model")
         if b"file" not in form.files:
             raise BadRequest("The field 'file' is required and must be a file.", param="file")
         return InferenceRequest(
@@ -230,11 +231,6 @@ def _refuse_unavailable(body: ResponsesBody) -> None:
         raise BadRequest("Conversations are not offered here: send their items as input.", param="conversation")
     if body.prompt is not None:
         raise BadRequest("Stored prompts are not offered here: send the text as instructions and input.", param="prompt")
-
-
-def _check_model(name: str) -> None:
-    if not name or len(name) > 200 or not name.isprintable():
-        raise BadRequest("The field 'model' must be a name of 1 to 200 printable characters.", param="model")
 
 
 def _check_cache_headers(headers: Mapping[str, str]) -> None:

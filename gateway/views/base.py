@@ -12,7 +12,8 @@ from gateway.client import ClientConnection, Header, Receive, Scope, Send
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
-from gateway.pipeline import id_headers, send_error
+from gateway.heads import id_headers
+from gateway.pipeline import send_error
 from gateway.runtime import GatewayRuntime
 from governance.services import verify_admin_token
 from nodes.links import Link
@@ -70,7 +71,7 @@ def send_answer(client: ClientConnection, status: int, content: object) -> None:
 def send_failure(client: ClientConnection, error: GatewayError, surface: Surface, extra: list[Header] | None = None) -> None:
     """Send an error under a fresh request id."""
     request_id = format_id("req", new_uuid7())
-    send_error(client, surface, error, request_id, [*id_headers(surface, request_id), *(extra or [])])
+    send_error(client, surface, error, request_id, [*id_headers(request_id, is_anthropic=surface.is_anthropic), *(extra or [])])
 
 
 async def find_admin(client: ClientConnection) -> str | None:

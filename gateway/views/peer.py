@@ -18,7 +18,7 @@ from gateway.peer import refuse_peer, serve_peer
 from gateway.runtime import GatewayRuntime
 from gateway.views.base import Application, make_client, send_failure
 from nodes.links.relay import RelayLink
-from nodes.states import TOKENIZE
+from nodes.states import POOL_RESPONSES, TOKENIZE
 from wire.ids import parse_id
 
 
@@ -31,7 +31,8 @@ def make_peer_door(runtime: GatewayRuntime) -> Application:
         shown = client.headers.get("x-muster-cluster", "")
         route = scope["url_route"]["kwargs"]
         path = "/" + str(route["path"])
-        surface = SURFACES.get(path)
+        lane = path if path == POOL_RESPONSES else ""
+        surface = SURFACES["/v1/responses"] if lane else SURFACES.get(path)
         is_known = surface is not None or path == TOKENIZE
         if not secret or not hmac.compare_digest(shown.encode(), secret.encode()) or not is_known:
             send_failure(client, RouteNotFound(), DEFAULT_SURFACE)
@@ -45,7 +46,8 @@ def make_peer_door(runtime: GatewayRuntime) -> Application:
             if surface is None:
                 await count_for_peer(client, link)
                 return
-            await serve_peer(dispatcher=runtime.dispatcher, limits=runtime.limits, client=client, link=link, surface=surface)
+            dispatcher, limits = runtime.dispatcher, runtime.limits
+            await serve_peer(dispatcher=dispatcher, limits=limits, client=client, link=link, surface=surface, lane=lane)
         except GatewayError as error:
             if not client.started and not client.is_gone:
                 send_failure(client, error, DEFAULT_SURFACE)

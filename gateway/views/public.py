@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
+import msgspec
 from django.conf import settings
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
@@ -15,10 +17,16 @@ from gateway.runtime import GatewayRuntime
 from gateway.values import Caller
 from gateway.views.base import find_admin, is_draining, send_answer
 from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page
+from gateway.views.openapi import make_document
 from nodes.links import Link
 from wire.ids import format_id
 
 VERSION = "0.1.0"
+
+
+@cache
+def _render_document() -> bytes:
+    return msgspec.json.encode(make_document(VERSION))
 
 
 class PublicViews:
@@ -49,6 +57,10 @@ class PublicViews:
     async def index(self, client: ClientConnection) -> None:
         """``GET /`` and ``HEAD /``: what this is; some clients ask before their first request whether anybody is there."""
         send_answer(client, 200, {"service": "muster gateway", "version": VERSION, "models": "/v1/models", "health": "/health"})
+
+    async def describe(self, client: ClientConnection) -> None:
+        """``GET /openapi.json``: the client API for machines. Anybody may read it, as the page it repeats."""
+        client.respond(200, [(b"content-type", b"application/json")], _render_document())
 
     async def list_models(self, client: ClientConnection) -> None:
         """``GET /v1/models`` and ``GET /models``: what can be routed now and this caller may use, aliases among it."""

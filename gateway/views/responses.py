@@ -1,6 +1,7 @@
 """What a client may do with an answer of /v1/responses that was kept: read it, list its input, delete it.
 
-A kept answer belongs to its tenant: every key of the tenant may do this, and to everybody else it does not exist.
+A kept answer belongs to its tenant: every key of the tenant may do this, and to everybody else it does not exist. Answers
+may have megabytes, so each of these counts against the rate of its key.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ class ResponseViews:
         _send(client, await _ask(caller, ask))
 
     async def _read(self, client: ClientConnection) -> tuple[Caller, str, dict[str, str]]:
-        """Return who asks, for which response, and the query. Raises InvalidApiKey."""
+        """Return who asks, for which response, and the query. Raises InvalidApiKey, RateLimited."""
         caller = await self._runtime.keys.identify(client.headers, allow_x_api_key=True)
+        self._runtime.limiter.take(caller.key_id, caller.requests_per_minute)
         query = parse_qs(client.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         return (
             caller,

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from nodes.session import OpenRequest
-from nodes.states import BINARY_ENDPOINTS, MAX_REPORTED_LOAD, SPOKEN_THROUGH
+from nodes.states import BINARY_ENDPOINTS, MAX_REPORTED_LOAD, POOL_RESPONSES, SPOKEN_THROUGH
 from wire.frames import End
 from wire.ids import format_id
 
@@ -99,9 +99,9 @@ class Link:
         self.node_name = node_name
         self.models = models
         self.endpoints: Mapping[str, frozenset[str]] = {}
-        """API paths by model; a model that is not in it answers any."""
-        self.unspoken: set[str] = set()
-        """API paths on which a box that declares none has answered that it does not know them."""
+        """API paths by model; a model that is not in it answers any client's."""
+        self.unspoken: dict[str, float] = {}
+        """API paths that a box which declares none did not know, and until when (time.monotonic()) that is believed."""
         self.contexts: Mapping[str, int] = {}
         """Tokens that one request may have, by model, as far as the box says."""
         self.carries_bytes = True
@@ -130,7 +130,9 @@ class Link:
         if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
             return False
         paths = self.endpoints.get(model)
-        return model in self.models and (endpoint not in self.unspoken if paths is None else endpoint in paths)
+        if paths is not None or endpoint == POOL_RESPONSES:
+            return model in self.models and paths is not None and endpoint in paths
+        return model in self.models and (endpoint not in self.unspoken or self.unspoken[endpoint] <= time.monotonic())
 
     def find_path(self, model: str, lane: str) -> str | None:
         """Return the API path on which the box can be asked what belongs on ``lane``: that one, or one it is translated to."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
 from nodes.links.port import EndKind, Link, Listener
 from nodes.states import TOKENIZE
+
+_UNSPOKEN_S = 600.0
 
 
 class LinkRegistry:
@@ -53,8 +56,8 @@ class LinkRegistry:
         return sorted({path for link in self.links_for(model) for path in link.endpoints.get(model, ())} - {TOKENIZE})
 
     def note_unspoken(self, link: Link, endpoint: str) -> None:
-        """Remember that a box which declares no paths does not know this one."""
-        link.unspoken.add(endpoint)
+        """Remember for a while that a box which declares no paths does not know this one: its engine may be updated."""
+        link.unspoken[endpoint] = time.monotonic() + _UNSPOKEN_S
         self._answering.clear()
 
     def served_models(self) -> list[str]:
@@ -86,6 +89,7 @@ class LinkRegistry:
         if is_current:
             self._unindex(link)
         link.models = models
+        link.unspoken.clear()
         if endpoints is not None:
             link.endpoints = endpoints
         if is_current:

@@ -183,8 +183,9 @@ async def test_an_engines_error_is_typed(
 
 async def test_a_model_without_a_box_is_an_overloaded_error(sdk: anthropic.AsyncAnthropic, hasty_lab: Lab) -> None:
     name = await hasty_lab.model()
+    hasty = sdk.with_options(base_url=hasty_lab.gateway.url)
     with pytest.raises(anthropic.InternalServerError) as caught:
-        await sdk.messages.create(model=name, max_tokens=8, messages=ask("hi"))
+        await hasty.messages.create(model=name, max_tokens=8, messages=ask("hi"))
     assert caught.value.type == "overloaded_error"
     assert int(caught.value.response.headers["retry-after"]) >= 1
 

@@ -150,7 +150,7 @@ async def test_a_path_that_no_box_answers_is_refused_at_once_with_those_that_are
 
 async def test_the_refusal_has_the_shape_of_the_callers_dialect(lab: Lab) -> None:
     model = await lab.model()
-    await lab.box(model)
+    await lab.box(model, replicas=[loaded(model, EMBED)])
     body = json.dumps({"model": model, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}).encode()
     reply = await lab.post(body, path="/v1/messages", headers=lab.headers({"anthropic-version": "2023-06-01"}))
     assert (reply.status, reply.json["type"], reply.error["type"]) == (400, "error", "invalid_request_error")

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(180)
 PING_S, SILENCE_S = 0.3, 1.0
 SETTINGS = {"MUSTER_STREAM_PING_S": str(PING_S)}
 HEARTBEAT_S = 2.0
-NATIVE = {"--native-messages", "--native-responses"}
+NATIVE = {"--native-messages", "--native-responses", "--strict-tools"}
 
 NOT_SCRIPTED = frozenset({"errors.engine.real_context", "count_tokens.exact"})
 """For real models alone."""

@@ -16,11 +16,7 @@ _CALL_FINISHES = frozenset({"tool_calls", "function_call"})
 
 def count_tokens(usage: ChatUsage | None) -> TokenCounts | None:
     """Return what an engine counted, cached tokens included."""
-    if usage is None:
-        return None
-    prompt, completion = usage.prompt_tokens or 0, usage.completion_tokens or 0
-    total = prompt + completion if usage.total_tokens is None else usage.total_tokens
-    return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total)
+    return None if usage is None else usage.to_counts()
 
 
 def find_stop(

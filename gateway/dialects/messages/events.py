@@ -93,13 +93,11 @@ def make_usage(usage: ChatUsage | None) -> dict[str, object]:
     """Return ``usage`` of a message, in tokens. ``input_tokens`` is without those read from a cache; an engine counts all."""
     if usage is None:
         usage = ChatUsage()
-    details = usage.prompt_tokens_details
-    cached = max(0, details.cached_tokens or 0) if details is not None else 0
-    thought = usage.completion_tokens_details.reasoning_tokens if usage.completion_tokens_details is not None else None
+    cached, thought = usage.cached, usage.thought
     counts: dict[str, object] = {
-        "input_tokens": max(0, (usage.prompt_tokens or 0) - cached),
+        "input_tokens": max(0, usage.prompt - cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": usage.completion_tokens or 0,
+        "output_tokens": usage.completion,
     }
     return counts if thought is None else counts | {"output_tokens_details": {"thinking_tokens": thought}}

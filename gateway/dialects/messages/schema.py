@@ -12,10 +12,9 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
+from gateway.dialects.faults import read_fault
 from gateway.errors import BadRequest
 
-_PATH = re.compile(r" - at `\$([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _MAX_NAME_CHARS = 64
 _MAX_NAMES = 32
@@ -131,10 +130,9 @@ def decode_as(decoder: msgspec.json.Decoder[_Value], raw: Raw, name: str) -> _Va
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        said = str(error)
-        found, missing = _PATH.search(said), _MISSING.search(said)
-        param = name + (found.group(1) if found else "") + ("." + missing.group(1) if missing else "")
-        raise BadRequest(f"The field '{param}' is not usable: {_PATH.sub('', said)}.", param=param) from None
+        reason, path = read_fault(error)
+        param = name + path
+        raise BadRequest(f"The field '{param}' is not usable: {reason}.", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The field '{name}' is not valid JSON: {error}.", param=name) from None
 

@@ -18,6 +18,10 @@ from gateway.errors import ForwardedRequestFailed, StreamTooLarge
 
 MAX_HELD_CHARS = 4 * 1024 * 1024
 """Of all strands that wait. More than this of an answer that does not come in order is not held."""
+MAX_CALLS = 1024
+"""In one answer: each is remembered, for its pieces may come at any time."""
+MAX_WAITING = 2 * MAX_CALLS
+"""Strands behind the open one: calls, and texts between them."""
 
 
 class Kind(StrEnum):
@@ -76,11 +80,10 @@ class Strands:
         return not self._next_index and not self._strands
 
     def add(self, kind: Kind, text: str) -> bytes:
-        """Take a piece of text or thinking; return the events that may go out."""
+        """Take a piece of text or thinking; return the events that may go out. Raises StreamTooLarge."""
         strand = self._strands[-1] if self._strands else None
         if strand is None or strand.kind is not kind:
-            strand = Strand(kind)
-            self._strands.append(strand)
+            strand = self._begin(Strand(kind))
         self._hold(strand, text)
         return self._advance()
 
@@ -104,19 +107,25 @@ class Strands:
 
     def finish(self) -> bytes:
         """Return what is still held, and the end of every block. Raises ForwardedRequestFailed."""
-        out = self._advance()
+        out = [self._advance()]
         while self._strands:
-            out += self._close(self._strands.popleft()) + self._advance()
-        return out
+            out += [self._close(self._strands.popleft()), self._advance()]
+        return b"".join(out)
+
+    def _begin(self, strand: Strand) -> Strand:
+        """Put a strand behind the others. Raises StreamTooLarge."""
+        if len(self._strands) >= MAX_WAITING or strand.number >= MAX_CALLS:
+            raise StreamTooLarge
+        self._strands.append(strand)
+        return strand
 
     def _find_call(self, part: ToolCallPart) -> Strand:
         """Return the strand that a piece belongs to. Engines leave the index out, or give every call the same."""
         by_id = self._by_id.get(part.id or "", self._last_call)
         strand = by_id if part.index is None else self._by_index.get(part.index)
         if strand is None or _begins_another(strand, part):
-            strand = Strand(Kind.CALL, self._last_call.number + 1 if self._last_call is not None else 0)
-            self._strands.append(strand)
-            self._last_call = strand
+            number = self._last_call.number + 1 if self._last_call is not None else 0
+            strand = self._last_call = self._begin(Strand(Kind.CALL, number))
         if part.index is not None:
             self._by_index[part.index] = strand
         return strand
@@ -139,17 +148,17 @@ class Strands:
     def _advance(self) -> bytes:
         """Write what the open strand holds, and open the next while the open one is whole. Raises StreamTooLarge."""
         strands = self._strands
-        out = b""
+        out = []
         while strands:
-            out += self._write(strands[0])
+            out.append(self._write(strands[0]))
             if len(strands) == 1 or not strands[0].is_whole:
                 break
-            out += self._close(strands.popleft())
+            out.append(self._close(strands.popleft()))
         if self._held_chars > MAX_HELD_CHARS:
             raise StreamTooLarge
         self.open_kind = strands[0].kind if len(strands) == 1 else None
         self.prefix = strands[0].prefix if strands else b""
-        return out
+        return b"".join(out)
 
     def _write(self, strand: Strand) -> bytes:
         """Open a strand's block if that is possible by now, and write what it holds."""

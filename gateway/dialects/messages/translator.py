@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-import msgspec
-
-from gateway.dialects.chat import ChatChoice, ChatMessage, ChatPiece, ChatUsage, chat_decoder, list_payloads
+from gateway.dialects.chat import NO_CHAT, ChatChoice, ChatMessage, ChatPiece, ChatUsage, list_payloads, read_chat
 from gateway.dialects.messages import events
 from gateway.dialects.messages.answer import FAILED_FINISHES, count_tokens, find_stop, render_whole
 from gateway.dialects.messages.strands import Kind, Strands
@@ -25,7 +23,6 @@ _SPOKEN = re.compile(r"[^A-Za-z0-9_-]")
 _NOT_CHAT = "The engine's answer is no chat completion."
 _NOT_FINISHED = "The engine ended its answer before it was finished."
 
-_decode = chat_decoder.decode
 _encode = events.encode
 _DELTA_END = events.DELTA_END
 _TEXT, _THINKING = Kind.TEXT, Kind.THINKING
@@ -121,8 +118,8 @@ class MessagesTranslator:
     def translate_whole(self, body: bytes) -> bytes:
         """Return an unstreamed chat answer (HTTP 2xx) as a message; nothing, and ``failure``, when it is none."""
         try:
-            piece = _decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            piece = read_chat(body)
+        except NO_CHAT:
             piece = ChatPiece()
         self._usage = piece.usage
         choice = next((choice for choice in piece.choices if choice.index == 0), None)
@@ -174,8 +171,8 @@ class MessagesTranslator:
         out = b""
         for payload in list_payloads(rest):
             try:
-                _decode(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                read_chat(payload)
+            except NO_CHAT:
                 break
             out += self._take(payload)
         return out
@@ -183,8 +180,8 @@ class MessagesTranslator:
     def _take(self, payload: bytes) -> bytes:
         """Take one chunk; return the events it becomes."""
         try:
-            piece = _decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            piece = read_chat(payload)
+        except NO_CHAT:
             return self._take_other(payload)
         if piece.error is not None:
             self._failure = read_stream_failure(_encode(piece.error))
@@ -196,16 +193,18 @@ class MessagesTranslator:
             if piece.usage is None and _ERROR_OBJECT.search(payload):
                 self._failure = read_refusal(_ENGINE_STATUS, payload)
             return b""
-        out = b"" if self._has_started else self._start()
+        out = [] if self._has_started else [self._start()]
         for choice in choices:
             if choice.index:
                 continue
             delta = choice.delta
             if delta is not None:
-                out += self._take_delta(delta)
+                out.append(self._take_delta(delta))
             if choice.finish_reason:
                 self._take_end(choice)
-        return out
+            if self._failure is not None:
+                break
+        return b"".join(out)
 
     def _take_delta(self, delta: ChatMessage) -> bytes:
         content, thought, strands = delta.content, delta.reasoning_content or delta.reasoning, self._strands
@@ -214,20 +213,19 @@ class MessagesTranslator:
                 return strands.prefix + _encode(content) + _DELTA_END if content else b""
             if not content and strands.open_kind is _THINKING:
                 return strands.prefix + _encode(thought) + _DELTA_END
-        out = b""
+        out = []
         try:
             if thought:
-                out += strands.add(_THINKING, thought)
+                out.append(strands.add(_THINKING, thought))
             if content:
-                out += strands.add(_TEXT, content)
+                out.append(strands.add(_TEXT, content))
             if delta.refusal:
                 self._refuses = True
-                out += strands.add(_TEXT, delta.refusal)
-            for part in delta.tool_calls or ():
-                out += strands.add_call(part)
+                out.append(strands.add(_TEXT, delta.refusal))
+            out.extend(strands.add_call(part) for part in delta.tool_calls or ())
         except ForwardedRequestFailed as error:
             self._failure = error
-        return out
+        return b"".join(out)
 
     def _take_end(self, choice: ChatChoice) -> None:
         self._finish_reason = choice.finish_reason

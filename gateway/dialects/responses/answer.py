@@ -9,6 +9,12 @@ from gateway.dialects.responses.logprobs import render_logprobs
 from gateway.dialects.responses.object import Status
 from gateway.dialects.responses.output import REFUSAL, TEXT, THOUGHT, CallItem, EventLog, OutputItem, PartKind, SpokenItem
 from gateway.dialects.responses.tools import ToolTable
+from gateway.errors import StreamTooLarge
+
+MAX_ANSWER_CHARS = 32 * 1024 * 1024
+"""Of all texts, arguments and log probabilities: they are said again, several times, at the end."""
+MAX_CALLS = MAX_ITEMS = 1024
+"""In one answer: each is kept to its end."""
 
 
 @dataclass(slots=True)
@@ -37,6 +43,7 @@ class AnswerItems:
         self._calls: list[_Call] = []
         self._by_index: dict[int, _Call] = {}
         self._last_index = 0
+        self._chars_left = MAX_ANSWER_CHARS
         self._call_ids: set[str] = set()
 
     @property
@@ -55,7 +62,7 @@ class AnswerItems:
         return "".join(item.text for item in self._items if isinstance(item, SpokenItem) and item.kind is not THOUGHT)
 
     def take(self, choice: ChatChoice) -> None:
-        """Take the next piece of the answer, or the whole of it."""
+        """Take the next piece of the answer, or the whole of it. Raises StreamTooLarge."""
         said = choice.delta or choice.message
         if said is None:
             return
@@ -65,7 +72,7 @@ class AnswerItems:
         if said.content:
             self._say(TEXT, said.content, choice.logprobs)
         elif choice.logprobs is not None and self._spoken is not None and not thought:
-            self._spoken.add_logprobs(render_logprobs(choice.logprobs))
+            self._spoken.add_logprobs(self._render_logprobs(choice.logprobs))
         if said.refusal:
             self._say(REFUSAL, said.refusal)
         if said.tool_calls:
@@ -88,16 +95,34 @@ class AnswerItems:
         if spoken is None or spoken.kind.item != kind.item:
             spoken = self._open_spoken(kind)
         self._latest = spoken
-        spoken.say(kind, text, b"" if logprobs is None else render_logprobs(logprobs))
+        self._count(len(text))
+        spoken.say(kind, text, b"" if logprobs is None else self._render_logprobs(logprobs))
+
+    def _render_logprobs(self, logprobs: object) -> bytes:
+        rendered = render_logprobs(logprobs)
+        self._count(len(rendered))
+        return rendered
 
     def _open_spoken(self, kind: PartKind) -> SpokenItem:
         self._close_spoken()
-        index = len(self._items)
+        index = self._place_item()
         item_id = f"{kind.prefix}_{self._stem}_{index}"
         spoken = SpokenItem(kind, item_id=item_id, index=index, log=self._log, repeats_text=self._repeats_text)
         self._spoken = spoken
         self._items.append(spoken)
         return spoken
+
+    def _place_item(self) -> int:
+        """Return the index of the next item. Raises StreamTooLarge."""
+        if len(self._items) >= MAX_ITEMS:
+            raise StreamTooLarge
+        return len(self._items)
+
+    def _count(self, chars: int) -> None:
+        """Take so much of what has to be kept into account. Raises StreamTooLarge."""
+        self._chars_left -= chars
+        if self._chars_left < 0:
+            raise StreamTooLarge
 
     def _close_spoken(self) -> None:
         spoken, self._spoken = self._spoken, None
@@ -114,6 +139,7 @@ class AnswerItems:
             self._latest = call.item
         if not function.arguments:
             return
+        self._count(len(function.arguments))
         if call.item is None:
             call.early.append(function.arguments)
         else:
@@ -133,6 +159,8 @@ class AnswerItems:
             is_other = bool(part.id) and part.id != call.engine_id
             call = None if is_other or part.index is None else call
         if call is None:
+            if len(self._calls) >= MAX_CALLS:
+                raise StreamTooLarge
             call = _Call(part.id or None, [])
             self._by_index[index] = call
             self._calls.append(call)
@@ -142,7 +170,7 @@ class AnswerItems:
     def _open_call(self, call: _Call, name: str) -> CallItem:
         """Add an item for a call. Its id is settled here: one that comes later, or a second time, does not count."""
         self._close_spoken()
-        index = len(self._items)
+        index = self._place_item()
         call_id = call.engine_id
         if call_id is None or call_id in self._call_ids:
             call_id = f"call_{self._stem}_{index}"

@@ -5,17 +5,14 @@ Sources: OpenAI API reference, "Create a model response"; llm-pool specification
 
 from __future__ import annotations
 
-import re
 from typing import TypeVar
 
 import msgspec
 
+from gateway.dialects.faults import join_fault
 from gateway.dialects.responses.pool import Decoding
 from gateway.errors import BadRequest
 
-_PATH = re.compile(r"at `\$\.?([^`]*)`")
-_FIELD = re.compile(r"unknown field `([^`]*)`")
-_MISSING = re.compile(r"missing required field `([^`]*)`")
 _Read = TypeVar("_Read")
 
 
@@ -123,9 +120,7 @@ def _decode(decoder: msgspec.json.Decoder[_Read], body: bytes) -> _Read:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        text = str(error)
-        path, name = _PATH.search(text), _MISSING.search(text) or _FIELD.search(text)
-        steps = [found.group(1) for found in (path, name) if found is not None]
-        raise BadRequest(f"Invalid request body: {text}.", param=".".join(steps) or None) from None
+        reason, param = join_fault(error)
+        raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"The request body is not valid JSON: {error}.") from None

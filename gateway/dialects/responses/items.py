@@ -94,7 +94,9 @@ class Transcript:
         elif kind == "item_reference":
             if need_text(item, "id", where) not in self._known_ids:
                 raise field_error(
-                    f"{where}.id", "refers to an item that is not part of this conversation here; send the item itself"
+                    f"{where}.id",
+                    "refers to an item that is not part of this conversation here; send the item itself "
+                    "(clients do so when they ask with store false)",
                 )
         elif kind in _LEFT_OUT:
             self.ignored.append(f"{where}.{kind}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from gateway.dialects.responses.credentials import hide_item_credentials
 from gateway.dialects.responses.fields import read_request
 from gateway.dialects.responses.items import Item, item_kind
 from wire.ids import format_id, new_uuid7
@@ -38,7 +39,7 @@ def list_input_items(body: bytes) -> list[bytes]:
 def _complete(item: Item, kind: str) -> Item:
     given = item.get("id")
     new_id = given if isinstance(given, str) and given else format_id(_PREFIXES.get(kind, "item"), new_uuid7())
-    complete: Item = {**item, "id": new_id, "type": kind}
+    complete: Item = {**hide_item_credentials(item), "id": new_id, "type": kind}
     if kind == "message":
         complete.setdefault("status", "completed")
         content = item.get("content")

@@ -13,6 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from gateway.dialects.chat import ChatUsage
+from gateway.dialects.responses.credentials import hide_tool_credentials
 from gateway.dialects.responses.fields import ResponsesRequest
 from gateway.errors import GatewayError
 from wire.bridge import TokenCounts
@@ -128,13 +129,12 @@ def render_usage(usage: ChatUsage | None) -> bytes:
     counts = count_tokens(usage)
     if usage is None or counts is None:
         return b"null"
-    read, written = usage.prompt_tokens_details, usage.completion_tokens_details
     return _encode(
         {
             "input_tokens": counts.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": (read and read.cached_tokens) or 0, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
             "output_tokens": counts.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": (written and written.reasoning_tokens) or 0},
+            "output_tokens_details": {"reasoning_tokens": usage.thought or 0},
             "total_tokens": counts.total_tokens,
         }
     )
@@ -144,9 +144,7 @@ def count_tokens(usage: ChatUsage | None) -> TokenCounts | None:
     """Return an engine's counts; None when it gave none."""
     if usage is None or (usage.prompt_tokens is None and usage.completion_tokens is None):
         return None
-    prompt, completion = usage.prompt_tokens or 0, usage.completion_tokens or 0
-    total = prompt + completion if usage.total_tokens is None else usage.total_tokens
-    return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total)
+    return usage.to_counts()
 
 
 def render_error(error: GatewayError) -> bytes:
@@ -172,5 +170,5 @@ def _echo_text(request: ResponsesRequest) -> dict[str, object]:
 
 def _echo_tool(tool: dict[str, object]) -> dict[str, object]:
     if tool.get("type") != "function":
-        return tool
+        return hide_tool_credentials(tool)
     return {**dict.fromkeys(_FUNCTION_KEYS), **tool}

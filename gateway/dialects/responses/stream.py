@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.dialects.chat import ChatPiece, ChatTimings, ChatUsage, chat_decoder, list_payloads
+from gateway.dialects.chat import NO_CHAT, ChatPiece, ChatTimings, ChatUsage, list_payloads, read_chat
 from gateway.dialects.refusal import read_stream_failure
 from gateway.dialects.responses.answer import AnswerItems, number_calls
 from gateway.dialects.responses.object import (
@@ -32,7 +32,6 @@ MAX_EVENT_BYTES = 32 * 1024 * 1024
 _INCOMPLETE_REASONS = {"length": b"max_output_tokens", "content_filter": b"content_filter"}
 _BROKEN_ENDS = frozenset({"abort", "error"})
 """Finish reasons with which vLLM says that it gave the request up."""
-_NO_CHAT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -124,8 +123,8 @@ class ResponsesTranslator:
         self._log = EventLog(is_silent=True)
         self._items = self._make_items()
         try:
-            answer = chat_decoder.decode(body)
-        except _NO_CHAT:
+            answer = read_chat(body)
+        except NO_CHAT:
             self._failure = ForwardedRequestFailed("The engine answered with what is no chat completion.")
             return b""
         for choice in answer.choices:
@@ -146,6 +145,7 @@ class ResponsesTranslator:
         self._large.append(events)
         if sum(map(len, self._large)) > MAX_EVENT_BYTES:
             self._failure = StreamTooLarge()
+            self._large.clear()
             return b""
         if self._cutter.is_inside_event:
             return b""
@@ -163,8 +163,8 @@ class ResponsesTranslator:
             if payload == b"[DONE]":
                 continue
             try:
-                piece = chat_decoder.decode(payload)
-            except _NO_CHAT:
+                piece = read_chat(payload)
+            except NO_CHAT:
                 if not is_cut:
                     self._failure = ForwardedRequestFailed("The engine sent what is no chat stream.")
                 return
@@ -185,7 +185,11 @@ class ResponsesTranslator:
         for choice in piece.choices:
             if choice.index != 0:
                 continue
-            self._items.take(choice)
+            try:
+                self._items.take(choice)
+            except StreamTooLarge as error:
+                self._failure = error
+                return
             if choice.finish_reason is not None:
                 self._finish_reason = choice.finish_reason
                 if choice.finish_reason in _BROKEN_ENDS:

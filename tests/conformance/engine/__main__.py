@@ -17,16 +17,18 @@ def main() -> None:
     parser.add_argument("--model", action="append", metavar="NAME", help="a model to list; may be repeated (default: scripted)")
     parser.add_argument("--native-messages", action="store_true", help="answer /v1/messages as well")
     parser.add_argument("--native-responses", action="store_true", help="answer /v1/responses as well")
+    parser.add_argument("--strict-tools", action="store_true", help="refuse there the tools that vLLM refuses")
     options = parser.parse_args()
     native = [path for path, wanted in ((MESSAGES, options.native_messages), (RESPONSES, options.native_responses)) if wanted]
-    asyncio.run(_serve(options.model or ["scripted"], native, options.host, options.port))
+    asyncio.run(_serve(options, native))
 
 
-async def _serve(models: list[str], native: list[str], host: str, port: int) -> None:
+async def _serve(options: argparse.Namespace, native: list[str]) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with serve_engine(models=models, native=native, host=host, port=port) as url:
+    models, is_strict = options.model or ["scripted"], options.strict_tools
+    async with serve_engine(models=models, native=native, is_strict=is_strict, host=options.host, port=options.port) as url:
         print(url, flush=True)
         await stopped.wait()
 

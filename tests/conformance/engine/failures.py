@@ -27,6 +27,9 @@ def find_failure(script: Script) -> Failure | None:
     """Return the error the script asks for instead of an answer, or None."""
     if "error_400_context" in script:
         return _context_failure(script.argument("error_400_context"))
+    if script.argument("error_400") == "messages":
+        foreign = {"type": "error", "error": {"type": "BadRequestError", "message": REASON}}
+        return Failure(400, json.dumps(foreign).encode())
     for status in (400, 404, 429, 500, 503):
         if f"error_{status}" in script:
             headers = {"retry-after": "7"} if status in {429, 503} else {}

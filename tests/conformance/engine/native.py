@@ -48,6 +48,18 @@ def stream_message(speech: Speech, script: Script, body: Mapping[str, Any]) -> I
     yield {"type": "message_stop"}
 
 
+def refuse_tools(body: Mapping[str, Any]) -> str:
+    """Return why an engine as strict as vLLM 0.33 refuses the tools of a request; empty when it takes them."""
+    for index, tool in enumerate(body.get("tools") or ()):
+        if "messages" in body and "input_schema" not in tool:
+            return (
+                f"1 validation error: {{'type': 'missing', 'loc': 'body.tools.{index}.input_schema', 'msg': 'Field required'}}"
+            )
+        if "input" in body and tool.get("type") == "custom" and (tool.get("format") or {}).get("type") == "grammar":
+            return "Custom tools with a grammar format are not supported; only free-form text custom tools are accepted."
+    return ""
+
+
 def fail_message(number: int, body: Mapping[str, Any]) -> Json:
     """Return the event that ends a broken stream; ``number``: of events before it."""
     del number, body

@@ -36,12 +36,12 @@ usage_in_finish      The usage is in the chunk with the finish_reason, not in on
 -------------------- -----------------------------------------------------------------------------------------------
 What goes wrong
 -------------------- -----------------------------------------------------------------------------------------------
-error_400            400 with OpenAI's error object; so for error_404, error_429, error_500, error_503. The code is a number.
+error_400            400 with OpenAI's error object; its code is a number. ``error_400:messages``: as vLLM says it on Messages.
 error_400_context    400 in the words of llama.cpp for a prompt that does not fit; ``:vllm`` and ``:openai`` in theirs.
-error_404            As above.
-error_429            As above, with Retry-After: 7.
-error_500            As above.
-error_503            As above, with Retry-After: 7.
+error_404            As error_400; so for the three below.
+error_429            With Retry-After: 7.
+error_500
+error_503            With Retry-After: 7.
 html_error           502 with a page of HTML.
 detail_error         422 with ``{"detail": [...]}``, as FastAPI says it.
 text_error           400 with ``{"error": "words"}``.

@@ -17,6 +17,7 @@ from tests.conformance.engine.failures import find_failure, stream_error
 from tests.conformance.engine.native import (
     fail_message,
     fail_response,
+    refuse_tools,
     render_message,
     render_response,
     stream_message,
@@ -60,10 +61,14 @@ _VOICES = {
 
 @dataclass
 class ScriptedEngine:
-    """The server's state: its models, and which endless answers are still read. ``native``: paths it speaks beside chat."""
+    """The server's state: its models, and which endless answers are still read. ``native``: paths it speaks beside chat.
+
+    ``is_strict``: there it refuses tools that vLLM refuses.
+    """
 
     models: tuple[str, ...]
     native: frozenset[str] = frozenset()
+    is_strict: bool = False
     endless: dict[str, str] = field(default_factory=dict)
 
     def application(self) -> web.Application:
@@ -102,6 +107,8 @@ class ScriptedEngine:
 
     async def _say(self, request: web.Request) -> web.StreamResponse:
         body, script = await self._read(request)
+        if self.is_strict and request.path in self.native and (reason := refuse_tools(body)):
+            return web.json_response({"error": {"message": reason, "type": "BadRequestError", "code": 400}}, status=400)
         if "endless" in script:
             return await self._go_on(request, _VOICES[request.path], script, body)
         await asyncio.sleep(script.seconds("slow"))
@@ -218,10 +225,15 @@ def _reset(request: web.Request) -> None:
 
 @asynccontextmanager
 async def serve_engine(
-    *, models: Iterable[str] = ("scripted",), native: Iterable[str] = (), host: str = "127.0.0.1", port: int = 0
+    *,
+    models: Iterable[str] = ("scripted",),
+    native: Iterable[str] = (),
+    is_strict: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 0,
 ) -> AsyncIterator[str]:
     """Run an engine for as long as the context lasts and yield its address, up to and not including ``/v1``."""
-    engine = ScriptedEngine(tuple(models), frozenset(native))
+    engine = ScriptedEngine(tuple(models), frozenset(native), is_strict)
     runner = web.AppRunner(engine.application(), handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
     try:

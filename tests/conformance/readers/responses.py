@@ -285,7 +285,8 @@ def check_item(item: Field) -> None:
             if part["type"].value == "output_text":
                 part["text"].text()
                 part["annotations"].items()
-                part["logprobs"].items()
+                if (logprobs := part.get("logprobs")) is not None:
+                    logprobs.items()
     elif kind == "function_call":
         item["call_id"].word()
         item["name"].word()

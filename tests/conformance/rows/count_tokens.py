@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.conformance.readers.messages import check_error
 from tests.conformance.rows.messages_whole import ANTHROPIC_TOOLS
 from tests.conformance.table import requirement
-from tests.conformance.target import COUNT_TOKENS, PROMPT, Target, require_ok, require_status
+from tests.conformance.target import COUNT_TOKENS, PROMPT, Target, require_ok, require_script_or_skip, require_status
 from tests.conformance.verdicts import NotApplicable, Violation
 
 _NEAR_TOKENS, _NEAR_SHARE = 4, 0.25
@@ -27,7 +27,9 @@ async def _reply(target: Target) -> None:
 
 async def _prompt_tokens(target: Target, **more: object) -> int:
     """Return what usage says of the same prompt once it was answered."""
-    usage = require_ok(await target.messages(PROMPT, **more))["usage"]
+    answer = await target.messages(PROMPT, **more)
+    require_script_or_skip(target, answer, "tools")
+    usage = require_ok(answer)["usage"]
     cached = usage.get("cache_read_input_tokens")
     return usage["input_tokens"].count() + (cached.count() if cached is not None else 0)
 

@@ -113,6 +113,21 @@ async def _before(target: Target) -> None:
 
 
 @requirement(
+    "messages.failed.foreign_type",
+    "an engine's Messages error of a type that Anthropic does not know gets one it does",
+    clients="anthropic SDKs (vLLM says BadRequestError)",
+    needs_script=True,
+)
+async def _foreign_type(target: Target) -> None:
+    answer = await target.messages("[[error_400:messages]] hello")
+    require_status(answer, 400)
+    check_error(answer.json())
+    answer.json()["error"]["type"].must_be("invalid_request_error")
+    if REASON not in answer.json()["error"]["message"].text():
+        raise Violation(f"the engine's words are lost: {answer.json().shown}")
+
+
+@requirement(
     "messages.failed.whole_cut",
     "an engine that dies inside an unstreamed answer is an HTTP error",
     clients="anthropic SDKs",

@@ -59,7 +59,8 @@ async def _head(target: Target) -> None:
     reply["created_at"].number()
     reply["status"].must_be("completed", "incomplete")
     reply["model"].word()
-    reply["error"].must_be(None)
+    if (error := reply.get("error")) is not None:
+        raise Violation(f"error is {error.shown} in an answer that is whole")
 
 
 @requirement(
@@ -119,6 +120,7 @@ async def _message(target: Target) -> None:
     item["status"].must_be("completed", "incomplete")
     text = only([part for part in item["content"].items() if part["type"].value == "output_text"], "texts")
     if target.scripted:
+        text["logprobs"].items()
         text["text"].must_be(TEXT)
 
 

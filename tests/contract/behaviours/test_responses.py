@@ -38,7 +38,7 @@ async def test_response_complete_preserves_upstream_error_body_without_flattenin
     worker = await lab.worker(model)
     reply = lab.ask(model)
     job = await worker.job()
-    body = json.dumps({"error": {"message": "the engine's own words", "type": "engine", "code": 77}})
+    body = json.dumps({"error": {"message": "the engine's own words", "type": "engine", "code": "E77"}})
     await worker.complete(job, status=status, headers={"content-type": "application/problem+json"}, body=body)
     got = await reply
     assert got.status == status

@@ -32,6 +32,7 @@ NOT_AN_ENGINES = {
     "framing.split_events.messages": "write 0 ends inside an event",
     "messages.failed.context": "type is missing",
     "messages.failed.cut": "breaks off",
+    "messages.failed.foreign_type": "type must be",
     "messages.request.max_tokens": "answers 200, 400 is due",
     "models.anthropic": "type is missing",
     "models.one": "answers 404, 200 is due",

@@ -113,6 +113,7 @@ def heard() -> Iterator[Heard]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             key = self.headers.get("x-api-key") or str(self.headers.get("authorization"))
+            kept.requests.append((self.path, key.removeprefix("Bearer "), body))
             is_stream = body.get("stream", False)
             self.send_response(200)
             self.send_header("content-type", "text/event-stream" if is_stream else "application/json")

@@ -337,3 +337,42 @@ async def test_an_engine_that_reports_an_error_inside_its_stream_failed(make_gat
     await request.done()
     assert request.client.body == STREAM[0] + b'data: {"error":{"message":"oom"}}\n\n'
     assert await request.record("state", "error_code") == ("failed", "FORWARDED_REQUEST_FAILED")
+
+
+@pytest.mark.parametrize(
+    ("surface", "tools"),
+    [
+        (MESSAGES, [{"type": "web_search_20250305", "name": "web_search"}]),
+        (
+            RESPONSES,
+            [{"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}],
+        ),
+    ],
+    ids=["messages", "responses"],
+)
+async def test_tools_that_an_engine_refuses_as_they_are_do_not_cost_the_request(
+    make_gateway: Make, surface: Any, tools: list[dict[str, object]]
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, surface.path})
+    request = gateway.ask(surface=surface, max_tokens=5, input="hi", tools=tools)
+    stream = await request.on(link)
+    assert stream.request.path == surface.path
+    stream.answer(b'{"error":{"message":"1 validation error: tools"}}', status=400)
+    stream = await request.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert request.client.status == 200
+    assert await request.record("state", "attempts") == ("completed", 2)
+
+
+async def test_an_engines_refusal_of_plain_tools_stands(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/messages"})
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, tools=tools)
+    body = b'{"type":"error","error":{"type":"BadRequestError","message":"no"}}'
+    (await request.on(link)).answer(body, status=400)
+    await request.done()
+    assert (request.client.status, request.error["type"], request.error["message"]) == (400, "invalid_request_error", "no")

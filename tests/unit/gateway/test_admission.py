@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -121,7 +122,7 @@ def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass
 
 
 def make_admission(*known: str, **caps: int) -> Admission:
-    limits = {"max_tokens": 100, "max_prompt_chars": 1000, "max_queue": 10, **caps}
+    limits: dict[str, Any] = {"max_tokens": 100, "max_prompt_chars": 1000, "max_queue": 10, **caps}
     catalogue = Catalogue(Limits())
     catalogue.apply_models(
         [

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.dispatch import Busy, Closed, Ready
 from gateway.errors import EndpointNotAnswered, NoAvailableNode, NodeDraining
+from gateway.outlook import Busy, Closed, Ready
 from gateway.values import InferenceRequest, PoolOptions, Timeouts
 from tests.unit.gateway.test_dispatch import CHAT, EMBED, Floor, fails
 
@@ -32,6 +32,13 @@ async def test_a_box_that_speaks_the_clients_path_is_asked_on_it() -> None:
     assert link.find_path("m", EMBED) is None
     with pytest.raises(EndpointNotAnswered):
         floor.dispatcher.check_room("m", EMBED, 10)
+
+
+async def test_boxes_that_speak_the_clients_path_come_first_and_the_others_when_those_are_full() -> None:
+    floor = Floor()
+    plain, native = floor.link("m", slots=2, m={CHAT}), floor.link("m", slots=2, m={CHAT, MESSAGES})
+    leases = [floor.take(endpoint=MESSAGES) for _ in range(4)]
+    assert [lease.link for lease in leases] == [native, native, plain, plain]
 
 
 async def test_a_box_that_declares_nothing_is_asked_natively_until_it_says_that_it_does_not_know_the_path() -> None:

@@ -19,6 +19,9 @@ class Box:
     def can_take(self, now: float) -> bool:
         return self.is_free
 
+    def is_called(self, name: str) -> bool:
+        return name == f"box-{self.load}"
+
 
 BOXES = st.lists(st.builds(Box, load=st.integers(0, 4), last_served=st.integers(0, 4), is_free=st.booleans()), max_size=8)
 
@@ -59,3 +62,10 @@ def test_the_least_loaded_free_box_wins_and_ties_go_to_the_one_served_longest_ag
     assert chosen in preferred
     assert chosen is not None
     assert (chosen.load, chosen.last_served) == min((box.load, box.last_served) for box in preferred)
+
+
+@given(BOXES, st.integers(0, 4))
+def test_a_preferred_box_is_taken_while_it_is_free_and_is_no_condition(boxes: list[Box], load: int) -> None:
+    found = choose_link(boxes, now=0.0, prefer=f"box-{load}")
+    liked = [box for box in boxes if box.is_free and box.load == load]
+    assert found in liked if liked else found is choose_link(boxes, now=0.0)

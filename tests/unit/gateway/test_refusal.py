@@ -95,6 +95,7 @@ def test_an_error_that_speaks_anthropic_passes_as_it_is() -> None:
         (b'{"message":"boom","code":true}', 502, "boom"),
         (b"null", 502, "The engine answered with HTTP 502 and no reason."),
         (b'{"message":null,"code":9}', 502, "The engine answered with HTTP 502 and no reason."),
+        (b'{"message":[1],"type":[],"code":{}}', 502, "[1]"),
     ],
 )
 def test_an_error_inside_a_stream_is_read_in_any_shape(error: bytes, status: int, words: str) -> None:
@@ -125,3 +126,10 @@ def test_an_engines_own_stream_that_broke_ends_as_the_response_it_had_begun() ->
 def test_a_stream_whose_beginning_says_nothing_ends_in_an_error_event(first: bytes) -> None:
     said = SURFACES["/v1/responses"].render_broken(RequestInterrupted(), "req_1", first=first, last=b"data: x\n\n")
     assert said.startswith(b"event: error\ndata: ")
+
+
+def test_characters_are_not_taken_for_tokens() -> None:
+    words = "The maximum context length is 2048 tokens. However, your prompt contains 108028 characters, about 30000 tokens."
+    error = read_refusal(400, json.dumps({"error": {"message": words}}).encode())
+    assert isinstance(error, ContextTooLong)
+    assert (error.prompt_tokens, error.context_tokens) == (30000, 2048)

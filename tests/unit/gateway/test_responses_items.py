@@ -166,6 +166,10 @@ def test_a_later_system_message_is_said_by_the_user_for_strict_templates() -> No
     ]
 
 
+def test_a_system_message_behind_the_first_question_stays_in_its_place() -> None:
+    assert say(user("x"), {"role": "system", "content": "y"}) == [{"role": "user", "content": "x\n\ny"}]
+
+
 def test_someone_is_there_to_answer_even_when_only_the_developer_spoke() -> None:
     assert say({"role": "developer", "content": "Say hi."}, instructions="Be brief.") == [
         {"role": "system", "content": "Be brief."},

@@ -65,6 +65,10 @@ def test_instructions_are_the_leading_system_message() -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"a": 1}, "strict": True}}},
         ),
         (
+            {"text": {"format": {"type": "json_schema", "schema": {}}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "response", "schema": {}}}},
+        ),
+        (
             {"include": ["message.output_text.logprobs"], "top_logprobs": 3},
             {"logprobs": True, "top_logprobs": 3},
         ),

@@ -1,0 +1,32 @@
+"""What msgspec finds wrong with a JSON text, as a reason and the path of the field: neither says much back of the text."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+# The place stands last: what comes before may hold a name or a value that a client chose.
+_PLACE = re.compile(r" - at `\$([^`]*)`\Z")
+_NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(.*)`\Z", re.DOTALL)
+_MAX_REASON_CHARS = 200
+_MAX_NAME_CHARS = 80
+
+
+def read_fault(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Return the reason and the path below the value that was read, such as ``.content[1].type``; empty = the value itself."""
+    said = str(error)
+    place = _PLACE.search(said)
+    path = place.group(1) if place is not None else ""
+    reason = said[: place.start()] if place is not None else said
+    named = _NAMED.match(reason)
+    if named is not None:
+        path += f".{named.group(1)[:_MAX_NAME_CHARS]}"
+    return reason[:_MAX_REASON_CHARS], path
+
+
+def join_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
+    """Return the reason with its place, and the path from the top of a body; None = the body itself."""
+    reason, path = read_fault(error)
+    place = _PLACE.search(str(error))
+    return reason + (place.group() if place is not None else ""), path.removeprefix(".") or None

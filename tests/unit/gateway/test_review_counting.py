@@ -1,0 +1,70 @@
+"""Chat templates that make very much out of little: given up before the memory of the gateway is gone."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.counting.templates import ChatTemplate, TemplateFailed
+from gateway.counting.values import ChatPrompt
+
+PROMPT = ChatPrompt([{"role": "user", "content": "Hello"}], None, {}, 0)
+DOUBLED = "{% set a = [1, 2] %}" + "{% set a = [a, a] %}" * 40
+TEXT = "{% set t = 'abcdefgh' %}" + "{% set t = t ~ t %}" * 16  # half a megabyte
+ROOM_BYTES = 512 * 1024 * 1024
+
+
+@pytest.fixture
+def room() -> Iterator[None]:
+    """Half a gigabyte more than there is now, so that a template which is not given up fails here and not the machine."""
+    with open("/proc/self/statm") as statm:
+        size = int(statm.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM_BYTES, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+BOMBS = {
+    "lipsum": "{{ lipsum(n=1000000) | length }}",
+    "batch": "{{ [1] | batch(1000000000, 'x') | list | length }}",
+    "slice": "{{ [1] | slice(1000000000) | list | length }}",
+    "filter replace": TEXT + "{{ t | replace('a', t) | length }}",
+    "method replace": TEXT + "{{ t.replace('a', t) | length }}",
+    "empty replace": TEXT + "{{ t.replace('', t) | length }}",
+    "filter join": TEXT + "{{ range(90000) | join(t) | length }}",
+    "method join": TEXT + "{{ t.join(['a'] + range(90000) | map('string') | list) | length }}",
+    "mapped": TEXT + "{{ range(90000) | map('replace', '1', t) | list | length }}",
+    "translate": TEXT + "{{ 'aaaa'.translate({97: t}) | length }}",
+    "bytes": "{{ (5).to_bytes(1000000000, 'big') | length }}",
+    "round": "{{ 5 | round(-1000000000) }}",
+    "round up": "{{ 5 | round(1000000000, 'ceil') }}",
+    "nested printed": DOUBLED + "{{ a }}",
+    "nested put together": DOUBLED + "{{ a ~ 'x' }}",
+    "nested text": DOUBLED + "{{ a | string | length }}",
+    "nested JSON": DOUBLED + "{{ a | tojson | length }}",
+    "nested joined": DOUBLED + "{{ a | join | length }}",
+    "nested tuples": DOUBLED.replace("[", "(").replace("]", ")") + "{{ a in [a] | unique | list }}",
+    "nested objects": "{% set a = {'k': 1} %}" + "{% set a = {'x': a, 'y': a} %}" * 40 + "{{ a | length }}{{ a | tojson }}",
+    "nested dicts": "{% set a = 1 %}" + "{% set a = dict(x=a, y=a) %}" * 40 + "{{ a }}",
+    "namespaces": "{% set a = namespace(x=1) %}" + "{% set a = namespace(x=a, y=a) %}" * 40 + "{{ a }}",
+    "summed": TEXT
+    + "{{ [t.split('a')] * 1 }}{{ [t | list, t | list, t | list, t | list, t | list] | sum(start=[]) | length }}",
+    "separators": TEXT + "{{ range(90000) | list | tojson(separators=[t, t]) | length }}",
+    "slices": TEXT + "{% set s = [" + "t[1:]," * 4000 + "] %}{{ s | length }}",
+    "macro": TEXT + "{% macro m() %}{% for i in range(90000) %}{{ t }}{% endfor %}{% endmacro %}{{ m() | length }}",
+    "block": "{% set x %}{% for i in range(90000) %}" + "z" * 20000 + "{% endfor %}{% endset %}{{ x | length }}",
+    "constants": "{% set x %}{% for i in range(90000) %}{{ '" + "z" * 20000 + "' }}{% endfor %}{% endset %}{{ x | length }}",
+    "steps taken over": "{% set muster_step = namespace %}{% set muster_bound = namespace %}"
+    "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_would_fill_the_memory_is_given_up(name: str) -> None:
+    template = ChatTemplate(BOMBS[name], {})
+    with pytest.raises(TemplateFailed):
+        template.render(PROMPT)
