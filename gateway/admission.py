@@ -7,7 +7,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from functools import lru_cache
 
 import msgspec
 
@@ -30,17 +31,22 @@ class RateState(msgspec.Struct, frozen=True, gc=False):
     def headers(self, *, is_anthropic: bool = False) -> list[tuple[bytes, bytes]]:
         """Return the x-ratelimit headers, or Anthropic's, whose reset is a moment (RFC 3339)."""
         if is_anthropic:
-            reset_at = datetime.now(UTC) + timedelta(seconds=math.ceil(self.reset_s))
             return [
                 (b"anthropic-ratelimit-requests-limit", b"%d" % self.limit),
                 (b"anthropic-ratelimit-requests-remaining", b"%d" % self.remaining),
-                (b"anthropic-ratelimit-requests-reset", reset_at.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
+                (b"anthropic-ratelimit-requests-reset", _write_moment(int(time.time()) + math.ceil(self.reset_s))),
             ]
         return [
             (b"x-ratelimit-limit-requests", b"%d" % self.limit),
             (b"x-ratelimit-remaining-requests", b"%d" % self.remaining),
             (b"x-ratelimit-reset-requests", b"%ds" % math.ceil(self.reset_s)),
         ]
+
+
+@lru_cache(maxsize=256)
+def _write_moment(second: int) -> bytes:
+    """Return a Unix second as RFC 3339 writes it; many answers name the same one."""
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ").encode()
 
 
 class RateLimiter:
@@ -143,14 +149,14 @@ class Admission:
         return self._catalogue.models[name]
 
     def _refuse(self, caller: Caller, name: str, via: str) -> GatewayError | None:
-        """Return why a key may not use a model by asking for ``via``, or None."""
+        """Return why a key may not use a model by asking for ``via``, or None. It names what the client named alone."""
         entry = self._catalogue.models.get(name)
         if entry is None or not entry.allowed:
             if entry is None and not self._is_known_model(name):
-                return ModelUnknown(f"The model '{name}' does not exist. GET /v1/models lists what can be used.", param="model")
-            return ModelNotAllowed(f"The model '{name}' is not allow-listed here; ask an operator to allow it.", param="model")
+                return ModelUnknown(f"The model '{via}' does not exist. GET /v1/models lists what can be used.", param="model")
+            return ModelNotAllowed(f"The model '{via}' is not allow-listed here; ask an operator to allow it.", param="model")
         if not may_use(caller.allowed_models, name, via=via):
-            return ModelNotAllowed(f"This API key may not use the model '{name}'.", param="model")
+            return ModelNotAllowed(f"This API key may not use the model '{via}'.", param="model")
         return None
 
 

@@ -36,6 +36,7 @@ _WHOLE_LIMIT_BYTES = 16 * 1024 * 1024
 """An answer that has to be read as a whole (it is translated, or it is an error) is not passed on in parts."""
 _ERROR_EVENTS = (b'data: {"error"', b'data: {"object":"error"', b"event: error")
 _JSON = "application/json"
+_WITHOUT_BODY = frozenset({204, 205})
 
 
 class Exchange:
@@ -45,11 +46,11 @@ class Exchange:
     until ``deliver``, because something has to be kept before the client may know that it is.
     """
 
-    # More than 30 attributes do not fit into what instances share of their dictionaries, and this runs for every chunk.
+    # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
     __slots__ = (
         "_began", "_client", "_done", "_extra", "_first", "_has_engine_error", "_headers", "_held", "_job", "_keepalive",
-        "_lease", "_limits", "_over", "_passing", "_path", "_queue_ms", "_received", "_rewriter", "_sniff", "_status", "_stream",
-        "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
+        "_lease", "_limits", "_over", "_passing", "_path", "_queue_ms", "_received", "_rewriter", "_sniff", "_status",
+        "_stream", "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
         "is_delivered", "last", "translator",
     )  # fmt: skip
 
@@ -147,8 +148,8 @@ class Exchange:
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         """Remember the head; it goes out with the first byte."""
-        if not 200 <= status <= 599:
-            self._fail(ForwardedRequestFailed("The node answered with an impossible status."))
+        if not 200 <= status <= 599 or 300 <= status < 400:
+            self._fail(ForwardedRequestFailed(f"The node answered with HTTP {status}, which is no answer."))
             return
         self._status = status
         self._headers = headers
@@ -165,6 +166,10 @@ class Exchange:
         if self._sniff and b'"usage"' in data and not (self._usage_data and b'"usage":null' in data):
             self._usage_data = data
         if self.first_byte_at is None:
+            if self._status in _WITHOUT_BODY:
+                said = f"The node answered with HTTP {self._status} and a body, which it may not have."
+                self._fail(ForwardedRequestFailed(said))
+                return
             self._first = data
             self._take_first_byte()
         if not self._passing:
@@ -196,9 +201,7 @@ class Exchange:
             self._complete(end)
             return
         error, reason = judge_end(end)
-        if self._passing:
-            self._tell(error)
-        elif reason is not None:
+        if reason is not None and not self._passing:
             self._end(Retry(reason, error))
         else:
             self._break(error)
@@ -276,11 +279,9 @@ class Exchange:
         )
 
     def _grant(self, amount: int) -> None:
-        if self._stream is None:
-            return
         if self._client.is_blocked:
             self._ungranted += amount
-        else:
+        elif self._stream is not None:
             self._stream.grant(amount)
 
     def _take_drained(self) -> None:
@@ -342,7 +343,7 @@ class Exchange:
         else:
             said = self._surface.render_refusal(self._status, body, self._job.request_id)
             self.is_delivered = True
-            self._client.respond(self._status, self._head("" if said is body else _JSON), said)
+            self._client.respond(self._status, self._head(_JSON), said)
             self._end(Served(self._status, None))
 
     def _finish(self, last: bytes, outcome: Served) -> None:
@@ -363,10 +364,7 @@ class Exchange:
         if self._over:
             return
         self._stop(CANCEL_TIMEOUT if isinstance(error, RequestTimeout) else CANCEL_CLIENT_DISCONNECT)
-        if self._passing:
-            self._tell(error)
-        else:
-            self._break(error)
+        self._break(error)
 
     def _break(self, error: GatewayError) -> None:
         """End an attempt of which the client saw nothing: as a response if none was begun, else in the stream."""

@@ -49,7 +49,7 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
         _route("admin/keys", make_endpoint(runtime, {"GET": admin.list_keys, "POST": admin.create_key})),
         _route("admin/keys/(?P<key_id>[^/]+)", make_endpoint(runtime, {"DELETE": admin.revoke_key})),
         _route("internal/v1/nodes/(?P<node>[0-9a-f]{32})/(?P<path>.+)", make_peer_door(runtime)),
-        _route(".*", everything),
+        _route("(?s:.*)", everything),
     ]
     sockets = [_route("v1/worker/connect", runtime.workers)]
     return ProtocolTypeRouter({"http": _ExactFirstRouter(http, exact=inference), "websocket": URLRouter(sockets)})

@@ -40,9 +40,9 @@ _METHODS: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = (
     ((int, float, bytes), frozenset({"is_integer"})),
 )
 _PLAIN_FILTERS = (
-    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "int", "items",
-    "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe", "select", "selectattr",
-    "sort", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
+    "abs", "attr", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "int",
+    "items", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "safe", "select",
+    "selectattr", "sort", "title", "trim", "truncate", "unique", "upper", "urlencode", "wordcount",
 )  # fmt: skip
 """What they make is at most some times as large as what they get."""
 
@@ -139,7 +139,14 @@ def call_method(owner: str, name: str, arguments: tuple[Any, ...]) -> None:  # A
 def make_filters() -> dict[str, Callable[..., Any]]:  # Any: values of a template
     """Return the filters that a template may use, each of which pays for what it makes."""
     plain = {name: _charged(FILTERS[name]) for name in _PLAIN_FILTERS}
-    own = {"join": _join, "replace": _replace, "round": _round, "string": _to_text, "sum": _sum, "tojson": _to_json}
+    own: Mapping[str, Callable[..., Any]] = {
+        "join": _join,
+        "replace": _replace,
+        "round": _round,
+        "string": _to_text,
+        "sum": _sum,
+        "tojson": _to_json,
+    }
     return {**plain, **{name: _charged(own[name]) for name in own}}
 
 

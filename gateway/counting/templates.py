@@ -165,14 +165,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         measure(value)
         return value
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  # as jinja2 has it
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call what a template may call. Any: values of a template."""
-        if __obj in (__self.step, __self.charged, __self.measured):
-            return __obj(*args)
-        owner = getattr(__obj, "__self__", None)
+        if function in (self.step, self.charged, self.measured):
+            return function(*args)
+        owner = getattr(function, "__self__", None)
         if isinstance(owner, str):
-            call_method(owner, getattr(__obj, "__name__", ""), args)
-        made = super().call(__context, __obj, *args, **kwargs)
+            call_method(owner, getattr(function, "__name__", ""), args)
+        made = super().call(context, function, *args, **kwargs)
         return charge(made) if isinstance(made, str | list | tuple | dict) else made
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

@@ -48,8 +48,9 @@ class Shape(msgspec.Struct, frozen=True):
 
     has_message: bool
     is_anthropic: bool
-    has_text_code: bool = True
-    """Engines like to put the status there, and a client that was promised text cannot read the whole error then."""
+    is_openai: bool = False
+    """Whether its other members are text or null, as far as they are there. Engines like to put the status where the code is
+    due, and a client that was promised text cannot read the whole error then."""
 
 
 ANTHROPIC_TYPES = frozenset(
@@ -69,6 +70,7 @@ ANTHROPIC_TYPES = frozenset(
 """Anthropic API reference, "Errors": SDKs choose the exception by them."""
 _decoder = msgspec.json.Decoder(_Outer)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TEXTS = frozenset({"type", "code", "param"})
 
 
 def _decode(body: bytes) -> _Outer | None:
@@ -90,12 +92,12 @@ def read_shape(body: bytes) -> Shape:
     return Shape(
         has_message=has_message,
         is_anthropic=outer.type == "error" and isinstance(inner.type, str) and inner.type in ANTHROPIC_TYPES,
-        has_text_code=inner.code is None or isinstance(inner.code, str),
+        is_openai=all(member is None or isinstance(member, str) for member in (inner.type, inner.code, inner.param)),
     )
 
 
 def complete_error(body: bytes, known: dict[str, object]) -> bytes:
-    """Return an OpenAI-shaped error with the code of ``known``, and what else of it the engine left out.
+    """Return an OpenAI-shaped error with whatever of ``known`` the engine left out, or said in another type.
 
     Of a body whose names cannot be read only what is known is said.
     """
@@ -104,7 +106,8 @@ def complete_error(body: bytes, known: dict[str, object]) -> bytes:
         said = _fields_decoder.decode(fields["error"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.json.encode({"error": known})
-    return msgspec.json.encode({**fields, "error": {**known, **said, "code": known["code"]}})
+    kept = {name: value for name, value in said.items() if name not in _TEXTS or bytes(value).startswith(b'"')}
+    return msgspec.json.encode({**fields, "error": {**known, **kept}})
 
 
 def is_about_context(body: bytes) -> bool:

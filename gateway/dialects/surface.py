@@ -197,7 +197,7 @@ class Surface:
         error = read_refusal(status, body)
         if not shape.has_message or (self.is_anthropic and not shape.is_anthropic) or isinstance(error, ContextTooLong):
             return self.render_error(error, request_id)
-        return body if self.is_anthropic or shape.has_text_code else complete_error(body, _openai(error))
+        return body if self.is_anthropic or shape.is_openai else complete_error(body, _openai(error))
 
 
 def _openai(error: GatewayError) -> dict[str, object]:

@@ -81,11 +81,8 @@ class Outbox:
         self._waiting_bytes = 0
         self._task: asyncio.Task[None] | None = None
         self.dead = False
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the peer does not keep up at the moment."""
-        return self._task is not None
+        self.is_blocked = False
+        """Whether the peer does not keep up at the moment: there is a task, and it waits for it."""
 
     @property
     def waiting_bytes(self) -> int:
@@ -112,6 +109,7 @@ class Outbox:
             return
         self._waiting_bytes += size
         self._task = asyncio.get_running_loop().create_task(self._drain(_Rest(coroutine, suspended), size))
+        self.is_blocked = True
 
     def stop(self) -> None:
         """Write nothing more and forget what waits."""
@@ -120,7 +118,7 @@ class Outbox:
         self._waiting_bytes = 0
         if self._task is not None:
             self._task.cancel()
-            self._task = None
+            self._let_go()
 
     async def _drain(self, first: _Rest, size: int) -> None:
         try:
@@ -131,16 +129,20 @@ class Outbox:
                 await self._bounded(self._send(message))
                 self._waiting_bytes -= size
         except TimeoutError:
-            self._task = None
+            self._let_go()
             self._fail(f"the peer took nothing for {self._timeout_s:g} s")
             return
         except (OSError, RuntimeError) as error:
-            self._task = None
+            self._let_go()
             self._fail(f"the connection refused a write: {error}")
             return
-        self._task = None
+        self._let_go()
         if self._on_drained is not None:
             self._on_drained()
+
+    def _let_go(self) -> None:
+        self._task = None
+        self.is_blocked = False
 
     async def _bounded(self, write: Awaitable[None] | _Rest) -> None:
         async with asyncio.timeout(self._timeout_s):

@@ -53,7 +53,14 @@ def clean_models(names: Iterable[str], policy: SocketPolicy) -> tuple[tuple[str,
 
 
 def clean_register(message: bridge.Register) -> None:
-    """Cut what a registration says beyond its name and its models, in place; bridge v1 knows nothing of replicas."""
+    """Cut what a registration says beyond its models, in place; bridge v1 knows nothing of replicas.
+
+    Names stay as long as they are: who keeps one knows how much of it. They go into logs and headers, so they have one line.
+    """
+    message.worker_name = _clean_line(message.worker_name)
+    message.instance_id = None if message.instance_id is None else _clean_line(message.instance_id)
+    message.agent_version = None if message.agent_version is None else _clean_line(message.agent_version)
+    message.owner_name = None if message.owner_name is None else _clean_line(message.owner_name)
     message.gpus = _clean_gpus(message.gpus)
     if message.protocol_version != bridge.MUSTER_V1:
         message.replicas, message.available, message.memory, message.endpoints = [], [], None, []
@@ -183,6 +190,11 @@ def _clean_memory(memory: bridge.MemoryInfo | None) -> bridge.MemoryInfo | None:
 def _clean_endpoints(paths: Sequence[str]) -> list[str]:
     kept = (path for path in paths[:MAX_ENDPOINTS] if path.startswith("/") and len(path) <= _PATH_CHARS and path.isprintable())
     return list(dict.fromkeys(kept))
+
+
+def _clean_line(text: str) -> str:
+    """Return a text with blanks in place of what cannot be printed."""
+    return _clean_text(text, len(text))
 
 
 def _clean_text(text: str, limit: int) -> str:

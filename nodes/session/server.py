@@ -174,13 +174,13 @@ class ServerSession:
         if version not in (None, BRIDGE_V1, MUSTER_V1):
             raise ProtocolError(f"protocol version {version!r} is not spoken here")
         warnings: list[str] = []
+        clean_register(message)
         name = message.worker_name.strip() or "worker"
         if len(name) > self.policy.max_name_chars:
             name = name[: self.policy.max_name_chars]
             warnings.append(f"worker_name truncated to {self.policy.max_name_chars} characters")
         models, refused = clean_models(message.models, self.policy)
         warnings += refused
-        clean_register(message)
         concurrency = message.max_concurrent
         if concurrency < 1:
             concurrency = 1

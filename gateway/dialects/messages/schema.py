@@ -117,7 +117,7 @@ class Metadata(msgspec.Struct):
 
 def is_absent(raw: Raw) -> bool:
     """Whether a value is not there, or null."""
-    return memoryview(raw)[:5].tobytes() in {b"", b"null"}
+    return not raw or (len(raw) == len(b"null") and bytes(raw) == b"null")
 
 
 def is_object(raw: Raw) -> bool:

@@ -20,12 +20,12 @@ _NO_ARGUMENTS = "{}"
 
 
 class EventLog:
-    """Numbers events and keeps them until they are taken. Silent: for answers that are not streamed."""
+    """Numbers events and keeps them until they are taken. Silent: for answers that are not streamed, so none need be made."""
 
-    __slots__ = ("_is_silent", "_next", "_waiting")
+    __slots__ = ("_next", "_waiting", "is_silent")
 
     def __init__(self, *, is_silent: bool = False) -> None:
-        self._is_silent = is_silent
+        self.is_silent = is_silent
         self._next = 1 if is_silent else 0
         self._waiting: list[bytes] = []
 
@@ -36,13 +36,13 @@ class EventLog:
 
     def add(self, name: bytes, members: bytes) -> None:
         """Add an event. ``members``: what it has beside type and number, as JSON without braces."""
-        if not self._is_silent:
+        if not self.is_silent:
             self._waiting.append(write_event(name, self._next, members))
             self._next += 1
 
     def add_delta(self, head: bytes, text: str) -> None:
         """Add the next piece of a text. ``head``: the event up to its number."""
-        if not self._is_silent:
+        if not self.is_silent:
             self._waiting.append(b'%b%d,"delta":%b}\n\n' % (head, self._next, _encode(text)))
             self._next += 1
 
@@ -146,7 +146,8 @@ class SpokenItem:
         self._repeats_text = repeats_text and kind.item == b"message"
         self._parts: list[_Part] = []
         self._status = Status.IN_PROGRESS
-        log.add(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, self.render()))
+        if not log.is_silent:
+            log.add(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, self.render()))
 
     @property
     def is_open(self) -> bool:
@@ -180,7 +181,8 @@ class SpokenItem:
         if self.is_open:
             self._close_part()
             self._status = status
-            self._log.add(b"response.output_item.done", b'"output_index":%d,"item":%b' % (self._index, self.render()))
+            if not self._log.is_silent:
+                self._log.add(b"response.output_item.done", b'"output_index":%d,"item":%b' % (self._index, self.render()))
 
     def render(self) -> bytes:
         """Return the item as JSON."""
@@ -204,7 +206,7 @@ class SpokenItem:
 
     def _close_part(self) -> None:
         part, self.part = self.part, None
-        if part is None:
+        if part is None or self._log.is_silent:
             return
         members = b'%b,"%b":%b' % (part.where, part.kind.text_key, _encode(part.text))
         if part.kind is TEXT:
@@ -232,7 +234,8 @@ class CallItem:
         name = b"response.function_call_arguments.delta"
         place = (name, name, _encode(self._item_id), index)
         self._head = b'event: %b\ndata: {"type":"%b","item_id":%b,"output_index":%d,"sequence_number":' % place
-        log.add(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, self.render()))
+        if not log.is_silent:
+            log.add(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, self.render()))
 
     @property
     def is_open(self) -> bool:
@@ -252,6 +255,8 @@ class CallItem:
         if status is Status.COMPLETED and not "".join(self._pieces).strip():
             self.add_arguments(_NO_ARGUMENTS)
         self._status = status
+        if self._log.is_silent:
+            return
         members = b'"item_id":%b,"output_index":%d' % (_encode(self._item_id), self._index)
         if self._tool.kind is CallKind.FUNCTION:
             said = (members, _encode(self._tool.name), _encode("".join(self._pieces)))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: Path) -> None:
-    with serve_control(tmp_path / "control.log") as server, httpx.Client(base_url=server.url) as client:
+    with serve_control(tmp_path / "control.log") as server, httpx.Client(base_url=server.url, timeout=30) as client:
         assert client.get("/healthz").json()["ok"] is True
         assert "Sign in" in client.get("/sign-in/").text
         assert client.get("/static/muster/admin.css").status_code == 200
@@ -29,7 +29,7 @@ def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: P
 def test_without_its_database_it_says_503_and_lives(tmp_path: Path) -> None:
     nowhere = f"postgresql://muster@127.0.0.1:{free_port()}/muster"
     with serve_control(tmp_path / "control.log", env={"DATABASE_URL": nowhere}) as server:
-        answer = httpx.get(f"{server.url}/healthz")
+        answer = httpx.get(f"{server.url}/healthz", timeout=30)
         assert answer.status_code == 503
         assert answer.json() == {"ok": False, "service": "control", "database": "unreachable", "redis": "ok"}
 
@@ -37,7 +37,7 @@ def test_without_its_database_it_says_503_and_lives(tmp_path: Path) -> None:
 def test_without_redis_it_is_degraded_and_not_down(tmp_path: Path) -> None:
     nowhere = f"redis://127.0.0.1:{free_port()}/0"
     with serve_control(tmp_path / "control.log", env={"REDIS_URL": nowhere}) as server:
-        answer = httpx.get(f"{server.url}/healthz")
+        answer = httpx.get(f"{server.url}/healthz", timeout=30)
         assert (answer.status_code, answer.json()["redis"]) == (200, "unreachable")
 
 
@@ -61,6 +61,6 @@ def test_a_busy_port_is_one_line_and_exit_status_one() -> None:
 
 def test_every_request_is_one_line_when_that_is_asked_for(tmp_path: Path) -> None:
     with serve_control(tmp_path / "control.log", "--access-log") as server:
-        httpx.get(f"{server.url}/healthz")
+        httpx.get(f"{server.url}/healthz", timeout=30)
         assert server.terminate() == 0
         assert "GET /healthz" in server.log.read_text()

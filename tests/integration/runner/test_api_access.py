@@ -23,7 +23,8 @@ ROUTES = {
     ("post", "/v1/models/unload"),
     ("post", "/v1/cache/flush"), ("get", "/health"), ("get", "/metrics"), ("get", "/v1/models"), ("get", "/v1/models/{name}"),
     ("post", "/v1/chat/completions"), ("post", "/v1/completions"), ("post", "/v1/embeddings"), ("post", "/v1/responses"),
-    ("post", "/v1/messages"), ("post", "/v1/images/generations"), ("post", "/v1/audio/transcriptions"),
+    ("post", "/v1/messages"), ("post", "/v1/tokenize"), ("post", "/v1/images/generations"),
+    ("post", "/v1/audio/transcriptions"),
     ("post", "/v1/audio/translations"), ("get", "/v1/admin/models"), ("get", "/v1/admin/gpu-memory"),
     ("post", "/v1/admin/models/{name}/load"), ("post", "/v1/admin/models/{name}/unload"), ("post", "/v1/admin/settings/reload"),
 }  # fmt: skip

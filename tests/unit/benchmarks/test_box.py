@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
+from benchmarks.answers import CHAT, MESSAGES, RESPONSES
 from benchmarks.processes import Child
 from benchmarks.upstream import Pace
 from wire import bridge, frames
@@ -46,16 +47,25 @@ class Session:
         self.box.send_line(msgspec.json.encode(pace).decode())
         assert await asyncio.to_thread(self.box.read_line, DEADLINE_S) == "ok"
 
-    async def open_stream(self, number: int, *, is_streaming: bool, window_bytes: int = 1 << 20) -> None:
-        meta = frames.OpenMeta(
-            request_id="r", model="m", path="/v1/chat/completions", is_streaming=is_streaming, window_bytes=window_bytes
-        )
-        for frame in frames.encode_open(number, 3, meta, b"{}"):
+    async def open_stream(
+        self, number: int, *, is_streaming: bool, window_bytes: int = 1 << 20, path: str = CHAT, body: bytes = b"{}"
+    ) -> None:
+        meta = frames.OpenMeta(request_id="r", model="m", path=path, is_streaming=is_streaming, window_bytes=window_bytes)
+        for frame in frames.encode_open(number, 3, meta, body):
             await self.socket.send(frame)
+
+    async def read_stream(self) -> bytes:
+        """Return the body of the next stream, its head and end left out."""
+        assert (await self.next_frame()).kind == frames.HEAD
+        body = b""
+        while (frame := await self.next_frame()).kind == frames.DATA:
+            body += frame.payload
+        assert frame.kind == frames.END
+        return body
 
 
 @asynccontextmanager
-async def accept_box(tmp_path: Path, *, protocol: str) -> AsyncIterator[Session]:
+async def accept_box(tmp_path: Path, *, protocol: str, options: Sequence[str] = ()) -> AsyncIterator[Session]:
     """Run a box against a server that accepts it."""
     arrived: asyncio.Future[tuple[ServerConnection, bridge.Register]] = asyncio.get_running_loop().create_future()
 
@@ -73,7 +83,7 @@ async def accept_box(tmp_path: Path, *, protocol: str) -> AsyncIterator[Session]
         port = next(iter(server.sockets)).getsockname()[1]
         argv = [sys.executable, "-m", "benchmarks.box", "--gateway", f"ws://127.0.0.1:{port}", "--model", "m"]
         env = {**os.environ, "MUSTER_BOX_SECRET": "secret"}
-        box = Child("box", [*argv, "--protocol", protocol], log_dir=tmp_path, env=env, talks=True)
+        box = Child("box", [*argv, "--protocol", protocol, *options], log_dir=tmp_path, env=env, talks=True)
         try:
             assert await asyncio.to_thread(box.read_line, DEADLINE_S) == "registered"
             socket, register = await arrived
@@ -113,6 +123,38 @@ async def test_a_muster_box_answers_a_request_that_is_not_streamed(tmp_path: Pat
         head, body, end = frames.decode_reply(frame.payload)
         assert (head.status, end.error) == (200, "")
         assert read_indexes(body) == [0]
+
+
+async def test_a_muster_box_declares_chat_alone_unless_it_is_told_other_paths(tmp_path: Path) -> None:
+    async with accept_box(tmp_path, protocol="muster") as session:
+        assert session.register.endpoints == [CHAT]
+    options = [f"--endpoint={CHAT}", f"--endpoint={MESSAGES}"]
+    async with accept_box(tmp_path, protocol="muster", options=options) as session:
+        assert session.register.endpoints == [CHAT, MESSAGES]
+
+
+@pytest.mark.parametrize(("path", "end"), [(MESSAGES, b'{"type":"message_stop"}'), (RESPONSES, b'"status":"completed"')])
+async def test_a_muster_box_answers_in_the_words_of_the_path_it_is_asked_on(tmp_path: Path, path: str, end: bytes) -> None:
+    async with accept_box(tmp_path, protocol="muster") as session:
+        await session.set_pace(Pace(chunks=3, delay_us=100))
+        await session.open_stream(1, is_streaming=True, path=path)
+        body = await session.read_stream()
+        assert read_indexes(body) == [0, 1, 2]
+        assert end in body.rstrip().rpartition(b"\n")[2]
+        for line in body.splitlines():
+            assert not line.startswith(b"data:") or msgspec.json.decode(line[5:])["type"]
+        await session.open_stream(2, is_streaming=False, path=path)
+        _head, whole, _end = frames.decode_reply((await session.next_frame()).payload)
+        assert read_indexes(whole) == [0]
+        assert msgspec.json.decode(whole)["model"] == "mock"
+
+
+async def test_a_muster_box_counts_tokens_at_the_end_of_a_stream_when_it_is_asked_to(tmp_path: Path) -> None:
+    async with accept_box(tmp_path, protocol="muster") as session:
+        await session.set_pace(Pace(chunks=3, delay_us=100))
+        for number, body in enumerate((b"{}", b'{"stream_options":{"include_usage":true}}'), start=1):
+            await session.open_stream(number, is_streaming=True, body=body)
+            assert (b'"completion_tokens":3' in await session.read_stream()) is (number == 2)
 
 
 async def test_a_muster_box_never_sends_beyond_its_window_and_goes_on_with_credit(tmp_path: Path) -> None:

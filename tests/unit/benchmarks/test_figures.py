@@ -11,7 +11,7 @@ from benchmarks.__main__ import choose, main
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import Sample, SampleSet, Verdict, compute_figures, judge_floors
 from benchmarks.loadclient import LoadResult, Percentiles
-from benchmarks.plan import Measure, System
+from benchmarks.plan import MUSTER_SYSTEMS, Measure, System, is_measured
 from benchmarks.processes import CorePlan
 from benchmarks.report import render_problems, render_table, render_verdicts, write_json
 
@@ -131,9 +131,43 @@ def test_table_and_json_hold_every_system(tmp_path: Path) -> None:
 
 def test_only_picks_systems_and_measures_and_keeps_the_baseline() -> None:
     assert choose("relay,chunks", profile=False) == ([System.MOCK, System.RELAY], [Measure.CHUNKS])
-    assert choose("", profile=True)[0] == [System.DIRECT, System.RELAY, System.BRIDGE]
+    assert choose("", profile=True)[0] == list(MUSTER_SYSTEMS)
     with pytest.raises(BenchmarkError, match="does not know nonsense"):
         choose("relay,nonsense", profile=False)
+
+
+def test_a_translated_system_brings_along_what_it_is_compared_with_and_a_profile_does_not() -> None:
+    systems, _measures = choose("responses-translated,chunks", profile=False)
+    assert systems == [System.MOCK, System.RESPONSES, System.RESPONSES_TRANSLATED]
+    assert choose("responses-translated,chunks", profile=True)[0] == [System.RESPONSES_TRANSLATED]
+
+
+def test_surfaces_are_measured_by_requests_and_chunks_and_chat_by_everything() -> None:
+    assert [m for m in Measure if is_measured(System.MESSAGES_TRANSLATED, m)] == [Measure.REQUESTS, Measure.CHUNKS]
+    assert all(is_measured(System.RELAY, measure) for measure in Measure)
+
+
+@pytest.mark.parametrize(("cpu_s", "passed"), [(0.038, True), (0.042, False)])
+def test_a_translated_chunk_may_cost_twice_what_passing_it_through_does(cpu_s: float, passed: bool) -> None:
+    samples = [
+        make_sample(System.MESSAGES, Measure.CHUNKS, cpu_s=0.020),
+        make_sample(System.MESSAGES_TRANSLATED, Measure.CHUNKS, cpu_s=cpu_s),
+        make_sample(System.RESPONSES, Measure.CHUNKS, cpu_s=0.100),
+    ]
+    verdict = judge(samples)["chunk_passed_ratio", System.MESSAGES_TRANSLATED]
+    assert verdict.value == pytest.approx(cpu_s / 0.020)
+    assert verdict.passed is passed
+
+
+def test_translation_is_not_judged_without_its_counterpart_or_when_chunks_came_together() -> None:
+    alone = [make_sample(System.MESSAGES_TRANSLATED, Measure.CHUNKS)]
+    assert judge(alone)["chunk_passed_ratio", System.MESSAGES_TRANSLATED].passed is None
+    merged = msgspec.structs.replace(make_load(), reads=500)
+    both = [
+        make_sample(System.MESSAGES, Measure.CHUNKS),
+        make_sample(System.MESSAGES_TRANSLATED, Measure.CHUNKS, load=merged),
+    ]
+    assert judge(both)["chunk_passed_ratio", System.MESSAGES_TRANSLATED].passed is None
 
 
 def test_a_run_that_cannot_start_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:

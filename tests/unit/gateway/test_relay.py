@@ -201,7 +201,27 @@ async def test_an_answer_without_a_body_is_an_answer(*, streams: bool) -> None:
     assert (attempt.client.status, attempt.client.body, attempt.client.is_whole) == (204, b"", True)
 
 
-@pytest.mark.parametrize("status", [0, 99, 101, 199, 600, 99999, -1])
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_a_body_where_there_may_be_none_is_a_failure(*, content_type: str, streams: bool) -> None:
+    attempt = Attempt(streams=streams)
+    stream = await attempt.begin()
+    stream.sink.on_head(204, {"content-type": content_type})
+    stream.sink.on_data(b"data: x\n\n")
+    outcome = await attempt.outcome()
+    assert isinstance(outcome, Broken)
+    assert (type(outcome.error), outcome.told) == (ForwardedRequestFailed, False)
+
+
+async def test_an_error_is_json_whatever_the_engine_calls_it() -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    stream.answer(b'{"error":{"message":"no","type":"x","code":null,"param":null}}', status=400, headers=SSE)
+    assert await attempt.outcome() == Served(400, None)
+    assert attempt.client.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("status", [0, 99, 101, 199, 302, 304, 600, 99999, -1])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_impossible_status_never_reaches_the_server(status: int, *, streams: bool) -> None:
     attempt = Attempt(streams=streams)

@@ -131,6 +131,21 @@ def test_model_names_are_trimmed_deduplicated_and_kept_in_order() -> None:
     assert effect.warnings == ()
 
 
+@pytest.mark.parametrize("version", [BRIDGE_V1, MUSTER_V1])
+def test_what_a_box_is_called_is_text_of_one_line(version: str) -> None:
+    said = "gpu\r\n2026-01-01 ERROR forged\x00\x1b[2J"
+    effect = register(
+        ServerSession(SocketPolicy()),
+        protocol_version=version, worker_name=said, instance_id=said, agent_version=said, owner_name=said,
+    )  # fmt: skip
+    message = effect.message
+    for text in (effect.name, message.instance_id, message.agent_version, message.owner_name):
+        assert text is not None
+        assert text.isprintable()
+        assert text.startswith("gpu ")
+    assert register(ServerSession(SocketPolicy()), worker_name="\n\x00 ").name == "worker"
+
+
 def test_too_many_models_are_cut_with_a_warning() -> None:
     effect = register(ServerSession(SocketPolicy(max_models=3)), models=list("edcba"))
     assert effect.models == ("e", "d", "c")
