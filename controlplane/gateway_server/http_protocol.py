@@ -42,6 +42,8 @@ class Handle:
             callback()
         else:
             self._protocol.watching.add(self)
+            # A large body may have stopped the reading with its last piece, and who does not read never sees the end.
+            self._protocol.flow.resume_reading()
 
     def close_after_response(self) -> None:
         """Do not keep the connection for another request."""

@@ -303,9 +303,9 @@ async def test_an_error_after_signs_of_life_is_an_event_of_the_stream(make_gatew
 
 
 async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_gateway: Make) -> None:
-    gateway = make_gateway(timeouts=Timeouts(queue_s=0.2, no_node_wait_s=0.2, stream_ping_s=0.01))
-    for surface in (MESSAGES, RESPONSES, SURFACES[CHAT]):
-        request = gateway.ask(surface=surface, stream=True, max_tokens=5, input="hi")
+    gateway = make_gateway(timeouts=Timeouts(queue_s=2.0, no_node_wait_s=2.0, stream_ping_s=0.01))
+    surfaces = (MESSAGES, RESPONSES, SURFACES[CHAT])
+    for request in [gateway.ask(surface=surface, stream=True, max_tokens=5, input="hi") for surface in surfaces]:
         await request.done()
         assert request.client.status == 200
         assert request.client.body.startswith(b": ping\n\n")

@@ -267,6 +267,27 @@ async def test_the_lost_callback_fires_when_the_client_goes(how: str) -> None:
             await lost.wait()
 
 
+@pytest.mark.parametrize("size", [1000, 70_000, 200_000, 5_000_000])
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_the_client_is_missed_after_a_body_of_any_size(how: str, size: int) -> None:
+    watching, lost = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Any, send: Any) -> None:
+        client = _connection(scope, receive, send)
+        assert len(await client.read_body()) == size
+        handle_of(scope).set_lost_callback(lost.set)
+        watching.set()
+        await lost.wait()
+
+    async with serve(app) as door, door.visit() as visitor:
+        await visitor.say(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size + b"a" * size)
+        async with asyncio.timeout(10):
+            await watching.wait()
+        visitor.reset() if how == "reset" else visitor.writer.close()
+        async with asyncio.timeout(10):
+            await lost.wait()
+
+
 async def test_a_callback_set_after_the_client_went_fires_at_once_and_a_removed_one_never() -> None:
     done = asyncio.Event()
     calls: list[str] = []
