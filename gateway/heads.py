@@ -17,6 +17,7 @@ _OF_THE_BODY = frozenset({"content-type", "content-encoding", "content-md5", "co
 _DROPPED_FAMILIES = ("access-control-", "x-ratelimit-", "anthropic-ratelimit-")
 _SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 _SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
+_JSON_TYPE = re.compile(r"application/([a-z0-9.-]+\+)?json(; ?charset=utf-8)?\Z", re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}\Z")
 
 
@@ -41,6 +42,15 @@ def render_head(headers: Mapping[str, str], *, queue_ms: int, is_event_stream: b
         if "cache-control" not in headers:
             head.append((b"cache-control", b"no-cache"))
     return head
+
+
+def name_error_type(headers: Mapping[str, str]) -> str:
+    """Return the content type of an engine's error that goes out in its own words: its own when that is a kind of JSON.
+
+    Source: RFC 6839 section 3.1, RFC 9457 section 3.
+    """
+    said = headers.get("content-type", "")
+    return said if _JSON_TYPE.match(said) else "application/json"
 
 
 @lru_cache(maxsize=512)

@@ -40,6 +40,7 @@ from gateway.keeping import RESPONSES, Keeping, keep_answer, mark_unkept, plan_k
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.outlook import Busy, Closed, Outlook, Ready
 from gateway.records import Record, RecordWriter
+from gateway.refusing import refuse
 from gateway.relay import Exchange
 from gateway.values import Caller, InferenceRequest, Limits, Timeouts
 from nodes.states import POOL_RESPONSES, SPOKEN_THROUGH
@@ -114,7 +115,8 @@ class Pipeline:
             ending = self._conclude(outcome, record, exchange)
         except GatewayError as error:
             ending = Ending(error.state, error)
-            self._refuse(error, client, surface, request_id, extra, job.request if job is not None else None)
+            refuse(client, surface, error, request_id, extra, job.request if job is not None else None)
+            error.__traceback__ = None  # its frames hold the request, and are held by the error: a ring
         finally:
             client.unwatch()
             if call is not None and call.keepalive is not None:
@@ -362,38 +364,9 @@ class Pipeline:
             case _:
                 assert_never(outcome)
 
-    def _refuse(
-        self,
-        error: GatewayError,
-        client: ClientConnection,
-        surface: Surface,
-        request_id: str,
-        extra: list[Header],
-        request: InferenceRequest | None,
-    ) -> None:
-        """Say the error, if anybody listens and nothing was said before."""
-        if client.is_gone or client.finished:
-            return
-        if not client.started:
-            send_error(client, surface, error, request_id, extra)
-            return
-        client.close_after_response()  # signs of life went out while it waited: there is a stream, and this is its end
-        client.write(surface.render_first_error(error, request_id, request))
-        client.finish()
-
 
 async def _parse(surface: Surface, body: bytes, client: ClientConnection) -> InferenceRequest:
     """Read a body, a large form in a thread: it is walked in small steps, between which the event loop gets its turn."""
     if surface.is_form and len(body) > _PARSED_BESIDE_BYTES:
         return await asyncio.to_thread(surface.parse, body, client.headers)
     return surface.parse(body, client.headers)
-
-
-def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:
-    """Send an error as a whole response in the surface's dialect."""
-    headers: list[Header] = [(b"content-type", b"application/json"), *extra]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    client.respond(error.status, headers, surface.render_error(error, request_id))

@@ -17,7 +17,7 @@ from gateway.dialects.refusal import read_refusal
 from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
 from gateway.dispatch import Job, Lease
 from gateway.errors import ClientLeft, ForwardedRequestFailed, GatewayError, RequestInterrupted, RequestTimeout, StreamTooLarge
-from gateway.heads import render_head
+from gateway.heads import name_error_type, render_head
 from gateway.keepalive import KeepAlive
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
 from gateway.phrasing import find_other_words
@@ -343,7 +343,7 @@ class Exchange:
         else:
             said = self._surface.render_refusal(self._status, body, self._job.request_id)
             self.is_delivered = True
-            self._client.respond(self._status, self._head(_JSON), said)
+            self._client.respond(self._status, self._head(name_error_type(self._headers) if said is body else _JSON), said)
             self._end(Served(self._status, None))
 
     def _finish(self, last: bytes, outcome: Served) -> None:

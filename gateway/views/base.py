@@ -13,7 +13,7 @@ from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
 from gateway.heads import id_headers
-from gateway.pipeline import send_error
+from gateway.refusing import send_error
 from gateway.runtime import GatewayRuntime
 from governance.services import verify_admin_token
 from nodes.links import Link

@@ -22,7 +22,7 @@ from gateway.dialects.messages import to_chat_body
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
 from gateway.heads import name_header
 from gateway.keeping import plan_keeping
-from gateway.pipeline import send_error
+from gateway.refusing import send_error
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller, InferenceRequest
 from gateway.views.base import Application, make_endpoint

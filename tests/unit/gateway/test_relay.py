@@ -221,6 +221,27 @@ async def test_an_error_is_json_whatever_the_engine_calls_it() -> None:
     assert attempt.client.headers["content-type"] == "application/json"
 
 
+@pytest.mark.parametrize(
+    ("said", "passed"),
+    [
+        ("application/problem+json", "application/problem+json"),
+        ("application/json; charset=utf-8", "application/json; charset=utf-8"),
+        ("text/html", "application/json"),
+        ("application/json, text/html", "application/json"),
+        ("application/jsonp", "application/json"),
+        ("", "application/json"),
+    ],
+)
+async def test_an_error_in_the_engines_own_words_keeps_the_kind_of_json_it_is(said: str, passed: str) -> None:
+    attempt = Attempt()
+    stream = await attempt.begin()
+    body = b'{"error":{"message":"no","type":"x","code":null,"param":null}}'
+    stream.answer(body, status=400, headers={"content-type": said})
+    await attempt.outcome()
+    assert attempt.client.headers["content-type"] == passed
+    assert attempt.client.body == body
+
+
 @pytest.mark.parametrize("status", [0, 99, 101, 199, 302, 304, 600, 99999, -1])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_impossible_status_never_reaches_the_server(status: int, *, streams: bool) -> None:

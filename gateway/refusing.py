@@ -1,0 +1,39 @@
+"""Saying to a client, in its dialect, why it gets no answer."""
+
+from __future__ import annotations
+
+import math
+
+from gateway.client import ClientConnection, Header
+from gateway.dialects import Surface
+from gateway.errors import GatewayError
+from gateway.values import InferenceRequest
+
+
+def refuse(
+    client: ClientConnection,
+    surface: Surface,
+    error: GatewayError,
+    request_id: str,
+    extra: list[Header],
+    request: InferenceRequest | None = None,
+) -> None:
+    """Say the error, if anybody listens and nothing was said before; in the stream when signs of life went out in one."""
+    if client.is_gone or client.finished:
+        return
+    if not client.started:
+        send_error(client, surface, error, request_id, extra)
+        return
+    client.close_after_response()
+    client.write(surface.render_first_error(error, request_id, request))
+    client.finish()
+
+
+def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:
+    """Send an error as a whole response in the surface's dialect."""
+    headers: list[Header] = [(b"content-type", b"application/json"), *extra]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    client.respond(error.status, headers, surface.render_error(error, request_id))
