@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import ClassVar
 
-from wire.contract import ErrorCode
+from wire.contract import ContractError, ErrorCode
 
 
-class NodeError(Exception):
-    """Base of the tree. ``message`` is shown to the caller and says what to do; ``param`` names the field at fault."""
-
-    code: ClassVar[ErrorCode] = ErrorCode.BAD_REQUEST
-    status: ClassVar[int] = HTTPStatus.BAD_REQUEST.value
-    retryable: ClassVar[bool] = False
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+class NodeError(ContractError):
+    """Base of the tree."""
 
 
 class BadRequest(NodeError):

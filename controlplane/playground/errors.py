@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from wire.contract import ErrorCode
+from wire.contract import ContractError, ErrorCode
 
 
-class PlaygroundError(Exception):
-    """Base of the tree. ``message`` is shown on the page and says what to do; ``param`` names the field of the form."""
-
-    code = ErrorCode.BAD_REQUEST
-    status = HTTPStatus.BAD_REQUEST.value
-
-    def __init__(self, message: str, *, param: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+class PlaygroundError(ContractError):
+    """Base of the tree. ``param`` names the field of the form."""
 
 
 class AskRefused(PlaygroundError):
