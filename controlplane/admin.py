@@ -24,7 +24,7 @@ from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationFo
 from controlplane.models import User
 from governance.audit import record_event
 from governance.errors import GovernanceError
-from governance.pages import ChangeLink, name_actor
+from governance.pages import ChangeLink, column, name_actor
 from governance.services.approver_keys import list_keys
 from governance.services.people import create_invitation, make_invitation_url
 
@@ -43,10 +43,22 @@ class UserAdmin(DjangoUserAdmin, ModelAdmin):  # type: ignore[misc,type-arg]  # 
     form = UserChangeForm
     add_form = UserCreationForm
     change_password_form = AdminPasswordChangeForm
-    list_display = ("username", "email", "is_active", "is_staff", "is_superuser", "last_login")
+    list_display = ("username", "email", "show_state", "show_role", "last_login")
     readonly_fields = ("last_login", "date_joined")
     actions = None
     change_form_outer_before_template = "admin/muster/row_changes.html"
+
+    @column("State", ordering="is_active", label={"active": "success", "off": "default"})
+    def show_state(self, person: User) -> str:
+        """Return whether the person may sign in."""
+        return "active" if person.is_active else "off"
+
+    @column("May")
+    def show_role(self, person: User) -> str:
+        """Return what the person may do, in words."""
+        if person.is_superuser:
+            return "do everything here"
+        return "work in the admin, as permitted" if person.is_staff else "ask and approve, not enter the admin"
 
     def has_delete_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
         """Refuse: switch the account off instead."""

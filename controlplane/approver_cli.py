@@ -210,6 +210,7 @@ def bare_id(text: str) -> str:
 
 def describe(statement: Statement) -> str:
     """Return every field of a statement in words, one a line, and the six words of its digest."""
+    rest = "the rest is left alone" if statement.stops_on_failure else "the rest goes on"
     fields = [
         ("Operation", f"{statement.operation} (class {statement.op_class})"),
         *(("On", target) for target in statement.targets),
@@ -218,6 +219,7 @@ def describe(statement: Statement) -> str:
         ("From", write_time(statement.not_before)),
         ("Until", write_time(statement.not_after)),
         ("Times", f"at most {statement.max_uses}"),
+        *([("If one fails", rest)] if len(statement.targets) > 1 else []),
         ("Policy", f"{statement.policy.id} version {statement.policy.version}, {statement.policy.sha256}"),
         ("Reason", f"digest {statement.reason_digest}"),
         ("Operation id", statement.op_id),

@@ -9,6 +9,15 @@ import os
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+_BOUNDS = {
+    "connect_timeout": "5",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "10000",
+}
+"""libpq's, in seconds, the last in milliseconds: a server or network that is gone must not hang us. The URL may differ."""
+
 
 class SettingError(ValueError):
     """A variable holds something that cannot be used; the text says which and what would do."""
@@ -83,11 +92,11 @@ def read_database(url: str) -> dict[str, object]:
     host = query.pop("host", "") or parts.hostname or ""
     port = query.pop("port", "") or (str(parts.port) if parts.port else "")
     return {
-        "ENGINE": "django.db.backends.postgresql",
+        "ENGINE": "nodes.postgres",
         "NAME": unquote(parts.path.lstrip("/")) or "muster",
         "USER": unquote(parts.username or ""),
         "PASSWORD": unquote(parts.password or ""),
         "HOST": host,
         "PORT": port,
-        "OPTIONS": {"connect_timeout": "5", **query},  # seconds; a server that does not answer must not hang us
+        "OPTIONS": {**_BOUNDS, **query},
     }

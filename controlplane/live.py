@@ -6,6 +6,7 @@ Each looks at the rows on every hint and on a clock of its own, and pushes a sma
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +16,8 @@ from django.db import DatabaseError
 from django.template.loader import render_to_string
 
 from controlplane.models import User
-from controlplane.overview import read_live_counters
+from controlplane.overview import count_live, read_live_overview
+from gateway.services.traffic import Traffic, read_traffic
 from governance.errors import OperationNotFound
 from governance.hints import HINT_GROUP
 from governance.services import read_operation
@@ -28,6 +30,8 @@ from nodes.services.boxes import read_box
 PUSH_EVERY_S = 2.0
 PUSH_CHANGES_EVERY_S = 0.5
 """While a model is loaded: what the box says of it is written about once a second."""
+TRAFFIC_AGE_S = 30.0
+"""Sums over the last hour read every record of it."""
 MIN_PAUSE_S = 0.25
 """A storm of hints costs at most four looks a second and page."""
 TRY_AGAIN_LATER = 1013
@@ -108,11 +112,18 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
 
 
 class OverviewConsumer(PushConsumer):
-    """The counters of the first page."""
+    """The counters of the first page, what is wrong now, and the boxes, as the same HTML that the page came with."""
+
+    _traffic: Traffic | None = None
+    _traffic_at: float = 0.0
 
     def look(self) -> tuple[Pushed, float]:
-        """Return the counters."""
-        return {**read_live_counters()}, PUSH_EVERY_S
+        """Return how things stand; the sums over the last hour are up to TRAFFIC_AGE_S old."""
+        if self._traffic is None or time.monotonic() - self._traffic_at > TRAFFIC_AGE_S:
+            self._traffic, self._traffic_at = read_traffic(), time.monotonic()
+        overview = read_live_overview(self._traffic)
+        html = render_to_string("admin/muster/overview_live.html", {"overview": overview})
+        return {**count_live(overview), "html": html}, PUSH_EVERY_S
 
 
 class BoxConsumer(PushConsumer):

@@ -246,6 +246,8 @@ GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")
 GATEWAY_ADVERTISED_URLS = read_list("MUSTER_GATEWAY_URLS")
 CLUSTER_SECRET = read_text("MUSTER_CLUSTER_SECRET")
 PUBLIC_MODEL_LIST = read_bool("MUSTER_PUBLIC_MODEL_LIST", default=True)
+# Origins whose pages may call the API from a browser; "*" = all. Empty = none.
+CORS_ORIGINS = read_list("MUSTER_CORS_ORIGINS")
 METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
 # Folders with a model's tokenizer.json, to count tokens without asking a box. Empty = boxes are asked.
 TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")

@@ -67,7 +67,8 @@ class KeyRing:
 
 
 def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> str:
+    """Return what may be a key. Clients send both headers at once, and the one for another service may be in the first."""
     authorization = headers.get("authorization", "")
-    if authorization[:7].lower() == "bearer ":
-        return authorization[7:].strip()
-    return headers.get("x-api-key", "").strip() if allow_x_api_key else ""
+    bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
+    other = headers.get("x-api-key", "").strip() if allow_x_api_key else ""
+    return other if other and read_keyid(bearer, CredentialKind.CLIENT) is None else bearer

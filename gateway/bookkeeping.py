@@ -30,6 +30,8 @@ class Ending:
 
 COMPLETED = Ending(RequestState.COMPLETED, None)
 TORN_DOWN = Ending(RequestState.INTERRUPTED, ShuttingDown())
+BUGGED = Ending(RequestState.FAILED, GatewayError())
+"""How it ends when nothing of ours was raised and the gateway does not stop either."""
 
 
 class Passage(Protocol):
@@ -65,13 +67,15 @@ class Bookkeeper:
             prompt_tokens_est=request.prompt_chars // _CHARS_PER_TOKEN,
         )
 
-    def record_refusal(self, error: GatewayError, caller: Caller, request: InferenceRequest, record_id: uuid.UUID) -> None:
+    def record_refusal(
+        self, error: GatewayError, caller: Caller, request: InferenceRequest, record_id: uuid.UUID, *, asked_model: str = ""
+    ) -> None:
         """Write down what a known caller was refused; nobody waits for that row, and a flood is not written out."""
         try:
             self._refusals.take(caller.key_id, _RECORDED_REFUSALS_PER_MINUTE)
         except RateLimited:
             return
-        record = self.make_record(record_id, caller, request)
+        record = self.make_record(record_id, caller, request, asked_model=asked_model)
         record.status_code = error.status
         record.error_code = error.code
         record.latency_ms = 0
@@ -96,6 +100,8 @@ class Bookkeeper:
             record.bytes_out = passage.bytes_out
             if passage.first_byte_at is not None:
                 record.ttfb_ms = int((passage.first_byte_at - started) * 1000)
+            if passage.events and record.completion_tokens is None:  # it broke, or was left: what came until then was made too
+                count_tokens(record, Served(200, None), passage)
         elapsed = time.monotonic() - started
         record.latency_ms = int(elapsed * 1000)
         self.seal(record, ending)

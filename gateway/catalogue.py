@@ -10,11 +10,12 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import msgspec
 from django.db import connection
 from django.db.models import Q
+from django.db.models.expressions import RawSQL
 from django.utils import timezone
 
 from gateway.models import ApiKey, Model, ModelAlias
@@ -23,8 +24,14 @@ from gateway.values import Caller, Limits, Priority
 
 logger = logging.getLogger("muster.gateway")
 
-_OVERLAP_S = 30
-"""A row is read again for this long after its change: its transaction may commit after a later one."""
+# A number beyond the newest transaction came with a restored dump from another server: no change of this one.
+_CHANGED = """
+WITH newest AS (SELECT pg_snapshot_xmax(pg_current_snapshot()) AS below)
+SELECT key.id FROM newest, gateway_apikey AS key WHERE key.changed_in >= %s::xid8 AND key.changed_in < newest.below
+ UNION
+SELECT key.id FROM newest, gateway_tenant AS tenant JOIN gateway_apikey AS key ON key.tenant_id = tenant.id
+ WHERE tenant.changed_in >= %s::xid8 AND tenant.changed_in < newest.below
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +90,11 @@ class Catalogue:
         """Return the aliases of a tenant by name, those for everybody among them; its own wins over one of the same name."""
         return self._aliases_by_tenant.get(tenant, self._shared_aliases)
 
-    def load_keys(self, since: datetime | None) -> list[tuple[str, KeyEntry]]:
-        """Return the keys changed since then (None = all of them); tenants count as part of their keys."""
+    def load_keys(self, since: int | None) -> list[tuple[str, KeyEntry]]:
+        """Return the keys changed since that mark (None = all of them); tenants count as part of their keys."""
         query = ApiKey.objects.select_related("tenant")
         if since is not None:
-            start = since - timedelta(seconds=_OVERLAP_S)
-            query = query.filter(Q(updated_at__gte=start) | Q(tenant__updated_at__gte=start))
+            query = query.filter(pk__in=RawSQL(_CHANGED, [str(since), str(since)]))  # noqa: S611 - a constant and parameters
         return [(key.keyid, self._key_entry(key)) for key in query]
 
     def load_key(self, keyid: str) -> KeyEntry | None:
@@ -175,15 +181,18 @@ def _read_alias(row: ModelAlias) -> AliasEntry:
 
 
 def store_key_use(used: dict[uuid.UUID, float]) -> None:
-    """Write when keys were last used; ``used`` maps key id to Unix seconds. Leaves ``updated_at`` alone."""
+    """Write when keys were last used; ``used`` maps key id to Unix seconds. That is no change of them."""
     for key_id, at in used.items():
         moment = datetime.fromtimestamp(at, tz=timezone.get_current_timezone())
         ApiKey.objects.filter(Q(last_used_at__lt=moment) | Q(last_used_at=None), pk=key_id).update(last_used_at=moment)
 
 
-def read_database_time() -> datetime:
-    """Return the database's clock, against which ``updated_at`` is compared."""
+def read_change_mark() -> int:
+    """Return a mark for ``load_keys``: what is committed after it has a number that is not smaller.
+
+    It is the oldest transaction under way, so that one which commits late is seen too. It only grows, unless the database
+    was replaced by another.
+    """
     with connection.cursor() as cursor:
-        cursor.execute("SELECT now()")
-        now: datetime = cursor.fetchone()[0]
-    return now
+        cursor.execute("SELECT pg_snapshot_xmin(pg_current_snapshot())::text")
+        return int(cursor.fetchone()[0])

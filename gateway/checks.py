@@ -9,10 +9,24 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error
 
+from gateway.cors import EVERYBODY, ORIGIN_RE
+
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
     """Return what is wrong with the settings of the gateway."""
-    return _check_tokenizers(settings.TOKENIZERS_DIR)
+    return [*_check_tokenizers(settings.TOKENIZERS_DIR), *_check_origins(settings.CORS_ORIGINS)]
+
+
+def _check_origins(origins: Sequence[str]) -> list[CheckMessage]:
+    return [
+        Error(
+            f"MUSTER_CORS_ORIGINS names {origin!r}, which is no origin.",
+            hint='Name scheme, host and port as browsers send them, such as "https://chat.example.com", or "*".',
+            id="gateway.E002",
+        )
+        for origin in origins
+        if origin != EVERYBODY and not ORIGIN_RE.match(origin)
+    ]
 
 
 def _check_tokenizers(root: str) -> list[CheckMessage]:

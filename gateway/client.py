@@ -83,6 +83,8 @@ class ClientConnection:
             on_stuck=self._take_stuck,
             on_drained=self._take_drained,
         )
+        self.common: tuple[Header, ...] = ()
+        """Headers of every answer to this client."""
         self.started = False
         self.finished = False
         self.tail = b"\n\n"
@@ -179,7 +181,7 @@ class ClientConnection:
     def start(self, status: int, headers: Sequence[Header]) -> None:
         """Send status and headers."""
         self.started = True
-        self.outbox.put({"type": "http.response.start", "status": status, "headers": list(headers)}, 0)
+        self.outbox.put({"type": "http.response.start", "status": status, "headers": [*headers, *self.common]}, 0)
 
     def write(self, data: bytes) -> None:
         """Send body bytes."""
@@ -195,7 +197,7 @@ class ClientConnection:
         """Send a whole response, in one write where the server lets us."""
         if self._handle is not None and not self.is_blocked and not self.outbox.dead:
             self.started = self.finished = True
-            self._handle.respond(status, headers, body)
+            self._handle.respond(status, [*headers, *self.common] if self.common else headers, body)
             return
         self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.finish(body)

@@ -58,6 +58,12 @@ class BodyTooLarge(BadRequest):
     anthropic_type = "request_too_large"
 
 
+class BodyUnreadable(BadRequest):
+    """The body is compressed or encoded in another way, or is not said to be JSON (RFC 9110, sections 8.3, 8.4, 15.5.16)."""
+
+    status = 415
+
+
 class RouteNotFound(BadRequest):
     """No such path."""
 
@@ -126,15 +132,20 @@ class PromptTooLarge(BadRequest):
 
 
 class ContextTooLong(BadRequest):
-    """The engine says that prompt and answer do not fit into the model's context. Tokens, 0 = it did not say."""
+    """The engine says that prompt and answer do not fit into the model's context. Tokens, 0 = it did not say.
+
+    ``answer_tokens``: of the answer that was asked for, where the prompt alone would fit.
+    """
 
     code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    state = RequestState.FAILED
     default_message = "The prompt and the answer do not fit into the model's context window."
 
-    def __init__(self, message: str = "", *, prompt_tokens: int = 0, context_tokens: int = 0) -> None:
+    def __init__(self, message: str = "", *, prompt_tokens: int = 0, context_tokens: int = 0, answer_tokens: int = 0) -> None:
         super().__init__(message, param="messages")
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
+        self.answer_tokens = answer_tokens
 
 
 class ResponseNotFound(BadRequest):

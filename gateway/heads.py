@@ -11,10 +11,11 @@ from gateway.client import Header
 _DROPPED = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade",
     "content-length", "server", "date", "set-cookie", "location", "alt-svc", "strict-transport-security", "x-request-id",
-    "request-id", "x-accel-buffering", "x-muster-node", "x-muster-model", "x-muster-ignored", "x-queue-wait-ms",
+    "request-id", "x-accel-buffering", "x-queue-wait-ms",
 })  # fmt: skip
 _OF_THE_BODY = frozenset({"content-type", "content-encoding", "content-md5", "content-digest", "digest", "etag"})
-_DROPPED_FAMILIES = ("access-control-", "x-ratelimit-", "anthropic-ratelimit-")
+_DROPPED_FAMILIES = ("access-control-", "x-ratelimit-", "anthropic-ratelimit-", "x-muster-")
+"""``x-muster-`` is ours, between gateways too: a box must not be able to say there that it was never asked."""
 _SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 _SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
 _JSON_TYPE = re.compile(r"application/([a-z0-9.-]+\+)?json(; ?charset=utf-8)?\Z", re.IGNORECASE)
@@ -66,6 +67,11 @@ def id_headers(request_id: str, *, is_anthropic: bool) -> list[Header]:
     if is_anthropic:
         headers.append((b"request-id", request_id.encode()))
     return headers
+
+
+def read_name(headers: Mapping[str, str], name: str, *, max_chars: int) -> str:
+    """Return a name that another gateway put into a header, as UTF-8 (``nodes.links.http``); nothing when it sent none."""
+    return headers.get(name, "").encode("latin-1").decode("utf-8", "replace")[:max_chars]
 
 
 def name_header(name: bytes, value: str) -> Header:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from gateway.client import ClientConnection, Header
 
 COMMENT = b": ping\n\n"
+_NO_ANSWER = (b":", b"\n")
+"""What writes that belong to no answer begin with: our comments, an engine's, and what stands for nothing written yet."""
 _HEAD: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -22,7 +24,8 @@ _HEAD: tuple[Header, ...] = (
 class KeepAlive:
     """Begins the response of one streamed request if nothing else did, and pings whenever nothing was said for a while.
 
-    ``event`` is what is sent; whoever passes on the answer sets the one of its dialect. ``extra``: headers of the response.
+    ``event`` is what is sent within the answer; whoever passes that on sets the one of its dialect. Until something of the
+    answer is out it is a comment, since Messages begin with ``message_start``. ``extra``: headers of the response.
     """
 
     def __init__(self, client: ClientConnection, *, extra: Sequence[Header], every_s: float) -> None:
@@ -31,6 +34,7 @@ class KeepAlive:
         self._extra = extra
         self._every_s = every_s
         self._seen = client.tail
+        self._has_answer = False
         self._quiet = 0
         """How many looks ago something was said last."""
         self._timer: asyncio.TimerHandle | None = None
@@ -59,6 +63,7 @@ class KeepAlive:
     def _say(self, client: ClientConnection) -> None:
         if not client.started:
             client.start(200, [*_HEAD, *self._extra])
-            client.write(self.event)
-        elif client.tail.endswith(b"\n\n") and not client.is_blocked:
-            client.write(self.event)  # only between two events: within one it would tear it apart
+            client.write(COMMENT)
+        elif client.tail.endswith(b"\n\n") and not client.is_blocked:  # between two events: within one it would tear it apart
+            self._has_answer = self._has_answer or not client.tail.startswith(_NO_ANSWER)
+            client.write(self.event if self._has_answer else COMMENT)

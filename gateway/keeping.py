@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TypeVar
 import msgspec
 from django.db import DatabaseError, InterfaceError
 
+from gateway.dialects.body import count_prompt_chars
 from gateway.dialects.responses import list_input_items, make_response_id, translate_responses
 from gateway.dialects.translation import AnswerTranslator, Translation
 from gateway.errors import BadRequest, GatewayError, RecordsUnavailable, ResponseNotFound
@@ -41,7 +43,7 @@ _MARGIN_S = 0.5
 class Keeping:
     """What a request of /v1/responses has to do with the database. ``translate`` says it with its history.
 
-    ``history_chars``: what the conversation so far adds to the prompt, at most.
+    ``history_chars``: what the conversation so far adds to the prompt, counted as input is.
     """
 
     is_stored: bool
@@ -71,17 +73,16 @@ async def plan_keeping(caller: Caller, request: InferenceRequest, request_id: st
     is_stored, previous_id = request.store is not False, request.previous_response_id
     if not is_stored and not previous_id:
         return None
-    history: list[bytes] = []
-    if previous_id:
-        history = await _ask_database(lambda: load_history(tenant=caller.tenant, response_id=previous_id).items)
-    response_id = make_response_id(request_id)
+    history, history_chars = await _ask_database(lambda: _read_history(caller.tenant, previous_id)) if previous_id else ([], 0)
+    # Ids of requests stand in records, which more people see than may read what was kept. The client alone is told this one.
+    response_id = f"resp_{secrets.token_hex(20)}" if is_stored else make_response_id(request_id)
 
     def translate(renamed: InferenceRequest) -> Translation:
         return translate_responses(
             renamed, history=history, previous_response_id=previous_id or None, is_stored=is_stored, response_id=response_id
         )
 
-    return Keeping(is_stored, previous_id, sum(map(len, history)), translate)
+    return Keeping(is_stored, previous_id, history_chars, translate)
 
 
 async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keeping, translator: AnswerTranslator) -> bool:
@@ -122,6 +123,12 @@ def mark_unkept(last: bytes) -> bytes:
 def _put(fields: bytes | msgspec.Raw, name: str, value: msgspec.Raw) -> bytes:
     """Return a JSON object with another value of a field, the others as they were."""
     return msgspec.json.encode({**_fields_decoder.decode(fields), name: value})
+
+
+def _read_history(tenant: str, response_id: str) -> tuple[list[bytes], int]:
+    """Return the items of a conversation and how many characters of text they have; in a thread, for they may be many."""
+    items = load_history(tenant=tenant, response_id=response_id).items
+    return items, count_prompt_chars(msgspec.Raw(), *map(msgspec.Raw, items))
 
 
 async def _ask_database(ask: Callable[[], T]) -> T:

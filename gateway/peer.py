@@ -9,8 +9,10 @@ from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import GatewayError
+from gateway.heads import read_name
 from gateway.outcome import Broken, Retry, RetryReason, Served
 from gateway.relay import Exchange
+from gateway.services.responses import MAX_HISTORY_BYTES
 from gateway.values import InferenceRequest, Limits
 from nodes.links import Link
 from nodes.links.http import END_HEADER
@@ -26,21 +28,21 @@ async def serve_peer(
 
     ``lane``: the API path the box is asked on, empty = the surface's.
     """
-    body = await client.read_body(limits.max_audio_bytes if surface.is_form else None)
+    body = await client.read_body(limits.max_audio_bytes if surface.is_form else limits.max_body_bytes + MAX_HISTORY_BYTES)
     headers = client.headers
     job = Job(
         request_id=headers.get("x-request-id", "")[:80],
         request=InferenceRequest(
             endpoint=surface.path,
             lane=lane,
-            model=headers.get("x-muster-model", "")[:200],
+            model=read_name(headers, "x-muster-model", max_chars=200),
             is_streaming=headers.get("x-muster-streaming") == "1",
             max_tokens=None,
             prompt_chars=0,
             body=body,
             headers={name: value for name, value in headers.items() if name in surface.forwarded},
         ),
-        tenant=headers.get("x-muster-tenant", "")[:80],
+        tenant=read_name(headers, "x-muster-tenant", max_chars=80),
         priority=headers.get("x-muster-priority", "")[:10],
         max_queue=0,
         sequence=next(_sequence),

@@ -15,13 +15,14 @@ import msgspec
 from gateway import metrics
 from gateway.admission import Admission, RateLimiter, choose_priority
 from gateway.auth import KeyRing
-from gateway.bookkeeping import COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, unread_request
+from gateway.bookkeeping import BUGGED, COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, unread_request
 from gateway.catalogue import ModelEntry
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dialects.translation import Translation
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
+    BadRequest,
     EndpointNotAnswered,
     ForwardedRequestFailed,
     GatewayError,
@@ -39,7 +40,7 @@ from gateway.keeping import LANE as KEPT_LANE
 from gateway.keeping import RESPONSES, Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.outlook import Busy, Closed, Outlook, Ready
-from gateway.records import Record, RecordWriter
+from gateway.records import MAX_ATTEMPTS, Record, RecordWriter
 from gateway.refusing import refuse
 from gateway.relay import Exchange
 from gateway.values import Caller, InferenceRequest, Limits, Timeouts
@@ -109,10 +110,12 @@ class Pipeline:
                 outcome = await exchange.run()
                 if not self._should_retry(call, outcome, job, lease):
                     break
-            if call.keeping is not None and isinstance(outcome, Served):
-                await self._keep(call, call.keeping, job, exchange)
+            if isinstance(outcome, Served):
+                count_tokens(record, outcome, exchange)
+                if call.keeping is not None:
+                    await self._keep(call, call.keeping, job, exchange)
             await client.drain()  # until then the server would cut what the client has not taken
-            ending = self._conclude(outcome, record, exchange)
+            ending = self._conclude(outcome, record)
         except GatewayError as error:
             ending = Ending(error.state, error)
             refuse(client, surface, error, request_id, extra, job.request if job is not None else None)
@@ -121,6 +124,8 @@ class Pipeline:
             client.unwatch()
             if call is not None and call.keepalive is not None:
                 call.keepalive.stop()
+            if ending is TORN_DOWN and not self.is_stopping:
+                ending = BUGGED
             if record is not None:
                 self.books.finish(record, exchange, started, ending)
             elif ending.error is not None:
@@ -132,6 +137,7 @@ class Pipeline:
         """Check, then accept: from the durable row on, the request reaches exactly one final state."""
         surface, caller, client = call.surface, call.caller, call.client
         request: InferenceRequest | None = None
+        asked_model = ""
         try:
             rate = self.limiter.take(caller.key_id, caller.requests_per_minute)
             call.extra += rate.headers(is_anthropic=surface.is_anthropic)
@@ -152,7 +158,8 @@ class Pipeline:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
                 call.extra += rate.headers(is_anthropic=surface.is_anthropic)
-            self.books.record_refusal(error, caller, request or unread_request(surface.path), call.record_id)
+            refused = request or unread_request(surface.path)
+            self.books.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
             raise
         job = self.dispatcher.new_job(
             request_id=format_id("req", call.record_id),
@@ -224,7 +231,9 @@ class Pipeline:
         return known
 
     async def _find_slot(self, call: Call, job: Job, record: Record) -> Lease:
-        """Return a slot on a box of the first model that can answer in time."""
+        """Return a slot on a box of the first model that can answer in time. Raises ShuttingDown: nothing is begun any more."""
+        if self.is_stopping:
+            raise ShuttingDown(retry_after_s=2)
         asked_at = time.monotonic()
         if len(job.models) > 1:
             self._choose_model(call, job, job.models)
@@ -233,13 +242,12 @@ class Pipeline:
         except (QueueTimeout, NoAvailableNode):
             rest = [name for name in job.models if name != job.request.model]
             ready = [name for name in rest if isinstance(self._outlook(call, name, job.request, job), Ready)]
-            if not ready:
+            if not self._choose_model(call, job, ready):
                 raise
-            self._choose_model(call, job, ready)
             lease = await self._wait_for_slot(call.client, job)
         job.attempts += 1
         record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((time.monotonic() - asked_at) * 1000)
-        record.attempts = job.attempts
+        record.attempts = min(job.attempts, MAX_ATTEMPTS)
         record.model = job.request.model
         record.asked_model = "" if job.asked_model == record.model else job.asked_model
         record.node_id = lease.link.node_id
@@ -257,24 +265,38 @@ class Pipeline:
                 found.result().release()  # granted in the same loop turn as the cancel
             raise
 
-    def _choose_model(self, call: Call, job: Job, models: Sequence[str]) -> None:
-        """Give the job to the first model that has room, or whose queue is short enough; else to the shortest queue."""
+    def _choose_model(self, call: Call, job: Job, models: Sequence[str]) -> bool:
+        """Give the job to the best of the models whose boxes can be told the request; return whether there is one."""
+        left = list(models)
+        while left:
+            best = self._pick_model(call, job, left)
+            request = self._rename(call, job.request, best)
+            try:
+                if call.surface.translate is not None:
+                    self._translate_early(call, request)
+            except BadRequest:
+                left.remove(best)  # what it cannot be told another one may take as it is
+                continue
+            job.request, job.max_queue = request, call.entries[best].max_queue
+            return True
+        return False
+
+    def _pick_model(self, call: Call, job: Job, models: Sequence[str]) -> str:
+        """Return the first model that has room, or whose queue is short enough; else the one with the shortest queue."""
         budget_s = min(self.timeouts.queue_s, job.max_wait_s)
         best, best_wait_s = models[0], math.inf
         for name in models:
             match self._outlook(call, name, job.request, job):
                 case Ready():
-                    best = name
-                    break
+                    return name
                 case Busy(wait_s):
                     if wait_s <= budget_s:
-                        best = name
-                        break
+                        return name
                     if wait_s < best_wait_s:
                         best, best_wait_s = name, wait_s
                 case Closed():
                     continue
-        job.request, job.max_queue = self._rename(call, job.request, best), call.entries[best].max_queue
+        return best
 
     def _open_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:
         """Return the attempt on a box, in the words it speaks; whatever is raised, the slot is free then."""
@@ -347,10 +369,9 @@ class Pipeline:
 
     # endings
 
-    def _conclude(self, outcome: Outcome, record: Record, exchange: Exchange) -> Ending:
+    def _conclude(self, outcome: Outcome, record: Record) -> Ending:
         match outcome:
             case Served():
-                count_tokens(record, outcome, exchange)
                 record.status_code = outcome.status
                 if outcome.status < 400 and not outcome.has_failed:
                     return COMPLETED

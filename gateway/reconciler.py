@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from django.db import connection, transaction
 
@@ -14,7 +15,18 @@ logger = logging.getLogger(__name__)
 
 # A gateway cannot write its heartbeat while the database is away: after a restart of the database nobody is taken for
 # dead before every living gateway had the time to write again.
-_CLOSE = """
+_SILENT = """
+    g.heartbeat_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
+    AND pg_postmaster_start_time() < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
+"""
+_SOMEBODY_IS_SILENT = f"""
+SELECT EXISTS (
+       SELECT FROM gateway_requestrecord AS r
+         JOIN gateway_gatewayprocess AS g ON g.id = r.gateway_id
+        WHERE r.state = ANY(%(open)s) AND g.stopped_at IS NULL AND {_SILENT}
+       )
+"""  # noqa: S608  # a constant
+_CLOSE = f"""
 UPDATE gateway_requestrecord AS record
    SET state = %(interrupted)s,
        error_code = %(error_code)s,
@@ -30,21 +42,20 @@ UPDATE gateway_requestrecord AS record
            AND (
                 g.stopped_at IS NOT NULL
                 OR (g.id IS NULL AND r.created_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s))
-                OR (
-                    g.heartbeat_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
-                    AND pg_postmaster_start_time() < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
-                )
+                OR ({_SILENT})
            )
          LIMIT %(batch)s
            FOR UPDATE OF r SKIP LOCKED
        ) AS orphan
  WHERE record.id = orphan.id AND record.created_at = orphan.created_at AND record.state = ANY(%(open)s)
-"""
+"""  # noqa: S608  # a constant
 
 
-def close_orphaned_requests(*, dead_after_s: float = 10.0) -> int:
+def close_orphaned_requests(*, dead_after_s: float = 10.0, confirm_s: float = 2.0) -> int:
     """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
 
+    Whoever seems silent is looked at once more, ``confirm_s`` seconds later: after a database that stood still (frozen with its
+    machine, cut off by the network) everybody is, until the next heartbeat has come.
     Returns how many were closed. Final states are never touched; rows that a gateway is writing at the moment are left
     for the next call. Safe to run several times at once.
     """
@@ -55,6 +66,8 @@ def close_orphaned_requests(*, dead_after_s: float = 10.0) -> int:
         "dead_after_s": dead_after_s,
         "batch": BATCH_ROWS,
     }
+    if _is_somebody_silent(parameters):
+        time.sleep(confirm_s)
     closed = 0
     while True:
         with transaction.atomic(), connection.cursor() as cursor:
@@ -66,3 +79,10 @@ def close_orphaned_requests(*, dead_after_s: float = 10.0) -> int:
     if closed:
         logger.warning("orphaned_requests_closed count=%d", closed)
     return closed
+
+
+def _is_somebody_silent(parameters: dict[str, str | float | list[str]]) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute(_SOMEBODY_IS_SILENT, parameters)
+        row = cursor.fetchone()
+    return bool(row == (True,))

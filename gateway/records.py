@@ -22,17 +22,24 @@ from django.db import connection as django_connection
 
 from gateway.errors import RecordsUnavailable
 from gateway.metrics import RECORD_FLUSHES, RECORDS_PENDING
+from nodes.postgres import Patience, PatientConnection, ServerSilent
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 logger = logging.getLogger("muster.records")
 
 MAX_COUNT = 2**31 - 1
 """What an integer column holds; clients and engines may say more."""
+MAX_ATTEMPTS = 2**15 - 1
+"""The same of the column of attempts: boxes that say at once that they are busy are asked many times a second."""
 _LINGER_S = 0.02
 _BUSY_BATCH = 6
 _GATHER_S = 0.001
 """After a commit of several requests the next one waits this long, so that it too carries several."""
 _RETRY_S = 0.25
+_LATE_S = 6.0
+"""So long after the database is back an insert that was cut off may still arrive: the server ends it after five seconds."""
+_PATIENCE = Patience(silence_s=6.0)
+"""A little more than the server gives a statement: only one that is frozen or gone stays silent for longer."""
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -101,9 +108,11 @@ _RECORDSET = ", ".join(f"{name} {kind}" for name, kind in _TYPES.items())
 _ASSIGNMENTS = ", ".join(f"{name} = v.{name}" for name in _TYPES if name not in _FIXED)
 _OPEN = ", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))
 # Built from the constants above alone; values travel as parameters.
+# An id is made once, so a row that is there already is the same one: a commit whose acknowledgement was lost. Its second
+# attempt waits for the first where that is still under way.
 _INSERT = (
     f"INSERT INTO gateway_requestrecord ({_COLUMNS}) SELECT {_COLUMNS} "  # noqa: S608
-    f"FROM json_to_recordset(%(inserts)s::json) AS i({_RECORDSET})"
+    f"FROM json_to_recordset(%(inserts)s::json) AS i({_RECORDSET}) ON CONFLICT DO NOTHING"
 )
 _UPDATE = (
     f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset(%(updates)s::json) AS v({_RECORDSET}) "  # noqa: S608
@@ -146,6 +155,8 @@ class RecordWriter:
         self._lock = threading.Lock()
         """Held while the two above change hands: a dict insertion may yield to the other thread half-way (UUID.__hash__)."""
         self._outstanding: deque[_Accept] = deque()
+        self._doubtful: deque[Record] = deque(maxlen=max_pending)
+        """Refused, but perhaps on their way in: they are closed once more when the database has been back for a while."""
         self._watch: asyncio.TimerHandle | None = None
         self._wake = threading.Event()
         self._lingering: asyncio.TimerHandle | None = None
@@ -247,6 +258,14 @@ class RecordWriter:
             if len(self._updates) < self._max_pending:
                 self.touch(record)
 
+    def _reject_unknown(self, entries: list[_Accept]) -> None:
+        self._reject(entries)
+        self._doubtful.extend(entry.record for entry in entries)
+
+    def _close_late(self) -> None:
+        while self._doubtful and len(self._updates) < self._max_pending:
+            self.touch(self._doubtful.popleft())
+
     # thread
 
     def _run(self) -> None:
@@ -284,6 +303,7 @@ class RecordWriter:
             return False
         if not self.is_healthy:
             logger.info("records.recovered")
+            self._loop.call_soon_threadsafe(self._loop.call_later, _LATE_S, self._close_late)
         self.is_healthy = True
         RECORD_FLUSHES.labels("ok").inc()
         if any(entry.future is not None for entry in inserts):
@@ -311,20 +331,29 @@ class RecordWriter:
 
     def _give_back(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._reject, inserts)
+        self._loop.call_soon_threadsafe(self._reject_unknown, inserts)
         with self._lock:
             for key, record in updates.items():
                 self._updates.setdefault(key, record)
 
     def _write(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
-        database = self._connect()
+        """Write a batch, a second time where the connection turns out to have died: doing it twice changes nothing."""
         values: dict[str, str] = {}
         if inserts:
             values["inserts"] = _encoder.encode([entry.record for entry in inserts]).decode()
         if updates:
             values["updates"] = _encoder.encode(list(updates.values())).decode()
         statement = _BOTH if inserts and updates else _INSERT if inserts else _UPDATE
-        database.execute(statement, values, prepare=True)
+        known = self._database
+        try:
+            self._connect().execute(statement, values, prepare=True)
+        except ServerSilent:
+            raise
+        except psycopg.OperationalError:
+            if known is None or not known.closed or known is not self._database:
+                raise
+            logger.info("records.reconnecting")
+            self._connect().execute(statement, values, prepare=True)
 
     def _fail(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], error: Exception) -> None:
         assert self._loop is not None
@@ -346,8 +375,9 @@ class RecordWriter:
         if self._database is None or self._database.closed:
             parameters = django_connection.get_connection_params()
             wanted = {name: value for name, value in parameters.items() if name not in _NOT_OF_LIBPQ}
-            bounds = {"connect_timeout": 3, "tcp_user_timeout": 10_000, "keepalives_idle": 5, "keepalives_interval": 2}
             options = f"{parameters.get('options', '')} -c statement_timeout=5000".strip()
-            application = {"application_name": "muster-records", "options": options}
-            self._database = psycopg.connect(**{**wanted, **bounds, **application}, autocommit=True)
+            own = {"connect_timeout": 3, "application_name": "muster-records", "options": options}
+            database = PatientConnection.connect(**{**wanted, **own}, autocommit=True)
+            database.patience = _PATIENCE
+            self._database = database
         return self._database

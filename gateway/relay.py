@@ -313,7 +313,6 @@ class Exchange:
         if self._status >= 400:
             self._complete_refused(body)
             return
-        text_chars = None
         if self._client.started or (self.translator is not None and self._job.request.is_streaming):
             self._break(ForwardedRequestFailed("The engine answered a streamed request without a stream."))
             return
@@ -323,9 +322,8 @@ class Exchange:
             if self._rewriter.failure is not None:
                 self._break(self._rewriter.failure)
                 return
-        if usage is None:
-            usage = read_usage(body)
-            text_chars = count_answer_chars(body) if usage is None else None
+        usage = usage if usage is not None else read_usage(body)
+        text_chars = count_answer_chars(body) if usage is None else None
         self._finish(body, Served(self._status, usage, text_chars))
 
     def _complete_refused(self, body: bytes) -> None:
@@ -341,7 +339,8 @@ class Exchange:
             self._client.respond(self._status, self._head(), body)
             self._end(Served(self._status, None))
         else:
-            said = self._surface.render_refusal(self._status, body, self._job.request_id)
+            sent = request.body if self._translation is not None else None
+            said = self._surface.render_refusal(self._status, body, self._job.request_id, translated=sent)
             self.is_delivered = True
             self._client.respond(self._status, self._head(name_error_type(self._headers) if said is body else _JSON), said)
             self._end(Served(self._status, None))

@@ -13,19 +13,19 @@ import signal
 import socket
 import time
 import uuid
-from datetime import datetime, timedelta
+from datetime import timedelta
 from urllib.parse import urlsplit
 
 import redis.exceptions
 from channels.layers import get_channel_layer
 from django.conf import settings
 from django.db import DatabaseError, InterfaceError
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
-from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_database_time, store_key_use
+from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_change_mark, store_key_use
 from gateway.dispatch import Dispatcher
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
@@ -39,7 +39,7 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
-from nodes.offload import run_in_database
+from nodes.offload import run_upkeep
 from nodes.presence import presence_reports
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.states import NodeRow
@@ -99,7 +99,7 @@ class GatewayRuntime:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._targets: dict[str, HttpTarget] = {}
-        self._keys_read_at: datetime | None = None
+        self._keys_mark: int | None = None
         self._keys_full_at = 0.0
         self._resolving: asyncio.Task[None] | None = None
         self._refresh = asyncio.Event()
@@ -111,7 +111,7 @@ class GatewayRuntime:
     async def start(self) -> None:
         """Load everything once, then keep it fresh. Raises DatabaseError when the database cannot be reached."""
         self.records.start()
-        await run_in_database(self._register_process)
+        await run_upkeep(self._register_process)
         await self._sweep()
         loop = asyncio.get_running_loop()
         jobs = (
@@ -154,7 +154,7 @@ class GatewayRuntime:
             self.registry.remove(link, "the gateway is stopping")
         await self.records.stop()
         try:
-            await run_in_database(self._unregister_process)
+            await run_upkeep(self._unregister_process)
         except DatabaseError:
             logger.warning("gateway.farewell_not_stored; the reconciler will notice")
 
@@ -177,6 +177,7 @@ class GatewayRuntime:
             try:
                 await self._sweep()
             except (DatabaseError, InterfaceError, OSError) as error:
+                self._keys_mark = None  # the database that comes back may be another, with other marks
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
 
     async def _run_reports(self) -> None:
@@ -189,7 +190,7 @@ class GatewayRuntime:
                 continue
             used, self.keys.used = self.keys.used, {}
             try:
-                await run_in_database(self._write_back, used, news_only=news_only)
+                await run_upkeep(self._write_back, used, news_only=news_only)
             except (DatabaseError, InterfaceError, OSError) as error:
                 self.keys.used = used | self.keys.used
                 logger.warning("gateway.report_failed error=%s", type(error).__name__)
@@ -198,7 +199,7 @@ class GatewayRuntime:
         while True:
             await asyncio.sleep(_RECONCILE_S)
             try:
-                await run_in_database(close_orphaned_requests)
+                await run_upkeep(close_orphaned_requests)
             except (DatabaseError, InterfaceError, OSError) as error:
                 logger.warning("gateway.reconcile_failed error=%s", type(error).__name__)
 
@@ -235,19 +236,19 @@ class GatewayRuntime:
 
     async def _sweep(self) -> None:
         now = time.monotonic()
-        full = now - self._keys_full_at > _FULL_RELOAD_S
-        read_at, keys, models, aliases, rows, peers, revoked = await run_in_database(
-            self._load, None if full else self._keys_read_at, self._credentials_in_use()
+        since = self._keys_mark if now - self._keys_full_at <= _FULL_RELOAD_S else None
+        mark, full, keys, models, aliases, rows, peers, revoked = await run_upkeep(
+            self._load, since, self._credentials_in_use()
         )
         self.catalogue.apply_keys(keys, replace=full)
         self.catalogue.apply_models(models)
         self.catalogue.apply_aliases(aliases)
-        self._keys_read_at = read_at
+        self._keys_mark = mark
         if full:
             self._keys_full_at = now
         declared = {name for row in rows for name in row.model_names}.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them
-            await run_in_database(services.remember_models, names=sorted(declared))
+            await run_upkeep(services.remember_models, names=sorted(declared))
         self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers)
         self.keeper.cut_off(revoked)
 
@@ -267,7 +268,7 @@ class GatewayRuntime:
         return {node_id: self._targets[url] for node_id, url in direct.items() if url in self._targets}
 
     async def _resolve(self, urls: set[str]) -> None:
-        found = await run_in_database(_resolve_targets, urls)
+        found = await run_upkeep(_resolve_targets, urls)
         if found:
             self._targets |= found
             self._refresh.set()
@@ -275,9 +276,10 @@ class GatewayRuntime:
     # in a database thread
 
     def _load(
-        self, keys_since: datetime | None, credentials: list[int]
+        self, since: int | None, credentials: list[int]
     ) -> tuple[
-        datetime,
+        int,
+        bool,
         list[tuple[str, KeyEntry]],
         list[ModelEntry],
         list[AliasEntry],
@@ -285,10 +287,13 @@ class GatewayRuntime:
         dict[uuid.UUID, HttpTarget],
         set[int],
     ]:
-        read_at = read_database_time()
+        mark = read_change_mark()
+        if since is not None and mark < since:
+            since = None
         return (
-            read_at,
-            self.catalogue.load_keys(keys_since),
+            mark,
+            since is None,
+            self.catalogue.load_keys(since),
             self.catalogue.load_models(),
             self.catalogue.load_aliases(),
             load_node_rows(),
@@ -299,7 +304,7 @@ class GatewayRuntime:
     def _load_peers(self) -> dict[uuid.UUID, HttpTarget]:
         if not settings.CLUSTER_SECRET:
             return {}
-        since = timezone.now() - timedelta(seconds=_PEER_FRESH_S)
+        since = Now() - timedelta(seconds=_PEER_FRESH_S)
         processes = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since).exclude(internal_url="")
         peers: dict[uuid.UUID, HttpTarget] = {}
         for process in processes.exclude(pk=self.gateway_id):
@@ -316,8 +321,8 @@ class GatewayRuntime:
         return peers
 
     def _write_back(self, used: dict[uuid.UUID, float], *, news_only: bool) -> None:
-        now = timezone.now()
-        GatewayProcess.objects.filter(pk=self.gateway_id).update(heartbeat_at=now)
+        # By the database's clock, by which it is judged: that of this machine may be wrong.
+        GatewayProcess.objects.filter(pk=self.gateway_id).update(heartbeat_at=Now())
         write_presences(presence_reports(self.registry, news_only=news_only), gateway_id=self.gateway_id)
         store_key_use(used)
 
@@ -327,12 +332,11 @@ class GatewayRuntime:
             host=socket.gethostname()[:120],
             pid=os.getpid(),
             internal_url=settings.GATEWAY_INTERNAL_URL,
-            heartbeat_at=timezone.now(),
+            heartbeat_at=Now(),
         )
 
     def _unregister_process(self) -> None:
-        now = timezone.now()
-        GatewayProcess.objects.filter(pk=self.gateway_id).update(stopped_at=now, heartbeat_at=now)
+        GatewayProcess.objects.filter(pk=self.gateway_id).update(stopped_at=Now(), heartbeat_at=Now())
 
 
 def _resolve_targets(urls: set[str]) -> dict[str, HttpTarget]:

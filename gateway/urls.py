@@ -7,14 +7,16 @@ from collections.abc import Callable
 from typing import cast
 
 from channels.routing import ProtocolTypeRouter, URLRouter
+from django.conf import settings
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 
-from gateway.client import Receive, Scope, Send
+from gateway.client import HeaderView, Receive, Scope, Send
+from gateway.cors import is_preflight
 from gateway.dialects import SURFACES
 from gateway.runtime import GatewayRuntime
 from gateway.views.admin import AdminViews
-from gateway.views.base import Application, Handler, make_endpoint
+from gateway.views.base import Application, Handler, make_endpoint, make_preflight
 from gateway.views.counting import make_counting_routes
 from gateway.views.inference import make_inference
 from gateway.views.peer import make_peer_door
@@ -51,19 +53,29 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
         _route("internal/v1/nodes/(?P<node>[0-9a-f]{32})/(?P<path>.+)", make_peer_door(runtime)),
         _route("(?s:.*)", everything),
     ]
+    preflight = make_preflight(runtime) if settings.CORS_ORIGINS else None
     sockets = [_route("v1/worker/connect", runtime.workers)]
-    return ProtocolTypeRouter({"http": _ExactFirstRouter(http, exact=inference), "websocket": URLRouter(sockets)})
+    return ProtocolTypeRouter(
+        {"http": _ExactFirstRouter(http, exact=inference, preflight=preflight), "websocket": URLRouter(sockets)}
+    )
 
 
 class _ExactFirstRouter(URLRouter):  # type: ignore[misc]  # channels ships no types
-    """Channels' router with a table of literal paths in front: the inference paths need no pattern."""
+    """Channels' router with a table of literal paths in front: the inference paths need no pattern.
 
-    def __init__(self, routes: list[URLPattern], *, exact: dict[str, Application]) -> None:
+    ``preflight``: answers browsers that ask for a page; None = no page is let in, and they get what everybody gets.
+    """
+
+    def __init__(self, routes: list[URLPattern], *, exact: dict[str, Application], preflight: Application | None) -> None:
         super().__init__(routes)
         self._exact = exact
+        self._preflight = preflight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a scope."""
+        if self._preflight is not None and is_preflight(scope["method"], HeaderView(scope["headers"])):
+            await self._preflight(scope, receive, send)
+            return
         application = self._exact.get(scope["path"])
         if application is not None:
             await application(scope, receive, send)

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import msgspec
 
+from gateway.whole_numbers import WholeNumber
+
 
 class Priority(StrEnum):
     """How a box orders what waits on it."""
@@ -76,7 +78,7 @@ class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     prefer_gpu: str | None = None
-    max_latency_ms: int | None = None
+    max_latency_ms: WholeNumber | None = None
     fallback_models: tuple[str, ...] = ()
     priority: Priority | None = None
 

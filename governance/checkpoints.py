@@ -161,16 +161,21 @@ def root_at(size: int) -> bytes:
     return _frontier_at(size).root()
 
 
-def record_witness(*, node_name: str, size: int, root: bytes, signature: bytes, public_key: bytes) -> WitnessStatus:
+def record_witness(
+    *, node_name: str, size: int, root: bytes, signature: bytes, public_key: bytes, note: str = ""
+) -> WitnessStatus:
     """Compare the log with the last checkpoint that a box saw, and keep the box's signed word for it.
 
     ``signature`` is the box's, over ``Checkpoint(GOVERNANCE_LOG_ORIGIN, size, root).witness_message()``; ``public_key`` its
-    Ed25519 key, 32 raw bytes or SubjectPublicKeyInfo. A log that is shorter or another is an event ``audit.witness_alarm``,
-    once for each statement and at most MAX_ALARMS_PER_HOUR times for a box. Raises InvalidWitness.
+    Ed25519 key, 32 raw bytes or SubjectPublicKeyInfo. ``note``: the checkpoint as the log signed it; a box that can show none
+    proves nothing, unless the log has one of that size and root. A log that is shorter or another is an event
+    ``audit.witness_alarm``, once for each statement and at most MAX_ALARMS_PER_HOUR times for a box. Raises InvalidWitness.
     """
-    message = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root).witness_message()
-    if not 0 <= size < 1 << 63 or len(root) != _HASH_BYTES or not check_signature(public_key, message, signature):
+    seen = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
+    is_possible = 0 <= size < 1 << 63 and len(root) == _HASH_BYTES
+    if not is_possible or not check_signature(public_key, seen.witness_message(), signature):
         raise InvalidWitness(f"The statement about the audit log is not signed by {node_name}.", param="signature")
+    proof = _prove_sighting(seen, note, node_name=node_name)
     entries = log_size()
     status = WitnessStatus.BEHIND
     if size <= entries:
@@ -185,12 +190,28 @@ def record_witness(*, node_name: str, size: int, root: bytes, signature: bytes, 
             root=root,
             public_key=public_key,
             alarm=is_alarm,
-            defaults={"signature": signature, "heard_at": timezone.now()},
+            defaults={"signature": signature, "note": proof, "heard_at": timezone.now()},
         )
         if is_new and is_alarm:
             detail = {"status": status.value, "seen_size": size, "seen_root": root.hex(), "log_size": entries}
             record_event(actor=_ACTOR, action="audit.witness_alarm", target=node_name, detail=detail)
     return status
+
+
+def _prove_sighting(seen: Checkpoint, note: str, *, node_name: str) -> str:
+    """Return the note in which the log signed what a box saw: our own of that size, or the one it shows. Raises InvalidWitness.
+
+    Our own needs no second look at its key, which may have been another one then.
+    """
+    own = AuditCheckpoint.objects.filter(size=seen.size).first()
+    if own is not None and bytes(own.root) == seen.root:
+        return own.note
+    try:
+        if auditlog.open_note(note, log_keys(), check_signature) == seen:
+            return note
+    except AuditLogError:
+        pass
+    raise InvalidWitness(f"{node_name} shows no checkpoint of {seen.size} entries that this log signed.", param="note")
 
 
 def prove_operation(op_id: str, *, now: datetime) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from governance import services
-from governance.errors import InvalidProposal
+from governance.errors import ApprovalRefused, InvalidProposal
 from governance.models import Operation, PolicyVersion
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from wire.ids import parse_id
@@ -94,22 +94,31 @@ class Unfreeze(_Local):
         return {"targets": [], "params": []}
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
-        """Return the request. Raises InvalidProposal when nothing is frozen."""
-        _require_only(params)
-        if services.read_freeze() is None:
+        """Return the request, which names the freeze in force. Raises InvalidProposal when there is none, or another."""
+        _require_only(params, "freeze", "frozenBy", "frozenAt")
+        found = services.read_freeze()
+        if found is None:
             raise InvalidProposal("Nothing is frozen.", param="operation")
-        return Request(_require_control_plane(targets), {})
+        named = services.name_freeze(found)
+        if any(named[name] != value for name, value in params.items()):
+            raise InvalidProposal(f"In force is freeze {found.pk}, by {found.frozen_by}, and no other.", param="freeze")
+        return Request(_require_control_plane(targets), named)
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
-        """Return who froze and when."""
-        del targets, params
+        """Return which freeze would end, and what is in force now."""
+        del targets
         found = services.read_freeze()
-        now = f"frozen by {found.frozen_by} since {found.frozen_at:%Y-%m-%d %H:%M} UTC" if found else "not frozen"
-        return Description("Let approved operations run again", [Line("Operations", "not frozen", now)])
+        now = "not frozen"
+        if found is not None:
+            now = (
+                "in force" if services.name_freeze(found) == params else f"ended; in force is another one, by {found.frozen_by}"
+            )
+        which = f"{params['freeze']}, by {params.get('frozenBy')}" if "freeze" in params else "named by nobody"
+        return Description("Let approved operations run again", [Line("Lifts the freeze", which, now)])
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
-        """Lift it."""
-        lifted = services.lift_freeze(operation=_find(order.op_id))
+        """Lift it. Raises StateChanged when another freeze is in force than the one that was signed."""
+        lifted = services.lift_freeze(named=order.params, operation=_find(order.op_id))
         return Done("Operations run again." if lifted else "What this was asked for is not frozen any more.")
 
 
@@ -138,10 +147,16 @@ class BreakGlassReview(_Local):
         lines = [Line("Break-glass operation", targets[0])]
         if used is not None:
             lines += [Line("What was done", used.operation), Line("Asked for by", used.requested_by), Line("Why", used.reason)]
+            lines.append(Line("Not to be reviewed by", ", ".join(sorted(services.list_users(used)))))
         return Description("Confirm that this break-glass use was looked at", lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
-        """Note it; the operation itself is the record."""
+        """Note it; the operation itself is the record. Raises ApprovalRefused when one of the signers used what is reviewed."""
+        found = _find(order.op_id)
+        if found is None or found.reviews is None or found.reviews.printed_id != order.target:
+            raise ApprovalRefused("What would be closed is not what was signed.", rule="bad_statement")
+        if why := services.explain_own_review(found, read_policy(bytes(found.policy.document)), order.approved_by):
+            raise ApprovalRefused(why, rule="reviewer_used_it")
         return Done(f"{order.target} is reviewed; break-glass may be used again.")
 
 

@@ -50,6 +50,7 @@ class RegisterView(NodeView):
             400: ErrorSerializer,
             401: ErrorSerializer,
             403: ErrorSerializer,
+            429: ErrorSerializer,
         },
     )
     def post(self, request: Request) -> Response:
@@ -74,7 +75,13 @@ class HeartbeatView(NodeView):
     @extend_schema(
         operation_id="heartbeat_node",
         request=HeartbeatSerializer,
-        responses={200: HeartbeatAnswerSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer},
+        responses={
+            200: HeartbeatAnswerSerializer,
+            400: ErrorSerializer,
+            401: ErrorSerializer,
+            404: ErrorSerializer,
+            429: ErrorSerializer,
+        },
     )
     def post(self, request: Request) -> Response:
         """Record a heartbeat. ``should_drain`` asks the box to finish what it runs and take nothing new."""
@@ -98,7 +105,13 @@ class ModeView(NodeView):
     @extend_schema(
         operation_id="set_node_mode",
         request=ModeSerializer,
-        responses={200: ModeAnswerSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer},
+        responses={
+            200: ModeAnswerSerializer,
+            400: ErrorSerializer,
+            401: ErrorSerializer,
+            404: ErrorSerializer,
+            429: ErrorSerializer,
+        },
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Switch the mode. After ``spare_off`` running requests get the reclaim grace and are then interrupted."""

@@ -9,12 +9,20 @@ from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from rest_framework.authentication import BaseAuthentication, get_authorization_header
 from rest_framework.request import Request
 
-from nodes.errors import InvalidNodeToken
+from nodes.errors import InvalidNodeToken, TooManyWrongTokens
 from nodes.models import NodeCredential
 from nodes.services import find_credential
+from nodes.states import SocketPolicy
+from nodes.throttle import AuthThrottle, RecentCallers
+from wire.credentials import CredentialKind, digest_credential, parse_keyid
 
 SCHEME = "bearer"
 CHALLENGE = 'Bearer realm="muster-nodes"'
+_INVALID = "The node credential is not valid. Send Authorization: Bearer msw_…."
+
+throttle = AuthThrottle(SocketPolicy(auth_failures=20, auth_block_s=1.0))
+"""By address. Of this process alone: it spares the database, and nobody guesses a credential anyway."""
+recent_callers = RecentCallers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +37,29 @@ class NodeTokenAuthentication(BaseAuthentication):
     """``Authorization: Bearer msw_…``. There is no anonymous access: a missing token is an invalid one."""
 
     def authenticate(self, request: Request) -> tuple[CredentialHolder, None]:
-        """Return the holder of the credential. Raises InvalidNodeToken (401)."""
+        """Return the holder of the credential. Raises InvalidNodeToken (401), TooManyWrongTokens (429)."""
         scheme, _, text = get_authorization_header(request).decode("latin-1").partition(" ")
-        credential = find_credential(text.strip()) if scheme.lower() == SCHEME else None
-        if credential is None:
-            raise InvalidNodeToken("The node credential is not valid. Send Authorization: Bearer msw_….")
-        return CredentialHolder(credential=credential), None
+        text = text.strip()
+        if scheme.lower() != SCHEME or parse_keyid(text, CredentialKind.WORKER) is None:
+            raise InvalidNodeToken(_INVALID)  # it costs no query, so it is not counted
+        return CredentialHolder(credential=_look_up(text, str(request.META.get("REMOTE_ADDR", "")))), None
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge of a 401."""
         return CHALLENGE
+
+
+def _look_up(text: str, address: str) -> NodeCredential:
+    """Return the credential. Behind a proxy many boxes have one address, so those that were good lately never wait."""
+    digest = digest_credential(text)
+    if throttle.is_blocked(address) and not recent_callers.knows(digest):
+        raise TooManyWrongTokens("Too many wrong node credentials came from this address; wait a second and try again.")
+    credential = find_credential(text)
+    if credential is None:
+        throttle.record_failure(address)
+        raise InvalidNodeToken(_INVALID)
+    recent_callers.note(digest)
+    return credential
 
 
 class NodeTokenScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]  # drf-spectacular registers by subclassing

@@ -22,6 +22,15 @@ class InvalidNodeToken(NodeError):
     status = HTTPStatus.UNAUTHORIZED.value
 
 
+class TooManyWrongTokens(NodeError):
+    """Too many credentials from one address were wrong; the next one is looked at after a moment."""
+
+    code = ErrorCode.RATE_LIMITED
+    status = HTTPStatus.TOO_MANY_REQUESTS.value
+    retryable = True
+    retry_after_s = 1
+
+
 class NodeNotFound(NodeError):
     """No box has that id. The contract answers 404 with the code BAD_REQUEST."""
 
@@ -43,6 +52,10 @@ class ProviderUnavailable(NodeError):
 
 class EnrolmentRefused(NodeError):
     """The credential may not enrol one more box, or not under that name."""
+
+
+class NameTaken(EnrolmentRefused):
+    """Another box is at work under that name and credential."""
 
 
 class ProviderNotFound(NodeError):

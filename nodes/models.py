@@ -85,6 +85,10 @@ class Node(models.Model):
     drain_reason = models.CharField(max_length=200, blank=True)
     epoch = models.BigIntegerField(default=0, help_text="Rises with each session; older sessions are fenced")
     instance_id = models.CharField(max_length=64, blank=True)
+    former_instances = ArrayField(models.CharField(max_length=64), default=list, db_default=[], blank=True)
+    installation = models.CharField(max_length=64, blank=True, default="", db_default="")
+    rival_seen_at = models.DateTimeField(null=True, blank=True)
+    rival_address = models.CharField(max_length=64, blank=True, default="", db_default="")
     # How the box decides about operations, as it said when it registered. Its key certifies its runner id.
     op_level = models.CharField(max_length=2, blank=True, help_text="L0, L1 or L2; empty = takes no operations from here")
     runner_id = models.CharField(max_length=200, blank=True, db_index=True, help_text="The target that approvers sign")

@@ -1,32 +1,110 @@
-"""Running ORM work beside an event loop: a few threads, one bounded wait, connections given back.
+"""Running ORM work beside an event loop: a few threads, a bounded queue, bounded waits, connections given back.
 
-The loop that relays tokens must never wait for SQL; everything that needs the ORM there goes through here.
+The loop that relays tokens must never wait for SQL; everything that needs the ORM there goes through here. What callers ask for
+and what the process does by itself have threads of their own: many callers must not hold up a heartbeat.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
-from django.db import close_old_connections
+from django.db import OperationalError, close_old_connections
+
+from nodes.postgres import Patience, limit_patience
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+DATABASE_S = 5.0
+"""What one call may take in all, the wait for a thread included; and how long the process's own work bears silence."""
+MAX_WAITING = 1_000
+"""Calls that run or wait for a thread at once; one more is refused."""
 _THREADS = 4
+_UPKEEP_THREADS = 4
+
 _pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="orm")
+_upkeep_pool = ThreadPoolExecutor(max_workers=_UPKEEP_THREADS, thread_name_prefix="upkeep")
+_room = threading.BoundedSemaphore(MAX_WAITING)
+
+
+class DatabaseBusy(OperationalError):
+    """The database did not answer in time, or too many calls wait for it already. Trying again later may help."""
 
 
 async def run_in_database(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run ``function`` in a thread of the ORM pool and return its result. Raises what it raises."""
+    """Run ``function`` in a thread of the ORM pool and return its result, within ``DATABASE_S`` seconds.
+
+    A call that nobody waits for any more is not begun. One that had begun may still come to its end in the database.
+    Raises DatabaseBusy, and whatever ``function`` raises.
+    """
+    if not _room.acquire(blocking=False):
+        raise DatabaseBusy(f"{MAX_WAITING} calls wait for the database already; please retry")
+    due_at = time.monotonic() + DATABASE_S
+    abandoned = threading.Event()
 
     def call() -> R:
-        close_old_connections()
         try:
-            return function(*args, **kwargs)
+            if abandoned.is_set() or time.monotonic() >= due_at:
+                raise DatabaseBusy("no database thread was free in time; please retry")
+            with limit_patience(Patience(silence_s=DATABASE_S, ends_at=due_at)):
+                return _with_connection(lambda: function(*args, **kwargs))
         finally:
-            close_old_connections()
+            _room.release()
 
-    return await asyncio.get_running_loop().run_in_executor(_pool, call)
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[R] = loop.create_future()
+    # Not cancelled with its caller: a queued job gives its room back when a thread has taken it off the queue.
+    _pool.submit(call).add_done_callback(lambda job: _tell(loop, answer, job))
+    limit = asyncio.timeout(DATABASE_S)
+    try:
+        async with limit:
+            return await answer
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise DatabaseBusy("the database did not answer in time; please retry") from None
+    finally:
+        abandoned.set()
+
+
+async def run_upkeep(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run work that the process does by itself, one piece at a time per loop; it is never refused and may take long.
+
+    It ends when the database is silent for ``DATABASE_S`` seconds. Raises DatabaseError then, and whatever ``function`` raises.
+    """
+
+    def call() -> R:
+        with limit_patience(Patience(silence_s=DATABASE_S)):
+            return _with_connection(lambda: function(*args, **kwargs))
+
+    return await asyncio.get_running_loop().run_in_executor(_upkeep_pool, call)
+
+
+def _with_connection(work: Callable[[], R]) -> R:
+    close_old_connections()
+    try:
+        return work()
+    finally:
+        close_old_connections()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, answer: asyncio.Future[R], job: Future[R]) -> None:
+    """Hand a thread's result to the loop, which may have ended meanwhile."""
+
+    def settle() -> None:
+        error = job.exception()
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(job.result())
+        else:
+            answer.set_exception(error)
+
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(settle)

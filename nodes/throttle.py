@@ -7,6 +7,7 @@ import time
 from nodes.states import SocketPolicy
 
 _AUTH_TABLE_LIMIT = 10_000
+_RECENT_S = 600.0
 
 
 class AuthThrottle:
@@ -35,3 +36,20 @@ class AuthThrottle:
     def record_success(self, address: str) -> None:
         """Forget the failures of an address."""
         self._failures.pop(address, None)
+
+
+class RecentCallers:
+    """Remembers, by digest, credentials that were good a short while ago: their holders guess nothing."""
+
+    def __init__(self) -> None:
+        self._good_until: dict[bytes, float] = {}
+
+    def note(self, digest: bytes) -> None:
+        """Remember a credential that was just found good."""
+        if len(self._good_until) >= _AUTH_TABLE_LIMIT:
+            self._good_until.clear()
+        self._good_until[digest] = time.monotonic() + _RECENT_S
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether it was good lately; it may have been revoked since."""
+        return self._good_until.get(digest, 0.0) > time.monotonic()

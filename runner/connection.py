@@ -15,7 +15,7 @@ from urllib.parse import quote
 import aiohttp
 
 from runner.config import Timeouts
-from runner.errors import AuthRefused, SessionLost
+from runner.errors import AuthRefused, NameInUse, SessionLost
 from runner.session import (
     Accepted,
     Cancelled,
@@ -32,7 +32,17 @@ from runner.session import (
     Reply,
     Stream,
 )
-from wire.bridge import Message, ModelsUpdate, Pong, ProtocolError, Register, RegisterAck, Telemetry, encode_message
+from wire.bridge import (
+    NAME_TAKEN,
+    Message,
+    ModelsUpdate,
+    Pong,
+    ProtocolError,
+    Register,
+    RegisterAck,
+    Telemetry,
+    encode_message,
+)
 from wire.frames import End
 
 log = logging.getLogger(__name__)
@@ -131,6 +141,12 @@ class GatewayLink:
             is_refused = False
             try:
                 await session.run(await self._dial())
+            except NameInUse:
+                is_refused = True
+                self._say_once(
+                    f"another box is at work under this name and credential; start one of them with another --name or give it "
+                    f"its own credential gateway={self.url} retry_s={timeouts.auth_retry_s:.0f}"
+                )
             except AuthRefused as refusal:
                 is_refused = True
                 self._say_once(
@@ -370,5 +386,5 @@ def _explain_close(message: aiohttp.WSMessage) -> SessionLost:
         return SessionLost("the connection broke" if message.data is None else f"the connection broke: {message.data}")
     code, reason = message.data, str(message.extra or "")
     if code == aiohttp.WSCloseCode.POLICY_VIOLATION and "rate limited" not in reason:
-        return AuthRefused(reason or "close code 1008")
+        return NameInUse(reason) if reason == NAME_TAKEN else AuthRefused(reason or "close code 1008")
     return SessionLost(f"closed with code {code} {reason}".rstrip())

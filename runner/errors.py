@@ -33,6 +33,10 @@ class AuthRefused(SessionLost):
     """The gateway does not accept this box's credential."""
 
 
+class NameInUse(AuthRefused):
+    """Another box is at work under this name and credential."""
+
+
 class StreamClosed(RunnerError):
     """The stream has already ended, so nothing more may be sent on it."""
 

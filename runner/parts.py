@@ -198,6 +198,7 @@ class Parts:
         definition = ModelDefinition(
             model_id=engine.model_name, backend="gguf", model_path=str(engine.model_path), enabled=True,
             target_inflight=self.config.max_concurrent, options={"gguf_n_ctx": engine.context_tokens},
+            translate=engine.translate,
         )  # fmt: skip
         model = self.pool.registry.define(definition)
         plan = make_plan(definition, overrides={}, path=engine.model_path, threads=engine.threads, gpu_ids=self.config.gpu_ids)
@@ -209,7 +210,7 @@ class Parts:
         queue = self._make_queue(ModelDefinition(model_id="", backend="attached", target_inflight=slots))
         self._attached = AttachedServer(
             self.pool.registry, queue, url=backend.url, key=backend.key, given=backend.models, slots=slots,
-            silent_s=self.config.timeouts.engine_silent_s, client=self._client,
+            silent_s=self.config.timeouts.engine_silent_s, client=self._client, translate=backend.translate,
         )  # fmt: skip
         self._attached.start()
 

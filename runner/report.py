@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from runner.definitions.definition import TRANSLATABLE
+from runner.engines.port import Capabilities
 from runner.pool import Model, ModelState, Replica
+from runner.serving.headers import INFERENCE_PATHS
 from runner.telemetry import Reading
 from wire.bridge import MemoryInfo, ReplicaInfo
 
@@ -27,7 +30,7 @@ def list_replicas(models: Iterable[Model]) -> list[ReplicaInfo]:
 
 def list_endpoints(models: Iterable[Model]) -> list[str]:
     """Return every API path that some loaded model answers."""
-    return sorted({path for model in models if model.is_ready for path in model.capabilities.declared_endpoints})
+    return sorted({path for model in models if model.is_ready for path in _tell_endpoints(model, model.capabilities)})
 
 
 def read_memory(reading: Reading | None, models: Sequence[Model]) -> MemoryInfo | None:
@@ -69,9 +72,16 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
         memory_mb=None if memory is None else (memory.gpu_bytes or memory.host_bytes) // MIB,
         weights_mb=None if replica.weights_bytes is None else replica.weights_bytes // MIB,
         kv_mb=None if replica.kv_bytes is None else replica.kv_bytes // MIB,
-        endpoints=list(replica.capabilities.declared_endpoints),
+        endpoints=_tell_endpoints(model, replica.capabilities),
         context_tokens=replica.context_tokens,
     )
+
+
+def _tell_endpoints(model: Model, capabilities: Capabilities) -> list[str]:
+    """Return the API paths that gateways are told of, none = they may ask anything; what is to be translated is kept back."""
+    kept_back = {TRANSLATABLE[word] for word in model.definition.translate}
+    answered = capabilities.declared_endpoints or (INFERENCE_PATHS if kept_back else ())
+    return [path for path in answered if path not in kept_back]
 
 
 def _sum_mb(sizes: Iterable[int | None]) -> int | None:

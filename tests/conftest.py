@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from django.contrib.auth.hashers import Argon2PasswordHasher
 from django.db import connection
 from pytest_django import DjangoDbBlocker
 
@@ -20,6 +21,15 @@ def django_db_setup(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -
     with django_db_blocker.unblock(), connection.cursor() as cursor:
         for table in ("auditevent", "auditentry", "auditcheckpoint", "witnessstatement"):
             cursor.execute(f"ALTER TABLE governance_{table} DISABLE TRIGGER governance_{table}_no_truncate")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_passwords() -> Iterator[None]:
+    """Let a password cost the least Argon2 can instead of a third of a second; processes under test keep their own cost."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, least in (("time_cost", 1), ("memory_cost", 8), ("parallelism", 1)):
+            patch.setattr(Argon2PasswordHasher, name, least)
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Starts one PostgreSQL and one Valkey for the whole test run, before Django reads its settings.
+"""Starts one PostgreSQL and one Valkey for the whole test run, before Django reads its settings; decides who runs what.
 
 Loaded with ``-p`` (see pyproject.toml). Under xdist the first process starts them and the workers inherit the URLs; each worker
 gets a database of its own from pytest-django and a Valkey database of its own from here. MUSTER_TEST_DATABASE_URL and
@@ -10,18 +10,21 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import sys
 from collections import Counter
+from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from controlplane.launcher.embedded import EmbeddedServers
+from controlplane.launcher.environment import VENV
 
 DATABASE_VARIABLE = "MUSTER_TEST_DATABASE_URL"
 REDIS_VARIABLE = "MUSTER_TEST_REDIS_URL"
 _HIGHEST_REDIS_DATABASE = 15
-_SHARED = "tests/contract/"
+_SHARED = ("tests/browser/", "tests/contract/")
 
 _servers: EmbeddedServers | None = None
 
@@ -57,18 +60,31 @@ def redis_url_of_worker(url: str, worker: str) -> str:
     return urlunsplit(parts._replace(path=f"/{number}"))
 
 
+def keep_bytecode(folder: Path) -> None:
+    """Let this process and those it starts keep what they compiled, below ``folder``, where the environment forbids it.
+
+    Images set PYTHONDONTWRITEBYTECODE to stay small. The tests start some hundred processes of Python, and each of them would
+    compile Django and all else that it imports for two to three seconds.
+    """
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder))
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"]
+        sys.dont_write_bytecode = False
+
+
+keep_bytecode(VENV / "bytecode")
 _start()
 
 
 class SharedServerScheduling(LoadScopeScheduling):
-    """Gives each worker of xdist whole files, and all of tests/contract to one: its tests share one running system.
+    """Gives each worker of xdist whole files, and a whole folder to one whose tests share a running system.
 
     ``--dist loadgroup`` would do it by marks, but xdist 3.8 writes them where pytest 9.2 no longer looks.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        return _SHARED if path.startswith(_SHARED) else path
+        return next((folder for folder in _SHARED if path.startswith(folder)), path)
 
 
 @pytest.hookimpl(optionalhook=True)

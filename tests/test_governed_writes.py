@@ -25,6 +25,11 @@ WRITES = {
 } | {"save_base", "_raw_delete", "raw", "force_insert"}
 SQL_WRITE = r"(?:insert\s+into|update|delete\s+from|truncate(?:\s+table)?|merge\s+into|copy)\s+(?:only\s+)?\"?"
 
+SQL_WRITE_OF_ANY = re.compile(
+    r"\b(?:INSERT\s+INTO|UPDATE|DELETE\s+FROM|TRUNCATE|MERGE\s+INTO|COPY)\s+(?:ONLY\s+|TABLE\s+)?\"?(?:\Z|\{|%)"
+)
+"""SQL whose table is put in later, as capitals write it."""
+
 SERVICES = "governance/services"
 WRITERS: dict[str, set[str]] = {
     "governance.AdminToken": {f"{SERVICES}/admin_tokens.py"},
@@ -220,7 +225,7 @@ def find_writes(text: str) -> set[str]:
     tree = ast.parse(text)
     written = {table for table, _ in list_row_writes(tree)}
     found = {table for table in WRITERS if table in written or is_in_sql(tree, apps.get_model(table)._meta.db_table)}
-    return found | (named_tables(tree) if None in written else set())
+    return found | (named_tables(tree) if None in written or writes_any_table(tree) else set())
 
 
 def is_in_sql(tree: ast.Module, db_table: str) -> bool:
@@ -228,6 +233,12 @@ def is_in_sql(tree: ast.Module, db_table: str) -> bool:
     pattern = re.compile(SQL_WRITE + re.escape(db_table) + r"\b", re.IGNORECASE)
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return any(pattern.search(text) for text in texts)
+
+
+def writes_any_table(tree: ast.Module) -> bool:
+    """Return whether a text of the module is SQL that writes a table which the text does not name."""
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return any(SQL_WRITE_OF_ANY.search(text) for text in texts)
 
 
 @cache
@@ -349,6 +360,11 @@ LEAKS = {
     "by its module": ("governance.Freeze", "import governance.models as m\ndef f():\n    m.Freeze.objects.create(by='x')"),
     "SQL": ("governance.Operation", "def f(cursor):\n    cursor.execute('UPDATE governance_operation SET state = 1')"),
     "SQL of several lines": ("gateway.ApiKey", "SQL = 'INSERT INTO\\n  gateway_apikey (name) VALUES (1)'"),
+    "SQL around a name": (
+        "governance.Operation", "def f(cursor):\n    cursor.execute(f'UPDATE {Operation._meta.db_table} SET state = 1')"
+    ),
+    "SQL before a name": ("gateway.Tenant", "def f(cursor):\n    cursor.execute('DELETE FROM ' + Tenant._meta.db_table)"),
+    "SQL with a gap": ("gateway.ApiKey", "def f(c):\n    c.execute('INSERT INTO {} VALUES (1)'.format(ApiKey._meta.db_table))"),
     "at import": ("governance.WebhookEndpoint", "WebhookEndpoint.objects.update(url='x')"),
 }  # fmt: skip
 """Ways round, each in a made-up module. A net that catches nothing would prove nothing."""

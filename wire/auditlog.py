@@ -339,13 +339,17 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """A checkpoint that a box has seen, signed by the box. It stands where a ``Seal`` of its size would."""
+    """A checkpoint that a box has seen, signed by the box. It stands where a ``Seal`` of its size would, behind that one.
+
+    ``note``: the checkpoint as the log signed it, by which the box proves that it was told so; "" = it has none to show.
+    """
 
     node: str
     size: int
     root: bytes
     signature: bytes
     public_key: bytes
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +401,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome. ``size`` and ``root`` are of the entries that verified; ``seals`` and ``witnesses`` are how many agreed."""
+    """Outcome. ``size`` and ``root`` are of the entries that verified; ``seals`` and ``witnesses`` are how many were compared.
+
+    ``unproven``: how many witnesses show no checkpoint that the log signed. They count for nothing, or a box could make it up.
+    """
 
     status: Status
     findings: tuple[Finding, ...]
@@ -405,11 +412,14 @@ class Verdict:
     root: bytes
     seals: int
     witnesses: int
+    unproven: int = 0
 
     def lines(self) -> list[str]:
         """Return the outcome for a person."""
         head = f"{self.status.name.lower()}: {self.size} entries verified, root {to_text(self.root)}"
         found = [f"entry {finding.seq}: {finding.kind.value}: {finding.text}" for finding in self.findings]
+        if self.unproven:
+            found.append(f"{self.unproven} witness statements show no checkpoint that the log signed, and count for nothing")
         return [f"{head}, {self.seals} checkpoints and {self.witnesses} witness statements agree", *found]
 
 
@@ -435,7 +445,8 @@ class Verifier:
         self._suspect: Entry | None = None
         self._findings: list[Finding] = []
         self._awaited: dict[int, list[tuple[str, bytes]]] = {}
-        self._seals = self._witnesses = 0
+        self._seals = self._witnesses = self._unproven = 0
+        self._last_seal: tuple[int, bytes] | None = None
         for checkpoint in pinned:
             self._expect("a checkpoint you gave", checkpoint.size, checkpoint.root)
 
@@ -468,7 +479,7 @@ class Verifier:
         findings = sorted([*([broken] if broken else []), *self._findings], key=lambda found: order.index(found.status))
         status = findings[0].status if findings else Status.GOOD
         root_now = self._frontier.root()
-        return Verdict(status, tuple(findings[:_MAX_FINDINGS]), size, root_now, self._seals, self._witnesses)
+        return Verdict(status, tuple(findings[:_MAX_FINDINGS]), size, root_now, self._seals, self._witnesses, self._unproven)
 
     def _take_entry(self, entry: Entry) -> None:
         place, body = self._frontier.size + 1, entry.body
@@ -535,6 +546,7 @@ class Verifier:
             self._find(Kind.SIGNATURE, checkpoint.size, f"the checkpoint is of another log, {checkpoint.origin}")
             return
         self._seals += 1
+        self._last_seal = (checkpoint.size, checkpoint.root)
         self._expect("a checkpoint", checkpoint.size, checkpoint.root)
 
     def _take_witness(self, seen: Witness) -> None:
@@ -542,8 +554,20 @@ class Verifier:
         if not self._check(seen.public_key, message, seen.signature):
             self._find(Kind.SIGNATURE, seen.size, f"the signature of witness {seen.node} does not hold")
             return
+        if not self._is_proven(seen):
+            self._unproven += 1
+            return
         self._witnesses += 1
         self._expect(f"witness {seen.node}", seen.size, seen.root)
+
+    def _is_proven(self, seen: Witness) -> bool:
+        """Return whether the log signed what a box says that it saw: by the note it shows, or by the seal before it."""
+        if (seen.size, seen.root) == self._last_seal:
+            return True
+        try:
+            return open_note(seen.note, self._keys, self._check) == Checkpoint(self._origin, seen.size, seen.root)
+        except AuditLogError:
+            return False
 
     def _expect(self, who: str, size: int, claimed: bytes) -> None:
         if self._broken is not None:
@@ -590,9 +614,9 @@ def render(record: Record) -> str:
                 line["columns"] = columns
         case Seal(note):
             line = {"checkpoint": note}
-        case Witness(node, size, seen, signature, public_key):
+        case Witness(node, size, seen, signature, public_key, note):
             line = {"witness": node, "size": size, "root": to_text(seen)}
-            line |= {"signature": to_text(signature), "key": to_text(public_key)}
+            line |= {"signature": to_text(signature), "key": to_text(public_key), "note": note}
         case Stray(name):
             line = {"stray": name}
     return json.dumps(line)
@@ -623,7 +647,8 @@ def _read_record(line: Mapping[str, object]) -> Record:
         return Seal(str(line["checkpoint"]))
     if "witness" in line:
         size, seen = int(str(line["size"])), to_bytes(line["root"])
-        return Witness(str(line["witness"]), size, seen, to_bytes(line["signature"]), to_bytes(line["key"]))
+        signature, public_key, note = to_bytes(line["signature"]), to_bytes(line["key"]), str(line.get("note", ""))
+        return Witness(str(line["witness"]), size, seen, signature, public_key, note)
     if "stray" in line:
         return Stray(str(line["stray"]))
     body, columns = line["body"], line.get("columns")

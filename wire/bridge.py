@@ -24,6 +24,9 @@ CANCEL_WORKER_DISCONNECT = "worker_disconnect"
 CANCEL_REQUEUE_EXHAUSTED = "requeue_exhausted"
 CANCEL_SERVER_SHUTDOWN = "server_shutdown"
 
+NAME_TAKEN = "another live box uses this name and credential; give one another --name or its own credential"
+"""The reason of a close 1008 that refuses a second box. Boxes that do not know it take it for a refused credential."""
+
 
 class Message(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True):
     """Base of every JSON frame."""
@@ -214,7 +217,8 @@ class Register(Message, tag="register"):
     """First frame of a session. Everything after ``current_load`` is muster v1.
 
     ``instance_id`` is random per process start: the same box may hold one session on each gateway with the same
-    instance, while a second program with the same credential fences the first. ``endpoints`` lists the paths its
+    instance. The same box started again has another and replaces its session; another box, by its key, or a program that was
+    replaced is refused with ``NAME_TAKEN`` while that session lives. ``endpoints`` lists the paths its
     engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``.
     """
 
@@ -323,12 +327,13 @@ class OpStatus(Message, tag="op_status"):
 class GovernanceReport(Message, tag="governance_report"):
     """muster v1: what changed in how the box decides: a policy taken over or refused, a key renewed, a checkpoint seen.
 
-    ``witness_signature``: of the box over the checkpoint it saw; ``witness_alarm``: why the last one it was offered contradicts
-    the one it holds.
+    ``witness_signature``: of the box over the checkpoint it saw, which ``witness_note`` shows as the log signed it;
+    ``witness_alarm``: why the last one it was offered contradicts the one it holds.
     """
 
     governance: BoxGovernance
     witness_signature: str = ""
+    witness_note: str = ""
     witness_alarm: str = ""
 
 

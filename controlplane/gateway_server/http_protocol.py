@@ -1,7 +1,9 @@
-"""uvicorn's HTTP protocol with what it leaves out: a deadline for request headers, and a handle on the connection.
+"""uvicorn's HTTP protocol with what it leaves out: deadlines for requests, a handle on the connection, a close that waits.
 
 The handle lets the relay hear of a lost client by a call instead of a waiting task, close a connection after an error
-event, and reset one whose client does not read.
+event, and reset one whose client does not read. A request that is answered while its body is still on the way leaves a
+connection that takes and forgets the rest for a while: closed at once, it would be reset by the first bytes that come, and
+the reset destroys the answer before the client has read it (RFC 9112, section 9.6).
 """
 
 from __future__ import annotations
@@ -20,6 +22,14 @@ from wire.contract import ErrorCode
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _MAX_HEADER_BYTES = 64 * 1024
+_MAX_WAITING = 64
+"""So many requests may wait on a connection for the answer before theirs."""
+_MAX_AHEAD_BYTES = 64 * 1024
+"""So much of them is read while somebody watches for the client to leave: who does not read never sees the end."""
+
+
+class _TooManyWaiting(Exception):
+    """Ends the parsing of a connection; what was taken of it is still answered."""
 
 
 class Handle:
@@ -42,8 +52,7 @@ class Handle:
             callback()
         else:
             self._protocol.watching.add(self)
-            # A large body may have stopped the reading with its last piece, and who does not read never sees the end.
-            self._protocol.flow.resume_reading()
+            self._protocol.read_ahead(0)  # a large body may have stopped the reading with its last piece
 
     def close_after_response(self) -> None:
         """Do not keep the connection for another request."""
@@ -66,7 +75,8 @@ class Handle:
         parts = [STATUS_LINE[status]]
         for name, value in (*cycle.default_headers, *headers):
             parts += (name, b": ", value, b"\r\n")
-        if not cycle.keep_alive:
+        is_early = cycle.more_body
+        if is_early or not cycle.keep_alive:
             parts.append(b"connection: close\r\n")
         if status != 204:
             parts.append(b"content-length: %d\r\n" % len(body))
@@ -76,7 +86,9 @@ class Handle:
         cycle.transport.write(b"".join(parts))
         cycle.response_started = cycle.response_complete = True
         cycle.message_event.set()
-        if not cycle.keep_alive:
+        if is_early or (self._protocol.is_deaf and not self._protocol.pipeline):
+            self._protocol.begin_linger()
+        elif not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
 
@@ -86,9 +98,15 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     header_timeout_s: ClassVar[float] = 10.0
     body_timeout_s: ClassVar[float] = 60.0
+    max_linger_s: ClassVar[float] = 30.0
+    max_linger_idle_s: ClassVar[float] = 2.0
+    """How long a refused client may still send: in all, and without anything coming."""
+    max_linger_bytes: ClassVar[int] = 128 * 1024 * 1024
 
     watching: set[Handle]
     is_lost: bool
+    is_deaf: bool
+    """Whether what still comes is thrown away: nothing of it will be answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set up the connection; the clock for the first request runs from here."""
@@ -99,6 +117,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._headers_open = self._body_open = False
         self._header_bytes = 0
+        self.is_deaf = self._is_lingering = False
+        self._forgotten_bytes = self._ahead_bytes = 0
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             # Nagle would hold the first token of a kept connection back until the client acknowledges.
@@ -112,6 +132,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         watching, self.watching = self.watching, set()
         for handle in watching:
+            if handle.cycle is not None:
+                handle.cycle.disconnected = True
             if handle.callback is not None:
                 handle.callback()
 
@@ -128,6 +150,11 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._header_bytes = 0
         super().on_headers_complete()
+        if len(self.pipeline) > _MAX_WAITING:
+            self.pipeline.popleft()
+            self.pipeline[0][0].keep_alive = False
+            self.is_deaf = True
+            raise _TooManyWaiting
         if self._handle is not None:
             self._handle.cycle = self.cycle
         self._body_open = True
@@ -140,8 +167,16 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; what is still to come of a request has to arrive in time. Most requests come whole and need no timer."""
+        if self.is_deaf:
+            self._forget(data)
+            return
         super().data_received(data)
-        if self.is_lost or not (self._headers_open or self._body_open):
+        if self.is_lost or self.is_deaf:
+            return
+        if self.flow.read_paused and self.watching:
+            self.read_ahead(len(data))
+        if not (self._headers_open or self._body_open):
+            self._expect_next()
             return
         if self._headers_open:
             self._header_bytes += len(data)
@@ -150,8 +185,51 @@ class GatewayHttpProtocol(HttpToolsProtocol):
                 self._send_error(431, "Request Header Fields Too Large", message, ErrorCode.BAD_REQUEST)
                 return
         if self._timer is None:
-            seconds = self.body_timeout_s if self._body_open else self.header_timeout_s
-            self._timer = self.loop.call_later(seconds, self._take_receipt_timeout)
+            self._start_timer()
+
+    def on_response_complete(self) -> None:
+        """An answer is out; another request may be served, unless this one was refused before it had come."""
+        if self._is_lingering:
+            self.server_state.total_requests += 1
+            return
+        self._ahead_bytes = 0
+        if self._body_open:  # the next request's, which was not read while this one was answered
+            self._start_timer()
+        super().on_response_complete()
+
+    def read_ahead(self, size_bytes: int) -> None:
+        """Go on reading behind the request that is served, of which ``size_bytes`` more have come, up to a bound."""
+        self._ahead_bytes += size_bytes
+        if self.is_deaf or self._ahead_bytes <= _MAX_AHEAD_BYTES:
+            self.flow.resume_reading()
+
+    def begin_linger(self) -> None:
+        """Send no more behind what was written, and forget what still comes, until the client closes or a bound is reached."""
+        if self.transport.is_closing():
+            return
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        self.is_deaf = self._is_lingering = True
+        self._headers_open = self._body_open = False
+        cycle = self.cycle
+        if cycle is not None:
+            cycle.body = bytearray()
+            cycle.waiting_for_100_continue = False
+            if not cycle.response_complete:  # its application waits for a body that nobody will hand to it
+                cycle.disconnected = True
+                cycle.message_event.set()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        until = self.loop.time() + self.max_linger_s
+        self._timer = self.loop.call_later(self.max_linger_idle_s, self._watch_linger, until, 0)
+
+    def shutdown(self) -> None:
+        """The server stops: nobody who was refused is waited for."""
+        if self._is_lingering:
+            self._end_linger()
+        else:
+            super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
         """An idle connection ends; one whose client never took its answer is reset, or it would linger."""
@@ -162,7 +240,43 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Malformed HTTP gets the contract's envelope, not plain text."""
+        if self.is_deaf:  # it was us who stopped the parser
+            self._headers_open = False
+            self._stop_timer()
+            if self.watching:
+                self.flow.resume_reading()
+            return
         self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
+
+    def _forget(self, data: bytes) -> None:
+        self._forgotten_bytes += len(data)
+        if self._forgotten_bytes > self.max_linger_bytes:
+            self._end_linger()
+
+    def _watch_linger(self, until: float, seen_bytes: int) -> None:
+        """End the waiting when nothing came since the last look, at which ``seen_bytes`` had come, or when time is up."""
+        self._timer = None
+        if self._forgotten_bytes == seen_bytes or self.loop.time() >= until:
+            self._end_linger()
+            return
+        self._timer = self.loop.call_later(self.max_linger_idle_s, self._watch_linger, until, self._forgotten_bytes)
+
+    def _end_linger(self) -> None:
+        if self.transport.get_write_buffer_size() > 0:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _expect_next(self) -> None:
+        """Let an idle connection end in time: bytes that begin no request have stopped its clock."""
+        is_idle = self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
+        if is_idle and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        seconds = self.body_timeout_s if self._body_open else self.header_timeout_s
+        self._timer = self.loop.call_later(seconds, self._take_receipt_timeout)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -172,6 +286,9 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     def _take_receipt_timeout(self) -> None:
         self._timer = None
         if self.transport.is_closing():
+            return
+        if self.flow.read_paused:  # it is we who keep it waiting
+            self._start_timer()
             return
         what = "body" if self._body_open else "headers"
         self._send_error(408, "Request Timeout", f"The request {what} did not arrive in time.", ErrorCode.BAD_REQUEST)
@@ -195,4 +312,4 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self.begin_linger()

@@ -18,6 +18,9 @@ from controlplane.launcher.vllm_tests import TESTS as VLLM_TESTS
 from controlplane.launcher.vllm_tests import vllm_environment
 
 _FAST_PATHS = ("tests/unit", "tests/test_architecture.py", "tests/test_docker.py", "tests/test_docs.py")
+_FAST_WORKERS = 2
+_WORKERS = 3
+"""One more than cores, counted for two: a good part of the tests waits for processes of its own."""
 
 
 def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False, clients: bool = False) -> int:
@@ -79,8 +82,10 @@ def _choose_tests(arguments: Sequence[str], *, fast: bool) -> list[str]:
     if fast:
         chosen += _FAST_PATHS
     if not _names_tests(arguments) and not _names_workers(arguments):
-        # Two workers; tests/services_plugin.py keeps together what shares a server.
-        chosen += ["-n", "2", "--dist", "loadscope"]
+        # tests/services_plugin.py keeps together what shares a server. In the order of their names the long ones come first
+        # (browser, contract, integration) and many short ones last, so that the workers end together.
+        workers = _FAST_WORKERS if fast else _WORKERS
+        chosen += ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"]
     return chosen
 
 

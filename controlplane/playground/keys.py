@@ -1,4 +1,4 @@
-"""The key with which the page asks: made for the signed-in person and one tenant, good for an hour, kept in the session.
+"""The key with which the page asks: made for one session and one tenant, good for an hour, kept in that session.
 
 The session lies in the database, where keys otherwise are only hashes. So it holds the text sealed with a key that is
 derived from ``MUSTER_SECRET_KEY``, which is not in the database. At sign-out the key is revoked.
@@ -10,20 +10,21 @@ import base64
 import hashlib
 import uuid
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from django.conf import settings
 from django.contrib.auth.models import AbstractBaseUser
-from django.contrib.sessions.backends.base import UpdateError
+from django.contrib.sessions.models import Session
+from django.db import transaction
 from django.http import HttpRequest
 from django.utils import timezone
 
 from controlplane.playground.errors import SignedOut, TenantRefused
-from gateway.services import KeyNotFound, find_tenant, revoke_api_key
-from gateway.services.keys import is_key_usable, replace_api_key
+from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_api_key
+from gateway.services.keys import is_key_usable
 from gateway.services.values import MAX_NAME_CHARS
 from governance.pages import name_actor
 
@@ -35,32 +36,40 @@ RESERVE_S = 60
 
 
 def lend_key(request: HttpRequest, tenant_name: str) -> str:
-    """Return the text of the person's key for a tenant, a new one when there is none that works.
+    """Return the text of the session's key for a tenant, a new one when there is none that works.
 
-    The session is stored at once. Raises TenantRefused for one that is missing or disabled, SignedOut when the session has
-    ended meanwhile; no key is left then.
+    Every browser has its own, so that none ends what another has begun; tabs of one browser that ask at the same time get
+    the same one. Raises TenantRefused for a tenant that is missing or disabled, SignedOut when the session has ended
+    meanwhile; no key is made then.
     """
     tenant = find_tenant(tenant_name)
     if tenant is None or not tenant.is_active:
         raise TenantRefused
-    held = request.session.get(SESSION_KEYS, {})
-    text = _open_held(held.get(tenant.name))
-    if text is not None:
-        return text
-    key, text = replace_api_key(
-        name=name_key(request.user.get_username()),
-        tenant_name=tenant.name,
-        actor=name_actor(request),
-        expires_at=timezone.now() + LIFETIME,
-    )
-    sealed = _cipher().encrypt(text.encode()).decode()
-    request.session[SESSION_KEYS] = {**held, tenant.name: {"id": str(key.pk), "sealed": sealed}}
+    text = _open_held(request.session.get(SESSION_KEYS, {}).get(tenant.name))
+    return text if text is not None else _make_key(request, tenant.name)
+
+
+@transaction.atomic
+def _make_key(request: HttpRequest, tenant_name: str) -> str:
+    """Return the text of a key that another tab has made by now, or of a new one. A predecessor ends at its own time."""
+    # Locked: the second of two tabs finds what the first has stored, and nobody signs out in between.
+    session = Session.objects.select_for_update().filter(session_key=request.session.session_key).first()
+    if session is None:
+        raise SignedOut
+    held = session.get_decoded().get(SESSION_KEYS, {})
+    text = _open_held(held.get(tenant_name))
+    if text is None:
+        key, text = create_api_key(
+            name=name_key(request.user.get_username()),
+            tenant_name=tenant_name,
+            actor=name_actor(request),
+            expires_at=timezone.now() + LIFETIME,
+        )
+        sealed = _cipher().encrypt(text.encode()).decode()
+        held = {**held, tenant_name: {"id": str(key.pk), "sealed": sealed}}
+    request.session[SESSION_KEYS] = held
     # Now, and not with the answer: that may wait for minutes, and by then another request may have changed the session.
-    try:
-        request.session.save()
-    except UpdateError:
-        revoke_api_key(key_id=key.pk, actor=name_actor(request))
-        raise SignedOut from None
+    request.session.save()
     request.session.modified = False
     return text
 
@@ -84,13 +93,14 @@ def name_key(username: str) -> str:
     return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}~{mark}"
 
 
-def _open_held(entry: object) -> str | None:
-    """Return the text of a key that the session holds, if it still works for a while."""
+def _open_held(entry: object, *, at: datetime | None = None) -> str | None:
+    """Return the text of a key that the session holds, if it still works a while after ``at`` (None = now)."""
     if not isinstance(entry, dict):
         return None
     longest_s = int(LIFETIME.total_seconds()) - RESERVE_S
+    now_s = int((at or timezone.now()).timestamp())
     try:
-        text = _cipher().decrypt(str(entry["sealed"]).encode(), ttl=longest_s).decode()
+        text = _cipher().decrypt_at_time(str(entry["sealed"]).encode(), longest_s, now_s).decode()
         key_id = uuid.UUID(str(entry["id"]))
     except (InvalidToken, KeyError, ValueError):
         return None

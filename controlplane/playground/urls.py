@@ -13,4 +13,5 @@ urlpatterns = [
     path("send", views.send, name="send"),
     path("code", views.show_code, name="code"),
     path("facts", views.show_facts, name="facts"),
+    path("wait", views.show_wait, name="wait"),
 ]

@@ -23,9 +23,11 @@ from controlplane.playground.errors import AskRefused, AskTooLarge, NotAllowed, 
 from controlplane.playground.keys import lend_key
 from controlplane.playground.passage import Call, Passage, find_gateway_url
 from controlplane.playground.snippets import ANTHROPIC_VERSION, write_code
+from gateway.routing import AUTO
 from gateway.services import ServiceError, list_tenants
 from gateway.services.offers import list_offers
 from gateway.services.requests import find_request
+from gateway.services.waiting import explain_waits
 from nodes.services.overview import list_served_models
 from wire.ids import parse_id
 
@@ -34,6 +36,8 @@ MAX_FORM_BYTES = 8 * 1024 * 1024
 MAX_IMAGE_BYTES = 5 * 1024 * 1024
 """Base64 makes it a third larger."""
 DEFAULT_TENANT = "default"
+MAX_EXPLAINED = 16
+"""Models of an alias whose boxes are looked at while a person waits."""
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _encode = msgspec.json.Encoder().encode
 
@@ -117,6 +121,19 @@ def show_facts(request: HttpRequest) -> HttpResponse:
         raise AskRefused("There is no such request (yet).", param="request")
     answer = {**asdict(facts), "url": find_record_url(printed)}
     return JsonResponse(answer, headers={"Cache-Control": "no-store"})
+
+
+@require_safe
+@_for_script
+def show_wait(request: HttpRequest) -> HttpResponse:
+    """Answer in words why a request for ``?model=`` (``&tenant=`` has aliases of its own) would wait now, "" if not."""
+    asked, tenant = request.GET.get("model", ""), request.GET.get("tenant", "")
+    found = [alias for alias in list_offers().aliases if alias.name == asked and alias.tenant in ("", tenant)]
+    models = max(found, key=lambda alias: alias.tenant).models if found else (asked,)
+    waits = list(explain_waits(models[:MAX_EXPLAINED]).values()) if asked and asked != AUTO else []
+    is_held_up = bool(waits) and not any(wait.is_starting for wait in waits)
+    why = f"Waiting. {waits[0].reason} {waits[0].advice}" if is_held_up else ""
+    return JsonResponse({"why": why}, headers={"Cache-Control": "no-store"})
 
 
 def describe_refusal(refusal: PlaygroundError | ServiceError) -> dict[str, dict[str, str]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from django import template
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 
 register = template.Library()
 
@@ -20,6 +22,14 @@ def age(seconds: float | None) -> str:
 def seconds(milliseconds: int) -> str:
     """Return milliseconds as seconds with three significant digits, without the unit."""
     return f"{milliseconds / 1000:.3g}" if milliseconds < 100_000 else f"{milliseconds / 1000:.0f}"
+
+
+@register.filter
+def beside(milliseconds: int, other_ms: int) -> SafeString:
+    """Return two times, the second one smaller, and the unit once where both have the same: 36 · 201 ms."""
+    (number, unit), (other, other_unit) = _measure(milliseconds), _measure(other_ms)
+    between = "" if unit == other_unit else f"\u00a0{unit}"
+    return format_html("{}<small>{}\u00a0· {}\u00a0{}</small>", number, between, other, other_unit)
 
 
 @register.filter
@@ -51,3 +61,8 @@ def print_duration(duration_s: float) -> str:
         if duration_s >= 2 * size:
             return f"{duration_s / size:.0f} {unit}"
     return f"{duration_s:.0f} s"
+
+
+def _measure(milliseconds: int) -> tuple[str, str]:
+    """Return a time as a number and its unit."""
+    return (str(milliseconds), "ms") if milliseconds < 1000 else (seconds(milliseconds), "s")

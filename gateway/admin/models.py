@@ -6,13 +6,17 @@ from typing import ClassVar
 
 from django import forms
 from django.contrib import admin
+from django.db.models import JSONField, QuerySet, Value
+from django.http import HttpRequest
 from unfold.widgets import UnfoldAdminTextInputWidget
 
 from gateway.admin.forms import NameListField, limit_field
 from gateway.models import Model
 from gateway.services import ServiceError, allow_model, change_model_caps, change_model_details, disallow_model
 from gateway.services.values import MAX_MODEL_NAME_CHARS
+from gateway.services.waiting import explain_waits
 from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+from nodes.services.overview import read_served_models
 
 CAPS = ("max_tokens", "max_prompt_chars", "max_queue")
 DETAILS = ("fallbacks", "context_tokens", "tokenizer")
@@ -80,6 +84,7 @@ class AllowListAdmin(CreatingAdmin):
     list_display = (
         "name",
         "show_state",
+        "show_served",
         "show_max_tokens",
         "show_max_prompt",
         "show_queue",
@@ -90,9 +95,12 @@ class AllowListAdmin(CreatingAdmin):
     search_fields = ("name",)
     fields = (
         "name",
-        "allowed",
+        "show_state",
+        "show_boxes",
         "owned_by",
-        *CAPS,
+        "show_max_tokens",
+        "show_max_prompt",
+        "show_queue",
         "show_fallbacks",
         "show_context",
         "show_tokenizer",
@@ -138,6 +146,12 @@ class AllowListAdmin(CreatingAdmin):
         ),
     )
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
+        """Give every row the names that boxes serve at this moment, so that no column asks for itself."""
+        served = Value(sorted(read_served_models()), output_field=JSONField())
+        queryset: QuerySet[Model] = super().get_queryset(request).annotate(served_now=served)
+        return queryset
+
     def create(self, actor: str, values: Values) -> Created:
         """Put a name on the allow-list."""
         return Created(row=allow_model(name=values["name"], actor=actor, **{name: values[name] for name in CAPS}))
@@ -146,6 +160,17 @@ class AllowListAdmin(CreatingAdmin):
     def show_state(self, model: Model) -> str:
         """Return whether clients may use it."""
         return "allowed" if model.allowed else "declared"
+
+    @column("Boxes", label={"served": "success", "no box": "warning"})
+    def show_served(self, model: Model) -> str:
+        """Return whether a box that takes work has it."""
+        return "served" if model.name in getattr(model, "served_now", ()) else "no box"
+
+    @column("Boxes")
+    def show_boxes(self, model: Model) -> str:
+        """Return which box would serve it now, or what stands in the way."""
+        wait = explain_waits([model.name])[model.name]
+        return wait.reason if wait.is_starting else f"{wait.reason} {wait.advice}"
 
     @column("Max tokens", ordering="max_tokens")
     def show_max_tokens(self, model: Model) -> str:

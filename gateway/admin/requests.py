@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from django.contrib import admin
+from django.contrib.admin.utils import unquote
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.urls import reverse
 from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from unfold.views import ChangeList
 
 from gateway.admin.filters import ErrorFilter, ModelFilter, NodeFilter, PeriodFilter, StateFilter, TenantFilter
 from gateway.admin.paginator import EstimatedPaginator
+from gateway.admin.stories import tell_request
 from gateway.models import GatewayProcess, RequestRecord
+from gateway.services.waiting import explain_waits
 from governance.pages import ShowingAdmin, column
+from wire.contract import RequestState
 from wire.ids import format_id, parse_id
 
 HEARTBEAT_LIMIT = timedelta(seconds=10)
 """A gateway that is silent for so long is taken for dead."""
 
-STATE_COLOURS = {
-    "queued": "info",
-    "assigned": "info",
-    "running": "info",
-    "completed": "success",
-    "failed": "danger",
-    "interrupted": "danger",
-    "rejected": "warning",
-    "cancelled": "default",
-}
+_TWO_LINES = '<span class="mst-pair"><span>{}</span><small>{}</small></span>'
+_STATE = '<span class="mst-pair"><span class="mst-badge mst-is-{}">{}</span><small class="mst-whole">{}</small></span>'
+_WHOLE_LINES = '<span class="mst-pair"><span>{}</span><small class="mst-whole">{}</small></span>'
+
+
+class RequestList(ChangeList):  # type: ignore[misc]  # Unfold ships no types
+    """One page of requests; those that wait know why."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Find the rows, and once for all of them why those in the queue wait."""
+        super().get_results(request)
+        queued = [record for record in self.result_list if record.state == RequestState.QUEUED]
+        waits = explain_waits({record.model for record in queued})
+        for record in queued:
+            record.waits_because = waits[record.model].brief
 
 
 @admin.register(RequestRecord)
@@ -38,14 +52,11 @@ class RequestRecordAdmin(ShowingAdmin):
         "show_short_id",
         "created_at",
         "show_caller",
-        "model",
+        "show_models",
         "show_state",
-        "show_latency",
-        "show_ttfb",
-        "show_queue",
+        "show_times",
         "show_tokens",
         "show_node",
-        "error_code",
     )
     list_filter = (StateFilter, PeriodFilter, ModelFilter, TenantFilter, NodeFilter, ErrorFilter)
     search_fields = ("id",)
@@ -57,32 +68,38 @@ class RequestRecordAdmin(ShowingAdmin):
     list_per_page = 50
     list_max_show_all = 0
     list_fullwidth = True
-    fields = (
-        "show_id",
-        "created_at",
-        "finished_at",
-        "show_state",
-        "error_code",
-        "status_code",
-        "tenant",
-        "key_name",
-        "key_id",
-        "endpoint",
-        "model",
-        "is_streaming",
-        "node_name",
-        "show_node_id",
-        "attempts",
-        "show_queue",
-        "show_ttfb",
-        "show_latency",
-        "prompt_tokens_est",
-        "max_tokens",
-        "show_tokens",
-        "bytes_out",
-        "gateway_id",
+    fieldsets = (
+        (None, {"fields": ("show_id", "created_at", "finished_at", "state", "error_code", "status_code")}),
+        ("Who asked", {"fields": ("tenant", "key_name", "key_id")}),
+        (
+            "Which way",
+            {"fields": ("show_asked", "model", "endpoint", "show_streaming", "node_name", "show_node_id", "attempts")},
+        ),
+        ("Time", {"fields": ("show_queue", "show_ttfb", "show_latency")}),
+        ("Size", {"fields": ("prompt_tokens_est", "max_tokens", "show_tokens", "bytes_out", "gateway_id")}),
     )
-    readonly_fields = fields
+    readonly_fields = tuple(name for _title, part in fieldsets for name in part["fields"])
+    change_form_outer_before_template = "admin/muster/request.html"
+
+    def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RequestList]:
+        """Return the list that knows why requests wait."""
+        return RequestList
+
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
+    ) -> HttpResponse:
+        """Show one request, first of all how it stands or ended, and why."""
+        record = self.get_object(request, unquote(object_id)) if object_id else None
+        told: dict[str, Any] = {}
+        if record is not None:
+            shows_box = record.node_id is not None and request.user.has_perm("nodes.view_node")
+            node_url = reverse("admin:nodes_node_change", args=[record.node_id]) if shows_box else ""
+            told = {"story": tell_request(record), "node_url": node_url}
+        return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), **told})
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[RequestRecord], search_term: str
@@ -95,9 +112,10 @@ class RequestRecordAdmin(ShowingAdmin):
         return (queryset.filter(pk=record_id) if record_id else queryset.none()), False
 
     @column("Request")
-    def show_short_id(self, record: RequestRecord) -> str:
-        """Return the end of the printed id: the front is the time, which stands beside it."""
-        return record.printed_id[-12:]
+    def show_short_id(self, record: RequestRecord) -> SafeString:
+        """Return the end of the printed id, the front being the time, which stands beside it; and the surface."""
+        surface = record.endpoint.removeprefix("/v1/") + (" · stream" if record.is_streaming else "")
+        return format_html(_TWO_LINES, record.printed_id[-12:], surface)
 
     @column("Request id")
     def show_id(self, record: RequestRecord) -> str:
@@ -105,14 +123,37 @@ class RequestRecordAdmin(ShowingAdmin):
         return record.printed_id
 
     @column("Tenant / key")
-    def show_caller(self, record: RequestRecord) -> str:
+    def show_caller(self, record: RequestRecord) -> SafeString:
         """Return who asked."""
-        return f"{record.tenant} /\u00a0{record.key_name}"
+        return format_html(_TWO_LINES, record.tenant, record.key_name)
 
-    @column("State", label=STATE_COLOURS)
-    def show_state(self, record: RequestRecord) -> str:
-        """Return the state."""
-        return record.state
+    @column("Model")
+    def show_models(self, record: RequestRecord) -> SafeString:
+        """Return the model that answered or should, and the name the client used if that is another."""
+        return format_html(_TWO_LINES, record.model or "–", f"asked for {record.asked_model}" if record.asked_model else "")
+
+    @column("Asked for")
+    def show_asked(self, record: RequestRecord) -> str:
+        """Return the name the client used."""
+        return record.asked_model or record.model or "–"
+
+    @column("Streamed")
+    def show_streaming(self, record: RequestRecord) -> str:
+        """Return whether the client asked for a stream."""
+        return "yes" if record.is_streaming else "no"
+
+    @column("State")
+    def show_state(self, record: RequestRecord) -> SafeString:
+        """Return the state; below it why it waits, or the code with which it ended."""
+        why = record.error_code or getattr(record, "waits_because", "")
+        return format_html(_STATE, record.state, record.state, why)
+
+    @column("Time")
+    def show_times(self, record: RequestRecord) -> SafeString:
+        """Return the whole time; below it what of it was the queue, and when the first byte came."""
+        parts = [("queue", record.queue_ms), ("first", record.ttfb_ms)]
+        below = " · ".join(f"{name}\u00a0{print_ms(value)}" for name, value in parts if value is not None)
+        return format_html(_WHOLE_LINES, print_ms(record.latency_ms), below)
 
     @column("Latency")
     def show_latency(self, record: RequestRecord) -> str:

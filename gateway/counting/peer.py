@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gateway.client import ClientConnection
 from gateway.counting.boxes import DEADLINE_MS, MAX_COUNTED_BYTES, exchange
+from gateway.heads import read_name
 from nodes.links import Link
 from nodes.session import OpenRequest
 from nodes.states import TOKENIZE
@@ -20,13 +21,13 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
     request = OpenRequest(
         request_id=headers.get("x-request-id", "")[:80],
         attempt=1,
-        model=headers.get("x-muster-model", "")[:200],
+        model=read_name(headers, "x-muster-model", max_chars=200),
         path=TOKENIZE,
         body=body,
         headers={"content-type": "application/json"},
         is_streaming=False,
         deadline_ms=max(1, min(deadline_ms, DEADLINE_MS)),
-        tenant=headers.get("x-muster-tenant", "")[:80],
+        tenant=read_name(headers, "x-muster-tenant", max_chars=80),
     )
     try:
         answer = await exchange(link, request) if TOKENIZE in link.endpoints.get(request.model, ()) else None

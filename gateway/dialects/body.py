@@ -11,6 +11,7 @@ from gateway.dialects.crowding import MAX_MARKS, is_crowded
 from gateway.dialects.faults import join_fault, read_fault
 from gateway.errors import BadRequest, BodyTooLarge
 from gateway.values import PoolOptions
+from gateway.whole_numbers import WholeNumber, read_whole_number
 
 _IMAGE_URL_PREFIX = "data:"
 
@@ -26,9 +27,9 @@ class RequestBody(msgspec.Struct):
 
     model: str
     stream: bool | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None
+    max_tokens: WholeNumber | None = None
+    max_completion_tokens: WholeNumber | None = None
+    max_output_tokens: WholeNumber | None = None
     stream_options: StreamOptions | None = None
     messages: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()
@@ -53,9 +54,9 @@ class RequestBody(msgspec.Struct):
         return limit, field
 
 
-_decoder = msgspec.json.Decoder(RequestBody)
+_decoder = msgspec.json.Decoder(RequestBody, dec_hook=read_whole_number)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_options_decoder = msgspec.json.Decoder(PoolOptions)
+_options_decoder = msgspec.json.Decoder(PoolOptions, dec_hook=read_whole_number)
 _encoder = msgspec.json.Encoder()
 _GAP = re.compile(rb"[ \t\n\r]*[{},:]?[ \t\n\r]*")
 """What may stand around a key or a value. It matches everywhere, if need be nothing."""

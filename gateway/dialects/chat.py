@@ -15,10 +15,16 @@ from wire.bridge import TokenCounts
 
 
 class FunctionPart(msgspec.Struct, gc=False):
-    """Name and arguments of a call, or the next piece of them."""
+    """Name and arguments of a call, or the next piece of them. ``given``: arguments as they came."""
 
     name: str | None = None
-    arguments: str | None = None
+    given: str | dict[str, object] | None = msgspec.field(default=None, name="arguments")
+
+    @property
+    def arguments(self) -> str | None:
+        """The arguments, or the next piece of them, as text; some engines send the object itself, in one piece."""
+        given = self.given
+        return msgspec.json.encode(given).decode() if isinstance(given, dict) else given
 
 
 class ToolCallPart(msgspec.Struct):
@@ -46,7 +52,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One of ``n`` answers. ``stop_reason`` is vLLM's: the stop sequence, or the id of the stop token, that ended it.
+    """One of ``n`` answers. ``stop_reason`` (vLLM) or ``matched_stop`` (SGLang): the stop sequence that ended it, or a token.
 
     ``logprobs``: JSON as it came, None = none.
     """
@@ -56,7 +62,13 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    matched_stop: int | str | None = None
     logprobs: object = None
+
+    @property
+    def stopped_by(self) -> int | str | None:
+        """The stop sequence, or the id of the stop token, that ended it, from engines that say it."""
+        return self.matched_stop if self.stop_reason is None else self.stop_reason
 
 
 class PromptDetails(msgspec.Struct, gc=False):

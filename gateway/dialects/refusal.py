@@ -11,19 +11,11 @@ import re
 import msgspec
 
 from gateway.dialects.crowding import is_crowded
+from gateway.dialects.overflow import is_about_context, read_overflow
 from gateway.errors import ContextTooLong, EngineRefused, GatewayError
 
 MAX_WORDS_CHARS = 1000
-_STATUS_OF_NOTHING = 502
-_CONTEXT_WORDS = (
-    "maximum context length",
-    "context_length_exceeded",
-    "exceed_context_size_error",
-    "exceeds the available context size",
-    "context window",
-    "maximum model length",
-)
-_TOKENS = re.compile(r"(\d[\d,]*)( characters)?")
+_STATUS_OF_NOTHING, _STATUS_OF_REQUEST = 502, 400
 _TAGS = re.compile(r"<(?:script|style)\b.*?(?:</(?:script|style)>|\Z)|<[^<>]*>", re.DOTALL | re.IGNORECASE)
 
 
@@ -110,12 +102,6 @@ def complete_error(body: bytes, known: dict[str, object]) -> bytes:
     return msgspec.json.encode({**fields, "error": {**known, **kept}})
 
 
-def is_about_context(body: bytes) -> bool:
-    """Whether an engine says that prompt and answer do not fit into the context."""
-    head = body[:8192].lower()
-    return any(word.encode() in head for word in _CONTEXT_WORDS)
-
-
 def read_refusal(status: int, body: bytes) -> GatewayError:
     """Return an engine's error as one of ours: ContextTooLong, or EngineRefused with its status and words."""
     outer = _decode(body)
@@ -135,7 +121,9 @@ def read_stream_failure(error: bytes) -> GatewayError:
     inner = outer.error if outer is not None and isinstance(outer.error, _Inner) else None
     code = inner.code if inner is not None else None
     is_status = isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599
-    return read_refusal(code if is_status and isinstance(code, int) else _STATUS_OF_NOTHING, body)
+    if is_status and isinstance(code, int):
+        return read_refusal(code, body)
+    return read_refusal(_STATUS_OF_REQUEST if is_about_context(body) else _STATUS_OF_NOTHING, body)
 
 
 def _find_words(outer: _Outer, inner: _Inner | None) -> str:
@@ -154,12 +142,4 @@ def _strip_markup(body: bytes) -> str:
 def _read_context(words: str, inner: _Inner | None) -> ContextTooLong:
     if inner is not None and isinstance(inner.n_prompt_tokens, int) and isinstance(inner.n_ctx, int):
         return ContextTooLong(words, prompt_tokens=inner.n_prompt_tokens, context_tokens=inner.n_ctx)
-    numbers = [int(found[1].replace(",", "")[:12]) for found in _TOKENS.finditer(words) if found[2] is None]
-    if len(numbers) < 2:
-        return ContextTooLong(words)
-    # The engines name the limit before what was asked for, and the first number beyond it is the request's.
-    limit = numbers[0]
-    asked = next((number for number in numbers[1:] if number > limit), 0)
-    if not asked:
-        limit, asked = min(numbers), max(numbers)
-    return ContextTooLong(words, prompt_tokens=asked, context_tokens=limit)
+    return read_overflow(words)

@@ -32,7 +32,8 @@ from gateway.dialects.responses import (
     translate_responses,
 )
 from gateway.dialects.translation import Translation
-from gateway.errors import BadRequest, ContextTooLong, GatewayError, PromptTooLarge
+from gateway.dialects.unread_parts import name_unread_part
+from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
 from gateway.values import InferenceRequest
 
 _json = msgspec.json.Encoder()
@@ -40,8 +41,19 @@ _json = msgspec.json.Encoder()
 _COMMENT_PING = b": ping\n\n"
 _ANTHROPIC_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 CACHE_MODE, CACHE_TAG = "x-cache-mode", "x-cache-tag"
+_PLAIN = frozenset({"", "identity"})
+_PROMPT_FIELDS = {
+    "/v1/responses": "input",
+    "/v1/embeddings": "input",
+    "/v1/completions": "prompt",
+    "/v1/images/generations": "prompt",
+    "/v1/rerank": "documents",
+}
+"""Where the prompt stands, on the surfaces where it is not ``messages``."""
 _CACHE_MODES = frozenset({"prefix", "none", "auto"})
 _CACHE_TAG_RE = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
+_JSON_TYPE = "application/json"
+_JSON_TYPES = frozenset({"", _JSON_TYPE, "text/json"})
 _OPENAI_HEADERS = frozenset({"content-type", "openai-organization", CACHE_MODE, CACHE_TAG})
 _ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta", CACHE_MODE, CACHE_TAG})
 
@@ -80,11 +92,13 @@ class Surface:
         return _ANTHROPIC_PING if self.is_anthropic else _COMMENT_PING
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> InferenceRequest:
-        """Read a body. Raises BadRequest."""
+        """Read a body. Raises BadRequest, BodyUnreadable for one that is compressed or no JSON."""
         forwarded = {name: headers[name] for name in self.forwarded if name in headers}
+        _check_encoding(headers)
         _check_cache_headers(forwarded)
         if self.is_form:
             return self._parse_form(body, forwarded)
+        _check_type(headers)
         fields = read_body(body)
         read_fields(body)
         self.check(fields)
@@ -102,7 +116,7 @@ class Surface:
             raise BadRequest(f"The field '{limit_field}' must not be negative.", param=limit_field)
         options = None
         if fields.x_pool_options:
-            options = read_options(fields.x_pool_options)
+            options = read_options(fields.x_pool_options) if bytes(fields.x_pool_options) != b"null" else None
             body = replace_fields(body, drop="x_pool_options")
         return InferenceRequest(
             endpoint=self.path,
@@ -163,16 +177,17 @@ class Surface:
                     "request_id": request_id,
                 }
             )
-        return _json.encode({"error": _openai(error)})
+        return _json.encode({"error": self._openai(error)})
 
     def render_stream_error(self, error: GatewayError, request_id: str) -> bytes:
         """Return the one event that ends a stream that had begun."""
         if self.is_anthropic:
             return b"event: error\ndata: " + self.render_error(error, request_id) + b"\n\n"
         if self.dialect is Dialect.RESPONSES:
-            event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-            return b"event: error\ndata: " + _json.encode({**event, "error": _openai(error)}) + b"\n\n"
-        return b"data: " + _json.encode({"error": _openai(error)}) + b"\n\n"
+            said = self._openai(error)
+            event = {"type": "error", "code": error.code, "message": error.message, "param": said["param"]}
+            return b"event: error\ndata: " + _json.encode({**event, "error": said}) + b"\n\n"
+        return b"data: " + _json.encode({"error": self._openai(error)}) + b"\n\n"
 
     def render_broken(self, error: GatewayError, request_id: str, *, first: bytes, last: bytes) -> bytes:
         """Return what ends an engine's own stream that broke; ``first`` and ``last`` are bytes that passed."""
@@ -191,23 +206,28 @@ class Surface:
             body=request.body,
         )
 
-    def render_refusal(self, status: int, body: bytes, request_id: str) -> bytes:
-        """Return an engine's error body (status 400 and above) in this dialect: as it is when it already speaks it."""
+    def render_refusal(self, status: int, body: bytes, request_id: str, *, translated: bytes | None = None) -> bytes:
+        """Return an engine's error body (status 400 and above) in this dialect: as it is when it already speaks it.
+
+        ``translated``: what the client had sent, when the engine was asked in other words.
+        """
         shape = read_shape(body)
         error = read_refusal(status, body)
+        if translated is not None and (named := name_unread_part(error, translated)) is not error:
+            return self.render_error(named, request_id)
         if not shape.has_message or (self.is_anthropic and not shape.is_anthropic) or isinstance(error, ContextTooLong):
             return self.render_error(error, request_id)
-        return body if self.is_anthropic or shape.is_openai else complete_error(body, _openai(error))
+        return body if self.is_anthropic or shape.is_openai else complete_error(body, self._openai(error))
 
-
-def _openai(error: GatewayError) -> dict[str, object]:
-    return {
-        "code": error.code,
-        "message": error.message,
-        "retryable": error.retryable,
-        "type": error.type,
-        "param": error.param,
-    }
+    def _openai(self, error: GatewayError) -> dict[str, object]:
+        is_about_prompt = isinstance(error, ContextTooLong | PromptTooLarge)
+        return {
+            "code": error.code,
+            "message": error.message,
+            "retryable": error.retryable,
+            "type": error.type,
+            "param": _PROMPT_FIELDS.get(self.path, error.param) if is_about_prompt else error.param,
+        }
 
 
 def _contract(error: GatewayError) -> dict[str, object]:
@@ -215,7 +235,14 @@ def _contract(error: GatewayError) -> dict[str, object]:
 
 
 def _say_to_anthropic(error: GatewayError) -> str:
-    """Return the message; of a prompt that is too long in the words by which Claude Code knows to shorten it."""
+    """Return the message; of a prompt that is too long in the words by which Claude Code knows what to shorten.
+
+    It summarises the conversation upon the one sentence, and asks again for a shorter answer upon the other.
+    """
+    if isinstance(error, ContextTooLong) and error.answer_tokens:
+        counts = f"{error.prompt_tokens} + {error.answer_tokens} > {error.context_tokens}"
+        advice = "decrease input length or `max_tokens` and try again"
+        return f"input length and `max_tokens` exceed context limit: {counts}, {advice}"
     if isinstance(error, ContextTooLong) and error.context_tokens:
         return f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens} maximum"
     if isinstance(error, PromptTooLarge | ContextTooLong):
@@ -231,6 +258,22 @@ def _refuse_unavailable(body: ResponsesBody) -> None:
         raise BadRequest("Conversations are not offered here: send their items as input.", param="conversation")
     if body.prompt is not None:
         raise BadRequest("Stored prompts are not offered here: send the text as instructions and input.", param="prompt")
+
+
+def _check_encoding(headers: Mapping[str, str]) -> None:
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in _PLAIN:
+        raise BodyUnreadable(f"The body is encoded as '{encoding[:40]}'; send it as it is.", param="Content-Encoding")
+
+
+def _check_type(headers: Mapping[str, str]) -> None:
+    said = headers.get("content-type", _JSON_TYPE)
+    kind = said if said == _JSON_TYPE else said.partition(";")[0].strip().lower()
+    if kind in _JSON_TYPES or (kind.startswith("application/") and kind.endswith("+json")):
+        return
+    raise BodyUnreadable(
+        f"The body is said to be '{kind[:60]}'; send JSON with the header Content-Type: application/json.", param="Content-Type"
+    )
 
 
 def _check_cache_headers(headers: Mapping[str, str]) -> None:

@@ -73,21 +73,6 @@ def create_api_key(
 
 
 @transaction.atomic
-def replace_api_key(*, name: str, tenant_name: str, actor: str, expires_at: datetime) -> tuple[ApiKey, str]:
-    """Create a key that expires and revoke its predecessors: keys of that name and tenant which expire as well.
-
-    At most one of them works at any time, however many callers come at once. Raises InvalidValue, TenantNotFound.
-    """
-    tenant = get_tenant(tenant_name)  # locked: whoever comes second finds the key of the first
-    if not tenant.is_active:
-        raise InvalidValue(f"The tenant {tenant_name} is disabled; choose another one or enable it.", param="tenant")
-    older = ApiKey.objects.filter(tenant=tenant, name=name, expires_at__isnull=False, revoked_at__isnull=True)
-    for key_id in older.values_list("pk", flat=True):
-        revoke_api_key(key_id=key_id, actor=actor)
-    return create_api_key(name=name, tenant_name=tenant_name, actor=actor, expires_at=expires_at)
-
-
-@transaction.atomic
 def revoke_api_key(*, key_id: uuid.UUID, actor: str) -> ApiKey:
     """Make a key useless everywhere within seconds, for good; doing so again changes nothing. Raises KeyNotFound."""
     now = timezone.now()

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
+from django.conf import settings
 from django.db import DatabaseError
 
 from gateway.client import ClientConnection, Header, Receive, Scope, Send
+from gateway.cors import admit_origin, answer_preflight
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
@@ -25,12 +27,28 @@ logger = logging.getLogger("muster.gateway")
 Handler = Callable[[ClientConnection], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 _json = msgspec.json.Encoder()
+_MESSAGES = "/v1/messages"
+_FOR_PAGES = ("/v1/", "/models")
 _JSON_TYPE: Header = (b"content-type", b"application/json")
 
 
 def make_client(runtime: GatewayRuntime, scope: Scope, receive: Receive, send: Send) -> ClientConnection:
     """Return the client of a scope, under this process's limits."""
-    return ClientConnection(scope, receive, send, limits=runtime.limits, timeouts=runtime.timeouts)
+    client = ClientConnection(scope, receive, send, limits=runtime.limits, timeouts=runtime.timeouts)
+    if settings.CORS_ORIGINS and scope["path"].startswith(_FOR_PAGES):
+        client.common = admit_origin(client.headers, settings.CORS_ORIGINS)
+    return client
+
+
+def make_preflight(runtime: GatewayRuntime) -> Application:
+    """Return the application that tells a browser what its page may ask."""
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        client = make_client(runtime, scope, receive, send)
+        answer_preflight(client)
+        await client.drain()
+
+    return application
 
 
 def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler], *, surface: Surface | None = None) -> Application:
@@ -64,8 +82,9 @@ def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler], *, surfa
 
 
 def send_answer(client: ClientConnection, status: int, content: object) -> None:
-    """Send a JSON answer."""
-    client.respond(status, [_JSON_TYPE], _json.encode(content))
+    """Send a JSON answer under a fresh request id."""
+    ids = id_headers(format_id("req", new_uuid7()), is_anthropic="anthropic-version" in client.headers)
+    client.respond(status, [_JSON_TYPE, *ids], _json.encode(content))
 
 
 def send_failure(client: ClientConnection, error: GatewayError, surface: Surface, extra: list[Header] | None = None) -> None:
@@ -98,4 +117,5 @@ def is_draining(link: Link) -> bool:
 
 
 def _surface_of(client: ClientConnection) -> Surface:
-    return SURFACES["/v1/messages"] if "anthropic-version" in client.headers else DEFAULT_SURFACE
+    is_anthropic = "anthropic-version" in client.headers or str(client.scope["path"]).startswith(_MESSAGES)
+    return SURFACES[_MESSAGES] if is_anthropic else DEFAULT_SURFACE

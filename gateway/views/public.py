@@ -12,16 +12,21 @@ from django.conf import settings
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.client import ClientConnection
+from gateway.dialects import SURFACES
 from gateway.errors import InvalidAdminToken, ModelUnknown, RouteNotFound
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller
 from gateway.views.base import find_admin, is_draining, send_answer
 from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page
+from gateway.views.nearness import came_directly
 from gateway.views.openapi import make_document
 from nodes.links import Link
 from wire.ids import format_id
 
 VERSION = "0.1.0"
+_KNOWN_PATHS = sorted(
+    {*SURFACES, "/v1/messages/count_tokens", "/v1/responses/input_tokens", "/v1/models"}, key=len, reverse=True
+)
 
 
 @cache
@@ -81,22 +86,28 @@ class PublicViews:
         send_answer(client, 200, render_anthropic(model) if is_anthropic else render_openai(model))
 
     async def metrics(self, client: ClientConnection) -> None:
-        """``GET /metrics``: Prometheus text, for loopback callers or with an admin token."""
-        address = str((client.scope.get("client") or ("", 0))[0])
-        is_local = address in {"127.0.0.1", "::1"} or not address
-        if (settings.METRICS_REQUIRE_TOKEN or not is_local) and await find_admin(client) is None:
-            raise InvalidAdminToken
+        """``GET /metrics``: Prometheus text, for callers on this machine that no proxy passed on, or with an admin token."""
+        is_open = not settings.METRICS_REQUIRE_TOKEN and came_directly(client.scope, client.headers)
+        if not is_open and await find_admin(client) is None:
+            raise InvalidAdminToken("Metrics need an admin token here: through a proxy or from another machine always.")
         client.respond(200, [(b"content-type", CONTENT_TYPE_LATEST.encode())], generate_latest())
 
     async def not_found(self, client: ClientConnection) -> None:
-        """Anything else."""
-        raise RouteNotFound
+        """Anything else: a base URL is easily one part too long or too short, so the message says what may be meant."""
+        meant = _find_meant(str(client.scope["path"]))
+        raise RouteNotFound(f"There is no such endpoint here. Did you mean {meant}?" if meant else "")
 
     async def _optional_caller(self, client: ClientConnection) -> Caller | None:
         """Return the caller if a key was sent. A wrong key is refused; none is fine while the list is public."""
         if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
             return None
         return await self.runtime.keys.identify(client.headers, allow_x_api_key=True)
+
+
+def _find_meant(path: str) -> str:
+    """Return the endpoint whose name, without its version, a path ends with; empty = none."""
+    asked = path.rstrip("/")
+    return next((known for known in _KNOWN_PATHS if asked.endswith(known.removeprefix("/v1"))), "")
 
 
 def _health_worker(link: Link) -> dict[str, object]:

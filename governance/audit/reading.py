@@ -19,7 +19,7 @@ SELECT entry.seq, entry.prev_hash, entry.hash, event.body, event.action, event.a
 FROM governance_auditentry AS entry LEFT JOIN governance_auditevent AS event ON event.id = entry.event_id
 """
 _SEALS = "SELECT size, note FROM governance_auditcheckpoint ORDER BY size"
-_WITNESSES = "SELECT size, node_name, root, signature, public_key FROM governance_witnessstatement ORDER BY size, id"
+_WITNESSES = "SELECT size, node_name, root, signature, public_key, note FROM governance_witnessstatement ORDER BY size, id"
 _STRAYS = """
 SELECT event.id FROM governance_auditevent AS event
 WHERE NOT EXISTS (SELECT FROM governance_auditentry AS entry WHERE entry.event_id = event.id) ORDER BY event.id
@@ -121,8 +121,8 @@ def _make_entry(row: Row) -> Entry:
 
 
 def _make_witness(size: int, row: list[Any]) -> Witness:  # Any: columns, see _WITNESSES
-    node_name, root, signature, public_key = row
-    return Witness(node_name, size, bytes(root), bytes(signature), bytes(public_key))
+    node_name, root, signature, public_key, note = row
+    return Witness(node_name, size, bytes(root), bytes(signature), bytes(public_key), note)
 
 
 def _stream(query: str, *values: int) -> Iterator[Row]:

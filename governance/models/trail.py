@@ -67,6 +67,9 @@ class WitnessStatement(models.Model):
     root = models.BinaryField(max_length=32, editable=False)
     signature = models.BinaryField(max_length=64, editable=False)
     public_key = models.BinaryField(max_length=44, editable=False, help_text="Ed25519, 32 bytes or SubjectPublicKeyInfo")
+    note = models.TextField(
+        blank=True, db_default="", editable=False, help_text="The checkpoint as the log signed it, which the box shows"
+    )
     alarm = models.BooleanField(default=False)
     heard_at = models.DateTimeField()
 

@@ -9,7 +9,7 @@ from governance.services.admin_tokens import (
 )
 from governance.services.decisions import approve, reject, withdraw
 from governance.services.evidence import policy_chain, read_evidence
-from governance.services.freezes import freeze, lift_freeze, read_freeze
+from governance.services.freezes import freeze, lift_freeze, name_freeze, read_freeze
 from governance.services.guard import is_governed, require_approval
 from governance.services.policies import ApproverChoice, active_policy, adopt_policy, draft_policy
 from governance.services.proposals import cancel, propose
@@ -22,6 +22,7 @@ from governance.services.reading import (
     summarise,
 )
 from governance.services.reconciling import reconcile
+from governance.services.reviews import explain_own_review, list_users
 from governance.services.runs import finish_run, last_run, note_progress, requeue_run, run_due, work_on
 from governance.services.standing import use_approval
 from governance.services.values import DecisionView, Inbox, OperationSummary, OperationView, Proposer, RunView
@@ -43,12 +44,15 @@ __all__ = [
     "count_waiting_for",
     "create_admin_token",
     "draft_policy",
+    "explain_own_review",
     "finish_run",
     "freeze",
     "is_governed",
     "last_run",
     "lift_freeze",
     "list_policy_versions",
+    "list_users",
+    "name_freeze",
     "note_progress",
     "policy_chain",
     "propose",

@@ -17,6 +17,7 @@ from governance.models import ApproverKey, Decision, Operation, OperationRun
 from governance.services.evidence import count_rejections, find_new_policy, find_policy, is_met, list_proofs, read_stored
 from governance.services.finishing import ring
 from governance.services.lookup import find_operation, hold_policies, is_current, move_approval, require_state
+from governance.services.reviews import explain_own_review
 from governance.services.runs import LEASE
 from governance.services.transitions import (
     drop_void,
@@ -54,6 +55,8 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], commen
     key = _find_key(user, proof)
     if Decision.objects.filter(operation=operation, person=user, withdrawn_at=None).exists():
         raise ApprovalRefused("You decided about this already; one person counts once, with any key.", rule="duplicate_proof")
+    if why := explain_own_review(operation, policy, [user.get_username()]):
+        raise ApprovalRefused(why, rule="reviewer_used_it", param="op_id")
     _check(statement, [*list_proofs(operation), dict(proof)], policy, find_new_policy(statement))
     Decision.objects.create(
         operation=operation, person=user, person_name=user.get_username(), is_approval=True, key=key, proof=dict(proof),

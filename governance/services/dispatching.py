@@ -18,7 +18,7 @@ from governance.errors import GovernanceError
 from governance.hints import publish_hint
 from governance.models import Freeze, Operation, OperationRun
 from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, find_kind
-from governance.services.evidence import find_new_policy, find_policy, list_proofs, read_stored
+from governance.services.evidence import find_new_policy, find_policy, is_stopped_by_failure, list_proofs, read_stored
 from governance.services.finishing import DISPATCH_RETRY_S, finish, postpone
 from governance.services.lookup import hold_policies, is_current
 from governance.services.reviews import explain_unreviewed
@@ -170,7 +170,9 @@ def _check_rows(run: OperationRun, operation: Operation, statement: Statement) -
     """Raise ApprovalError when the rows say something else than what was signed, in what they are read for."""
     signed = (statement.op_id, statement.operation, statement.op_class, statement.requested_by, statement.max_uses)
     stored = (operation.printed_id, operation.operation, operation.op_class, operation.requested_by, operation.max_uses)
-    if signed != stored or statement.digest.hex() != operation.digest:
+    # Version 1 does not say it, and rows of then may say what nobody signed.
+    is_batch_changed = statement.version > 1 and statement.stops_on_failure != operation.stops_on_failure
+    if signed != stored or is_batch_changed or statement.digest.hex() != operation.digest:
         raise ApprovalError(Rule.BAD_STATEMENT, "the row of this operation says something else than what was signed")
     if run.target not in statement.targets or statement.targets.index(run.target) != run.position:
         raise ApprovalError(Rule.BAD_STATEMENT, "this was not approved for that target, or not in that order")
@@ -194,7 +196,7 @@ def _find_hindrance(run: OperationRun, operation: Operation) -> str | None:
         return "everything is frozen"
     mates = OperationRun.objects.filter(operation=operation, use=run.use).exclude(pk=run.pk)
     before = mates.filter(position__lt=run.position, state=RunState.QUEUED.value)
-    if not operation.stops_on_failure:
+    if not is_stopped_by_failure(operation):
         before = before.filter(due_at__lte=timezone.now())  # one whose box is away does not hold up the others
     if before.exists() or mates.filter(state__in=_IN_FLIGHT).exists():
         return "waits for the one before it in the batch"

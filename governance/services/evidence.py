@@ -26,6 +26,14 @@ def read_stored(operation: Operation) -> Statement:
     return read_statement(bytes(operation.statement))
 
 
+def is_stopped_by_failure(operation: Operation) -> bool:
+    """Return whether people signed that a failure stops the rest of a batch; a row that was tampered with stops as well."""
+    try:
+        return read_stored(operation).stops_on_failure
+    except ApprovalError:
+        return True
+
+
 def find_policy(operation: Operation) -> Policy:
     """Return the policy under which an operation was asked for."""
     return read_policy(bytes(operation.policy.document))

@@ -14,6 +14,7 @@ from django.utils.module_loading import import_string
 
 from governance.hints import publish_hint
 from governance.models import OperationRun
+from governance.services.evidence import is_stopped_by_failure
 from governance.services.transitions import audit_run, skip_runs, tell, tell_when_over
 from governance.states import FINAL_RUNS, RunEvent, RunState, next_run
 
@@ -76,7 +77,7 @@ def finish(
     if new not in FINAL_RUNS:
         tell(run.operation, "unknown", run=run)
         return
-    if new is not RunState.SUCCEEDED and run.operation.stops_on_failure:
+    if new is not RunState.SUCCEEDED and is_stopped_by_failure(run.operation):
         skip_runs(run.operation, "an earlier one of this batch failed", code="batch_stopped", after=run)
     else:
         _wake_next(run)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
 from governance.audit import record_event
-from governance.errors import Frozen, NotPermitted
+from governance.errors import Frozen, NotPermitted, StateChanged
 from governance.hints import publish_hint
 from governance.models import Freeze, Operation
 from governance.services.policies import require_policy
@@ -48,20 +49,29 @@ def freeze(*, user: User, reason: str) -> Freeze:
     return row
 
 
-def lift_freeze(*, operation: Operation | None) -> bool:
+def name_freeze(row: Freeze) -> dict[str, object]:
+    """Return what a statement names a freeze by. Its number alone would not do: a restored database gives numbers again."""
+    return {"freeze": row.pk, "frozenBy": row.frozen_by, "frozenAt": int(row.frozen_at.timestamp())}
+
+
+def lift_freeze(*, named: Mapping[str, object], operation: Operation | None) -> bool:
     """End the freeze in force, inside the transaction that carries out an approved unfreeze. False when there is none.
 
-    One that began after that was asked for stays: nobody approved lifting it.
+    ``named``: which one was signed, as ``name_freeze`` says it. Raises StateChanged when it is not the one in force.
     """
-    now = timezone.now()
-    standing = Freeze.objects.filter(lifted_at=None, frozen_at__lte=now if operation is None else operation.requested_at)
-    lifted = standing.update(lifted_at=now, lifted_by=operation)
-    if lifted:
-        record_event(
-            actor="system:governance",
-            action="unfreeze",
-            target="control-plane",
-            op_id=operation.printed_id if operation else "",
+    row = Freeze.objects.select_for_update().filter(lifted_at=None).first()
+    if row is None:
+        return False
+    if named != name_freeze(row):
+        which = f"is for freeze {named['freeze']}, which has ended" if named else "names no freeze"
+        raise StateChanged(
+            f"What was signed {which}; {row.frozen_by} froze everything at {row.frozen_at:%Y-%m-%d %H:%M:%S} UTC (freeze "
+            f"{row.pk}). Look at why, and ask for unfreeze again.",
+            param="freeze",
         )
-        publish_hint("operations")
-    return bool(lifted)
+    row.lifted_at, row.lifted_by = timezone.now(), operation
+    row.save(update_fields=["lifted_at", "lifted_by"])
+    op_id = operation.printed_id if operation else ""
+    record_event(actor="system:governance", action="unfreeze", target="control-plane", op_id=op_id)
+    publish_hint("operations")
+    return True

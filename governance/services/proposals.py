@@ -17,7 +17,7 @@ from governance.hints import publish_hint
 from governance.models import Operation, PolicyVersion
 from governance.registry import find_kind
 from governance.services.lookup import find_operation
-from governance.services.reviews import REVIEW, require_reviewed
+from governance.services.reviews import REVIEW, require_reviewed, require_reviewers
 from governance.services.transitions import end_operation, require_nothing_on_its_way, tell
 from governance.services.values import Proposer
 from governance.states import ApprovalEvent, ApprovalState
@@ -67,7 +67,8 @@ def propose(
     if idempotency_key is not None:
         earlier = Operation.objects.filter(requested_by=proposer.name, idempotency_key=idempotency_key).first()
         if earlier is not None:
-            return _repeat(earlier, (operation, wanted, request.targets, dict(request.params), max_uses))
+            goes_on = len(request.targets) > 1 and not stops_on_failure
+            return _repeat(earlier, (operation, wanted, request.targets, dict(request.params), max_uses, not goes_on))
     row, policy = require_policy()
     if policy.expires_at <= timezone.now().timestamp():
         raise InvalidProposal("The approval policy has expired; draft its next version first.", param="operation")
@@ -76,6 +77,8 @@ def propose(
     if wanted == BREAK_GLASS:
         require_reviewed()
     reviewed = _find_reviewed(operation, request.targets, reviews)
+    if reviewed is not None:
+        require_reviewers(reviewed, policy=policy, op_class=wanted, proposer_name=proposer.name)
     return add_operation(
         operation=operation,
         op_class=wanted,
@@ -136,6 +139,7 @@ def add_operation(
             op_id=format_id("op", op_id), operation=operation, op_class=op_class, targets=targets, params=params,
             policy_ref=policy.ref, requested_by=proposer.name, reason=why, requested_at=int(now.timestamp()),
             not_before=int(opens_at.timestamp()), not_after=int(closes_at.timestamp()), max_uses=max_uses,
+            stops_on_failure=stops_on_failure,
         )  # fmt: skip
         find_class(statement, policy)
     except ApprovalError as error:
@@ -145,8 +149,8 @@ def add_operation(
         pk=op_id, statement=statement.raw, digest=statement.digest.hex(), operation=operation, op_class=op_class,
         policy=policy_row, requested_by=proposer.name, reason=why, requested_at=now,
         not_before=datetime.fromtimestamp(statement.not_before, UTC), not_after=ends_at, expires_at=min(life_end, ends_at),
-        max_uses=max_uses,
-        stops_on_failure=stops_on_failure, reviews=reviews, adopts=adopts, idempotency_key=idempotency_key,
+        max_uses=max_uses, stops_on_failure=statement.stops_on_failure, reviews=reviews, adopts=adopts,
+        idempotency_key=idempotency_key,
     )  # fmt: skip
     try:
         with transaction.atomic():
@@ -188,7 +192,8 @@ def _repeat(earlier: Operation, wanted: tuple[object, ...]) -> Operation:
     from governance.services.evidence import read_stored
 
     asked = read_stored(earlier)
-    if (asked.operation, asked.op_class, asked.targets, dict(asked.params), asked.max_uses) != wanted:
+    parts = (asked.operation, asked.op_class, asked.targets, dict(asked.params), asked.max_uses, asked.stops_on_failure)
+    if parts != wanted:
         raise StateChanged("This Idempotency-Key was used for another operation; choose a new one.", param="idempotency_key")
     return earlier
 

@@ -16,6 +16,7 @@ from governance.registry import Description, Impact, Line, find_kind
 from governance.services.evidence import find_new_policy, find_policy, list_proofs, read_stored
 from governance.services.freezes import read_freeze
 from governance.services.lookup import find_operation, is_current
+from governance.services.reviews import explain_own_review
 from governance.services.values import DecisionView, Inbox, OperationSummary, OperationView, RunView
 from governance.states import OPEN_RUNS, ApprovalState, RunState
 from wire.optoken.approval import (
@@ -222,11 +223,11 @@ def _find_actions(
     why_not = _why_no_approval(
         operation, is_requester=is_requester and not is_solo, is_named=is_named, has_decided=own is not None,
         has_key=bool(_list_usable(statement, [policy] if new is None else [policy, new], user)),
-    )  # fmt: skip
-    if why_not is None:
-        actions.add("approve")
-    else:
+    ) or explain_own_review(operation, policy, [name])  # fmt: skip
+    if why_not:
         hindrances["approve"] = why_not
+    else:
+        actions.add("approve")
     if operation.max_uses > 1 and state is ApprovalState.APPROVED and timezone.now() < operation.not_after and is_free:
         if len({run.use for run in operation.runs.all()}) < operation.max_uses:
             actions.add("use")

@@ -122,9 +122,14 @@ def finish_run(
     receipt: str = "",
     receipt_key: str = "",
 ) -> bool:
-    """End a run as its box says (LOSE makes it unknown, to be resolved). False when it had ended or that cannot be."""
+    """End a run as its box says (LOSE makes it unknown, to be resolved). False when it had ended or that cannot be.
+
+    A box cannot know how something went that was never sent to it, whatever it says.
+    """
     run = lock_run(run_id)
     if run is None or RunState(run.state) in FINAL_RUNS or RunState(run.state) not in sources_of(event):
+        return False
+    if run.dispatched_at is None:
         return False
     finish(run, event, code=code, message=message, result=result, receipt=receipt, receipt_key=receipt_key)
     return True

@@ -50,6 +50,8 @@ STATUS_COLOURS = {
     NodeStatus.OFFLINE.value: "default",
 }
 
+_RIVAL_SHOWN_S = 86_400.0
+
 
 class DrainForm(forms.Form):
     """What is asked before a drain."""
@@ -173,7 +175,7 @@ class NodeAdmin(ShowingAdmin):
     change_form_outer_before_template = "admin/muster/box.html"
     refusals = (NodeError, GovernanceError)
     fieldsets = (
-        ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error")}),
+        ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_rival")}),
         ("Decided", {"fields": ("mode", "show_held_back", "drain_deadline_at", "drain_reason")}),
         (
             "Governance",
@@ -311,6 +313,15 @@ class NodeAdmin(ShowingAdmin):
             return "-"
         unreachable = f"URL unreachable: {presence.probe_error}" if presence.probe_error else ""
         return " · ".join(part for part in (presence.last_error, unreachable) if part) or "-"
+
+    @column("Second box")
+    def show_rival(self, node: Node) -> str:
+        """Return that another box asked for this one's name, until a day after it did so last."""
+        age_s = (timezone.now() - node.rival_seen_at).total_seconds() if node.rival_seen_at is not None else _RIVAL_SHOWN_S
+        if age_s >= _RIVAL_SHOWN_S:
+            return "-"
+        whence = node.rival_address or "an unknown address"
+        return f"refused {describe_age(age_s)}, from {whence}: give it another name or its own credential"
 
     @column("Level")
     def show_level(self, node: Node) -> str:

@@ -24,7 +24,7 @@ from governance.services import policy_chain
 from nodes.commands import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.offload import run_in_database
+from nodes.offload import run_upkeep
 from nodes.services.governance import take_report
 from wire import bridge
 
@@ -161,7 +161,7 @@ class Courier:
         due = self._due_statuses()
         if not due:
             return
-        await run_in_database(_store_statuses, due)
+        await run_upkeep(_store_statuses, due)
         now = time.monotonic()
         for key, status in due.items():
             if self._statuses.get(key) is status:  # else the box has said something newer meanwhile
@@ -175,7 +175,7 @@ class Courier:
 
     async def _store_reports(self) -> None:
         for report in self.due_reports():
-            await run_in_database(_store_report, report)
+            await run_upkeep(_store_report, report)
             waiting = self._reports[report.node_id]
             waiting.popleft()
             if not waiting:
@@ -191,7 +191,7 @@ class Courier:
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         if not linked:
             return
-        for delivery in await run_in_database(plan_deliveries, linked=linked, gateway_id=self._gateway_id):
+        for delivery in await run_upkeep(plan_deliveries, linked=linked, gateway_id=self._gateway_id):
             self._send(delivery)
 
     def _send(self, delivery: Delivery) -> None:
@@ -221,7 +221,7 @@ class Courier:
         if not versions:
             return
         oldest = min(versions.values())
-        chain = await run_in_database(policy_chain, after_version=oldest)
+        chain = await run_upkeep(policy_chain, after_version=oldest)
         newest = oldest + len(chain)
         for link, version in versions.items():
             if version < newest and link.offered_policy != (version, newest) and not link.closed:
@@ -235,7 +235,7 @@ class Courier:
             return
         self._checkpoint_at = now
         sizes = {link: _witnessed(link) for link in self._governed_links() if _is_witness(link)}
-        newest = await run_in_database(_read_checkpoint) if sizes else None
+        newest = await run_upkeep(_read_checkpoint) if sizes else None
         if newest is None:
             return
         due = {
@@ -245,7 +245,7 @@ class Courier:
         }
         # A box says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
         wanted = sorted(set(due.values()), reverse=True)[:MAX_PROOFS_A_ROUND]
-        proofs = await run_in_database(_prove, wanted, newest.size) if wanted else {}
+        proofs = await run_upkeep(_prove, wanted, newest.size) if wanted else {}
         for link, size in due.items():
             proof = proofs.get(size)
             if proof is not None and not link.closed:
@@ -294,7 +294,7 @@ def _prove(sizes: Iterable[int], newest_size: int) -> dict[int, list[str]]:
     """Return by old size the proof that the log of ``newest_size`` extends it.
 
     Nothing can be proved to a box that saw more, or a size at which this log never signed anything: the proof is empty, and the
-    box raises the alarm.
+    box shows what it saw, or raises the alarm.
     """
     proofs: dict[int, list[str]] = {}
     for size in sizes:

@@ -19,7 +19,7 @@ from nodes.links.relay import RelayLink
 from nodes.links.source import FrameSource
 from nodes.metrics import FRAMES_DROPPED, SESSIONS
 from nodes.models import NodeCredential
-from nodes.offload import run_in_database
+from nodes.offload import run_in_database, run_upkeep
 from nodes.services import sessions
 from nodes.session import (
     BoxLeaving,
@@ -329,7 +329,7 @@ class BoxSession:
         if self.endpoint.registry.get(link.node_id) is not None:
             return  # a newer session of the same box is here; its presence stands
         try:
-            await run_in_database(sessions.close_session, node_id=link.node_id, epoch=self.epoch, reason=self.close_reason)
+            await run_upkeep(sessions.close_session, node_id=link.node_id, epoch=self.epoch, reason=self.close_reason)
         except DatabaseError:
             logger.warning("worker.disconnect_not_stored node=%s; its presence will time out", link.node_name)
 

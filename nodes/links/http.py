@@ -12,6 +12,7 @@ from nodes.links.http1 import Connection, ConnectionPool
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import OpenRequest
 from wire.bridge import TokenCounts
+from wire.events import EventCutter
 from wire.frames import End
 from wire.usage import StreamReader, ask_for_usage, read_token_counts
 
@@ -32,6 +33,39 @@ class HttpTarget:
     port: int
     base_path: str = ""
     headers: dict[str, str] = field(default_factory=dict)
+
+
+class PeerReader:
+    """Event stream of another gateway: whole events out, but for the comment in which it says the token counts."""
+
+    __slots__ = ("_cutter", "_usage")
+
+    def __init__(self) -> None:
+        self._cutter = EventCutter()
+        self._usage: TokenCounts | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes; return what may go out now."""
+        return self._take_counts(self._cutter.feed(data))
+
+    def finish(self) -> bytes:
+        """Return what is left at the end of the stream."""
+        return self._take_counts(self._cutter.finish())
+
+    def usage(self) -> TokenCounts | None:
+        """Return the counts, None when there were none."""
+        return self._usage
+
+    def _take_counts(self, events: bytes) -> bytes:
+        """Leave the comment out. It stands at the beginning of a line; what models say may hold the same words elsewhere."""
+        if USAGE_COMMENT not in events:
+            return events
+        start = 0 if events.startswith(USAGE_COMMENT) else events.rfind(b"\n" + USAGE_COMMENT) + 1
+        if not events.startswith(USAGE_COMMENT, start):
+            return events
+        said, _, rest = events[start + len(USAGE_COMMENT) :].partition(b"\n\n")
+        self._usage = read_token_counts(said)
+        return events[:start] + rest
 
 
 class HttpStream:
@@ -56,7 +90,7 @@ class HttpStream:
         self._link = link
         self._request = request
         self._asked = asked
-        self._reader: StreamReader | None = None
+        self._reader: StreamReader | PeerReader | None = None
         self._usage: TokenCounts | None = None
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -117,8 +151,8 @@ class HttpStream:
             kind = EndKind.BUSY if refusal == "busy" else EndKind.LINK_LOST
             self.sink.on_end(LinkEnd(kind=kind, message="the other gateway could not start it", retryable=True))
             return
-        if not self._link.is_peer and headers.get("content-type", "").startswith("text/event-stream"):
-            self._reader = StreamReader(drops_usage=self._asked)
+        if headers.get("content-type", "").startswith("text/event-stream"):
+            self._reader = PeerReader() if self._link.is_peer else StreamReader(drops_usage=self._asked)
         self.sink.on_head(status, {k: v for k, v in headers.items() if k not in _DROPPED_RESPONSE_HEADERS})
 
     def on_response_data(self, data: bytes) -> None:
@@ -129,9 +163,6 @@ class HttpStream:
         if self._window <= 0 and not self._paused and self._connection is not None:
             self._paused = True
             self._connection.pause()
-        if self._link.is_peer and USAGE_COMMENT in data:
-            data, _, usage = data.rpartition(USAGE_COMMENT)
-            self._usage = read_token_counts(usage)
         kept = self._reader.feed(data) if self._reader is not None else data
         if kept:
             self.sink.on_data(kept)
@@ -248,9 +279,14 @@ class HttpLink(Link):
         lines += [f"{name}: {value}\r\n" for name, value in request.headers.items()]
         lines.append(f"x-request-id: {request.request_id}\r\n")
         if self.is_peer:
-            lines.append(f"x-muster-model: {request.model}\r\nx-muster-attempt: {request.attempt}\r\n")
-            lines.append(f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-tenant: {request.tenant}\r\n")
+            lines.append(f"x-muster-model: {_write_name(request.model)}\r\nx-muster-attempt: {request.attempt}\r\n")
+            lines.append(f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-tenant: {_write_name(request.tenant)}\r\n")
             lines.append(f"x-muster-priority: {request.priority}\r\n")
             lines.append(f"x-muster-streaming: {int(request.is_streaming)}\r\n")
         lines.append(f"content-length: {len(body)}\r\n\r\n")
         return "".join(lines).encode("latin-1", "replace") + body
+
+
+def _write_name(name: str) -> str:
+    """Return a name such that the header holds it as UTF-8; RFC 9110 leaves bytes beyond ASCII to those who agree on them."""
+    return name.encode().decode("latin-1")

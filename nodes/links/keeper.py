@@ -21,6 +21,9 @@ from wire.contract import NodeMode, NodeStatus
 
 logger = logging.getLogger("muster.nodes")
 
+_BLIND_S = 6.0
+"""Without rows for so long nothing is known of heartbeats; as long afterwards boxes get to write those they could not."""
+
 
 class LinkKeeper:
     """Applies node rows to links: policy, drains, fencing, and the links that are called over HTTP."""
@@ -34,6 +37,9 @@ class LinkKeeper:
         self.disabled_models: frozenset[str] = frozenset()
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
         self._connect_s = connect_s
+        self._applied_at = time.monotonic()
+        self._believed_at = 0.0
+        """From then on (time.monotonic()) a box without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
         self._shutdown_sent: set[uuid.UUID] = set()
 
@@ -45,6 +51,10 @@ class LinkKeeper:
         peers: Mapping[uuid.UUID, HttpTarget],
     ) -> None:
         """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the other live gateways."""
+        now = time.monotonic()
+        if now - self._applied_at > _BLIND_S:
+            self._believed_at = now + _BLIND_S
+        self._applied_at = now
         self.rows = {row.node_id: row for row in rows}
         self.other_gateways = frozenset(peers)
         self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
@@ -70,11 +80,15 @@ class LinkKeeper:
             self._enforce_drain(link, now)
             if isinstance(link, RelayLink):
                 self._check_socket(link, now)
-            elif now - link.last_seen >= link.offline_after_s:
+            elif now - link.last_seen >= link.offline_after_s and not self._is_blind(now):
                 self.registry.remove(link, "the node sent no heartbeat")
                 link.close("offline")
 
     # inside
+
+    def _is_blind(self, now: float) -> bool:
+        """Whether silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there."""
+        return now - self._applied_at > _BLIND_S or now < self._believed_at
 
     def _apply_row(self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]) -> None:
         link = self.registry.get(row.node_id)
@@ -90,7 +104,7 @@ class LinkKeeper:
             return
         wanted = self._wanted_target(row, target, peers)
         if wanted is None:
-            if isinstance(link, HttpLink):
+            if isinstance(link, HttpLink) and not self._is_blind(self._applied_at):
                 self.registry.remove(link, "the node is offline")
                 link.close("offline")
             return

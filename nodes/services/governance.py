@@ -76,9 +76,8 @@ def take_report(*, node_id: uuid.UUID, report: GovernanceReport, heard_ms: int) 
     node = take_governance(node_id=node_id, said=report.governance, heard_ms=heard_ms)
     if node is None or not node.op_level:
         return
-    alarm: str | None = report.witness_alarm or None
-    if report.witness_signature and alarm is None:
-        alarm = _judge_witness(node, report)
+    judged = _judge_witness(node, report) if report.witness_signature else None
+    alarm = report.witness_alarm or judged
     if alarm is None or alarm == node.witness_alarm:
         return
     if alarm:
@@ -98,6 +97,7 @@ def _judge_witness(node: Node, report: GovernanceReport) -> str:
             root=_decode(said.witness_root),
             signature=_decode(report.witness_signature),
             public_key=decode_bytes(node.box_key),
+            note=report.witness_note,
         )
     except (GovernanceError, ApprovalError, ValueError) as error:
         return f"what it says of the audit log proves nothing: {error}"[:300]

@@ -35,6 +35,7 @@ class NodeHealth:
     max_concurrent: int
     models: str
     last_error: str
+    id: uuid.UUID | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def _describe(node: Node, now: datetime) -> NodeHealth:
         max_concurrent=node.max_concurrent,
         models=describe_counts(count_replicas(presence)),
         last_error=presence.last_error if presence is not None else "",
+        id=node.pk,
     )
 
 

@@ -10,14 +10,14 @@ from datetime import datetime, timedelta
 
 import msgspec
 from django.db import DataError, transaction
-from django.db.models import Q
 from django.db.models.functions import Now
 from django.utils import timezone
 
 from governance import audit, hints
-from nodes.errors import EnrolmentRefused
+from nodes.errors import EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.services.governance import take_governance
+from nodes.services.rivals import is_held_elsewhere, is_rival, note_rival, take_instance
 from nodes.session import find_endpoints, read_contexts, read_endpoints, store_endpoints
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
@@ -95,13 +95,21 @@ def is_provider_open(name: str) -> bool:
     return Provider.objects.filter(name=name, state=ProviderState.ENABLED).exists()
 
 
-@transaction.atomic
 def open_session(request: SessionRequest) -> OpenedSession:
-    """Find or enrol the node of a session and fence older sessions. Raises EnrolmentRefused.
+    """Find or enrol the node of a session and fence older sessions. Raises EnrolmentRefused, and NameTaken of them.
 
     An enrolment credential is shared by many boxes and bridge v1 workers often share a name too, so a name that is
     live already gets a number; a muster v1 box that comes back under its name replaces its older session.
     """
+    opened = _open_session(request)
+    if opened is None:
+        raise NameTaken(bridge.NAME_TAKEN, param="node_name")
+    return opened
+
+
+@transaction.atomic
+def _open_session(request: SessionRequest) -> OpenedSession | None:
+    """Return the session, None for a second box beside one that is alive, which is written down."""
     credential = (
         NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node").get(pk=request.credential_id)
     )
@@ -109,15 +117,16 @@ def open_session(request: SessionRequest) -> OpenedSession:
         raise EnrolmentRefused("the credential was revoked")
     node = credential.node if credential.node is not None else _find_node(credential, request)
     message = request.message
+    if is_rival(node, message) and (node.pk in request.live_nodes or is_held_elsewhere(node, request.other_gateways)):
+        note_rival(node, peer_address=request.peer_address)
+        return None
     gpu = message.gpus[0] if message.gpus else None
     node.reach = Reach.RELAY
     node.max_concurrent = request.max_concurrent
     node.model_names = list(request.models)
     endpoints = find_endpoints(request.models, replicas=message.replicas, registered=message.endpoints)
     node.model_endpoints = store_endpoints(endpoints)
-    if not (message.instance_id and node.instance_id == message.instance_id[:64]):
-        node.epoch += 1  # one box on the sockets of several gateways is one session; another program fences it
-    node.instance_id = (message.instance_id or "")[:64]
+    take_instance(node, message)
     node.agent_version = (message.agent_version or "")[:60]
     if message.owner_name:
         node.owner_name = message.owner_name[:120]
@@ -158,11 +167,6 @@ def open_session(request: SessionRequest) -> OpenedSession:
 
 
 def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
-    taken_elsewhere = Q(
-        presence__connected=True,
-        presence__gateway_id__in=request.other_gateways,
-        presence__last_heartbeat_at__gte=Now() - timedelta(seconds=15),
-    )
     # With a credential for one box there is no second one that could share the name.
     shared_name = request.message.instance_id is None and credential.max_nodes > 1
     for number in range(1, _NAME_TRIES + 1):
@@ -174,9 +178,7 @@ def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
             return Node(name=name, credential=credential, provider=credential.provider)
         if not shared_name:
             return node
-        busy_here = node.pk in request.live_nodes
-        busy_there = Node.objects.filter(taken_elsewhere, pk=node.pk).exists()
-        if not busy_here and not busy_there:
+        if node.pk not in request.live_nodes and not is_held_elsewhere(node, request.other_gateways):
             return node
     raise EnrolmentRefused(f"more than {_NAME_TRIES} live workers are called {request.worker_name!r}")
 

@@ -14,6 +14,7 @@ MAX_RESULT_BYTES = 64 * 1024
 MAX_OP_KEYS = 8
 MAX_USE = 2**31 - 1
 MAX_RECEIPT_CHARS = 8 * 1024
+MAX_NOTE_CHARS = 8 * 1024
 _ID_CHARS = 64
 _RUNNER_ID_CHARS = 200
 _KEY_CHARS = 400
@@ -55,6 +56,9 @@ def clean_report(report: bridge.GovernanceReport) -> None:
     """Cut a ``governance_report``, in place."""
     clean_governance(report.governance)
     report.witness_signature = _keep_whole(report.witness_signature, _SECRET_CHARS)
+    note = report.witness_note
+    is_note = len(note) <= MAX_NOTE_CHARS and all(line.isprintable() for line in note.split("\n"))
+    report.witness_note = note if is_note else ""
     report.witness_alarm = _cut(report.witness_alarm, _ALARM_CHARS)
 
 

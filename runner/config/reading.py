@@ -20,6 +20,7 @@ from runner.config.values import (
     RunnerConfig,
     Timeouts,
 )
+from runner.definitions.definition import TRANSLATABLE
 from runner.errors import ConfigError
 
 TINY_MODEL_PATH = Path(__file__).resolve().parent.parent / "tiny" / "muster-tiny-q8_0.gguf"
@@ -183,7 +184,7 @@ def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | Llama
         path = parts.path.rstrip("/").removesuffix("/v1")
         url = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
         models = tuple(dict.fromkeys(name for name in options.texts("models") if name != "*"))
-        return BackendConfig(url=url, key=options.secret("backend_key"), models=models)
+        return BackendConfig(url=url, key=options.secret("backend_key"), models=models, translate=_read_translate(options))
     engine = options.text("engine", "llamacpp")
     if engine != "llamacpp":
         raise ConfigError(f"--engine must be llamacpp, not {engine!r}; other engines are named in the settings file")
@@ -202,4 +203,12 @@ def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | Llama
         model_name=options.text("model_name") or (TINY_MODEL_NAME if tiny else path_.stem),
         context_tokens=options.number("context", 2048, highest=1 << 20),
         threads=options.number("threads", threads, highest=1024),
+        translate=_read_translate(options),
     )
+
+
+def _read_translate(options: Options) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(options.texts("translate")))
+    if unknown := [word for word in words if word not in TRANSLATABLE]:
+        raise ConfigError(f"--translate must be a comma list of {', '.join(TRANSLATABLE)}, not {unknown[0]!r}")
+    return words

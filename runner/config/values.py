@@ -28,21 +28,26 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
-    """An OpenAI-compatible server that somebody else runs. ``url`` ends before ``/v1``."""
+    """An OpenAI-compatible server that somebody else runs. ``url`` ends before ``/v1``.
+
+    ``translate``: surfaces that gateways are to translate although the server may answer them.
+    """
 
     url: str
     key: str = field(default="", repr=False)
     models: tuple[str, ...] = ()
+    translate: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """One GGUF model that llama.cpp serves from the start. ``context_tokens`` is per slot."""
+    """One GGUF model that llama.cpp serves from the start. ``context_tokens`` is per slot; ``translate`` as of a backend."""
 
     model_path: Path
     model_name: str
     context_tokens: int
     threads: int
+    translate: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,15 @@ Backend = Literal[
 """``attached`` is not for settings files: a model of the server given with ``--backend``."""
 
 
+TRANSLATABLE: dict[str, str] = {"messages": "/v1/messages", "responses": "/v1/responses"}
+"""Surfaces that a gateway can say in chat completions, by the words of the settings, and their API paths."""
+
+
 class ModelDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A configured model, defaults filled in. ``options`` holds the backend's own fields under their full names."""
+    """A configured model, defaults filled in. ``options`` holds the backend's own fields under their full names.
+
+    ``translate``: words of TRANSLATABLE; gateways are not told that the engine answers those, so they translate.
+    """
 
     model_id: str
     backend: Backend
@@ -28,6 +35,7 @@ class ModelDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     replica_max: int = 1
     target_inflight: int = 1
     revision: str | None = None
+    translate: tuple[str, ...] = ()
     options: dict[str, object] = {}
     is_configured: bool = True
     """False: found among the model files, not described in the settings."""

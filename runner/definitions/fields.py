@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from runner.definitions.definition import Backend
+from runner.definitions.definition import TRANSLATABLE, Backend
 from runner.definitions.kinds import ENV_VARIABLE, URL, Boolean, Enum, Integer, Kind, Number, Text, TextList, TextMap
 
 BACKENDS: tuple[str, ...] = tuple(name for name in get_args(Backend) if name != "attached")
@@ -70,6 +70,7 @@ COMMON_FIELDS: Mapping[str, Field] = {
     "replica_max": _plain(Integer(minimum=1, maximum=64, unit="replicas")),
     "target_inflight": Field(Integer(minimum=1, maximum=1024, unit="requests"), is_override=True, uses_memory=False, default=1),
     "revision": _plain(Text(what="a revision of the model's repository", nullable=True)),
+    "translate": _plain(TextList(item=Text(what=" or ".join(TRANSLATABLE), is_valid=TRANSLATABLE.__contains__))),
 }
 """Fields of every backend. ``uses_memory`` of target_inflight is no: it is the plan's ``slots``, which is in every key."""
 

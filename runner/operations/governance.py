@@ -22,7 +22,7 @@ from runner.operations.keys import UnusableKey
 from runner.operations.op_keys import FOLDER_NAME, OpKeys
 from runner.operations.policies import PolicyStore, words_of
 from runner.operations.witness import FACT as WITNESS_FACT
-from runner.operations.witness import Witness
+from runner.operations.witness import Sighting, Witness
 from wire.auditlog import to_text
 from wire.bridge import BoxGovernance, CheckpointOffer, GovernanceReport, PolicyOffer
 from wire.optoken import Level, Policy
@@ -166,13 +166,15 @@ class Governance:
             if policy is None:  # nobody here knows yet whose signature counts
                 return self._report()
             sighting = await self.witness.judge(offer, log_keys=policy.log_keys)
-        return self._report(witness_signature=sighting.signature, witness_alarm=sighting.alarm)
+        return self._report(sighting)
 
-    def _report(self, *, witness_signature: str = "", witness_alarm: str = "") -> GovernanceReport | None:
-        told = self.describe()
+    def _report(self, said: Sighting | None = None) -> GovernanceReport | None:
+        told, word = self.describe(), said or Sighting()
         if told is None:
             return None
-        return GovernanceReport(governance=told, witness_signature=witness_signature, witness_alarm=witness_alarm)
+        return GovernanceReport(
+            governance=told, witness_signature=word.signature, witness_note=word.note, witness_alarm=word.alarm
+        )
 
     async def _forget(self, data: Path) -> bool:
         assert self.policies is not None

@@ -24,22 +24,31 @@ MAX_NOTE_CHARS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What became of an offered checkpoint. ``signature``: of this box over it, base64, "" when it was not accepted.
+    """What this box has to say after a checkpoint was offered.
 
-    ``alarm``: in what it contradicts the one seen before, or that nobody known signed it; "" = it does not.
+    ``signature``: of this box over the last checkpoint that it accepted, base64, "" = there is none. ``note``: that one as the
+    log signed it, "" when it was accepted before notes were kept. ``alarm``: in what the offer contradicts it, or that nobody
+    known signed the offer; "" = it does not.
     """
 
     signature: str = ""
+    note: str = ""
     alarm: str = ""
 
 
 class Witness:
-    """``seen`` is on disk before anything is signed."""
+    """``seen`` is on disk before anything is signed, and so is ``note``, in which the log signed it."""
 
     def __init__(self, ledger: Ledger, identity: Identity) -> None:
         self._ledger = ledger
         self._identity = identity
         self.seen: Checkpoint | None = None
+        self.note = ""
+
+    @property
+    def public_key(self) -> bytes:
+        """The key with which this box signs what it saw: SPKI DER."""
+        return self._identity.public_key
 
     async def open(self) -> None:
         """Read what was seen last. Raises LedgerError."""
@@ -47,32 +56,40 @@ class Witness:
         if text is not None:
             kept = json.loads(text)
             self.seen = Checkpoint(kept["origin"], kept["size"], to_bytes(kept["root"]))
+            self.note = kept.get("note", "")
 
     def forget(self) -> None:
         """Have seen nothing; the caller removes it from the disk."""
-        self.seen = None
+        self.seen, self.note = None, ""
 
     async def judge(self, offer: CheckpointOffer, *, log_keys: Sequence[str]) -> Sighting:
         """Say what becomes of a checkpoint, and keep it when it extends the last one. Raises LedgerError.
 
-        ``log_keys``: C2SP verifier keys of the pinned policy. A proof that begins elsewhere than where this box stands proves
-        nothing and contradicts nothing: the answer shows where it stands.
+        ``log_keys``: C2SP verifier keys of the pinned policy. Neither a checkpoint from before nor a proof that begins
+        elsewhere than where this box stands contradicts anything: the answer shows where that is, for who has the log to judge.
         """
         try:
             checkpoint = _read_note(offer.note, log_keys)
             alarm = self._compare(checkpoint, offer)
         except AuditLogError as error:
-            alarm = str(error)
-            checkpoint = None
+            return self._refuse(str(error))
         if alarm:
-            log.error("audit checkpoint refused: %s", alarm)
+            return self._refuse(alarm)
+        if self._follows(checkpoint, offer) and (checkpoint != self.seen or not self.note):
+            await self._ledger.write_fact(FACT, _describe(checkpoint, offer.note))
+            self.seen, self.note = checkpoint, offer.note
+        return self._sight()
+
+    def _refuse(self, alarm: str) -> Sighting:
+        log.error("audit checkpoint refused: %s", alarm)
+        return self._sight(alarm=alarm)
+
+    def _sight(self, *, alarm: str = "") -> Sighting:
+        """Return the signed word of this box on what it has seen."""
+        if self.seen is None:
             return Sighting(alarm=alarm)
-        if checkpoint is None or not self._follows(checkpoint, offer):
-            return Sighting()
-        if checkpoint != self.seen:
-            await self._ledger.write_fact(FACT, _describe(checkpoint))
-            self.seen = checkpoint
-        return Sighting(signature=to_text(self._identity.private_key.sign(checkpoint.witness_message())))
+        signature = self._identity.private_key.sign(self.seen.witness_message())
+        return Sighting(signature=to_text(signature), note=self.note, alarm=alarm)
 
     def _compare(self, checkpoint: Checkpoint, offer: CheckpointOffer) -> str:
         """Return in what a checkpoint contradicts the one seen. Raises AuditLogError for a proof that cannot be read."""
@@ -82,7 +99,8 @@ class Witness:
         if checkpoint.origin != seen.origin:
             return f"a checkpoint of another log, {checkpoint.origin}; this box has seen {seen.origin}"
         if checkpoint.size < seen.size:
-            return f"the log has {checkpoint.size} entries; this box has seen {seen.size}"
+            log.warning("an audit checkpoint of %d entries was offered; this box has seen %d", checkpoint.size, seen.size)
+            return ""
         if checkpoint.size == seen.size:
             return "" if checkpoint.root == seen.root else f"another root over the same {seen.size} entries"
         if offer.old_size != seen.size:
@@ -96,9 +114,9 @@ class Witness:
         return "" if holds else f"the log of {checkpoint.size} entries does not extend the one of {seen.size} that was seen"
 
     def _follows(self, checkpoint: Checkpoint, offer: CheckpointOffer) -> bool:
-        """Return whether a checkpoint without contradiction is proven to follow, too."""
+        """Return whether a checkpoint without contradiction is the one seen, or proven to follow it."""
         seen = self.seen
-        return seen is None or checkpoint.size == seen.size or offer.old_size == seen.size
+        return seen is None or checkpoint == seen or (checkpoint.size > seen.size and offer.old_size == seen.size)
 
 
 def _read_note(note: str, log_keys: Sequence[str]) -> Checkpoint:
@@ -115,5 +133,5 @@ def _holds(public_key: bytes, message: bytes, signature: bytes) -> bool:
     return True
 
 
-def _describe(checkpoint: Checkpoint) -> str:
-    return json.dumps({"origin": checkpoint.origin, "size": checkpoint.size, "root": to_text(checkpoint.root)})
+def _describe(checkpoint: Checkpoint, note: str) -> str:
+    return json.dumps({"origin": checkpoint.origin, "size": checkpoint.size, "root": to_text(checkpoint.root), "note": note})

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from importlib.resources import files
+from typing import Any, TypeVar
 
 import pytest
 from django.db import connection
@@ -22,6 +23,7 @@ from tests.control_process import ServerProcess, free_port, serve_control, serve
 
 Result = TypeVar("Result")
 PASSWORD = "a password for tests only"
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 REPORTER = """
 document.addEventListener("securitypolicyviolation", (event) => {
     console.error(`CSP violation: ${event.violatedDirective} ${event.blockedURI} ${event.sample}`);
@@ -72,6 +74,24 @@ def browser(control: ServerProcess, transactional_db: None) -> Iterator[Browser]
         started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield started
         started.close()
+
+
+def find_violations(page: Page) -> list[str]:
+    """Return what axe-core finds that is serious, in the light, and of colours in the dark."""
+    page.evaluate(AXE)
+    found = []
+    for scheme, rules in (("light", "{}"), ("dark", "{runOnly: ['color-contrast']}")):
+        page.evaluate(f"document.documentElement.classList.toggle('dark', {str(scheme == 'dark').lower()})")
+        result: dict[str, Any] = page.evaluate(
+            f"axe.run('#content', {{...{rules}, resultTypes: ['violations'], preload: false}})"
+        )
+        found += [
+            f"{scheme}: {violation['id']} {node['target']} {node['failureSummary']}"
+            for violation in result["violations"]
+            for node in violation["nodes"]
+            if violation["impact"] in {"serious", "critical"}
+        ]
+    return found
 
 
 def in_database(work: Callable[[], Result]) -> Result:

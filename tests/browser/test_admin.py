@@ -12,8 +12,7 @@ from gateway.models import ApiKey, RequestRecord
 from gateway.routing import Target
 from gateway.services import allow_model, create_alias, create_tenant
 from nodes.models import Node
-from tests.browser.conftest import Visit, in_database
-from tests.contract.waiting import wait_until
+from tests.browser.conftest import Visit, find_violations, in_database
 from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
 from tests.integration.nodes.factories import make_credential, make_node, make_presence
 from wire.contract import RequestState
@@ -34,6 +33,11 @@ LISTS = (
     "governance/admintoken",
     "governance/auditevent",
 )
+FIND_CUT_OFF = """() => [...document.querySelectorAll("html, #changelist *")]
+    .filter((box) => box.tagName === "HTML" || ["auto", "scroll"].includes(getComputedStyle(box).overflowX))
+    .filter((box) => box.scrollWidth > box.clientWidth)
+    .map((box) => `${box.tagName} ${box.className} shows ${box.clientWidth} of ${box.scrollWidth}`)"""
+"""What can only be seen by scrolling to the side."""
 POLYGLOT = "\"'></title></script><img src=x onerror=alert(1)><svg onload=alert(2)>{{constructor.constructor('alert(3)')()}}"
 
 
@@ -57,7 +61,9 @@ def make_one_of_each() -> None:
     make_gateway()
     allow_model(name="tiny", actor=ACTOR)
     create_alias(name="gpt-4o-mini", targets=[Target("tiny")], actor=ACTOR)
-    make_record(state=RequestState.RUNNING)
+    make_record(state=RequestState.RUNNING, asked_model="gpt-4o-mini", key_name="nightly evaluation of the assistant")
+    times = {"latency_ms": 9_999, "ttfb_ms": 9_000, "queue_ms": 8_000}
+    make_record(state=RequestState.FAILED, error_code="FORWARDED_REQUEST_FAILED", is_streaming=True, **times)
 
 
 def find_node() -> Node:
@@ -156,21 +162,39 @@ def test_text_from_boxes_never_runs(visit: Visit) -> None:
         assert visit.page.locator("#content img[src=x], #content svg[onload]").count() == 0
 
 
-def test_the_counters_of_the_first_page_follow_without_a_reload(visit: Visit) -> None:
+def test_what_waits_and_why_is_followed_without_a_reload(visit: Visit) -> None:
+    node = in_database(lambda: make_node("attic", model_names=["tiny"], cordoned=True))
+    in_database(lambda: make_presence(node))
     visit.sign_in()
-    queued = visit.page.locator("[data-live=queued]")
+    page, queued = visit.page, visit.page.locator("[data-live=queued]")
     expect(queued).to_have_text("0")
 
-    in_database(lambda: make_record(state=RequestState.QUEUED))
+    # Of a gateway that is heard from all along: requests of lost ones are ended by the others.
+    alive = in_database(lambda: make_gateway(silent_s=-3600))
+    record = in_database(lambda: make_record(state=RequestState.QUEUED, age_s=9, gateway_id=alive.pk))
+    expect(queued).to_have_text("1")
+    expect(page.locator("#problems")).to_contain_text("Only attic has tiny, and it is cordoned. Uncordon attic")
 
-    wait_until(lambda: queued.inner_text() == "1", what="the page shows the request that waits")
+    visit.open("/admin/gateway/requestrecord/")
+    expect(page.locator("#result_list, table").first).to_contain_text("cordoned")
+    visit.open(f"/admin/gateway/requestrecord/{record.pk}/change/")
+    expect(page.locator("#request")).to_contain_text("It waits: Only attic has tiny, and it is cordoned.")
+    in_database(lambda: Node.objects.update(cordoned=False, draining=True))
+    expect(page.locator("#request")).to_contain_text("and it is being drained")
+    in_database(lambda: RequestRecord.objects.update(state="failed", error_code="NODE_DRAINING"))
+    expect(page.locator("#request")).to_contain_text("Every box that serves the model was being held back.")
+    assert find_violations(page) == []
 
 
-@pytest.mark.parametrize("width", [360, 768])
-def test_pages_fit_a_narrow_screen(visit: Visit, width: int) -> None:
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_pages_fit_the_screen(visit: Visit, width: int) -> None:
     in_database(make_one_of_each)
     visit.sign_in()
     visit.page.set_viewport_size({"width": width, "height": 800})
     for path in ("/admin/", "/admin/nodes/node/", "/admin/gateway/requestrecord/", "/admin/gateway/apikey/add/"):
         visit.open(path)
-        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert visit.page.evaluate(FIND_CUT_OFF) == []
+    if width == 1440:
+        for name in ("gateway/requestrecord", "gateway/modelalias"):
+            visit.open(f"/admin/{name}/")
+            assert find_violations(visit.page) == []

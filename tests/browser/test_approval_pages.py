@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize
 
 from controlplane.launcher.browsers import find_chromium
 from controlplane.models import User
+from gateway.services import create_tenant
 from governance import services
 from governance.models import Operation
 from governance.services.people import create_invitation
@@ -26,9 +27,10 @@ from governance.signin import ASSURANCE
 from governance.states import ApprovalState
 from tests.browser.conftest import REPORTER, Visit, in_database
 from tests.control_process import ServerProcess
+from tests.integration.governance.fake_box import fake_boxes, propose_load
 from tests.integration.governance.team import Member, Team, make_governed, make_team, propose_token
 from tests.integration.nodes.governed import Identity, make_box
-from wire.optoken.approval import canonical, decode_bytes, digest_words
+from wire.optoken.approval import canonical, decode_bytes, digest_words, read_statement
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
 
@@ -188,6 +190,10 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
         approve_here(visit.page)
     run_due()
     expect(ana.page.locator("[data-live=runs]")).to_contain_text("Version 1 is in force")
+    expect(ana.page.get_by_role("columnheader", name="Now")).to_be_visible()
+    ana.page.reload()  # by now everything is as it was asked for
+    expect(ana.page.get_by_role("columnheader", name="Asked for")).to_be_visible()
+    expect(ana.page.get_by_role("columnheader", name="Now")).to_have_count(0)
 
     ana.open("/approvals/propose?operation=admin-token-mint")
     field = ana.page.locator("[name='param-name'], [name='param-']")
@@ -280,7 +286,58 @@ def test_a_page_signs_only_what_it_shows_and_writes_it_as_the_verifier_does(
     assert ben.complaints == []
 
 
-def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Site, team: Team, operation: Operation) -> None:
+def propose_raise(team: Team) -> Operation:
+    create_tenant(name="research", actor="user:ana", requests_per_minute=10)
+    asked: dict[str, object] = {"targets": ["tenant:research"], "params": {"requests_per_minute": 100}}
+    return propose_token(team[0], operation="limit-raise", **asked)
+
+
+BATCH_CHANGES = (
+    "member('stopsOnFailure').textContent = 'true'",
+    "member('stopsOnFailure').textContent = 'False'",
+    "member('stopsOnFailure').hidden = true",
+    "member('v').textContent = '1'",
+)
+ADD_BATCH = """member('maxUses').insertAdjacentHTML('afterend', '<dd data-member="stopsOnFailure">true</dd>')"""
+
+
+def propose_batch(member: Member) -> Operation:
+    with fake_boxes():
+        return propose_load(member, "box-a", "box-b", stops_on_failure=False)
+
+
+def write_as_version_1(operation: Operation) -> None:
+    members = {name: value for name, value in json.loads(bytes(operation.statement)).items() if name != "stopsOnFailure"}
+    statement = read_statement(canonical(members | {"v": 1}))
+    Operation.objects.filter(pk=operation.pk).update(statement=statement.raw, digest=statement.digest.hex())
+
+
+def require_unsignable(page: Page, change: str) -> None:
+    page.evaluate(REMEMBER)
+    page.evaluate(change)
+    approve_button(page).click()
+    expect(page.locator("#approve-fault")).to_contain_text("Do not approve")
+    page.evaluate("window.putBack()")
+
+
+def test_what_a_failure_does_to_a_batch_is_signed_and_batches_of_the_first_format_are_read_too(site: Site, team: Team) -> None:
+    operation = in_database(lambda: propose_batch(team[0]))
+    ben = site.visit_as(team[1].user)
+    put_passkey(ben, team[1])
+    ben.open(path_of(operation))
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    for change in BATCH_CHANGES:
+        require_unsignable(ben.page, change)
+    in_database(lambda: write_as_version_1(operation))
+    ben.page.reload()
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    require_unsignable(ben.page, ADD_BATCH)
+    assert not in_database(operation.decisions.exists)
+    assert ben.complaints == []
+
+
+def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Site, team: Team) -> None:
+    operation = in_database(lambda: propose_raise(team))
     otto = site.visit_as(in_database(lambda: User.objects.create_user("otto")))
     ana, ben = site.visit_as(team[0].user), site.visit_as(team[1].user)
     put_passkey(ben, team[1])
@@ -290,6 +347,7 @@ def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Si
         visit.open(path_of(operation))
     for visit in (otto, ana, ben):
         wait_live(visit.page)
+        expect(visit.page.get_by_role("heading", name="If it ran now")).to_be_visible()
     expect(approve_button(otto.page)).to_be_hidden()
     expect(otto.page.get_by_text("The policy does not name you as an approver")).to_be_visible()
     ben.page.get_by_label("Comment (optional)").fill("checked the name")
@@ -306,6 +364,7 @@ def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Si
     expect(ben.page.get_by_text("Your rejection is recorded.")).to_be_visible()
     for visit in (ana, deaf):  # with a socket, and by asking every three seconds
         expect(visit.page.get_by_text("rejected by ben: nobody needs it")).to_be_visible()
+        expect(visit.page.get_by_role("heading", name="If it ran now")).to_have_count(0)
     expect(ana.page.get_by_role("button", name="Cancel the operation")).to_be_hidden()
     expect(ana.page.locator("#said")).to_contain_text("rejected")
     assert in_database(lambda: Operation.objects.get(pk=operation.pk).state) == ApprovalState.REJECTED

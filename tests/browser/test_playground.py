@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine, Iterator
-from importlib.resources import files
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from gateway.services import allow_model, create_tenant
-from tests.browser.conftest import Visit, in_database
+from tests.browser.conftest import Visit, find_violations, in_database
 from tests.contract.scripted_box import ScriptedBox, Stream
 from tests.control_process import ServerProcess
 from tests.integration.gateway_admin.factories import ACTOR
@@ -21,7 +20,6 @@ from tests.integration.nodes.factories import make_credential
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
 
-AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 MODEL = "llama-3.1-8b-instruct"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 TOOL_CALL: tuple[dict[str, Any], ...] = (
@@ -70,6 +68,7 @@ class BoxThread:
 def prepare() -> str:
     create_tenant(name="default", actor=ACTOR)
     allow_model(name=MODEL, actor=ACTOR)
+    allow_model(name="unserved", actor=ACTOR)
     return make_credential("attic")[1]
 
 
@@ -86,24 +85,6 @@ def attic(visit: Visit, gateway: ServerProcess) -> Iterator[BoxThread]:
 
 def fact(page: Page, name: str) -> Any:  # Playwright's locator
     return page.locator(f"[data-fact={name}]")
-
-
-def find_violations(page: Page) -> list[str]:
-    """Return what axe-core finds that is serious, in the light, and of colours in the dark."""
-    page.evaluate(AXE)
-    found = []
-    for scheme, rules in (("light", "{}"), ("dark", "{runOnly: ['color-contrast']}")):
-        page.evaluate(f"document.documentElement.classList.toggle('dark', {str(scheme == 'dark').lower()})")
-        result: dict[str, Any] = page.evaluate(
-            f"axe.run('#content', {{...{rules}, resultTypes: ['violations'], preload: false}})"
-        )
-        found += [
-            f"{scheme}: {violation['id']} {node['target']} {node['failureSummary']}"
-            for violation in result["violations"]
-            for node in violation["nodes"]
-            if violation["impact"] in {"serious", "critical"}
-        ]
-    return found
 
 
 def watch_an_answer(page: Page, attic: BoxThread) -> None:
@@ -128,6 +109,16 @@ def watch_an_answer(page: Page, attic: BoxThread) -> None:
         expect(fact(page, name)).to_have_text(text)
     for name in ("first", "rate", "queue", "total"):
         expect(fact(page, name)).not_to_have_text("–")
+
+
+def wait_with_a_reason(page: Page) -> None:
+    """Ask for a model that no box has; see why nothing comes, and stop."""
+    page.get_by_label("Model or alias").select_option("unserved")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#pg-status")).to_contain_text("Waiting. No box has unserved. Start a box that has it.")
+    page.locator("#pg-stop").click()
+    expect(page.locator("#pg-status")).to_have_text("Stopped.")
+    page.get_by_label("Model or alias").select_option(MODEL)
 
 
 def stop_an_answer(page: Page, attic: BoxThread) -> str:
@@ -164,6 +155,7 @@ def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: BoxTh
     assert find_violations(page) == []
     record_page = stop_an_answer(page, attic)
     take_the_code(page)
+    wait_with_a_reason(page)
 
     page.get_by_text("Tools", exact=True).click()
     page.get_by_label("Tools as JSON").fill("[{")

@@ -27,6 +27,10 @@ The key may also be in {KEY_VARIABLE}. Exit status: 0 nothing failed, 1 somethin
 With --scripted the model must be the scripted engine, which does what the prompt tells it to (tool calls, thoughts, refusals,
 errors, cuts): start it with `python -m tests.conformance.engine`, put a box in front of it with `./muster node --backend URL`,
 allow the model "scripted", and ask for that. Without it, requirements that only such an engine can show are skipped.
+
+With --engine-url a requirement that the server does not fulfil is checked against the engine without the server. The same fault
+there is listed as `engine` with its words, counted apart, and leaves the exit status alone. Give it for paths that the engine
+answers itself: of a translated answer the server is the author.
 """
 
 
@@ -43,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if not (options.base_url and options.api_key and options.model):
         return _cannot_run(f"--base-url, --api-key (or {KEY_VARIABLE}) and --model are needed")
     target = Target(
-        base_url=options.base_url.rstrip("/").removesuffix("/v1"),
+        base_url=_trim(options.base_url),
         api_key=options.api_key,
         model=options.model,
         scripted=options.scripted,
@@ -66,6 +70,9 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
         help=f"another model for one of {', '.join(_OTHER_MODELS)}; may be repeated",
     )  # fmt: skip
     parser.add_argument("--scripted", action="store_true", help="the model is the scripted engine")
+    parser.add_argument("--engine-url", metavar="URL", help="of the engine behind it, to be asked itself whatever fails")
+    parser.add_argument("--engine-model", metavar="NAME", help="the model's name there (default: the same)")
+    parser.add_argument("--engine-key", metavar="KEY", default="none", help="a key of the engine's, where it asks for one")
     parser.add_argument(
         "--only", metavar="A,B", type=lambda text: text.split(","), default=[], help="surfaces, or beginnings of ids"
     )
@@ -88,6 +95,10 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
         help="of the engine where keep-alives are awaited (default: %(default)g)",
     )
     return parser.parse_args(argv)
+
+
+def _trim(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _model_for(text: str) -> tuple[str, str]:
@@ -116,7 +127,18 @@ async def _run(target: Target, rows: Sequence[Row], options: argparse.Namespace)
     if listed.status in {401, 403}:
         return _cannot_run(f"{target.base_url} refuses the key ({listed.status})")
     progress = _Progress(len(rows))
-    findings = await run_rows(target, rows, required=options.require, simultaneous=options.jobs, on_finding=progress.note)
+    engine = None
+    if options.engine_url:
+        engine = Target(
+            base_url=_trim(options.engine_url),
+            api_key=options.engine_key,
+            model=options.engine_model or target.model,
+            scripted=target.scripted,
+            timeout_s=target.timeout_s,
+        )
+    findings = await run_rows(
+        target, rows, required=options.require, simultaneous=options.jobs, on_finding=progress.note, engine=engine
+    )
     progress.clear()
     print(format_table(rows, findings))
     print()

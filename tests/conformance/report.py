@@ -61,7 +61,7 @@ def _summarise(name: str, findings: Iterable[Finding]) -> str:
     count = Counter(finding.verdict for finding in findings)
     return (
         f"{name:<14}{count.total():>4} requirements:{count[Verdict.OK]:>5} ok{count[Verdict.FAIL]:>5} failed"
-        f"{count[Verdict.SKIPPED]:>5} skipped"
+        f"{count[Verdict.ENGINE]:>5} failed by the engine{count[Verdict.SKIPPED]:>5} skipped"
     )
 
 

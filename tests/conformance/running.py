@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,6 +17,7 @@ from tests.conformance.target import (
     EMBEDDINGS,
     IMAGES,
     MESSAGES,
+    PROMPT,
     RERANK,
     RESPONSES,
     Target,
@@ -28,6 +30,8 @@ _ROW_PATIENCE = 3
 """A row may ask several times; so many times the time-out of one answer ends it."""
 _OPTIONAL = frozenset({Surface.COMPLETIONS, Surface.EMBEDDINGS, Surface.RERANK, Surface.AUDIO, Surface.IMAGES})
 """Surfaces that hang on what the model is for: one that refuses them is no fault of the server."""
+_CHANCE = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
+"""Numbers and ids: they differ from answer to answer where the fault is the same."""
 
 
 async def run_rows(
@@ -37,10 +41,15 @@ async def run_rows(
     required: Iterable[Surface] = (),
     simultaneous: int = SIMULTANEOUS,
     on_finding: Callable[[Finding], None] = lambda finding: None,
+    engine: Target | None = None,
 ) -> list[Finding]:
-    """Return a finding for each row, in their order. ``required``: surfaces whose absence is a failure, no reason to skip."""
+    """Return a finding for each row, in their order. ``required``: surfaces whose absence is a failure, no reason to skip.
+
+    ``engine``: what answers behind the server, asked itself whatever fails; the same fault there is the engine's.
+    """
     turns = asyncio.Semaphore(simultaneous)
     presence = _Presence(target, frozenset(required))
+    behind = None if engine is None else _Presence(engine, frozenset())
 
     async def run(row: Row) -> Finding:
         began = time.monotonic()
@@ -50,6 +59,8 @@ async def run_rows(
             async with turns:
                 began = time.monotonic()
                 verdict, detail = await _judge(target, row, presence)
+                if verdict is Verdict.FAIL and engine is not None and behind is not None:
+                    verdict, detail = _compare(detail, *await _judge(engine, row, behind))
         finding = Finding(row.id, verdict, detail, time.monotonic() - began)
         on_finding(finding)
         return finding
@@ -72,6 +83,15 @@ async def _judge(target: Target, row: Row, presence: _Presence) -> tuple[Verdict
     except (OSError, TimeoutError) as error:
         return Verdict.FAIL, f"the connection failed: {str(error) or type(error).__name__}"
     return Verdict.OK, ""
+
+
+def _compare(detail: str, verdict: Verdict, of_engine: str) -> tuple[Verdict, str]:
+    """Return whose a failure is, given what came of the same row when the engine was asked itself."""
+    if verdict is Verdict.OK:
+        return Verdict.FAIL, f"{detail} (the engine itself fulfils it)"
+    if verdict is Verdict.FAIL and _CHANCE.sub("#", of_engine) == _CHANCE.sub("#", detail):
+        return Verdict.ENGINE, f"engine: {of_engine}"
+    return Verdict.FAIL, f"{detail} (the engine itself: {of_engine})"
 
 
 class _Presence:
@@ -115,7 +135,7 @@ class _Presence:
             Surface.RESPONSES: (RESPONSES, target.responses_body()),
             Surface.MESSAGES: (MESSAGES, target.messages_body()),
             Surface.COUNT_TOKENS: (COUNT_TOKENS, {**model, "messages": [{"role": "user", "content": "a"}]}),
-            Surface.EMBEDDINGS: (EMBEDDINGS, {"model": target.model_for(EMBEDDINGS), "input": "a"}),
+            Surface.EMBEDDINGS: (EMBEDDINGS, {"model": target.model_for(EMBEDDINGS), "input": PROMPT}),
             Surface.RERANK: (RERANK, {"model": target.model_for(RERANK), "query": "a", "documents": ["a", "b"]}),
             Surface.IMAGES: (IMAGES, {"model": target.model_for(IMAGES), "prompt": "a llama"}),
         }

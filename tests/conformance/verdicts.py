@@ -19,12 +19,16 @@ class Verdict(StrEnum):
 
     OK = "ok"
     FAIL = "FAIL"
+    ENGINE = "engine"
+    """Not fulfilled, and the engine itself, asked without the server between, does not fulfil it either."""
     SKIPPED = "skipped"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came of one row. ``detail``: the violation or the reason, empty when it is fulfilled."""
+    """What came of one row. ``detail``: the violation or the reason, empty when it is fulfilled; a violation of the engine's
+    begins with ``engine:``.
+    """
 
     row_id: str
     verdict: Verdict

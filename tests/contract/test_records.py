@@ -166,3 +166,6 @@ async def test_metrics_are_served_and_count_requests(lab: Lab) -> None:
     assert metrics.status == 200
     assert metrics.headers["content-type"].startswith("text/plain")
     assert b"muster_" in metrics.body
+    passed_on = await call("GET", lab.gateway.url + "/metrics", headers={"x-forwarded-for": "203.0.113.9"})
+    assert passed_on.status == 403
+    assert b"muster_" not in passed_on.body

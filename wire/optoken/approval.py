@@ -175,6 +175,7 @@ class Statement:
     """What approvers sign. ``raw`` are the very bytes; times are Unix seconds; ``targets`` name boxes or things."""
 
     raw: bytes
+    version: int
     op_id: str
     operation: str
     op_class: str
@@ -187,6 +188,7 @@ class Statement:
     not_before: int
     not_after: int
     max_uses: int
+    stops_on_failure: bool  # the targets behind a failed one are left alone: version 2 says whether, version 1 always means it
 
     @property
     def digest(self) -> bytes:
@@ -198,20 +200,23 @@ def read_statement(raw: bytes) -> Statement:
     """Return the statement whose canonical bytes are ``raw``. Raises ApprovalError (not_canonical, bad_statement)."""
     bad = Rule.BAD_STATEMENT
     names = "v opId operation class targets params policy requestedBy reasonDigest requestedAt notBefore notAfter maxUses"
-    members = _object(read_canonical(raw, limit=MAX_STATEMENT_BYTES), names, bad)
+    found = read_canonical(raw, limit=MAX_STATEMENT_BYTES)
+    version = _whole(found, "v", bad)
+    members = _object(found, names if version == 1 else f"{names} stopsOnFailure", bad)
     policy, params = _object(members["policy"], "id version sha256", bad), members["params"]
-    if _whole(members, "v", bad) != 1 or not isinstance(params, dict):
-        raise ApprovalError(bad, "version 1 with an object of params is what can be read")
+    if version not in {1, 2} or not isinstance(params, dict):
+        raise ApprovalError(bad, "version 1 or 2 with an object of params is what can be read")
     targets = _texts(members, "targets", bad)
     if not 1 <= len(targets) <= MAX_TARGETS:
         raise ApprovalError(bad, f"targets must be 1 to {MAX_TARGETS} names")
     return Statement(
-        raw=raw, op_id=_text(members, "opId", bad), operation=_text(members, "operation", bad),
+        raw=raw, version=version, op_id=_text(members, "opId", bad), operation=_text(members, "operation", bad),
         op_class=_text(members, "class", bad), targets=targets, params=params,
         policy=PolicyRef(_text(policy, "id", bad), _whole(policy, "version", bad, least=1), _text(policy, "sha256", bad)),
         requested_by=_text(members, "requestedBy", bad), reason_digest=_text(members, "reasonDigest", bad),
         requested_at=_whole(members, "requestedAt", bad), not_before=_whole(members, "notBefore", bad),
         not_after=_whole(members, "notAfter", bad), max_uses=_whole(members, "maxUses", bad, least=1),
+        stops_on_failure=version == 1 or _flag(members, "stopsOnFailure", bad),
     )  # fmt: skip
 
 
@@ -744,6 +749,8 @@ def main(arguments: Sequence[str]) -> int:
         f"  policy {policy.ref.id} version {policy.ref.version}; compare version 1 with what was confirmed on the box: "
         f"{policy_words(first.ref.sha256)}\n"
     )
+    if len(statement.targets) > 1:
+        sys.stdout.write(f"  a batch: {'stops at a failure' if statement.stops_on_failure else 'goes on after failures'}\n")
     for receipt in receipts:
         sys.stdout.write(f"  {receipt['runnerId']} says {json.dumps(receipt.get('outcome'))}\n")
     return 0

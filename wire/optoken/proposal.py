@@ -93,21 +93,23 @@ def build_statement(
     not_before: int,
     not_after: int,
     max_uses: int,
+    stops_on_failure: bool = True,
 ) -> Statement:
     """Return the statement that approvers are to sign. ``params``: every member of the request body that is not null.
 
-    Times are Unix seconds. Raises ApprovalError (not_canonical, bad_statement); whether a policy allows it is not looked at.
+    Times are Unix seconds. ``stops_on_failure`` counts with several targets only: such a statement is of version 2, any other
+    of version 1, which boxes of earlier releases read as well. Raises ApprovalError (not_canonical, bad_statement); whether a
+    policy allows it is not looked at.
     """
-    return read_statement(
-        canonical(
-            {
-                "v": 1, "opId": op_id, "operation": operation, "class": op_class, "targets": list(targets),
-                "params": dict(params), "requestedBy": requested_by, "reasonDigest": digest_reason(reason),
-                "policy": {"id": policy_ref.id, "version": policy_ref.version, "sha256": policy_ref.sha256},
-                "requestedAt": requested_at, "notBefore": not_before, "notAfter": not_after, "maxUses": max_uses,
-            }
-        )
-    )  # fmt: skip
+    members: dict[str, object] = {
+        "v": 1, "opId": op_id, "operation": operation, "class": op_class, "targets": list(targets),
+        "params": dict(params), "requestedBy": requested_by, "reasonDigest": digest_reason(reason),
+        "policy": {"id": policy_ref.id, "version": policy_ref.version, "sha256": policy_ref.sha256},
+        "requestedAt": requested_at, "notBefore": not_before, "notAfter": not_after, "maxUses": max_uses,
+    }  # fmt: skip
+    if len(targets) > 1:
+        members |= {"v": 2, "stopsOnFailure": stops_on_failure}
+    return read_statement(canonical(members))
 
 
 def build_policy(

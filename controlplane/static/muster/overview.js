@@ -1,36 +1,24 @@
-// Keeps the counters of the overview current. Without a socket the page simply shows the state it was loaded with.
-"use strict";
+// Keeps the overview current: its counters, what is wrong now, and the boxes.
+import { follow, parse, updateChildren } from "./live.js";
 
-(() => {
-    const root = document.getElementById("overview");
-    if (!root) {
-        return;
-    }
-    const scheme = location.protocol === "https:" ? "wss:" : "ws:";
-    const longestPauseMs = 30000;
-    let pauseMs = 1000;
+const root = document.getElementById("overview");
 
-    const show = (counters) => {
-        for (const element of root.querySelectorAll("[data-live]")) {
-            const value = counters[element.dataset.live];
-            if (typeof value === "number") {
-                element.textContent = String(value);
-            }
+const show = (pushed) => {
+    for (const element of root.querySelectorAll("[data-live]")) {
+        const value = pushed[element.dataset.live];
+        if (typeof value === "number" && element.textContent !== String(value)) {
+            element.textContent = String(value);
         }
-    };
+    }
+    const fresh = parse(pushed.html);
+    for (const element of document.querySelectorAll("[data-part]")) {
+        const part = fresh.querySelector(`[data-part="${element.dataset.part}"]`);
+        if (part) {
+            updateChildren(element, part);
+        }
+    }
+};
 
-    const connect = () => {
-        const socket = new WebSocket(`${scheme}//${location.host}${root.dataset.socket}`);
-        socket.addEventListener("message", (event) => {
-            pauseMs = 1000;
-            show(JSON.parse(event.data));
-        });
-        socket.addEventListener("close", () => {
-            setTimeout(connect, pauseMs * (0.5 + Math.random()));
-            pauseMs = Math.min(pauseMs * 2, longestPauseMs);
-        });
-        addEventListener("pagehide", () => socket.close(), { once: true });
-    };
-
-    connect();
-})();
+if (root) {
+    follow(root.dataset.socket, show);
+}

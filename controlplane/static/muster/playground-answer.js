@@ -7,7 +7,7 @@ const find = (name) => document.getElementById(`pg-${name}`);
 const fact = (name) => root.querySelector(`[data-fact="${name}"]`);
 const rawLimit = 256 * 1024;
 const looksMs = [0, 250, 500, 1000, 2000];
-const stillWaitingMs = 20000;
+const askWhyMs = 2000;
 const keyAdvice = "A key that this page made was revoked: send again, and it makes another. A key of your own: check it.";
 
 // What to do about an error that the gateway names. Without an entry its own words must do.
@@ -102,6 +102,7 @@ class Run {
     #raw = "";
     #isPainting = false;
     #isRefused = false;
+    #isOver = false;
     #record = "";
     #requestId = "";
 
@@ -241,6 +242,7 @@ class Run {
     }
 
     #finish() {
+        this.#isOver = true;
         if (this.#isRefused) {
             find("status").textContent = "Not sent: see the form.";
             find("empty").textContent = "Nothing asked.";
@@ -259,6 +261,20 @@ class Run {
         find("status").textContent = isStopped ? "Stopped." : isBad ? "It did not work." : "Done.";
         find("empty").textContent = isStopped ? "Stopped before anything came." : "The answer is empty.";
         find("empty").hidden = this.answer.hasContent || isBad;
+    }
+
+    // While nothing has come: what stands in the way, and what to do about it.
+    async sayWhyItWaits() {
+        const isWaiting = () => latest === this && this.#first === null && !this.#isOver;
+        if (!isWaiting()) {
+            return;
+        }
+        const { model, tenant = "" } = this.fields;
+        const response = await fetch(`${root.dataset.wait}?${new URLSearchParams({ model, tenant })}`);
+        const why = response.ok ? (await response.json()).why : "";
+        if (isWaiting() && why !== "" && find("status").textContent !== why) {
+            find("status").textContent = why;
+        }
     }
 
     // Without a count of the engine the pieces of the stream stand for tokens, marked as a guess.
@@ -314,15 +330,11 @@ export const showAnswer = async (fields, signal) => {
     const run = new Run(fields, signal);
     latest = run;
     find("status").textContent = "Sent. Waiting for the answer…";
-    const waiting = setTimeout(() => {
-        if (find("status").textContent.startsWith("Sent")) {
-            find("status").textContent = "Still waiting: the boxes are busy, or the model is being loaded.";
-        }
-    }, stillWaitingMs);
+    const waiting = setInterval(() => run.sayWhyItWaits().catch(() => {}), askWhyMs); // without a reason it still waits
     try {
         await run.go();
     } finally {
-        clearTimeout(waiting);
+        clearInterval(waiting);
     }
     run.followRecord().catch(() => {}); // the answer is there; the record can be opened by its link
 };

@@ -25,7 +25,7 @@ const showRunning = (isRunning) => {
 
 // On a narrow screen the answer stands below the form.
 const showPlace = () => {
-    if (answer.getBoundingClientRect().top > innerHeight * 0.8) {
+    if (answer.getBoundingClientRect().top > innerHeight / 2) {
         answer.scrollIntoView();
     }
 };

@@ -63,7 +63,7 @@ def render_whole(
             }
         )
     stop_reason, stop_sequence = find_stop(
-        choice.finish_reason, choice.stop_reason, has_calls=bool(message.tool_calls), refuses=bool(message.refusal)
+        choice.finish_reason, choice.stopped_by, has_calls=bool(message.tool_calls), refuses=bool(message.refusal)
     )
     end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": make_usage(usage)}
     return encode({**head, "content": blocks or [{"type": "text", "text": ""}], **end})

@@ -27,6 +27,7 @@ from gateway.dialects.messages.schema import (
 from gateway.dialects.messages.tools import translate_choice, translate_tools
 from gateway.dialects.messages.turns import Turns
 from gateway.errors import BadRequest
+from gateway.whole_numbers import WholeNumber, read_whole_number
 
 _TRANSLATED = frozenset({
     "messages", "system", "tools", "tool_choice", "stop_sequences", "metadata", "thinking", "output_config", "output_format",
@@ -52,13 +53,13 @@ _Value = TypeVar("_Value")
 
 _messages_decoder = msgspec.json.Decoder(list[Message])
 _metadata_decoder = msgspec.json.Decoder(Metadata | None)
-_thinking_decoder = msgspec.json.Decoder(Thinking | None)
+_thinking_decoder = msgspec.json.Decoder(Thinking | None, dec_hook=read_whole_number)
 _config_decoder = msgspec.json.Decoder(OutputConfig | None)
 _format_decoder = msgspec.json.Decoder(OutputFormat | None)
 _stops_decoder = msgspec.json.Decoder(list[str] | None)
 _options_decoder = msgspec.json.Decoder(dict[str, object] | None)
 _list_decoder = msgspec.json.Decoder(list[Raw] | None)
-_count_decoder = msgspec.json.Decoder(int | None)
+_count_decoder = msgspec.json.Decoder(WholeNumber | None, dec_hook=read_whole_number)
 _stream_decoder = msgspec.json.Decoder(bool | None)
 _encoder = msgspec.json.Encoder()
 

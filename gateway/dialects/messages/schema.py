@@ -14,6 +14,7 @@ from msgspec import Raw
 
 from gateway.dialects.faults import read_fault
 from gateway.errors import BadRequest
+from gateway.whole_numbers import WholeNumber
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _MAX_NAME_CHARS = 64
@@ -91,7 +92,7 @@ class Thinking(msgspec.Struct):
     """Whether the model thinks first, and for how many tokens."""
 
     type: str
-    budget_tokens: int | None = None
+    budget_tokens: WholeNumber | None = None
 
 
 class OutputFormat(msgspec.Struct):

@@ -13,7 +13,8 @@ from enum import StrEnum
 
 from gateway.dialects.chat import ToolCallPart
 from gateway.dialects.messages import events
-from gateway.dialects.messages.arguments import ObjectScan, read_arguments
+from gateway.dialects.messages.arguments import read_arguments
+from gateway.dialects.object_scan import ObjectScan
 from gateway.errors import ForwardedRequestFailed, StreamTooLarge
 
 MAX_HELD_CHARS = 4 * 1024 * 1024
@@ -227,7 +228,9 @@ def _begins_another(strand: Strand, part: ToolCallPart) -> bool:
     if not name or (part.id and part.id == strand.call_id):
         return False
     if strand.is_closed or strand.is_whole:
-        return bool(part.id) or part.index is None
+        arguments = part.function.arguments if part.function is not None else None
+        is_repetition = name == strand.name and not (arguments and not arguments.isspace())
+        return bool(part.id) or part.index is None or not is_repetition
     if not (part.id and strand.call_id):
         return False
     has_nothing = not strand.held and strand.scan is None

@@ -229,7 +229,7 @@ class MessagesTranslator:
 
     def _take_end(self, choice: ChatChoice) -> None:
         self._finish_reason = choice.finish_reason
-        self._stopped_by = choice.stop_reason
+        self._stopped_by = choice.stopped_by
         if choice.finish_reason in FAILED_FINISHES:
             self._failure = ForwardedRequestFailed(_NOT_FINISHED)
 

@@ -112,6 +112,8 @@ class Turns:
                 seen += self._add_result(block, inner)
             else:
                 said += render_block(block, inner)
+        if not said and all(block.type != "tool_result" for block in blocks):
+            said.append(make_text(""))  # somebody has to be there to answer
         self._said += seen + said
 
     def _add_result(self, block: Block, path: str) -> list[Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.dialects.chat import ChatChoice, ChatMessage, ToolCallPart
+from gateway.dialects.chat import ChatChoice, ChatMessage, FunctionPart, ToolCallPart
 from gateway.dialects.responses.logprobs import render_logprobs
 from gateway.dialects.responses.object import Status
 from gateway.dialects.responses.output import REFUSAL, TEXT, THOUGHT, CallItem, EventLog, OutputItem, PartKind, SpokenItem
@@ -23,6 +23,7 @@ class _Call:
 
     engine_id: str | None
     early: list[str]
+    name: str = ""
     item: CallItem | None = None
 
 
@@ -137,26 +138,27 @@ class AnswerItems:
         if call.item is None and function.name:
             call.item = self._open_call(call, function.name)
             self._latest = call.item
-        if not function.arguments:
+        arguments = function.arguments
+        if not arguments:
             return
-        self._count(len(function.arguments))
+        self._count(len(arguments))
         if call.item is None:
-            call.early.append(function.arguments)
+            call.early.append(arguments)
         else:
-            call.item.add_arguments(function.arguments)
+            call.item.add_arguments(arguments)
             self._latest = call.item
 
     def _find_call(self, part: ToolCallPart) -> _Call:
         """Return the call that a piece belongs to.
 
         Some engines leave the index out, or give every call the same one: a piece with a name of its own and another id
-        begins another call, and without an index the name alone does.
+        begins another call, and so does the name alone without an index, or behind arguments that are whole.
         """
         index = self._last_index if part.index is None else part.index
         self._last_index = index
         call = self._by_index.get(index)
         if call is not None and call.item is not None and part.function is not None and part.function.name:
-            is_other = bool(part.id) and part.id != call.engine_id
+            is_other = part.id != call.engine_id if part.id else _begins_another(call, call.item, part.function)
             call = None if is_other or part.index is None else call
         if call is None:
             if len(self._calls) >= MAX_CALLS:
@@ -175,11 +177,19 @@ class AnswerItems:
         if call_id is None or call_id in self._call_ids:
             call_id = f"call_{self._stem}_{index}"
         self._call_ids.add(call_id)
+        call.name = name
         item = CallItem(self._table.find(name), call_id=call_id, stem=self._stem, index=index, log=self._log)
         self._items.append(item)
         for piece in call.early:
             item.add_arguments(piece)
         return item
+
+
+def _begins_another(call: _Call, item: CallItem, function: FunctionPart) -> bool:
+    """Whether a name without an id begins another call: the one before is whole, and this does not merely repeat its name."""
+    arguments = function.arguments
+    is_repetition = function.name == call.name and not (arguments and not arguments.isspace())
+    return not is_repetition and item.is_whole()
 
 
 def number_calls(message: ChatMessage | None) -> None:

@@ -55,6 +55,17 @@ def read_answer(content: object, where: str) -> tuple[str | None, str | None]:
     return "".join(texts) if texts or not refusals else None, "".join(refusals) if refusals else None
 
 
+def split_result(content: Content, call_id: str) -> tuple[str, list[dict[str, object]]]:
+    """Return what a tool's message may say of its result, which is text, and the parts that the user has to show."""
+    if isinstance(content, str):
+        return content, []
+    told = [str(part["text"]) for part in content if part["type"] == "text"]
+    shown = [part for part in content if part["type"] != "text"]
+    told.append(f"[{len(shown)} attached in the next user message]")
+    title: dict[str, object] = {"type": "text", "text": f"Attached to the result of tool call {call_id}:"}
+    return "\n".join(told), [title, *shown]
+
+
 def join_contents(contents: list[Content]) -> Content:
     """Return several contents as one, with an empty line between texts."""
     if len(contents) == 1:

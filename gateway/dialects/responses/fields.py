@@ -5,15 +5,18 @@ Sources: OpenAI API reference, "Create a model response"; llm-pool specification
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from gateway.dialects.faults import join_fault
 from gateway.dialects.responses.pool import Decoding
 from gateway.errors import BadRequest
+from gateway.whole_numbers import WholeNumber, read_whole_number
 
 _Read = TypeVar("_Read")
+Json = dict[str, Any]
+"""An object that is read elsewhere. Any, for msgspec would call the hook for each ``object``."""
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +25,9 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    conversation: object = None
-    prompt: object = None
-    max_output_tokens: int | None = None
+    conversation: Any = None
+    prompt: Any = None
+    max_output_tokens: WholeNumber | None = None
     decoding: Decoding | None = None
     allow_remote: bool | None = None
     source_lang_code: str | None = None
@@ -53,7 +56,7 @@ class ResponsesBody(_Common, frozen=True, kw_only=True):
 class TextConfig(msgspec.Struct, frozen=True):
     """``text``: the format of the answer and how long-winded it is."""
 
-    format: dict[str, object] | None = None
+    format: Json | None = None
     verbosity: str | None = None
 
 
@@ -67,21 +70,21 @@ class ReasoningConfig(msgspec.Struct, frozen=True):
 class ResponsesRequest(_Common, frozen=True, kw_only=True):
     """What a translation reads. Everything else of the body goes on as it is."""
 
-    input: str | list[dict[str, object]] | None = None
+    input: str | list[Json] | None = None
     instructions: str | None = None
     include: list[str] | None = None
-    metadata: dict[str, object] | None = None
+    metadata: Json | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
-    tools: list[dict[str, object]] | None = None
-    tool_choice: str | dict[str, object] | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    top_logprobs: int | None = None
-    max_tool_calls: int | None = None
+    top_logprobs: WholeNumber | None = None
+    max_tool_calls: WholeNumber | None = None
     truncation: str | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -89,8 +92,8 @@ class ResponsesRequest(_Common, frozen=True, kw_only=True):
     user: str | None = None
 
 
-_body_decoder = msgspec.json.Decoder(ResponsesBody)
-_request_decoder = msgspec.json.Decoder(ResponsesRequest)
+_body_decoder = msgspec.json.Decoder(ResponsesBody, dec_hook=read_whole_number)
+_request_decoder = msgspec.json.Decoder(ResponsesRequest, dec_hook=read_whole_number)
 _all_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.dialects.responses.checks import field_error, kind_of, need_list, need_object, need_text, read_text, show_name
-from gateway.dialects.responses.content import Content, join_contents, read_answer, read_system_text, translate_content
+from gateway.dialects.responses.content import (
+    Content,
+    join_contents,
+    read_answer,
+    read_system_text,
+    split_result,
+    translate_content,
+)
 from gateway.dialects.responses.tools import SEARCH_TOOL, CallKind, ToolName, ToolTable, wrap_input
 
 Item = dict[str, object]
@@ -59,7 +66,8 @@ class _AssistantTurn:
         if self.refusals:
             message["refusal"] = "".join(self.refusals)
         if self.thoughts:
-            message["reasoning_content"] = "".join(self.thoughts)
+            # Engines read one name or the other (vLLM renamed it), and none minds both.
+            message["reasoning_content"] = message["reasoning"] = "".join(self.thoughts)
         if self.calls:
             message["tool_calls"] = self.calls
         elif message["content"] is None and not self.refusals:
@@ -78,6 +86,8 @@ class Transcript:
         self._system: list[str] = []
         self._messages: list[dict[str, object]] = []
         self._user: list[Content] = []
+        self._shown: list[Content] = []
+        """What only a user's message can hold of the results of tools; it follows behind the last of them."""
         self._turn: _AssistantTurn | None = None
 
     def add(self, item: Item, where: str) -> None:
@@ -153,10 +163,15 @@ class Transcript:
         turn.last_kind = kind
 
     def _add_output(self, item: Item, kind: str, where: str) -> None:
-        content = _read_output(item, kind, where)
         named = "id" if kind == "local_shell_call_output" and "call_id" not in item else "call_id"
-        self._end_turns()
-        self._messages.append({"role": "tool", "tool_call_id": need_text(item, named, where), "content": content})
+        call = need_text(item, named, where)
+        told, shown = split_result(_read_output(item, kind, where), call)
+        self._end_turn()
+        if self._user:
+            self._end_turns()
+        self._messages.append({"role": "tool", "tool_call_id": call, "content": told})
+        if shown:
+            self._shown.append(shown)
 
     def _add_user(self, content: Content) -> None:
         self._end_turn()
@@ -175,9 +190,9 @@ class Transcript:
 
     def _end_turns(self) -> None:
         self._end_turn()
-        if self._user:
-            self._messages.append({"role": "user", "content": join_contents(self._user)})
-            self._user = []
+        if self._shown or self._user:
+            self._messages.append({"role": "user", "content": join_contents([*self._shown, *self._user])})
+            self._shown, self._user = [], []
 
 
 def _read_texts(value: object, where: str) -> list[str]:

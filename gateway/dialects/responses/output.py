@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.dialects.object_scan import ObjectScan
 from gateway.dialects.responses.object import Status, write_event
 from gateway.dialects.responses.tools import CallKind, ToolName, unwrap_input
 
@@ -221,7 +222,7 @@ _CALL_PREFIXES = {CallKind.FUNCTION: "fc", CallKind.CUSTOM: "ctc", CallKind.SEAR
 class CallItem:
     """A call of a tool. Only a function's arguments are told while they grow: the others have to be read as a whole first."""
 
-    __slots__ = ("_call_id", "_head", "_index", "_item_id", "_log", "_pieces", "_status", "_tool")
+    __slots__ = ("_call_id", "_head", "_index", "_item_id", "_log", "_pieces", "_scan", "_scanned", "_status", "_tool")
 
     def __init__(self, tool: ToolName, *, call_id: str, stem: str, index: int, log: EventLog) -> None:
         self._tool = tool
@@ -230,6 +231,9 @@ class CallItem:
         self._index = index
         self._log = log
         self._pieces: list[str] = []
+        self._scan = ObjectScan()
+        self._scanned = 0
+        """How many pieces were scanned."""
         self._status = Status.IN_PROGRESS
         name = b"response.function_call_arguments.delta"
         place = (name, name, _encode(self._item_id), index)
@@ -241,6 +245,13 @@ class CallItem:
     def is_open(self) -> bool:
         """Whether it may still grow."""
         return self._status is Status.IN_PROGRESS
+
+    def is_whole(self) -> bool:
+        """Whether its arguments so far are an object to its end."""
+        for number in range(self._scanned, len(self._pieces)):
+            self._scan.feed(self._pieces[number])
+        self._scanned = len(self._pieces)
+        return self._scan.is_complete
 
     def add_arguments(self, piece: str) -> None:
         """Add the next piece of the arguments, which is JSON text cut anywhere."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from gateway.dialects.chat import ChatTimings
+from gateway.whole_numbers import WholeNumber
 from wire.bridge import TokenCounts
 
 
@@ -16,11 +17,11 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: WholeNumber | None = None
     repetition_penalty: float | None = None
-    max_tokens: int | None = None
+    max_tokens: WholeNumber | None = None
     stop: list[str] | None = None
-    beam_size: int | None = None
+    beam_size: WholeNumber | None = None
 
 
 _CHAT_NAMES = {

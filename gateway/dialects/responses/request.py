@@ -46,6 +46,8 @@ _LEFT_OUT = frozenset(
 )
 """Nothing here acts on them, and a chat engine would take some of them for its own."""
 _NOT_CARRIED = (frozenset(ResponsesRequest.__struct_fields__) | {"stream_options", "x_pool_options"}) - _CARRIED
+_NO_EFFORT = "none"
+_NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 _LANGUAGES = ("source_lang_code", "target_lang_code")
 
 
@@ -80,7 +82,7 @@ def translate_responses(
         chat["tools"] = functions
         chat |= {"tool_choice": choice} if choice is not None else {}
         chat |= {"parallel_tool_calls": asked.parallel_tool_calls} if asked.parallel_tool_calls is not None else {}
-    knobs, left_out = _translate_knobs(asked)
+    knobs, left_out = _translate_knobs(asked, fields)
     chat |= knobs
     for name, raw in fields.items():
         if name not in _NOT_CARRIED and name not in _LEFT_OUT and name not in chat and bytes(raw) != b"null":
@@ -143,7 +145,7 @@ def _read_tools(asked: ResponsesRequest, items: list[tuple[Item, str]]) -> ToolT
     return table
 
 
-def _translate_knobs(asked: ResponsesRequest) -> tuple[dict[str, object], list[str]]:
+def _translate_knobs(asked: ResponsesRequest, fields: dict[str, msgspec.Raw]) -> tuple[dict[str, object], list[str]]:
     """Return the chat fields that have another name or shape there, and what was left out."""
     chat: dict[str, object] = {}
     ignored: list[str] = []
@@ -157,7 +159,7 @@ def _translate_knobs(asked: ResponsesRequest) -> tuple[dict[str, object], list[s
     if asked.text is not None:
         chat |= _translate_text(asked.text)
     if asked.reasoning is not None and asked.reasoning.effort is not None:
-        chat["reasoning_effort"] = asked.reasoning.effort
+        chat |= _translate_effort(asked.reasoning.effort, fields, ignored)
     if asked.reasoning is not None and asked.reasoning.summary is not None:
         ignored.append("reasoning.summary")
     if asked.truncation not in (None, "disabled"):
@@ -169,6 +171,19 @@ def _translate_knobs(asked: ResponsesRequest) -> tuple[dict[str, object], list[s
         chat |= decoding
         ignored += unknown
     return chat, ignored
+
+
+def _translate_effort(effort: str, fields: dict[str, msgspec.Raw], ignored: list[str]) -> dict[str, object]:
+    """Say how hard to think in what every engine knows: three efforts, and the variable by which templates switch it off."""
+    if effort == _NO_EFFORT:
+        try:
+            asked = msgspec.json.decode(fields.get("chat_template_kwargs", b"{}"), type=dict[str, object] | None)
+        except msgspec.ValidationError:
+            raise field_error("chat_template_kwargs", "must be an object") from None
+        return {"chat_template_kwargs": {"enable_thinking": False, **(asked or {})}}
+    if effort in _NEAREST_EFFORT:
+        ignored.append("reasoning.effort")
+    return {"reasoning_effort": _NEAREST_EFFORT.get(effort, effort)}
 
 
 def _translate_text(text: TextConfig) -> dict[str, object]:

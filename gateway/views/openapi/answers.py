@@ -101,6 +101,10 @@ ANSWERS: dict[str, Schema] = {
     ),
     "Ranking": members("results", results=listed(members("index relevance_score", index=COUNT, relevance_score=NUMBER))),
     "Transcript": members("text", text=TEXT),
+    "Event": {
+        **members("data", data=TEXT, event=TEXT),
+        "description": "One server-sent event: data is JSON, or [DONE] behind the last one where OpenAI ends its streams so.",
+    },
     "Images": members("created data", created=NUMBER, data=listed(OBJECT)),
     "Model": _MODEL,
     "ModelList": members("data", object=const("list"), data=listed(_MODEL), has_more=FLAG),

@@ -9,11 +9,13 @@ from gateway.dialects.body import MAX_FALLBACKS, MAX_LATENCY_MS
 from gateway.views.openapi.terms import (
     COUNT,
     FLAG,
+    LIMIT,
     MODEL,
     NAME,
     NUMBER,
     OBJECT,
     POSITIVE,
+    POSITIVE_LIMIT,
     TEXT,
     Schema,
     choice,
@@ -45,8 +47,8 @@ _CHAT = members(
     "model messages",
     model=MODEL,
     messages=listed(ref("ChatMessage"), least=1),
-    max_tokens=nullable(POSITIVE),
-    max_completion_tokens=nullable(POSITIVE),
+    max_tokens=nullable(POSITIVE_LIMIT),
+    max_completion_tokens=nullable(POSITIVE_LIMIT),
     stop=nullable(either(TEXT, listed(TEXT, most=4))),
     n=nullable(POSITIVE),
     seed=nullable({"type": "integer"}),
@@ -73,7 +75,7 @@ _COMPLETION = members(
     "model prompt",
     model=MODEL,
     prompt=either(TEXT, listed(TEXT, least=1), listed(COUNT, least=1), listed(listed(COUNT, least=1), least=1)),
-    max_tokens=nullable(COUNT),
+    max_tokens=nullable(LIMIT),
     echo=nullable(FLAG),
     logprobs=nullable({**COUNT, "maximum": 5}),
     stop=nullable(either(TEXT, listed(TEXT, most=4))),
@@ -120,7 +122,7 @@ _PROMPT_OF_MESSAGES: dict[str, Schema] = {
 _MESSAGES = members(
     "model messages max_tokens",
     **_PROMPT_OF_MESSAGES,
-    max_tokens=POSITIVE,
+    max_tokens=POSITIVE_LIMIT,
     stream=FLAG,
     stop_sequences=listed(TEXT),
     temperature=NUMBER,
@@ -154,12 +156,24 @@ _ITEM = either(
         summary=listed(members("type text", type=const("summary_text"), text=TEXT)),
     ),
 )
+_DECODING = {
+    **members(
+        temperature=nullable(NUMBER),
+        top_p=nullable(NUMBER),
+        top_k=nullable(COUNT),
+        repetition_penalty=nullable(NUMBER),
+        max_tokens=nullable(POSITIVE_LIMIT),
+        stop=nullable(listed(TEXT)),
+        beam_size=nullable(COUNT),
+    ),
+    "additionalProperties": False,
+}
 _RESPONSE = members(
     "model input",
     model=MODEL,
     input=either(NAME, listed(ref("InputItem"), least=1)),
     instructions=nullable(TEXT),
-    max_output_tokens=nullable(POSITIVE),
+    max_output_tokens=nullable(POSITIVE_LIMIT),
     temperature=nullable(NUMBER),
     top_p=nullable(NUMBER),
     top_logprobs=nullable({**COUNT, "maximum": 20}),
@@ -173,7 +187,7 @@ _RESPONSE = members(
     store={**nullable(FLAG), "description": "True only where the tenant keeps answers."},
     previous_response_id={**nullable(TEXT), "description": "Only where the tenant keeps answers."},
     user=nullable(TEXT),
-    decoding=nullable(members(temperature=NUMBER, top_p=NUMBER, top_k=COUNT, max_tokens=POSITIVE, stop=listed(TEXT))),
+    decoding=nullable(_DECODING),
     x_pool_options=ref("PoolOptions"),
 )
 

@@ -12,6 +12,7 @@ _ERRORS = {
     404: "No such model, response or path.",
     408: "The request did not arrive in time.",
     413: "More bytes or values than are accepted.",
+    415: "A body that is compressed, or not said to be JSON.",
     429: "Too many requests of this key.",
     431: "More headers than are accepted.",
     500: "A fault of the gateway, or the engine's own.",
@@ -33,7 +34,9 @@ _RESPONSE_ID: Schema = {"name": "response_id", "in": "path", "required": True, "
 
 
 def _content(schema: str, *types: str) -> Schema:
-    return {kind: {"schema": TEXT if kind.startswith("text/") else ref(schema)} for kind in types}
+    """Return the content of an answer. Of a stream, tools for OpenAPI 3.1 take the schema for that of each event."""
+    schemas = {_STREAM: ref("Event"), "text/plain": TEXT}
+    return {kind: {"schema": schemas.get(kind, ref(schema))} for kind in types}
 
 
 def _answers(schema: str, *types: str, errors: tuple[int, ...], shape: str) -> Schema:

@@ -14,6 +14,9 @@ NUMBER: Schema = {"type": "number"}
 OBJECT: Schema = {"type": "object"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1, "maximum": 2**31 - 1}
+_OF_THE_MODEL = "How much a model allows stands in GET /v1/models."
+LIMIT: Schema = {**POSITIVE, "minimum": 0, "description": _OF_THE_MODEL}
+POSITIVE_LIMIT: Schema = {**POSITIVE, "description": _OF_THE_MODEL}
 MODEL: Schema = {
     "type": "string",
     "minLength": 1,

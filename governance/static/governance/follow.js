@@ -1,4 +1,6 @@
 // Keeps what happens to an operation current: by its socket, and every three seconds by a request while there is no socket.
+import { parse, update } from "../muster/live.js";
+
 const page = document.getElementById("operation");
 const said = document.getElementById("said");
 const POLL_MS = 3000;
@@ -6,44 +8,6 @@ const LONGEST_PAUSE_MS = 30000;
 let pauseMs = 1000;
 let isConnected = false;
 let isOver = false;
-
-// Changes what differs and leaves the rest alone: a selection survives, opened details stay open, a bar moves.
-const update = (shown, fresh) => {
-    if (shown.nodeType !== fresh.nodeType || shown.nodeName !== fresh.nodeName) {
-        shown.replaceWith(fresh.cloneNode(true));
-        return;
-    }
-    if (shown.nodeType !== Node.ELEMENT_NODE) {
-        if (shown.nodeValue !== fresh.nodeValue) {
-            shown.nodeValue = fresh.nodeValue;
-        }
-        return;
-    }
-    for (const name of shown.getAttributeNames()) {
-        if (!fresh.hasAttribute(name) && name !== "open") {
-            shown.removeAttribute(name);
-        }
-    }
-    for (const name of fresh.getAttributeNames()) {
-        if (shown.getAttribute(name) !== fresh.getAttribute(name)) {
-            shown.setAttribute(name, fresh.getAttribute(name));
-        }
-    }
-    updateChildren(shown, fresh);
-};
-
-const updateChildren = (shown, fresh) => {
-    const before = [...shown.childNodes];
-    const after = [...fresh.childNodes];
-    after.forEach((node, index) => {
-        if (index < before.length) {
-            update(before[index], node);
-        } else {
-            shown.append(node.cloneNode(true));
-        }
-    });
-    before.slice(after.length).forEach((node) => node.remove());
-};
 
 // A button that has had its day goes; the focus does not go with it.
 const offer = (actions) => {
@@ -57,7 +21,7 @@ const offer = (actions) => {
 };
 
 const show = (html) => {
-    const fresh = new DOMParser().parseFromString(html, "text/html");
+    const fresh = parse(html);
     for (const part of fresh.querySelectorAll("[data-live]")) {
         const shown = page.querySelector(`[data-live="${part.dataset.live}"]`);
         if (shown) {

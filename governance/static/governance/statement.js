@@ -113,8 +113,24 @@ const readParams = (root) => {
     return params;
 };
 
+// Version 2 says what a failure does to the rest of a batch. In version 1 nobody would sign what is shown of that.
+const readBatch = (root) => {
+    if (readNumber(root, "v") !== 2) {
+        if (root.querySelector('[data-member="stopsOnFailure"]')) {
+            throw new Untrustworthy("this page shows a value that a statement of this version does not hold");
+        }
+        return {};
+    }
+    const text = readText(root, "stopsOnFailure");
+    if (text !== "true" && text !== "false") {
+        throw new Untrustworthy("the value of stopsOnFailure is neither true nor false");
+    }
+    return { stopsOnFailure: text === "true" };
+};
+
 /** Returns the members of the statement from the values that ``root`` shows, or throws Untrustworthy. */
 export const readMembers = (root) => ({
+    ...readBatch(root),
     v: readNumber(root, "v"),
     opId: readText(root, "opId"),
     operation: readText(root, "operation"),

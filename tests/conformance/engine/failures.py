@@ -9,6 +9,8 @@ from typing import Any  # error bodies are JSON
 from tests.conformance.engine.script import Script
 
 CONTEXT_TOKENS, ASKED_TOKENS = 4096, 5312
+FITTING_TOKENS, ANSWER_TOKENS = 3000, 2048
+"""Of a prompt that fits, and of an answer that does not fit behind it."""
 REASON = "the engine's own words"
 """In every error that has words: a client must get to read them."""
 
@@ -71,6 +73,13 @@ def _context_failure(dialect: str) -> Failure:
             f"This model's maximum context length is {CONTEXT_TOKENS} tokens. However, you requested 64 output tokens and your"
             f" prompt contains at least {ASKED_TOKENS} input tokens, for a total of at least {ASKED_TOKENS + 64} tokens. Please"
             " reduce the length of the input prompt or the number of requested output tokens."
+        )
+        return Failure(400, _openai(text, 400, type="BadRequestError", param="input_tokens"))
+    if dialect == "answer":
+        text = (
+            f"You passed {FITTING_TOKENS} input tokens and requested {ANSWER_TOKENS} output tokens. However, the model's"
+            f" context length is only {CONTEXT_TOKENS} tokens, resulting in a maximum input length of"
+            f" {CONTEXT_TOKENS - ANSWER_TOKENS} tokens. Please reduce the length of the input prompt."
         )
         return Failure(400, _openai(text, 400, type="BadRequestError", param="input_tokens"))
     text = f"request ({ASKED_TOKENS} tokens) exceeds the available context size ({CONTEXT_TOKENS} tokens), try increasing it"

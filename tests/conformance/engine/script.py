@@ -37,7 +37,8 @@ usage_in_finish      The usage is in the chunk with the finish_reason, not in on
 What goes wrong
 -------------------- -----------------------------------------------------------------------------------------------
 error_400            400 with OpenAI's error object; its code is a number. ``error_400:messages``: as vLLM says it on Messages.
-error_400_context    400 in the words of llama.cpp for a prompt that does not fit; ``:vllm`` and ``:openai`` in theirs.
+error_400_context    400 in the words of llama.cpp for a prompt that does not fit; ``:vllm`` and ``:openai`` in theirs,
+                     ``:answer`` in vLLM's for a prompt that leaves too little for the answer.
 error_404            As error_400; so for the three below.
 error_429            With Retry-After: 7.
 error_500

@@ -155,7 +155,6 @@ def _take_call(known: Choice, call: Field) -> None:
     if index == len(known.calls):
         call["type"].must_be("function")
         known.calls.append(Call(call["id"].word(), function["name"].word(), arguments))
-        function["arguments"].text()
         if len({one.id for one in known.calls}) != len(known.calls):
             raise Violation(f"{call.path}.id {call['id'].value!r} belongs to another call already")
         return

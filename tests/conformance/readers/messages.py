@@ -152,9 +152,7 @@ class _Reader:
         block.deltas += 1
 
     def _stop_block(self, body: Field) -> None:
-        block = self._open_block(body)
-        if block.kind == "tool_use":
-            block.arguments()
+        self._open_block(body)
         self._is_open = False
 
     def _open_block(self, body: Field) -> Block:
@@ -171,6 +169,10 @@ class _Reader:
         if (sequence := body["delta"]["stop_sequence"]).value is not None:
             sequence.text()
         body["usage"]["output_tokens"].count()
+        whole = self.said.blocks[:-1] if body["delta"]["stop_reason"].value == "max_tokens" else self.said.blocks
+        for block in whole:  # the last one of an answer that was cut off may end anywhere
+            if block.kind == "tool_use":
+                block.arguments()
         self.said.delta = body
 
     def _stop(self, body: Field) -> None:

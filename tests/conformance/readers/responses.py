@@ -67,6 +67,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.said = ResponseStream()
+        self._ids: set[str] = set()
         self._number = 0
         self._is_done = False
 
@@ -135,13 +136,13 @@ class _Reader:
             raise Violation(f"{body.path}.output_index is {index}, {len(self.said.items)} is due")
         item = body["item"]
         check_item(item)
-        known = {one.added["id"].text() for one in self.said.items}
-        if item["id"].word() in known:
+        if item["id"].word() in self._ids:
             raise Violation(f"{item.path}.id {item['id'].shown} belongs to another item")
         if item["type"].value == "message" and item["content"].items():
             raise Violation(f"{item.path}.content is filled before its parts are added")
         if item["type"].value == "function_call":
             item["arguments"].must_be("")
+        self._ids.add(item["id"].text())
         self.said.items.append(Item(item))
 
     def _open_item(self, body: Field) -> Item:

@@ -112,3 +112,16 @@ async def _top_n(target: Target) -> None:
     results = (await _rank(target, top_n=1))["results"].items()
     if len(results) != 1:
         raise Violation(f"top_n: 1 gives {len(results)} results")
+
+
+@requirement(
+    "rerank.objects",
+    "documents may be objects with a text, and return_documents is no reason to refuse",
+    clients="Cohere's and Jina's clients, Dify",
+    needs_script=True,
+)
+async def _objects(target: Target) -> None:
+    texts = [{"text": text} for text in ("the moon", "the capital of France is Paris")]
+    results = (await _rank(target, documents=texts, return_documents=True))["results"].items()
+    if sorted(result["index"].count() for result in results) != [0, 1]:
+        raise Violation(f"index: {[result['index'].value for result in results]}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Awaitable, Callable
 
 from tests.conformance.exchange import Answer, Ask, Connection
@@ -190,8 +192,21 @@ async def _request_id(target: Target) -> None:
     for stream in (True, False):
         if not (await target.chat(stream=stream)).header("x-request-id"):
             raise Violation(f"a chat answer has no x-request-id (stream: {stream})")
-    if not (await target.send(Ask("GET", "/v1/nothing", ()))).header("x-request-id"):
-        raise Violation("an unknown route has no x-request-id")
+    for path in ("/v1/nothing", "/v1/models"):
+        if not (await target.send(Ask("GET", path, (("authorization", f"Bearer {target.api_key}"),)))).header("x-request-id"):
+            raise Violation(f"GET {path} has no x-request-id")
+
+
+@requirement(
+    "errors.encoding", "a compressed body is taken, or refused as JSON with 400 or 415", clients="proxies, HTTP libraries"
+)
+async def _encoding(target: Target) -> None:
+    body = gzip.compress(json.dumps(target.chat_body()).encode(), mtime=0)
+    answer = await target.send(target.ask_json(CHAT, body, {"content-encoding": "gzip"}))
+    if answer.status != 200:
+        if answer.status not in (400, 415):
+            raise Violation(f"{answer.what}: {answer.status}, 400 or 415 is due")
+        check_openai_error(answer)
 
 
 @requirement("errors.host", "another Host header gets no framework's page", clients="proxies, container names")

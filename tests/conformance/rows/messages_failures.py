@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conformance.engine.failures import ASKED_TOKENS, CONTEXT_TOKENS, REASON
+from tests.conformance.engine.failures import ANSWER_TOKENS, ASKED_TOKENS, CONTEXT_TOKENS, FITTING_TOKENS, REASON
 from tests.conformance.exchange import Answer
 from tests.conformance.fields import Field
 from tests.conformance.readers.messages import check_error, read_messages
@@ -93,6 +93,21 @@ async def _context(target: Target) -> None:
         words = f"prompt is too long: {ASKED_TOKENS} tokens > {CONTEXT_TOKENS} maximum"
         if words not in answer.json()["error"]["message"].text():
             raise Violation(f"[[{dialect}]]: {answer.json()['error']['message'].shown}, due is {words!r}")
+
+
+@requirement(
+    "messages.failed.answer_too_long",
+    "an answer that does not fit behind its prompt: 400, `… exceed context limit: N + A > M, …`",
+    clients="Claude Code asks again for less only on these words",
+    needs_script=True,
+)
+async def _answer_too_long(target: Target) -> None:
+    answer = await target.messages("[[error_400_context:answer]] hello")
+    require_status(answer, 400)
+    check_error(answer.json())
+    words = f"input length and `max_tokens` exceed context limit: {FITTING_TOKENS} + {ANSWER_TOKENS} > {CONTEXT_TOKENS},"
+    if words not in answer.json()["error"]["message"].text():
+        raise Violation(f"{answer.json()['error']['message'].shown}, due is {words!r}")
 
 
 @requirement(

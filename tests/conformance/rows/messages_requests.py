@@ -181,6 +181,28 @@ async def _results(target: Target) -> None:
 
 
 @requirement(
+    "messages.request.result_images",
+    "an image in a tool's result reaches the engine as an image of the user, the result stays text",
+    clients="Claude Code (Read of a picture), computer use",
+    needs_script=True,
+)
+async def _result_images(target: Target) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
+    result = {"type": "tool_result", "tool_use_id": CALL_ID, "content": [image]}
+    turns = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": CALL_ID, "name": TOOL, "input": {}}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "[[echo]]"}]},
+    ]
+    got = (await _carried(target, messages=turns, tools=ANTHROPIC_TOOLS))["messages"].items()
+    next(turn for turn in got if turn["role"].value == "tool")["content"].text()
+    images = [part for part in got[-1]["content"].items() if part["type"].value == "image_url"]
+    if len(images) != 1:
+        raise Violation(f"the engine's last turn has {len(images)} images: {got[-1].shown}")
+    images[0]["image_url"]["url"].must_be(f"data:image/png;base64,{PIXEL}")
+
+
+@requirement(
     "messages.request.images", "image blocks become image parts", clients="Claude Code, anthropic SDKs", needs_script=True
 )
 async def _images(target: Target) -> None:

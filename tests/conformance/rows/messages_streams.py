@@ -23,10 +23,11 @@ from tests.conformance.engine.speech import (
 from tests.conformance.events import Event, list_payloads
 from tests.conformance.fields import Field, read_json
 from tests.conformance.readers.messages import MessageStream, check_usage, read_messages, require_end
+from tests.conformance.rows.calling import MAX_CALL_TOKENS, MESSAGES_NAMED, list_goes, no_call
 from tests.conformance.rows.messages_whole import ANTHROPIC_TOOLS
 from tests.conformance.table import requirement
 from tests.conformance.target import PROMPT, Target, require_script_or_skip, require_stream
-from tests.conformance.verdicts import NotApplicable, Violation
+from tests.conformance.verdicts import Violation
 
 
 async def _events(target: Target) -> list[Event]:
@@ -160,17 +161,19 @@ async def _cached(target: Target) -> None:
 
 async def _calls(target: Target, directive: str) -> list[tuple[str, str, object]]:
     """Return id, name and input of the calls of a stream that ended well."""
-    prompt = f"[[{directive}]] What is the weather in Paris?" if target.scripted else "What is the weather in Paris?"
-    more = {"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 200}
-    answer = await target.messages(prompt, stream=True, **more)
-    require_script_or_skip(target, answer, "tools")
-    said = require_end(read_messages(require_stream(answer)))
-    calls = [block for block in said.blocks if block.kind == "tool_use"]
-    if not calls and not target.scripted:
-        raise NotApplicable("the model called no tool")
-    assert said.delta is not None
-    said.delta["delta"]["stop_reason"].must_be("tool_use")
-    return [(block.start["id"].text(), block.start["name"].text(), block.arguments()) for block in calls]
+    more = {"tools": ANTHROPIC_TOOLS, "max_tokens": MAX_CALL_TOKENS}
+    for go in list_goes(target, directive):
+        choice = go.choose(free={"type": "any"}, named=MESSAGES_NAMED)
+        answer = await target.messages(go.prompt, tool_choice=choice, stream=True, **more)
+        require_script_or_skip(target, answer, "tools")
+        said = require_end(read_messages(require_stream(answer)))
+        assert said.delta is not None
+        calls = [block for block in said.blocks if block.kind == "tool_use"]
+        reason = said.delta["delta"]["stop_reason"]
+        if target.scripted or (calls and reason.value != "max_tokens"):
+            reason.must_be("tool_use")
+            return [(block.start["id"].text(), block.start["name"].text(), block.arguments()) for block in calls]
+    raise no_call()
 
 
 def _json(*pieces: str) -> object:

@@ -17,15 +17,17 @@ from tests.conformance.engine.speech import (
 )  # fmt: skip
 from tests.conformance.fields import Field, read_json
 from tests.conformance.readers.messages import STOP_REASONS, check_message_head, check_usage
+from tests.conformance.rows.calling import MAX_CALL_TOKENS, MESSAGES_NAMED, list_goes, no_call
 from tests.conformance.rows.chat_tools import TOOLS
 from tests.conformance.table import requirement
 from tests.conformance.target import PROMPT, Target, require_ok, require_script_or_skip
-from tests.conformance.verdicts import NotApplicable, Violation
+from tests.conformance.verdicts import Violation
 
 ANTHROPIC_TOOLS = [
     {
         "name": tool["function"]["name"],
         "description": tool["function"]["description"],
+        "strict": True,
         "input_schema": tool["function"]["parameters"],
     }
     for tool in TOOLS
@@ -114,22 +116,30 @@ async def _cached(target: Target) -> None:
     usage["input_tokens"].must_be(PROMPT_TOKENS - CACHED_TOKENS)
 
 
+async def _called(target: Target, directive: str) -> tuple[Field, list[Field]]:
+    """Return a whole answer and its calls."""
+    more = {"tools": ANTHROPIC_TOOLS, "max_tokens": MAX_CALL_TOKENS}
+    for go in list_goes(target, directive):
+        choice = go.choose(free={"type": "any"}, named=MESSAGES_NAMED)
+        answer = await target.messages(go.prompt, tool_choice=choice, **more)
+        require_script_or_skip(target, answer, "tools")
+        reply = require_ok(answer)
+        calls = find_blocks(reply, "tool_use")
+        if calls and (target.scripted or reply["stop_reason"].value != "max_tokens"):
+            return reply, calls
+        if target.scripted:
+            raise Violation(f"there is no tool_use block: {reply['content'].shown}")
+    raise no_call()
+
+
 @requirement(
     "messages.reply.tool_use",
     "a call is a tool_use block with id, name, input (an object); stop_reason tool_use",
     clients="Claude Code, anthropic SDKs",
 )
 async def _tool_use(target: Target) -> None:
-    prompt = "[[tools]] What is the weather in Paris?" if target.scripted else "What is the weather in Paris?"
-    answer = await target.messages(prompt, tools=ANTHROPIC_TOOLS, tool_choice={"type": "any"}, max_tokens=200)
-    require_script_or_skip(target, answer, "tools")
-    reply = require_ok(answer)
-    calls = find_blocks(reply, "tool_use")
-    if not calls and not target.scripted:
-        raise NotApplicable("the model called no tool")
+    reply, calls = await _called(target, "tools")
     reply["stop_reason"].must_be("tool_use")
-    if not calls:
-        raise Violation(f"there is no tool_use block: {reply['content'].shown}")
     calls[0]["id"].word()
     calls[0]["name"].word()
     calls[0]["input"].members()

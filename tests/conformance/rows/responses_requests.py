@@ -157,6 +157,43 @@ async def _calls(target: Target) -> None:
         raise Violation(f"the result arrives as {result['content'].shown}")
 
 
+@requirement(
+    "responses.request.thoughts",
+    "the text of a reasoning item goes back to the engine under both names that engines look for",
+    clients="agents whose model thinks between calls (vllm#27755)",
+    needs_script=True,
+)
+async def _thoughts(target: Target) -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I look."}]}
+    said = {"role": "assistant", "content": "It is warm."}
+    body = await _carried(
+        target, [{"role": "user", "content": "Weather?"}, thought, said, {"role": "user", "content": "[[echo]]"}]
+    )
+    turn = next(turn for turn in body["messages"].items() if turn["role"].value == "assistant")
+    turn["reasoning_content"].must_be("I look.")
+    turn["reasoning"].must_be("I look.")
+
+
+@requirement(
+    "responses.request.result_images",
+    "an image in a tool's result reaches the engine as an image of the user, the result stays text",
+    clients="Codex (view_image), computer use",
+    needs_script=True,
+)
+async def _result_images(target: Target) -> None:
+    url = f"data:image/png;base64,{PIXEL}"
+    given = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "id": "fc_1", "call_id": CALL_ID, "name": TOOL, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": CALL_ID, "output": [{"type": "input_image", "image_url": url}]},
+        {"role": "user", "content": "[[echo]]"},
+    ]
+    turns = (await _carried(target, given, tools=FLAT_TOOLS))["messages"].items()
+    next(turn for turn in turns if turn["role"].value == "tool")["content"].text()
+    images = [part for part in turns[-1]["content"].items() if part["type"].value == "image_url"]
+    only(images, "images")["image_url"]["url"].must_be(url)
+
+
 @requirement("responses.request.images", "input_image becomes an image part", clients="openai SDKs, Codex", needs_script=True)
 async def _images(target: Target) -> None:
     url = f"data:image/png;base64,{PIXEL}"

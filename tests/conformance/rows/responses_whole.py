@@ -19,12 +19,13 @@ from tests.conformance.engine.speech import (
 )  # fmt: skip
 from tests.conformance.fields import Field
 from tests.conformance.readers.responses import OBJECT_KEYS, check_item, check_usage
+from tests.conformance.rows.calling import MAX_CALL_TOKENS, RESPONSES_NAMED, list_goes, no_call
 from tests.conformance.rows.chat_tools import TOOLS
 from tests.conformance.table import requirement
 from tests.conformance.target import PROMPT, Target, require_ok, require_script_or_skip
-from tests.conformance.verdicts import NotApplicable, Violation
+from tests.conformance.verdicts import Violation
 
-FLAT_TOOLS = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
+FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 """Tools as Responses has them: the function's members beside ``type``."""
 
 
@@ -125,13 +126,15 @@ async def _message(target: Target) -> None:
 
 
 async def _called(target: Target, directive: str) -> Field:
-    prompt = f"[[{directive}]] What is the weather in Paris?" if target.scripted else "What is the weather in Paris?"
-    answer = await target.responses(prompt, tools=FLAT_TOOLS, tool_choice="required", max_output_tokens=200)
-    require_script_or_skip(target, answer, "tools")
-    reply = require_ok(answer)
-    if not find_items(reply, "function_call") and not target.scripted:
-        raise NotApplicable("the model called no tool")
-    return reply
+    more = {"tools": FLAT_TOOLS, "max_output_tokens": MAX_CALL_TOKENS}
+    for go in list_goes(target, directive):
+        choice = go.choose(free="required", named=RESPONSES_NAMED)
+        answer = await target.responses(go.prompt, tool_choice=choice, **more)
+        require_script_or_skip(target, answer, "tools")
+        reply = require_ok(answer)
+        if target.scripted or (find_items(reply, "function_call") and reply["status"].value != "incomplete"):
+            return reply
+    raise no_call()
 
 
 @requirement(

@@ -30,6 +30,7 @@ NOT_AN_ENGINES = {
     "framing.keep_alive_middle.responses": "nothing came within the answer",
     "framing.not_buffered.chat": "x-accel-buffering is ''",
     "framing.split_events.messages": "write 0 ends inside an event",
+    "messages.failed.answer_too_long": "type is missing",
     "messages.failed.context": "type is missing",
     "messages.failed.cut": "breaks off",
     "messages.failed.foreign_type": "type must be",
@@ -87,3 +88,18 @@ async def test_without_the_script_its_rows_are_skipped() -> None:
         finding.detail[:31] for finding in found if finding.row_id.startswith("responses") and finding.row_id not in reasons
     }
     assert others == {"the server has no /v1/responses"}
+
+
+async def test_a_fault_that_the_engine_has_itself_is_told_from_one_of_the_server() -> None:
+    native, sound = ("messages.failed.foreign_type", "responses.failed.context"), "chat.reply.head"
+    rows = [row for row in list_rows() if row.id in {*native, sound}]
+    async with serve_engine(native=[MESSAGES, RESPONSES]) as url, serve_engine() as elsewhere:
+        server = Target(base_url=url, api_key="a-key", model="scripted", scripted=True)
+        other = Target(base_url=elsewhere, api_key="none", model="scripted", scripted=True)
+        of_engine = {one.row_id: one for one in await run_rows(server, rows, engine=server)}
+        of_server = {one.row_id: one for one in await run_rows(server, rows, engine=other)}
+    for row_id in native:
+        assert of_engine[row_id].verdict is Verdict.ENGINE
+        assert of_engine[row_id].detail == f"engine: {of_server[row_id].detail.partition(' (the engine')[0]}"
+        assert of_server[row_id].verdict is Verdict.FAIL
+    assert of_engine[sound].verdict is of_server[sound].verdict is Verdict.OK

@@ -130,6 +130,14 @@ def test_every_field_is_said_in_words(plane: Plane) -> None:
     assert (rows["With count"].strip(), rows["With text"].strip()) == ("1", '"1"')
 
 
+@pytest.mark.parametrize(
+    ("stops", "words"), [(True, "the rest is left alone"), (False, "the rest goes on")], ids=["stops", "on"]
+)
+def test_of_a_batch_it_is_said_what_a_failure_does(stops: bool, words: str) -> None:
+    batch = make_statement(make_policy(make_people(3)), targets=["box-7", "box-8"], stops_on_failure=stops)
+    assert words in describe(batch)
+
+
 def test_other_words_and_nobody_to_ask_sign_nothing(
     plane: Plane, key: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,12 +51,14 @@ async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
     assert connected
     assert (await receive(page))["queued"] == 0
 
-    await database_sync_to_async(make_record)(state=RequestState.QUEUED)
+    await database_sync_to_async(make_record)(state=RequestState.QUEUED, age_s=9, model="<b>tiny</b>")
     layer = get_channel_layer()
     assert layer is not None
     await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "nodes", "ident": ""})
 
-    assert (await receive(page))["queued"] == 1
+    pushed = await receive(page)
+    assert pushed["queued"] == 1
+    assert "No box has &lt;b&gt;tiny&lt;/b&gt;." in pushed["html"]
     await page.disconnect()
 
 
@@ -66,7 +68,7 @@ async def test_counters_come_again_without_a_hint_and_whatever_the_page_sends_is
     await receive(page)
     await page.send_to(text_data="not json")
 
-    assert set(await receive(page)) == {"nodes_online", "nodes_total", "queued", "running"}
+    assert set(await receive(page)) == {"nodes_online", "nodes_total", "queued", "running", "html"}
     await page.disconnect()
 
 

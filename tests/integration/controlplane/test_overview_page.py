@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from django.db import connection
 from django.test import Client
@@ -9,14 +11,16 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from controlplane.models import User
-from controlplane.overview import read_live_counters, read_overview
+from controlplane.overview import count_live, read_overview
+from gateway.models import RequestRecord
+from nodes.models import Node
 from tests.integration.gateway_admin.factories import make_record
 from tests.integration.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db
-MOST_QUERIES = 8
-"""Session, operator, and one or two each for nodes, open requests and the last hour."""
+MOST_QUERIES = 11
+"""Session, operator, and one or two each for nodes, open requests and the last hour; three for what waits."""
 POLYGLOT = "\"'><img src=x onerror=alert(1)>"
 
 
@@ -49,7 +53,22 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert (traffic.prompt_tokens, traffic.completion_tokens) == (30, 60)
     assert sum(minute.requests for minute in traffic.minutes) == 5
     assert len(traffic.minutes) == 60
-    assert read_live_counters() == {"nodes_online": 1, "nodes_total": 3, "queued": 1, "running": 0}
+    assert count_live(overview) == {"nodes_online": 1, "nodes_total": 3, "queued": 1, "running": 0}
+
+
+def test_what_waits_is_said_with_its_reason_and_what_to_do(boss: Client) -> None:
+    make_presence(make_node("attic", model_names=["tiny"], draining=True))
+    make_presence(make_node("cellar", model_names=["big"], max_concurrent=1))
+    running = make_record(model="big", state=RequestState.RUNNING)
+    RequestRecord.objects.filter(pk=running.pk).update(node_id=Node.objects.get(name="cellar").pk)
+    for model in ("tiny", "big", "unheard-of"):
+        make_record(model=model, state=RequestState.QUEUED, age_s=9)
+    page = boss.get(reverse("admin:index")).content.decode()
+
+    assert re.search(r"1 waits for tiny, for \d+\ss\.", page)
+    assert "Only attic has tiny, and it is being drained. Undrain attic, or load tiny on another box." in page
+    assert "Every box that has big is full: cellar 1 of 1." in page
+    assert "No box has unheard-of." in page
 
 
 def test_an_empty_installation_has_a_first_page(boss: Client) -> None:
@@ -64,6 +83,7 @@ def test_the_page_takes_as_many_queries_for_many_rows_as_for_few(boss: Client) -
         for number in range(first, first + 5):
             make_presence(make_node(f"node {number}"))
             make_record()
+            make_record(state=RequestState.QUEUED, age_s=9, model=f"model {number}")
         with CaptureQueriesContext(connection) as queries:
             boss.get(reverse("admin:index"))
         counts.append(len(queries))

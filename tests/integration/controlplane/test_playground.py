@@ -13,28 +13,30 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import Permission
+from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
-from django.test import Client
+from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.models import User
 from controlplane.playground import passage
 from controlplane.playground.checks import check_gateway_urls
-from controlplane.playground.errors import GatewayUnreachable, TooManyAnswers
-from controlplane.playground.keys import SESSION_KEYS, _open_held, name_key
+from controlplane.playground.errors import GatewayUnreachable, SignedOut, TooManyAnswers
+from controlplane.playground.keys import LIFETIME, RESERVE_S, SESSION_KEYS, _open_held, lend_key, name_key
 from controlplane.playground.passage import MAX_ANSWERS, MAX_CHUNKS, Call, Passage
 from controlplane.playground.views import MAX_FORM_BYTES
 from gateway.models import ApiKey
 from gateway.routing import Target
-from gateway.services import allow_model, create_api_key, create_tenant, disable_tenant, revoke_api_key
+from gateway.services import allow_model, create_tenant, disable_tenant, revoke_api_key
 from gateway.services.aliases import create_alias
+from nodes.models import Node
 from tests.control_process import free_port
 from tests.integration.gateway_admin.factories import ACTOR, audited, make_operator, make_record
 from tests.integration.nodes.factories import make_node, make_presence
 
 pytestmark = pytest.mark.django_db(transaction=True)
-PAGE, SEND, CODE, FACTS = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts"))
+PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))
 MODEL = "tiny"
 CSRF = "a" * 32
 
@@ -143,6 +145,22 @@ def test_a_record_is_followed_by_those_who_may_see_it(operator: Client) -> None:
     assert make_helper("view_model").get(FACTS, {"request": record.printed_id}).status_code == 403
 
 
+def test_why_an_answer_is_long_in_coming_is_said_of_models_and_aliases(operator: Client) -> None:
+    make_presence(make_node("attic", model_names=[MODEL], cordoned=True))
+    create_alias(name="fast", targets=[Target(MODEL)], actor=ACTOR)
+
+    def why(model: str) -> str:
+        return str(operator.get(WAIT, {"model": model}).json()["why"])
+
+    held = f"Waiting. Only attic has {MODEL}, and it is cordoned. Uncordon attic, or load {MODEL} on another box."
+    assert why(MODEL) == why("fast") == held
+    assert "No box has other." in why("other")
+    assert why("auto") == why("") == ""
+    Node.objects.update(cordoned=False)
+    assert why(MODEL) == why("fast") == ""
+    assert make_helper("view_apikey").get(WAIT, {"model": MODEL}).status_code == 403
+
+
 # The key
 
 
@@ -171,24 +189,52 @@ def test_signing_out_revokes_the_keys(operator: Client) -> None:
     assert [event.target for event in audited("api_key.revoke")] == ["playground: ada"]
 
 
-def test_a_second_browser_takes_over_and_keys_of_others_stay(operator: Client) -> None:
-    lasting, _ = create_api_key(name="playground: ada", tenant_name="default", actor=ACTOR)
+def test_a_second_browser_gets_a_key_of_its_own_and_leaves_the_first_alone(operator: Client) -> None:
     post(operator, SEND)
+    first = ApiKey.objects.get()
     other = Client()
     other.force_login(User.objects.get(username="ada"))
     post(other, SEND)
-    assert ApiKey.objects.filter(revoked_at=None, expires_at__isnull=False).count() == 1
-    assert ApiKey.objects.get(pk=lasting.pk).revoked_at is None
-    for key in ApiKey.objects.filter(revoked_at=None):
-        revoke_api_key(key_id=key.pk, actor=ACTOR)
-    post(other, SEND)
+    second = ApiKey.objects.exclude(pk=first.pk).get()
+    post(operator, SEND)
+    assert ApiKey.objects.filter(revoked_at=None).count() == 2
+    other.post(reverse("admin:logout"))
+    assert list(ApiKey.objects.filter(revoked_at=None)) == [first]
+    assert [event.detail["keyid"] for event in audited("api_key.revoke")] == [second.keyid]
+    revoke_api_key(key_id=first.pk, actor=ACTOR)
+    post(operator, SEND)
     assert ApiKey.objects.filter(revoked_at=None).count() == 1
 
 
-def test_a_key_that_soon_expires_is_replaced(operator: Client) -> None:
+def test_a_second_tab_that_asks_at_the_same_time_takes_the_key_of_the_first(operator: Client) -> None:
+    tabs = [RequestFactory().post(SEND) for _ in range(2)]
+    for tab in tabs:
+        tab.user = User.objects.get(username="ada")
+        tab.session = SessionStore(operator.session.session_key)
+        assert SESSION_KEYS not in tab.session  # both have read the session before either asks
+    assert lend_key(tabs[0], "default") == lend_key(tabs[1], "default")
+    assert ApiKey.objects.get().revoked_at is None
+
+
+def test_no_key_is_left_for_a_session_that_has_ended_meanwhile(operator: Client) -> None:
+    late = RequestFactory().post(SEND)
+    late.user = User.objects.get(username="ada")
+    late.session = SessionStore(operator.session.session_key)
+    assert SESSION_KEYS not in late.session
+    operator.post(reverse("admin:logout"))
+    with pytest.raises(SignedOut):
+        lend_key(late, "default")
+    assert not ApiKey.objects.filter(revoked_at=None).exists()
+
+
+def test_a_key_that_soon_expires_is_replaced_and_still_serves_what_it_began(operator: Client) -> None:
     post(operator, SEND)
+    entry = operator.session[SESSION_KEYS]["default"]
+    assert _open_held(entry, at=timezone.now() + LIFETIME - timedelta(seconds=RESERVE_S + 5)) is not None
+    assert _open_held(entry, at=timezone.now() + LIFETIME - timedelta(seconds=RESERVE_S - 5)) is None
     ApiKey.objects.update(expires_at=timezone.now() - timedelta(seconds=1))
     post(operator, SEND)
+    assert ApiKey.objects.filter(revoked_at=None).count() == 2
     assert ApiKey.objects.filter(revoked_at=None, expires_at__gt=timezone.now()).count() == 1
 
 

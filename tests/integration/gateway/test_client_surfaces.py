@@ -278,6 +278,23 @@ async def test_a_stream_that_waits_for_its_engine_shows_signs_of_life_and_then_i
     assert (await request.record("state"))[0] == "completed"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"], ids=["translated", "native"])
+async def test_no_ping_event_precedes_the_beginning_of_a_message(make_gateway: Make, path: str) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    link = gateway.link(paths={path})
+    request = gateway.ask(surface=MESSAGES, stream=True, max_tokens=5)
+    stream = await request.on(link)
+    stream.answer(b": still reading\n\n", headers=SSE, ends=False)
+    await request.client.wait(lambda: request.client.body.count(b"ping") >= 2)
+    assert b"event:" not in request.client.body
+    begun = b'event: message_start\ndata: {"type":"message_start"}\n\n' if path == "/v1/messages" else STREAM[0]
+    stream.sink.on_data(begun)
+    await request.client.wait(lambda: b"event: ping" in request.client.body)
+    assert request.client.body.index(b"event: message_start") < request.client.body.index(b"event: ping")
+    stream.end(EndKind.ENGINE_FAILED)
+    await request.done()
+
+
 @pytest.mark.parametrize(
     ("surface", "last"),
     [

@@ -34,6 +34,11 @@ from gateway.values import Caller
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.states import TOKENIZE
+from runner.definitions.plan import LoadPlan
+from runner.engines.openai_server import OpenAIServer
+from runner.engines.port import Capabilities
+from runner.engines.remote import RemoteEngine
+from runner.engines.tabbyapi import TabbyApiEngine
 from tests.contract.waiting import eventually
 from tests.integration.gateway_server.serving import run_server
 from tests.integration.nodes.factories import make_credential
@@ -123,6 +128,28 @@ async def test_without_a_box_that_counts_it_is_an_estimate_and_says_so(setting: 
     assert "x-muster-node" not in answer.headers
     longer = await setting.ask({**ASKED, "system": "Be brief.", "tools": [TOOL]})
     assert longer.json()["input_tokens"] > answer.json()["input_tokens"]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize(
+    "capabilities",
+    [
+        RemoteEngine(LoadPlan("m", "openai_compatible", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
+        TabbyApiEngine(LoadPlan("m", "tabbyapi", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
+        OpenAIServer.capabilities,
+    ],
+    ids=["a provider", "TabbyAPI", "a server that says nothing"],
+)
+async def test_a_model_of_an_engine_that_does_not_count_gets_an_estimate(
+    setting: Setting, path: str, capabilities: Capabilities
+) -> None:
+    told = capabilities.declared_endpoints
+    setting.link.endpoints = {"m": frozenset(told)} if told else {}
+    setting.runtime.registry.add(setting.link)
+    answer = await setting.ask({**ASKED, "input": "What is a λ?"}, path=path)
+    assert (answer.status_code, answer.json()["estimated"]) == (200, True)
+    assert answer.headers["x-muster-token-count"] == "estimate"
+    assert setting.link.streams == [], "the box was not asked"
 
 
 async def test_a_prompt_longer_than_the_cap_is_counted_all_the_same(setting: Setting) -> None:

@@ -10,12 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 
 from controlplane.launcher.embedded import EmbeddedServers
+from gateway import records
 from gateway.errors import RecordsUnavailable
 from gateway.records import MAX_COUNT, Record, RecordWriter
+from nodes.postgres import Patience
 from wire.contract import RequestState
 from wire.ids import new_uuid7
 
@@ -327,6 +330,68 @@ async def test_a_commit_whose_connection_dies_promises_nothing_and_leaves_no_ope
     assert {read(rows, record) for record in accepted} == {("queued",)}
     assert {read(rows, record) for record in refused} <= {None, ("rejected",)}
     await writer.stop()
+
+
+async def test_a_connection_that_died_while_nobody_used_it_costs_no_request(writer: RecordWriter, rows: Rows) -> None:
+    await writer.accept(make_record())
+    rows.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'muster-records'")
+    record = make_record()
+    await writer.accept(record)
+    assert read(rows, record) == ("queued",)
+    assert writer.is_healthy
+
+
+async def test_a_database_that_was_restarted_while_nobody_used_it_costs_no_request(
+    private_servers: EmbeddedServers, rows: Rows
+) -> None:
+    writer = RecordWriter(accept_s=5.0, max_pending=100)
+    writer.start()
+    try:
+        await writer.accept(make_record())
+        rows.close()
+        private_servers.postgres.kill()
+        private_servers.postgres.start()
+        record = make_record()
+        await writer.accept(record)
+        with psycopg.connect(private_servers.database_url, autocommit=True) as again:
+            assert read(again, record) == ("queued",)
+    finally:
+        await writer.stop()
+
+
+async def test_a_row_that_had_got_in_before_its_connection_died_is_not_written_twice(writer: RecordWriter, rows: Rows) -> None:
+    """The commit may be durable although its acknowledgement was lost: the second attempt finds the row and leaves it."""
+    record = make_record()
+    await writer.accept(record)
+    rows.execute("UPDATE gateway_requestrecord SET attempts = 3 WHERE id = %s", [record.id])
+    again = make_record(id=record.id, created_at=record.created_at)
+    await writer.accept(again)
+    assert read(rows, record, "attempts", "count(*) OVER ()") == (3, 1)
+
+
+async def test_a_refused_request_that_gets_in_after_the_database_is_back_is_closed(
+    rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen server carries out what it had received when it thaws, perhaps after the writer has closed what it found."""
+    monkeypatch.setattr(records, "_LATE_S", 0.5)
+    monkeypatch.setattr(records, "_PATIENCE", Patience(silence_s=0.2))
+    writer = RecordWriter(accept_s=5.0, max_pending=100)
+    writer.start()
+    try:
+        await writer.accept(make_record())
+        record = make_record()
+        with rows.transaction():
+            rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
+            with pytest.raises(RecordsUnavailable):
+                await writer.accept(record)
+            rows.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'muster-records'")
+        await until(lambda: writer.is_healthy and writer.pending == 0)
+        assert read(rows, record) is None
+        late = msgspec.json.encode([make_record(id=record.id, created_at=record.created_at)]).decode()
+        rows.execute(records._INSERT, {"inserts": late})
+        await until(lambda: read(rows, record) == ("rejected",))
+    finally:
+        await writer.stop()
 
 
 async def test_the_writer_outlives_its_loop_being_busy(writer: RecordWriter, rows: Rows) -> None:

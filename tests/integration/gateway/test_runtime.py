@@ -6,10 +6,12 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
+from django.db.models.functions import Now
 
 from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
@@ -81,6 +83,15 @@ async def test_a_change_without_a_hint_is_found_by_the_sweep() -> None:
         assert runtime.catalogue.keys[key.keyid].caller.requests_per_minute == 3
 
 
+async def test_a_database_that_was_replaced_by_one_with_lower_marks_is_read_whole() -> None:
+    async with run_gateway() as runtime:
+        key, _ = await make_key()
+        await until(lambda: key.keyid in runtime.catalogue.keys)
+        runtime._keys_mark = 2**60  # as read from the one before it
+        await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
+        await until(lambda: runtime.catalogue.keys[key.keyid].revoked)
+
+
 async def test_the_heartbeat_goes_on() -> None:
     async with run_gateway() as runtime:
         row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
@@ -88,6 +99,17 @@ async def test_the_heartbeat_goes_on() -> None:
         async with asyncio.timeout(5):
             while (await row.aget()).heartbeat_at == first:
                 await asyncio.sleep(0.05)
+
+
+async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("django.utils.timezone.now", lambda: datetime.now(UTC) - timedelta(hours=1))
+    async with run_gateway() as runtime:
+        row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
+        first = (await row.aget()).heartbeat_at
+        async with asyncio.timeout(5):
+            while (await row.aget()).heartbeat_at == first:
+                await asyncio.sleep(0.05)
+        assert await row.filter(heartbeat_at__gt=Now() - timedelta(minutes=1)).aexists()
 
 
 async def test_a_gateway_whose_background_dies_stops_itself() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import date, timedelta
+from typing import Any
 
 import pytest
 from django.db import connection
@@ -24,6 +25,7 @@ from tests.integration.gateway_admin.factories import (
     make_record,
     make_tenant,
 )
+from tests.integration.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db
@@ -283,3 +285,34 @@ def test_a_key_shows_why_it_does_not_work(boss: Client) -> None:
     page = boss.get(reverse("admin:gateway_apikey_changelist")).content.decode()
 
     assert all(word in page for word in ("revoked", "expired"))
+
+
+def test_the_page_of_a_request_says_how_it_ended_and_the_names_of_its_model(boss: Client) -> None:
+    node = make_node("attic", model_names=["tiny"], cordoned=True)
+    make_presence(node)
+    changes: dict[str, Any] = {"model": "tiny", "asked_model": "gpt-4o-mini", "node_id": node.pk, "node_name": "attic"}
+    failed = make_record(state=RequestState.FAILED, error_code="NODE_DRAINING", **changes)
+    page = boss.get(reverse("admin:gateway_requestrecord_change", args=[failed.pk])).content.decode()
+
+    assert "Every box that serves the model was being held back." in page
+    assert "Now: Only attic has tiny, and it is cordoned. Uncordon attic" in page
+    assert all(text in page for text in ("gpt-4o-mini", reverse("admin:nodes_node_change", args=[node.pk])))
+    assert "data-open" not in page
+    queued = make_record(state=RequestState.QUEUED, model="tiny")
+    waiting = boss.get(reverse("admin:gateway_requestrecord_change", args=[queued.pk])).content.decode()
+    assert "It waits: Only attic has tiny, and it is cordoned." in waiting
+    assert "data-open" in waiting
+
+
+def test_the_list_of_requests_says_what_was_asked_for_why_it_failed_and_why_it_waits(boss: Client) -> None:
+    make_record(state=RequestState.FAILED, error_code="FORWARDED_REQUEST_FAILED", asked_model="gpt-4o-mini")
+    counts, page = [], ""
+    for _ in range(2):
+        for model in ("tiny", "big"):
+            make_record(state=RequestState.QUEUED, model=model)
+        with CaptureQueriesContext(connection) as queries:
+            page = boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode()
+        counts.append(len(queries))
+
+    assert all(text in page for text in ("asked for gpt-4o-mini", "FORWARDED_REQUEST_FAILED", "no box"))
+    assert counts[0] == counts[1]

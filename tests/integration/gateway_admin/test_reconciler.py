@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 from django.db import connection, transaction
+from django.db.models.functions import Now
 
-from gateway.models import RequestRecord
+from gateway.models import GatewayProcess, RequestRecord
 from gateway.reconciler import close_orphaned_requests
 from gateway.tasks import RECONCILE_LOCK, reconcile_requests
 from tests.integration.gateway_admin.factories import make_gateway, make_record
@@ -23,7 +25,7 @@ DEAD_AFTER_S = 0.2
 def test_open_requests_of_a_silent_gateway_are_interrupted(state: RequestState) -> None:
     record = make_record(gateway_id=make_gateway(silent_s=60).pk, state=state, age_s=30)
 
-    assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S) == 1
+    assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S, confirm_s=0.01) == 1
 
     record.refresh_from_db()
     assert (record.state, record.error_code) == ("interrupted", "REQUEST_INTERRUPTED")
@@ -44,6 +46,22 @@ def test_requests_of_a_gateway_that_is_heard_are_left_alone() -> None:
     assert close_orphaned_requests() == 0
     record.refresh_from_db()
     assert record.state == "running"
+
+
+def test_gateways_that_could_not_write_while_the_database_stood_still_are_not_taken_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive, dead = make_gateway(silent_s=60), make_gateway(silent_s=60)
+    running, orphan = [make_record(gateway_id=one.pk, state=RequestState.RUNNING, age_s=60) for one in (alive, dead)]
+
+    def write_heartbeat(_seconds: float) -> None:
+        GatewayProcess.objects.filter(pk=alive.pk).update(heartbeat_at=Now() + timedelta(hours=1))
+
+    monkeypatch.setattr("gateway.reconciler.time.sleep", write_heartbeat)
+    assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S) == 1
+    running.refresh_from_db()
+    orphan.refresh_from_db()
+    assert (running.state, orphan.state) == ("running", "interrupted")
 
 
 def test_an_unknown_gateway_gets_time_to_write_its_first_heartbeat() -> None:

@@ -3,128 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 
-from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle
-from gateway.client import SCOPE_HANDLE, ClientConnection
+from controlplane.gateway_server.http_protocol import Handle
+from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
 from gateway.values import Limits, Timeouts
-from tests.integration.gateway_server.serving import run_server
-
-Scope = dict[str, Any]
-App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
-
-GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-class Door:
-    """The server's port, and what its application saw."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    @asynccontextmanager
-    async def visit(self) -> AsyncIterator[Visitor]:
-        """Open a connection; close it at the end."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            yield Visitor(reader, writer)
-        finally:
-            writer.close()
-
-
-class Visitor:
-    """A client on a raw socket."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-
-    async def say(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def head(self) -> tuple[int, dict[str, str]]:
-        """Return status and headers of the next response."""
-        async with asyncio.timeout(10):
-            block = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        status, *lines = block.rstrip("\r\n").split("\r\n")
-        return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines)
-
-    async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Return the next response with a sized body."""
-        status, headers = await self.head()
-        return status, headers, await self.reader.readexactly(int(headers.get("content-length", 0)))
-
-    async def rest(self) -> bytes:
-        """Return everything until the server closes. Raises ConnectionResetError when it resets."""
-        async with asyncio.timeout(10):
-            return await self.reader.read()
-
-    def reset(self) -> None:
-        """Close with RST instead of FIN."""
-        sock = self.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort()
-
-
-@asynccontextmanager
-async def serve(app: App, *, header_s: float = 10.0, body_s: float = 10.0, keep_alive_s: int = 5) -> AsyncIterator[Door]:
-    """Serve ``app`` with our protocol."""
-
-    class Protocol(GatewayHttpProtocol):
-        header_timeout_s = header_s
-        body_timeout_s = body_s
-
-    config = uvicorn.Config(
-        app,
-        host="127.0.0.1",
-        port=0,
-        http=Protocol,
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=keep_alive_s,
-        timeout_graceful_shutdown=1,
-    )
-    async with run_server(uvicorn.Server(config)) as port:
-        yield Door(port)
-
-
-def handle_of(scope: Scope) -> Handle:
-    found = scope["extensions"][SCOPE_HANDLE]
-    assert isinstance(found, Handle)
-    return found
-
-
-async def hello(scope: Scope, receive: Any, send: Any) -> None:
-    """Answer every request with its path."""
-    await receive()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
-    await send({"type": "http.response.body", "body": b"hello"})
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-def error_of(body: bytes) -> dict[str, Any]:
-    error: dict[str, Any] = json.loads(body)["error"]
-    assert error.keys() == {"code", "message", "retryable", "type", "param"}
-    return error
-
+from tests.integration.gateway_server.doors import GET, Scope, error_of, handle_of, hello, serve, until
 
 # receiving
 
@@ -198,23 +85,6 @@ async def test_malformed_http_gets_a_400_in_the_contracts_shape(sent: bytes) -> 
         assert await visitor.rest() == b""
 
 
-async def test_headers_without_end_are_cut_off_at_a_bound() -> None:
-    async with serve(hello) as door, door.visit() as visitor:
-        try:
-            await visitor.say(b"GET /x HTTP/1.1\r\nx-long: ")
-            for _ in range(200):
-                await visitor.say(b"a" * 4096)
-        except ConnectionError:
-            pass  # the server closed while we were still talking
-        try:
-            assert (await visitor.answer())[0] == 431
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # its answer was thrown away by the reset that our further bytes provoked
-        async with door.visit() as again:
-            await again.say(GET)
-            assert (await again.answer())[2] == b"hello"
-
-
 async def test_headers_just_over_the_bound_are_told_so() -> None:
     async with serve(hello) as door, door.visit() as visitor:
         await visitor.say(b"GET /x HTTP/1.1\r\nx-long: ")
@@ -264,27 +134,6 @@ async def test_the_lost_callback_fires_when_the_client_goes(how: str) -> None:
             await watching.wait()
         visitor.reset() if how == "rst" else visitor.writer.close()
         async with asyncio.timeout(1):
-            await lost.wait()
-
-
-@pytest.mark.parametrize("size", [1000, 70_000, 200_000, 5_000_000])
-@pytest.mark.parametrize("how", ["close", "reset"])
-async def test_the_client_is_missed_after_a_body_of_any_size(how: str, size: int) -> None:
-    watching, lost = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        client = _connection(scope, receive, send)
-        assert len(await client.read_body()) == size
-        handle_of(scope).set_lost_callback(lost.set)
-        watching.set()
-        await lost.wait()
-
-    async with serve(app) as door, door.visit() as visitor:
-        await visitor.say(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % size + b"a" * size)
-        async with asyncio.timeout(10):
-            await watching.wait()
-        visitor.reset() if how == "reset" else visitor.writer.close()
-        async with asyncio.timeout(10):
             await lost.wait()
 
 

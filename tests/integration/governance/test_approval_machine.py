@@ -121,8 +121,8 @@ class Approvals(RuleBasedStateMachine):
             if is_on:
                 services.freeze(user=self.team[3].user, reason="odd")
                 self.work(is_late=True)
-            else:
-                services.lift_freeze(operation=None)
+            elif (found := services.read_freeze()) is not None:
+                services.lift_freeze(named=services.name_freeze(found), operation=None)
 
     @precondition(lambda self: not self.has_new_policy)  # which is slow
     @rule()

@@ -408,7 +408,7 @@ def test_the_live_parts_are_the_ones_of_the_page(team: Team, operation: Operatio
     pushed = client.get(page_of(operation, "live")).json()["html"]
     page = client.get(page_of(operation)).content.decode()
     parts = re.findall(r'<div data-live="\w+".*?(?=<div data-live|\Z)', pushed, re.DOTALL)
-    assert len(parts) == 4
+    assert len(parts) == 5
     for part in parts:
         assert part.strip() in page
 

@@ -41,6 +41,7 @@ from wire.auditlog import (
     verify_inclusion,
 )
 from wire.contract import ErrorCode
+from wire.optoken.approval import decode_bytes
 
 pytestmark = pytest.mark.django_db(transaction=True)
 NOW = datetime(2026, 11, 2, 9, tzinfo=UTC)
@@ -53,10 +54,22 @@ def log_key(settings: Settings) -> None:
     settings.GOVERNANCE_LOG_KEY = LOG_KEY
 
 
-def tell(size: int, seen_root: bytes, *, signer: Ed25519PrivateKey = BOX) -> WitnessStatus:
+def tell(size: int, seen_root: bytes, *, signer: Ed25519PrivateKey = BOX, note: str = "") -> WitnessStatus:
     """Let a box say what it saw."""
     signature = signer.sign(Checkpoint("muster.local/audit", size, seen_root).witness_message())
-    return record_witness(node_name="box#abc", size=size, root=seen_root, signature=signature, public_key=BOX_KEY)
+    return record_witness(node_name="box#abc", size=size, root=seen_root, signature=signature, public_key=BOX_KEY, note=note)
+
+
+def sign_note(size: int, seen_root: bytes) -> str:
+    """Return a checkpoint that only whoever has the key of the log can have signed."""
+    checkpoint, key = Checkpoint("muster.local/audit", size, seen_root), log_key_of()
+    return checkpoint.note(
+        LogKey("muster.local/audit", key.public_key().public_bytes_raw()), key.sign(checkpoint.text().encode())
+    )
+
+
+def log_key_of() -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(decode_bytes(LOG_KEY))
 
 
 def make() -> AuditCheckpoint:
@@ -148,11 +161,25 @@ def test_a_box_that_saw_what_the_log_says_is_kept_as_a_witness_once() -> None:
         assert tell(4, bytes(seen.root)) is WitnessStatus.OK
     append(3)
     assert tell(4, bytes(seen.root)) is WitnessStatus.OK
-    assert tell(6, root_at(6)) is WitnessStatus.OK
-    assert [(row.size, row.alarm) for row in WitnessStatement.objects.order_by("size")] == [(4, False), (6, False)]
+    assert [(row.size, row.alarm, row.note) for row in WitnessStatement.objects.all()] == [(4, False, seen.note)]
     assert not AuditEvent.objects.filter(action="audit.witness_alarm").exists()
     verdict = judge()
-    assert (verdict.status, verdict.witnesses) == (Status.GOOD, 2)
+    assert (verdict.status, verdict.witnesses, verdict.unproven) == (Status.GOOD, 1, 0)
+
+
+def test_a_box_that_makes_up_a_checkpoint_leaves_no_mark_on_the_log() -> None:
+    append(5)
+    note = make().note
+    forged = Ed25519PrivateKey.generate()
+    checkpoint = Checkpoint("muster.local/audit", 900, bytes(32))
+    key = LogKey("muster.local/audit", forged.public_key().public_bytes_raw())
+    for shown in ("", note, checkpoint.note(key, forged.sign(checkpoint.text().encode())), note.replace("\n5\n", "\n900\n")):
+        for size in (900, 3, 5):
+            with pytest.raises(InvalidWitness, match="shows no checkpoint"):
+                tell(size, bytes(32), note=shown)
+    assert not WitnessStatement.objects.exists()
+    assert not AuditEvent.objects.filter(action="audit.witness_alarm").exists()
+    assert judge().status is Status.GOOD
 
 
 def restore_older_dump(size: int) -> None:
@@ -173,7 +200,7 @@ def test_an_older_dump_that_was_restored_is_told_by_a_box_that_saw_more() -> Non
     restore_older_dump(6)
     assert judge().status is Status.GOOD
 
-    assert tell(9, bytes(seen.root)) is WitnessStatus.BEHIND
+    assert tell(9, bytes(seen.root), note=seen.note) is WitnessStatus.BEHIND
     alarm = AuditEvent.objects.get(action="audit.witness_alarm")
     assert (alarm.target, alarm.detail["status"], alarm.detail["seen_size"], alarm.detail["log_size"]) == (
         "box#abc",
@@ -184,20 +211,21 @@ def test_an_older_dump_that_was_restored_is_told_by_a_box_that_saw_more() -> Non
     assert judge().status is Status.TRUNCATED
     append(5)
     for _ in range(2):
-        assert tell(9, bytes(seen.root)) is WitnessStatus.INCONSISTENT
+        assert tell(9, bytes(seen.root), note=seen.note) is WitnessStatus.INCONSISTENT
     assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == 1
     assert judge().status is Status.INCONSISTENT
 
 
 def test_a_log_written_anew_with_all_its_checkpoints_is_told_by_a_box() -> None:
     append(6)
-    seen = bytes(make().root)
+    made = make()
+    seen = bytes(made.root)
     assert tell(6, seen) is WitnessStatus.OK
     restore_older_dump(2)
     append(8)
     make()
     assert judge().status is Status.GOOD
-    assert tell(6, seen) is WitnessStatus.INCONSISTENT
+    assert tell(6, seen, note=made.note) is WitnessStatus.INCONSISTENT
     assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == 1
     assert judge().status is Status.INCONSISTENT
 
@@ -216,8 +244,9 @@ def test_a_statement_that_the_box_did_not_sign_counts_for_nothing() -> None:
 
 def test_a_stolen_box_cannot_fill_the_log_with_alarms() -> None:
     append(3)
-    for number in range(MAX_ALARMS_PER_HOUR + 3):
-        assert tell(1000 + number, bytes(32)) is WitnessStatus.BEHIND
+    make()
+    for number in range(1000, 1000 + MAX_ALARMS_PER_HOUR + 3):
+        assert tell(number, bytes(32), note=sign_note(number, bytes(32))) is WitnessStatus.BEHIND
     assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == MAX_ALARMS_PER_HOUR
     assert tell(3, root_at(3)) is WitnessStatus.OK
     assert WitnessStatement.objects.filter(alarm=False).count() == 1

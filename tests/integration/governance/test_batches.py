@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.integration.governance.fake_box import FakeBox, fake_boxes, propose_load
 from tests.integration.governance.team import Team, make_due, make_governed
+from wire.optoken.approval import canonical, read_statement, verify_bundle
 
 pytestmark = pytest.mark.django_db
 
@@ -87,6 +89,39 @@ def test_a_batch_that_goes_on_after_failures_passes_a_box_that_is_away(box: Fake
     services.finish_run(run_id=run_of(operation, "box-b").pk, event=RunEvent.FAIL)
     services.run_due()
     assert states_of(operation) == ["dispatched", "failed"]
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["stops", "goes on"])
+def test_what_was_signed_decides_what_a_failure_stops_whatever_the_row_says(box: FakeBox, team: Team, signed: bool) -> None:
+    operation = approve(team, propose_load(team[0], "box-a", "box-b", stops_on_failure=signed))
+    services.run_due()
+    Operation.objects.filter(pk=operation.pk).update(stops_on_failure=not signed)
+    services.finish_run(run_id=run_of(operation, "box-a").pk, event=RunEvent.FAIL)
+    assert states_of(operation) == ["failed", "skipped" if signed else "queued"]
+
+
+def test_a_row_that_says_another_end_of_a_batch_than_was_signed_is_not_carried_out(box: FakeBox, team: Team) -> None:
+    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
+    Operation.objects.filter(pk=operation.pk).update(stops_on_failure=False)
+    services.run_due()
+    assert box.sent == []
+    assert states_of(operation) == ["failed", "skipped"]
+    assert run_of(operation, "box-a").code == "approval_invalid"
+
+
+def test_a_batch_signed_in_the_first_format_stops_at_a_failure_and_stays_provable(box: FakeBox, team: Team) -> None:
+    operation = propose_load(team[0], "box-a", "box-b")
+    members = {name: value for name, value in json.loads(bytes(operation.statement)).items() if name != "stopsOnFailure"}
+    statement = read_statement(canonical(members | {"v": 1}))
+    Operation.objects.filter(pk=operation.pk).update(
+        statement=statement.raw, digest=statement.digest.hex(), stops_on_failure=False
+    )
+    operation.refresh_from_db()
+    approve(team, operation)
+    services.run_due()
+    services.finish_run(run_id=run_of(operation, "box-a").pk, event=RunEvent.FAIL)
+    assert states_of(operation) == ["failed", "skipped"]
+    assert verify_bundle(services.read_evidence(operation.printed_id))[1] == statement
 
 
 def test_a_batch_that_stops_on_failure_waits_for_a_box_that_is_away(box: FakeBox, team: Team) -> None:
@@ -166,6 +201,16 @@ def test_a_change_of_policy_ends_what_a_batch_has_not_sent(box: FakeBox, team: T
     assert "policy changed" in run_of(operation, "box-b").message
     sweep_operations()
     assert Operation.objects.get(pk=operation.pk).state == ApprovalState.APPROVED.value
+
+
+@pytest.mark.parametrize("event", [RunEvent.SUCCEED, RunEvent.FAIL], ids=["success", "failure"])
+def test_a_box_that_tells_the_end_of_what_it_was_never_sent_is_not_heard(box: FakeBox, team: Team, event: RunEvent) -> None:
+    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
+    services.run_due()
+    assert not services.finish_run(run_id=run_of(operation, "box-b").pk, event=event)
+    assert states_of(operation) == ["dispatched", "queued"]
+    assert services.requeue_run(run_id=run_of(operation, "box-a").pk, reason="cut off")
+    assert services.finish_run(run_id=run_of(operation, "box-a").pk, event=event), "it had been sent"
 
 
 def test_a_run_that_comes_back_before_its_window_waits_and_does_not_fail(box: FakeBox, team: Team) -> None:

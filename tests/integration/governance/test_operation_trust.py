@@ -212,16 +212,15 @@ def test_of_two_first_policies_one_comes_into_force_and_the_other_is_blocked() -
     assert PolicyVersion.objects.filter(state=PolicyVersion.State.DROPPED).count() == 1
 
 
-def test_a_policy_that_has_expired_can_still_be_followed_by_another() -> None:
+def test_a_policy_that_has_expired_can_still_be_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     team = make_team("ana", "ben", "cleo", "dan")
-    team.start(expires_at=timezone.now() + timedelta(seconds=1))
+    team.start(expires_at=timezone.now() + timedelta(hours=1))
     row = PolicyVersion.objects.get(state=PolicyVersion.State.ACTIVE)
     assert row.version == 1
     change = draft(team)
     team[1].approve(change)
-    until = timezone.now() + timedelta(seconds=3)
-    while services.active_policy()[1].expires_at >= timezone.now().timestamp() and timezone.now() < until:  # type: ignore[index]
-        pass
+    read_clock = timezone.now
+    monkeypatch.setattr(timezone, "now", lambda: read_clock() + timedelta(hours=2))
     with pytest.raises(InvalidProposal, match="has expired"):
         propose_token(team[0])
     team[2].approve(change)
@@ -241,20 +240,6 @@ def test_a_stolen_key_is_taken_out_of_the_policy_while_everything_is_frozen(team
     approve(team, change)
     services.run_due()
     assert services.active_policy()[0].version == 2  # type: ignore[index]
-    assert services.read_freeze() is not None
-
-
-def test_an_unfreeze_lifts_only_what_was_frozen_when_it_was_asked_for(team: Team) -> None:
-    services.freeze(user=team[3].user, reason="one")
-    asked = {"operation": "unfreeze", "targets": ["control-plane"], "params": {}, "reason": "all is well"}
-    one = services.propose(**asked, proposer=team[0].proposer)  # type: ignore[arg-type]
-    other = services.propose(**asked, proposer=team[0].proposer)  # type: ignore[arg-type]
-    approve(team, one)
-    services.run_due()
-    assert services.read_freeze() is None
-    services.freeze(user=team[3].user, reason="two")
-    approve(team, other)
-    services.run_due()
     assert services.read_freeze() is not None
 
 
@@ -286,7 +271,7 @@ def break_glass(team: Team, key: SoftPasskey, target: str) -> Operation:
 def review(team: Team, used: Operation, **changes: object) -> Operation:
     asked: dict[str, object] = {
         "operation": "break-glass-review", "targets": [used.printed_id], "params": {}, "reason": "looked at",
-        "proposer": team[3].proposer, "reviews": used.pk,
+        "proposer": team[0].proposer, "reviews": used.pk,
     }  # fmt: skip
     return services.propose(**(asked | changes))  # type: ignore[arg-type]
 
@@ -303,7 +288,9 @@ def test_of_two_approved_break_glass_operations_the_second_waits_for_the_review_
     assert "has not been reviewed" in OperationRun.objects.get(operation=second).message
     with pytest.raises(NotPermitted, match="propose its review first"):
         propose_load(team[0], "box-c", op_class="break-glass")
-    approve(team, review(team, first))
+    looked_at = review(team, first)
+    team[2].approve(looked_at)
+    team[3].approve(looked_at)
     services.run_due()
     make_due(second)
     services.run_due()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from urllib.parse import quote
 
 import pytest
@@ -12,6 +13,7 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
+from django.utils import timezone
 
 from governance.services.people import Assurance
 from nodes.admin import describe_age
@@ -67,6 +69,13 @@ def confirm_url(kind: str, row: Node | Provider | NodeCredential, change: str) -
 
 
 # Lists
+
+
+def test_the_page_of_a_box_says_that_a_second_one_wants_its_name(boss: Client) -> None:
+    node = make_node("joy-01", rival_seen_at=timezone.now() - timedelta(minutes=5), rival_address="10.9.8.7")
+    assert "refused 5 min ago, from 10.9.8.7: give it another name" in page(boss, "nodes_node_change", node.pk)
+    Node.objects.update(rival_seen_at=timezone.now() - timedelta(days=2))
+    assert "10.9.8.7" not in page(boss, "nodes_node_change", node.pk)
 
 
 def test_the_list_shows_how_every_box_does(boss: Client) -> None:

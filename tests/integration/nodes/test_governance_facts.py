@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.conf import settings
 from django.db import OperationalError, connection, transaction
 from django.utils import timezone
@@ -20,9 +21,9 @@ from nodes.services import revoke_credential, set_op_key, take_governance, take_
 from nodes.states import SKEW_WARNING_MS
 from tests.integration.nodes.factories import ACTOR, audited, make_node, make_provider
 from tests.integration.nodes.governed import Identity, make_box
-from wire.auditlog import Checkpoint
+from wire.auditlog import Checkpoint, LogKey
 from wire.bridge import BoxGovernance, GovernanceReport
-from wire.optoken.approval import encode_bytes
+from wire.optoken.approval import decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.django_db
 
@@ -176,10 +177,14 @@ def log_key(settings: Settings) -> None:
     make_provider()
 
 
-def seen(rig: Identity, size: int, root: bytes, **changes: Any) -> GovernanceReport:
-    """The signed word of a box on a checkpoint."""
-    message = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root).witness_message()
+def seen(rig: Identity, size: int, root: bytes, *, shows: bool = True, **changes: Any) -> GovernanceReport:
+    """The signed word of a box on a checkpoint; ``shows``: with that in the form in which the log signed it."""
+    checkpoint = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
+    key = Ed25519PrivateKey.from_private_bytes(decode_bytes(LOG_SEED))
+    log = LogKey(settings.GOVERNANCE_LOG_ORIGIN, key.public_key().public_bytes_raw())
+    message = checkpoint.witness_message()
     return GovernanceReport(
+        witness_note=checkpoint.note(log, key.sign(checkpoint.text().encode())) if shows else "",
         governance=rig.tell(witness_size=size, witness_root=encode_bytes(root)),
         witness_signature=encode_bytes(rig.private_key.sign(message)),
         **changes,
@@ -199,9 +204,20 @@ def report(node: Node, said: GovernanceReport) -> str:
         (lambda rig, size: seen(rig, size, root_at(size)), ""),
         (lambda rig, size: seen(rig, size, b"x" * 32), "are not those that it saw"),
         (lambda rig, size: seen(rig, size + 1000, b"x" * 32), "the log is shorter now"),
+        (lambda rig, size: seen(rig, size, root_at(size), shows=False), ""),
+        (lambda rig, size: seen(rig, size, b"x" * 32, shows=False), "shows no checkpoint"),
+        (lambda rig, size: seen(rig, size + 1000, b"x" * 32, shows=False), "shows no checkpoint"),
         (lambda rig, size: seen(Identity(private_key=rig.private_key), size, root_at(size), witness_alarm="no"), "no"),
     ],
-    ids=["the same log", "another log", "a longer log", "an alarm of the box"],
+    ids=[
+        "the same log",
+        "another log",
+        "a longer log",
+        "the same log, no note",
+        "another log, no note",
+        "a longer log, no note",
+        "an alarm of the box",
+    ],
 )
 def test_the_word_of_a_box_is_compared_with_the_log(forge: Callable[..., GovernanceReport], alarm: str) -> None:
     rig = Identity()

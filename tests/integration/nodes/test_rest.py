@@ -6,12 +6,15 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from pytest_django import DjangoAssertNumQueries, Settings
 
 from gateway.services import allow_model, create_api_key, create_tenant
 from governance.services import create_admin_token
+from nodes import authentication
 from nodes.models import Node, NodePresence
 from nodes.services import (
     cordon_node,
@@ -22,8 +25,11 @@ from nodes.services import (
     revoke_credential,
     undrain_node,
 )
+from nodes.states import SocketPolicy
+from nodes.throttle import AuthThrottle
 from tests.integration.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence
 from wire.contract import NodeMode
+from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.django_db
 
@@ -256,6 +262,29 @@ def test_only_a_node_credential_opens_the_node_api(path: str, token: str) -> Non
     response = Client().post(path, data={}, content_type="application/json", headers={"authorization": f"Basic {token}"})
     assert response.status_code == 401
     assert response["WWW-Authenticate"].startswith("Bearer")
+
+
+def test_wrong_credentials_from_one_address_are_slowed_down_and_cost_no_query_and_boxes_at_work_go_on(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(authentication, "throttle", AuthThrottle(SocketPolicy(auth_failures=3, auth_block_s=600.0)))
+    node_id = register(token)
+    _, newcomer = make_credential("newcomer")
+    *wrongs, last = (mint_credential(CredentialKind.WORKER).text for _ in range(9))
+    for wrong in wrongs[:3]:
+        assert_error(post("/nodes/register", wrong, REGISTRATION), 401, "INVALID_NODE_TOKEN")
+    with CaptureQueriesContext(connection) as queries:
+        for wrong in wrongs[3:]:
+            status, answer = post("/nodes/register", wrong, REGISTRATION)
+            assert (status, answer["error"]["code"], answer["error"]["retryable"]) == (429, "RATE_LIMITED", True)
+    assert len(queries) == 0
+    assert post("/nodes/register", newcomer, {**REGISTRATION, "node_name": "other"})[0] == 429
+    assert beat(token, node_id)["ok"] is True
+    response = Client(REMOTE_ADDR="10.0.0.8").post(
+        "/nodes/register", data=REGISTRATION, content_type="application/json", headers={"authorization": f"Bearer {newcomer}"}
+    )
+    assert response.status_code == 200
+    assert Client().post("/nodes/register", headers={"authorization": f"Bearer {last}"})["Retry-After"] == "1"
 
 
 def test_a_node_credential_does_not_open_the_admin_api(token: str) -> None:

@@ -11,7 +11,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from nodes.errors import EnrolmentRefused
+from nodes.errors import EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Reach
 from nodes.services import (
     cordon_node,
@@ -95,6 +95,54 @@ def test_a_box_that_comes_back_keeps_its_row_and_what_was_decided_about_it() -> 
     again = ask(credential, "rig", instance_id="i2", live=frozenset({first.node_id}))
     assert again == replace(first, epoch=2, mode="spare_off", cordoned=True, draining=True)
     assert Node.objects.count() == 1
+
+
+def governed(public_key: str) -> bridge.BoxGovernance:
+    return bridge.BoxGovernance(level="L1", runner_id=f"rig-{public_key}", public_key=public_key)
+
+
+def test_a_second_box_with_the_name_of_a_live_one_is_refused_and_noted_and_the_first_keeps_its_session() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="a1", governance=governed("a"))
+    live = frozenset({first.node_id})
+    for _ in range(2):
+        with pytest.raises(NameTaken, match="another live box"):
+            ask(credential, "rig", instance_id="b1", governance=governed("b"), live=live)
+    node = Node.objects.get(pk=first.node_id)
+    assert (node.epoch, node.instance_id, node.runner_id) == (1, "a1", "rig-a")
+    assert (node.rival_address, node.rival_seen_at is not None) == ("10.0.0.1", True)
+    assert len(audited("node.rival_refused")) == 1
+    assert ask(credential, "rig", instance_id="a1", governance=governed("a"), live=live).epoch == 1
+    assert ask(credential, "rig", instance_id="b1", governance=governed("b")).epoch == 2  # once the first is gone
+
+
+def test_a_box_of_another_gateway_is_as_live_as_one_of_this() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    ask(credential, "rig", instance_id="a1", governance=governed("a"), gateway=THERE)
+    with pytest.raises(NameTaken):
+        ask(credential, "rig", instance_id="b1", governance=governed("b"), others=frozenset({THERE}))
+    NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(minutes=1))
+    assert ask(credential, "rig", instance_id="b1", governance=governed("b"), others=frozenset({THERE})).epoch == 2
+
+
+def test_a_box_that_was_started_again_replaces_its_own_session_at_once() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="a1", governance=governed("a"))
+    again = ask(credential, "rig", instance_id="a2", governance=governed("a"), live=frozenset({first.node_id}))
+    assert again == replace(first, epoch=2)
+
+
+@pytest.mark.parametrize("said", [None, governed("a")], ids=["older-box", "copied-folder"])
+def test_two_programs_that_cannot_be_told_apart_do_not_take_turns(said: bridge.BoxGovernance | None) -> None:
+    """The first program was replaced, as by a restart; that it comes back shows that it was none."""
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="a1", governance=said)
+    live = frozenset({first.node_id})
+    assert ask(credential, "rig", instance_id="b1", governance=said, live=live).epoch == 2
+    with pytest.raises(NameTaken):
+        ask(credential, "rig", instance_id="a1", governance=said, live=live)
+    assert ask(credential, "rig", instance_id="b1", governance=said, live=live).epoch == 2
+    assert ask(credential, "rig", instance_id="a1", governance=said).epoch == 3  # once the other is gone
 
 
 def test_workers_that_share_a_name_get_numbers_while_they_live() -> None:

@@ -288,7 +288,6 @@ async def test_a_cordoned_box_comes_back_cordoned() -> None:
         b"binary",
         '{"type":"pong"}',
         '{"type":"register","protocol_version":"2030-01"}',
-        '{"type":"register","worker_name":"a\\u0000b"}',
         '{"type":"register","x":' + "[" * 100_000,
     ],
     ids=lambda frame: str(frame[:40]),
@@ -355,6 +354,24 @@ async def test_a_newer_session_of_a_box_replaces_the_older() -> None:
             assert link.epoch == 2
             await old.wait(old.to_server.empty)
             assert await NodePresence.objects.filter(node_id=link.node_id, connected=True).aexists()
+
+
+async def test_a_second_box_is_told_and_the_first_serves_on() -> None:
+    _, secret = await enrol()
+    door = Door()
+
+    def box(key: str) -> bridge.Register:
+        governance = bridge.BoxGovernance(level="L1", runner_id=f"rig-{key}", public_key=key)
+        return hello(instance_id=f"start of {key}", governance=governance)
+
+    async with dial(door, secret) as first:
+        first.say(box("a"))
+        await first.acknowledged()
+        async with dial(door, secret) as second:
+            second.say(box("b"))
+            assert await second.closed() == (1008, bridge.NAME_TAKEN)
+        (link,) = door.links
+        assert (link.epoch, link.closed) == (1, False)
 
 
 # serving

@@ -182,6 +182,7 @@ class ScriptedGateway:
         self.arrivals: asyncio.Queue[ConnectedBox] = asyncio.Queue()
         self.refusal: HTTPStatus | None = None
         self.close_code: int | None = None
+        self.close_reason = "worker authentication failed"
         self.acks = True
         self.pings = True
         self.attempts = 0
@@ -198,7 +199,7 @@ class ScriptedGateway:
 
     async def _welcome(self, socket: ServerConnection) -> None:
         if self.close_code is not None:
-            await socket.close(self.close_code, "worker authentication failed")
+            await socket.close(self.close_code, self.close_reason)
             return
         first = bridge.decode_worker_message(await socket.recv())
         assert isinstance(first, bridge.Register)

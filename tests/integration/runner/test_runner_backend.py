@@ -36,6 +36,16 @@ async def test_models_of_the_server_are_declared_and_followed(tmp_path: Path) ->
         assert (await box.expect(bridge.ModelsUpdate, skip=2)).models == ["gamma"]
 
 
+async def test_what_gateways_are_to_translate_is_kept_back_from_them(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine:
+        for options, is_told in (([], False), (["--translate", "messages,responses"], True)):
+            async with run_box(tmp_path, gateway.url, "--backend", engine.url, *options):
+                box = await gateway.accept()
+                told = {path for replica in box.register.replicas for path in replica.endpoints}
+                assert ("/v1/chat/completions" in told) is is_told
+                assert not {"/v1/messages", "/v1/responses"} & told
+
+
 async def test_the_servers_key_is_added_and_a_wrong_one_is_explained(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_engine() as engine:
         engine.key = "sk-right"

@@ -177,6 +177,15 @@ async def test_a_refused_credential_is_explained_in_one_line_and_not_hammered(tm
             assert TOKEN not in process.log_text()
 
 
+async def test_a_second_box_with_a_taken_name_says_what_would_help_and_does_not_hammer(tmp_path: Path) -> None:
+    async with run_gateway() as gateway:
+        gateway.close_code, gateway.close_reason = 1008, bridge.NAME_TAKEN
+        async with run_box(tmp_path, gateway.url) as process:
+            await eventually(lambda: "start one of them with another --name" in process.log_text(), "the refusal is explained")
+            assert "credential; check --token" not in process.log_text()
+            assert gateway.attempts == 1
+
+
 async def test_sigterm_drains_what_runs_refuses_the_rest_and_leaves_nothing_behind(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
         box = await gateway.accept()

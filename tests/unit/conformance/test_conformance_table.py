@@ -82,9 +82,9 @@ def test_the_table_shows_verdict_and_detail_and_counts_by_surface() -> None:
     assert "Node helper, runTools" in table
     assert "→ role is missing" in table
     assert format_summary(rows, findings).splitlines() == [
-        "chat             1 requirements:    0 ok    1 failed    0 skipped",
-        "models           2 requirements:    1 ok    0 failed    1 skipped",
-        "all              3 requirements:    1 ok    1 failed    1 skipped",
+        "chat             1 requirements:    0 ok    1 failed    0 failed by the engine    0 skipped",
+        "models           2 requirements:    1 ok    0 failed    0 failed by the engine    1 skipped",
+        "all              3 requirements:    1 ok    1 failed    0 failed by the engine    1 skipped",
     ]
     written = json.loads(format_json(rows, findings, base_url="http://x", model="m"))
     assert written["rows"][0] == {

@@ -72,7 +72,7 @@ CHAT_FAULTS: dict[str, tuple[Change, str]] = {
     "no index in a delta": (lambda e: call(e[2]).pop("index"), "index is missing"),
     "no id in the first delta": (lambda e: call(e[1]).pop("id"), "id is missing"),
     "no type in the first delta": (lambda e: call(e[1]).pop("type"), "type is missing"),
-    "no arguments in the first delta": (lambda e: call(e[1])["function"].pop("arguments"), "arguments is missing"),
+    "null as the first arguments": (lambda e: call(e[1])["function"].update(arguments=None), "must be a string and is null"),
     "a later id that is null": (lambda e: call(e[2]).update(id=None), "id comes again"),
     "a later name that is empty": (lambda e: call(e[2])["function"].update(name=""), "name comes again"),
     "arguments as an object": (lambda e: call(e[2])["function"].update(arguments={"a": 1}), "must be a string"),

@@ -60,12 +60,26 @@ def test_lists_lose_their_blanks_and_switches_have_words(monkeypatch: pytest.Mon
     assert not read_bool(NAME, default=True)
 
 
+BOUNDS = {
+    "connect_timeout": "5",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "10000",
+}
+
+
+def test_a_url_may_wait_for_its_server_as_it_likes() -> None:
+    options = read_database("postgresql://db/muster?connect_timeout=2&tcp_user_timeout=0")["OPTIONS"]
+    assert options == {**BOUNDS, "connect_timeout": "2", "tcp_user_timeout": "0"}
+
+
 def test_a_database_is_named_by_host_or_by_socket() -> None:
     over_tcp = read_database("postgresql://u%40x:p%3A@db.example:6432/muster?sslmode=require")
     over_socket = read_database("postgresql://postgres@/muster?host=/run/pg&port=5433")
 
     assert (over_tcp["HOST"], over_tcp["PORT"], over_tcp["USER"], over_tcp["PASSWORD"]) == ("db.example", "6432", "u@x", "p:")
-    assert over_tcp["OPTIONS"] == {"connect_timeout": "5", "sslmode": "require"}
+    assert over_tcp["OPTIONS"] == {**BOUNDS, "sslmode": "require"}
     assert (over_socket["HOST"], over_socket["PORT"], over_socket["NAME"]) == ("/run/pg", "5433", "muster")
 
 

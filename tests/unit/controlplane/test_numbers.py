@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from controlplane.templatetags.muster import age, compact, seconds
+from controlplane.templatetags.muster import age, beside, compact, seconds
 from gateway.admin.requests import print_ms
 
 
@@ -28,3 +30,11 @@ def test_milliseconds_become_seconds(value: int, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(None, "–"), (12, "12\u00a0ms"), (12_345, "12.3\u00a0s")])
 def test_a_latency_is_printed_with_a_unit_that_stays_beside_it(value: int | None, text: str) -> None:
     assert print_ms(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "other", "text"),
+    [(36, 201, "36 · 201 ms"), (900, 1234, "900 ms · 1.23 s"), (1500, 120_000, "1.5 · 120 s")],
+)
+def test_two_latencies_share_a_unit_where_they_can(value: int, other: int, text: str) -> None:
+    assert re.sub("<[^>]*>", "", beside(value, other)).replace("\u00a0", " ") == text

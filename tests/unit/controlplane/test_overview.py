@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from controlplane.overview import find_problems
+from controlplane.overview import Problem, find_problems
 from gateway.services.traffic import Minute, OpenRequests, Traffic
+from gateway.services.waiting import Wait, WaitingModel
 from nodes.services.overview import FleetOverview, NodeHealth
 from nodes.states import Freshness
 from wire.contract import NodeStatus
@@ -64,10 +65,15 @@ def test_a_fleet_that_only_drains_takes_no_work() -> None:
 
 
 def test_a_queue_is_wrong_only_when_its_head_has_waited() -> None:
-    fleet = FleetOverview((node(),))
+    fleet, open_requests = FleetOverview((node(),)), OpenRequests(queued=3, running=8, oldest_wait_s=9.0)
+    wait = Wait("boxes full", "Every box is full.", "Add one.")
 
-    assert texts(fleet, OpenRequests(queued=40, running=8, oldest_wait_s=1.0)) == []
-    assert texts(fleet, OpenRequests(queued=3, running=8, oldest_wait_s=9.0)) == ["3 queued, the first for 9 s."]
+    assert find_problems(fleet, open_requests, traffic(), [WaitingModel("tiny", 40, 1.0, wait)]) == ()
+    problems = find_problems(
+        fleet, open_requests, traffic(), [WaitingModel("tiny", 3, 9.0, wait), WaitingModel("big", 1, 4.0, wait)]
+    )
+    assert problems[0] == Problem("3 wait for tiny, the first for 9\u00a0s.", "Every box is full. Add one.")
+    assert problems[1].what == "1 waits for big, for 4\u00a0s."
 
 
 def test_a_few_faults_are_no_alarm_and_a_share_of_them_is() -> None:

@@ -120,8 +120,9 @@ def test_an_answer_of_nothing_has_one_empty_text() -> None:
     assert (message["content"], message["stop_reason"]) == ([{"type": "text", "text": ""}], "max_tokens")
 
 
-def test_the_stop_sequence_is_named_when_the_engine_names_it() -> None:
-    message = read(whole({"content": "a"}, stop_reason="END"))
+@pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])
+def test_the_stop_sequence_is_named_when_the_engine_names_it(name: str) -> None:
+    message = read(whole({"content": "a"}, **{name: "END"}))
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
 
 

@@ -282,6 +282,14 @@ def test_the_stop_sequence_is_named_when_the_engine_names_it(stopped_by: object,
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
+@pytest.mark.parametrize(("matched", "reason"), [("END", "stop_sequence"), (151645, "end_turn"), (None, "end_turn")])
+def test_the_stop_sequence_is_known_under_its_other_name_too(matched: object, reason: str) -> None:
+    choice = {"index": 0, "delta": {"content": "a"}, "finish_reason": "stop", "matched_stop": matched}
+    data, _ = translate([write_event({"choices": [choice]}), usage(), DONE])
+    message = read_message(data)
+    assert (message["stop_reason"], message["stop_sequence"]) == (reason, "END" if reason == "stop_sequence" else None)
+
+
 def test_a_stop_sequence_does_not_hide_a_whole_call() -> None:
     data, _ = translate([call(0, "{}", name="f", call_id="c1"), end_by("END")])
     assert read_message(data)["stop_reason"] == "tool_use"

@@ -278,6 +278,15 @@ def test_results_of_servers_are_told_without_what_nobody_can_read() -> None:
     assert chat[0]["content"] == "[Result of bash_code_execution]\nstdout: hi\nreturn_code: 0\n"
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["", [], [{"type": "text", "text": ""}], [{"type": "web_search_tool_result", "tool_use_id": "t", "content": []}]],
+    ids=["text", "blocks", "block", "nothing_to_tell"],
+)
+def test_a_user_who_said_nothing_is_a_turn_all_the_same(content: object) -> None:
+    assert carry({"role": "user", "content": content}) == [{"role": "user", "content": ""}]
+
+
 @pytest.mark.parametrize("blocks", [[], [text("")], [{"type": "redacted_thinking", "data": "E"}]], ids=range(3))
 def test_an_assistant_who_said_nothing_is_no_turn(blocks: list[object]) -> None:
     chat, _ = translate(user(text("a")), assistant(*blocks), user(text("b")))

@@ -47,6 +47,11 @@ def answer(text: str) -> Item:
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text, "annotations": []}]}
 
 
+def thought(text: str) -> dict[str, Any]:
+    """Return a thought under both of the names that engines look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def chat_call(call_id: str, name: str = "f", arguments: str = "{}") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -193,7 +198,7 @@ def test_the_items_of_one_turn_are_one_message_of_the_assistant() -> None:
         {
             "role": "assistant",
             "content": "So.",
-            "reasoning_content": "hm",
+            **thought("hm"),
             "tool_calls": [chat_call("c1"), chat_call("c2", "g", '{"a": 1}')],
         },
         {"role": "tool", "tool_call_id": "c2", "content": "2"},
@@ -205,7 +210,7 @@ def test_calls_of_two_turns_stay_two_messages() -> None:
     assert say(user("x"), call("c1"), output("c1", "1"), think("more"), call("c2"), output("c2", "2"))[1:] == [
         {"role": "assistant", "content": None, "tool_calls": [chat_call("c1")]},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
-        {"role": "assistant", "content": None, "reasoning_content": "more", "tool_calls": [chat_call("c2")]},
+        {"role": "assistant", "content": None, **thought("more"), "tool_calls": [chat_call("c2")]},
         {"role": "tool", "tool_call_id": "c2", "content": "2"},
     ]
 
@@ -221,12 +226,12 @@ def test_two_messages_in_a_row_do_not_run_together() -> None:
 def test_thoughts_are_read_from_content_or_summary_and_sealed_ones_count_for_nothing() -> None:
     summed: Item = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "sum"}], "encrypted_content": "zzz"}
     sealed: Item = {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "zzz"}
-    assert say(user("x"), summed, answer("y"))[1] == {"role": "assistant", "content": "y", "reasoning_content": "sum"}
+    assert say(user("x"), summed, answer("y"))[1] == {"role": "assistant", "content": "y", **thought("sum")}
     assert say(user("x"), sealed, answer("y"))[1] == {"role": "assistant", "content": "y"}
 
 
 def test_a_thought_without_a_message_is_a_turn_of_its_own() -> None:
-    assert say(user("x"), think("hm"), user("go on"))[1] == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert say(user("x"), think("hm"), user("go on"))[1] == {"role": "assistant", "content": "", **thought("hm")}
 
 
 def test_a_refusal_goes_back_as_one() -> None:
@@ -234,11 +239,33 @@ def test_a_refusal_goes_back_as_one() -> None:
     assert say(user("x"), refusal)[1] == {"role": "assistant", "content": None, "refusal": "No."}
 
 
-def test_results_of_tools_carry_text_and_images() -> None:
+def test_a_result_of_a_tool_is_text() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert say(call("c"), output("c", parts))[1]["content"] == "a\nb"
-    with_image = say(call("c"), output("c", [{"type": "input_image", "image_url": PIXEL}]))[1]
-    assert with_image["content"] == [{"type": "image_url", "image_url": {"url": PIXEL}}]
+
+
+def test_an_image_in_a_result_is_shown_by_the_user() -> None:
+    seen = [{"type": "input_text", "text": "here"}, {"type": "input_image", "image_url": PIXEL}]
+    said = say(user("x"), call("c1"), call("c2"), output("c1", seen), output("c2", "2"), user("And?"), answer("A dot."))
+    assert said[2:] == [
+        {"role": "tool", "tool_call_id": "c1", "content": "here\n[1 attached in the next user message]"},
+        {"role": "tool", "tool_call_id": "c2", "content": "2"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Attached to the result of tool call c1:"},
+                {"type": "image_url", "image_url": {"url": PIXEL}},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+        {"role": "assistant", "content": "A dot."},
+    ]
+
+
+def test_an_image_that_is_all_of_the_last_result_ends_the_conversation() -> None:
+    said = say(user("x"), call("c1"), output("c1", [{"type": "input_image", "image_url": PIXEL}]))
+    assert said[2] == {"role": "tool", "tool_call_id": "c1", "content": "[1 attached in the next user message]"}
+    assert (said[3]["role"], said[3]["content"][1]["type"]) == ("user", "image_url")
 
 
 def test_an_empty_argument_text_becomes_an_empty_object() -> None:

@@ -81,6 +81,8 @@ CALLED = st.builds(
     size=st.integers(1, 6),
 )
 ANSWERS = st.lists(SPOKEN | CALLED, max_size=4)
+STEPS = st.integers(40, 120)
+"""Bytes from one cut to the next: an answer drawn at random has some thousand bytes; the rich one is cut at each."""
 
 
 RICH = [
@@ -183,7 +185,7 @@ def expect_message(answer: Answer, call_ids: list[str]) -> dict[str, Any]:
     if answer.refusal:
         message["refusal"] = answer.refusal
     if answer.thought:
-        message["reasoning_content"] = answer.thought
+        message["reasoning_content"] = message["reasoning"] = answer.thought
     if answer.calls:
         message["tool_calls"] = [
             {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -205,16 +207,16 @@ def normalise(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(ANSWERS)
-@example(RICH)
-def test_a_stream_cut_at_any_byte_says_the_same(segments: list[Segment]) -> None:
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(ANSWERS, STEPS)
+@example(RICH, 1)
+def test_a_stream_cut_at_any_byte_says_the_same(segments: list[Segment], step: int) -> None:
     answer = play(segments)
     stream, _end = write(answer)
     whole = open_translator()
     expected = whole.feed(stream) + whole.finish()
     check_reading(read_stream(expected), answer)
-    for at in range(len(stream)):
+    for at in range(step // 2, len(stream), step):
         cut = _again(whole)
         assert cut.feed(stream[:at]) + cut.feed(stream[at:]) + cut.finish() == expected
         assert cut.kept == whole.kept
@@ -226,19 +228,21 @@ def _again(translator: ResponsesTranslator) -> ResponsesTranslator:
     return ResponsesTranslator(translator._plan, translator._context)
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(ANSWERS, st.sampled_from(["stop", "length"]))
-@example(RICH, "stop")
-def test_a_stream_that_breaks_off_never_ends_as_if_it_were_whole(segments: list[Segment], finish_reason: str) -> None:
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(ANSWERS, st.sampled_from(["stop", "length"]), STEPS)
+@example(RICH, "stop", 1)
+def test_a_stream_that_breaks_off_never_ends_as_if_it_were_whole(
+    segments: list[Segment], finish_reason: str, step: int
+) -> None:
     stream, end = write(play(segments), finish_reason)
     first = open_translator()
-    for at in range(len(stream)):
+    for n, at in enumerate((*range(step // 2, end - 1, step), *range(max(end - 1, 0), len(stream)))):
         translator = _again(first)
         out = translator.feed(stream[:at]) + translator.finish()
         is_ended = b"\nevent: response.completed\n" in out or b"\nevent: response.incomplete\n" in out
         assert is_ended == (translator.failure is None) == (at >= end)
         assert (translator.kept is not None) == is_ended
-        if at % 97 == 0:
+        if n % 97 == 0:
             error = translator.failure
             reading = read_stream(out + (translator.fail(error) if error is not None else b""))
             assert reading.response["status"] == ("failed" if at < end else reading.response["status"])

@@ -117,6 +117,25 @@ def test_what_nothing_here_acts_on_is_left_out_and_listed() -> None:
     assert set(say(**given)) == {"model", "messages"}
 
 
+@pytest.mark.parametrize(("effort", "said"), [("minimal", "low"), ("xhigh", "high"), ("max", "high")])
+def test_an_effort_that_not_every_engine_knows_becomes_the_nearest_that_all_do(effort: str, said: str) -> None:
+    assert say(reasoning={"effort": effort})["reasoning_effort"] == said
+    assert list_ignored(reasoning={"effort": effort}) == ("reasoning.effort",)
+
+
+def test_no_effort_at_all_switches_thinking_off_where_templates_read_it() -> None:
+    chat = say(reasoning={"effort": "none"}, chat_template_kwargs={"x": 1})
+    assert chat["chat_template_kwargs"] == {"enable_thinking": False, "x": 1}
+    assert "reasoning_effort" not in chat
+    assert say(reasoning={"effort": "none"}, chat_template_kwargs={"enable_thinking": True})["chat_template_kwargs"] == {
+        "enable_thinking": True
+    }
+    assert list_ignored(reasoning={"effort": "none"}) == ()
+    with pytest.raises(BadRequest) as caught:
+        say(reasoning={"effort": "none"}, chat_template_kwargs="x")
+    assert caught.value.param == "chat_template_kwargs"
+
+
 def test_a_fully_understood_request_ignores_nothing() -> None:
     assert list_ignored(temperature=0.1, tools=[TOOL], metadata={}, truncation="disabled", stream=True) == ()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.environment import ROOT
-from tests.services_plugin import SharedServerScheduling, redis_url_of_worker
+from tests.services_plugin import SharedServerScheduling, keep_bytecode, redis_url_of_worker
 
 _LEAKING = """
 import pytest
@@ -49,12 +49,33 @@ def test_each_worker_has_a_database_of_its_own(url: str, worker: str, expected: 
     [
         ("tests/contract/behaviours/test_a.py::test_x[1]", "tests/contract/"),
         ("tests/contract/test_b.py::test_y", "tests/contract/"),
+        ("tests/browser/test_d.py::test_w", "tests/browser/"),
         ("tests/unit/wire/test_c.py::TestZ::test_z", "tests/unit/wire/test_c.py"),
     ],
 )
 def test_tests_that_share_a_server_share_a_worker(nodeid: str, scope: str) -> None:
     scheduling = SharedServerScheduling.__new__(SharedServerScheduling)
     assert scheduling._split_scope(nodeid) == scope
+
+
+def test_bytecode_is_kept_although_the_environment_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "imported.py").write_text("")
+    keep_bytecode(tmp_path / "kept")
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(tmp_path / "kept"), False)
+    subprocess.run([sys.executable, "-S", "-c", "import imported"], cwd=tmp_path, check=True, timeout=60)
+    assert list((tmp_path / "kept").rglob("imported.*.pyc"))
+    assert not (tmp_path / "__pycache__").exists()
+
+
+def test_who_lets_bytecode_be_written_keeps_it_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    keep_bytecode(tmp_path)
+    assert sys.pycache_prefix is None
 
 
 def test_leaking_tests_fail_and_skipped_pages_fail_in_ci(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from nodes.links.http import END_HEADER, HttpLink, HttpTarget
+from nodes.links.http import END_HEADER, HttpLink, HttpStream, HttpTarget
 from nodes.links.port import EndKind, LinkEnd
 from nodes.session import OpenRequest
 from tests.unit.nodes.upstream import Answer, Visit, run_upstream
+from wire.bridge import TokenCounts
 
 OK = b"HTTP/1.1 200 OK\r\n"
 EARLY = b"HTTP/1.1 103 Early\r\nx: y\r\n\r\n"
@@ -369,3 +370,32 @@ async def test_a_peer_that_breaks_off_is_a_lost_link() -> None:
     async with run_upstream(always(OK + b"content-length: 9\r\n\r\nab", close=True)) as upstream:
         _, _, end = await fetch(upstream.port, is_peer=True)
     assert end.kind is EndKind.LINK_LOST
+
+
+USAGE = b': muster-usage {"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}\n\n'
+SAID = b'data: {"text":"it writes : muster-usage {} into its streams"}\n\n'
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [(SAID, SAID + USAGE), (SAID, SAID, USAGE[:9], USAGE[9:]), (SAID + SAID[:-2], b"\n\n" + USAGE), (SAID, SAID, USAGE[:-2])],
+    ids=["together", "in pieces", "apart", "without an end"],
+)
+def test_the_counts_of_a_peer_are_taken_out_however_they_come_and_whatever_a_model_says(pieces: tuple[bytes, ...]) -> None:
+    sink = Recorder()
+    stream = HttpStream(make_link(1, is_peer=True), b"", sink, asked=False)
+    stream.on_response_head(200, {"content-type": "text/event-stream"})
+    for piece in pieces:
+        stream.on_response_data(piece)
+    stream.on_response_end(None)
+    (end,) = sink.ends
+    assert sink.body == SAID * 2
+    assert end.detail is not None
+    assert end.detail.usage == TokenCounts(prompt_tokens=3, completion_tokens=4, total_tokens=7)
+
+
+async def test_a_body_of_a_peer_that_is_no_stream_passes_as_it_is() -> None:
+    body = b"one\n" + USAGE + b"two"
+    async with run_upstream(always(OK + b"content-length: %d\r\n\r\n" % len(body) + body)) as upstream:
+        sink, _, _ = await fetch(upstream.port, is_peer=True)
+    assert sink.body == body

@@ -333,3 +333,26 @@ async def test_the_paths_of_a_row_reach_the_link_and_follow(setting: Setting) ->
     assert setting.registry.get(node_id) is link
     assert list(setting.registry.links_answering("m", "/b")) == [link]
     assert link.carries_bytes
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "peer"])
+async def test_what_runs_over_http_goes_on_while_the_database_is_away_and_until_boxes_could_write_again(
+    setting: Setting, *, is_direct: bool
+) -> None:
+    node_id, keeper = uuid.uuid4(), setting.keeper
+    where = {"is_direct": True} if is_direct else {"gateway_id": THERE}
+    silent = make_row(node_id, heartbeat_age_s=30.0, **where)
+    setting.apply(make_row(node_id, **where))
+    link = setting.registry.get(node_id)
+    assert link is not None
+    keeper._applied_at -= 30.0
+    link.last_seen -= 30.0
+    keeper.tick()
+    assert setting.registry.get(node_id) is link
+    keeper.apply([silent], targets={node_id: TARGET} if is_direct else {}, peers={})
+    assert setting.registry.get(node_id) is link
+    assert link.condition(time.monotonic()) is LinkCondition.STALE
+    keeper._believed_at = 0.0
+    keeper.apply([silent], targets={node_id: TARGET} if is_direct else {}, peers={})
+    assert setting.registry.get(node_id) is None
+    await asyncio.sleep(0)

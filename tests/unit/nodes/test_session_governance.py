@@ -121,6 +121,17 @@ def test_a_report_is_cut_to_size() -> None:
     assert (effect.report.witness_signature, len(effect.report.witness_alarm)) == ("", 300)
 
 
+@pytest.mark.parametrize(
+    ("note", "kept"), [("a\n1\n\n\u2014 a b\n", True), ("x" * 8193, False), ("a\x00", False), ("a\r\n", False)]
+)
+def test_a_note_keeps_its_lines_and_nothing_that_is_none(note: str, kept: bool) -> None:
+    session, _ = registered()
+    said = bridge.BoxGovernance(level="L2", runner_id="r", public_key="p")
+    (effect,) = session.receive_text(bridge.encode_message(bridge.GovernanceReport(governance=said, witness_note=note)))
+    assert isinstance(effect, GovernanceChanged)
+    assert effect.report.witness_note == (note if kept else "")
+
+
 def test_of_too_many_keys_the_newest_are_kept() -> None:
     keys = {f"k{number}": "c2VjcmV0" for number in range(20)}
     _, effect = registered(governance=bridge.BoxGovernance(level="L2", runner_id="r#x", public_key="p", op_keys=keys))

@@ -7,10 +7,11 @@ from dataclasses import replace
 from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.port import CHAT, POOL_RESPONSES
+from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.pool import LoadProgress, Model, ModelEvent, Replica
 from runner.report import MAX_DETAIL_CHARS, list_endpoints, list_replicas, read_memory
+from runner.serving.headers import INFERENCE_PATHS
 from runner.telemetry import Reading, TreeMemory
 from tests.integration.runner.gated_engine import GatedEngine
 
@@ -18,9 +19,10 @@ MIB = 1024 * 1024
 READING = Reading(gpus=[], kind="gpu", total_mb=1000, used_mb=400, free_mb=600, driver_version=None, at=0.0)
 
 
-def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2) -> Model:
+def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2, translate: tuple[str, ...] = ()) -> Model:
     queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
-    model = Model(ModelDefinition(model_id=name, backend="gguf", target_inflight=3), queue, lambda: None)
+    definition = ModelDefinition(model_id=name, backend="gguf", target_inflight=3, translate=translate)
+    model = Model(definition, queue, lambda: None)
     plan = LoadPlan(model_id=name, backend="gguf", slots=slots)
     for _ in range(replicas):
         supervisor = Supervisor(GatedEngine(), silent_s=1, on_change=lambda: None)
@@ -82,6 +84,23 @@ async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds(
     assert [info.endpoints for info in infos] == [[CHAT, POOL_RESPONSES], [CHAT, POOL_RESPONSES]]
     assert [info.context_tokens for info in infos] == [2048, None]
     assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT, POOL_RESPONSES]
+
+
+async def test_what_gateways_are_to_translate_they_are_not_told_of() -> None:
+    paths = (CHAT, RESPONSES, MESSAGES)
+    for translate, told in (((), [*paths]), (("responses",), [CHAT, MESSAGES]), (("messages", "responses"), [CHAT])):
+        model = served(make_model(replicas=1, translate=translate))
+        model.replicas[0].supervisor.engine.capabilities = Capabilities(paths)  # type: ignore[misc]  # a test's engine
+        assert list_replicas([model])[0].endpoints == [*told, POOL_RESPONSES]
+        assert list_endpoints([model]) == sorted([*told, POOL_RESPONSES])
+
+
+async def test_of_a_server_that_names_no_paths_everything_is_told_but_what_is_to_be_translated() -> None:
+    for translate in ((), ("messages",)):
+        model = served(make_model(replicas=1, translate=translate))
+        model.replicas[0].supervisor.engine.capabilities = Capabilities(())  # type: ignore[misc]  # a test's engine
+        told = set(list_replicas([model])[0].endpoints)
+        assert told == (set(INFERENCE_PATHS) - {MESSAGES} if translate else set())
 
 
 async def test_a_model_on_its_way_out_says_so_for_each_replica() -> None:

@@ -315,6 +315,13 @@ def test_no_text_of_a_value_is_repeated_for_it_may_be_secret() -> None:
         assert "not a string" in words or "not a list" in words
 
 
+def test_surfaces_to_be_translated_are_named_by_their_words() -> None:
+    assert one({"backend": "vllm", "translate": ["responses"]}).translate == ("responses",)
+    assert one({"backend": "vllm"}).translate == ()
+    for bad in (["chat"], ["/v1/messages"], "messages"):
+        assert "messages or responses" in model_refusal({"backend": "vllm", "translate": bad})
+
+
 def test_a_description_has_the_fields_of_the_settings_and_of_keys_the_variables_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXAMPLE_API_KEY", SECRET)
 

@@ -49,6 +49,19 @@ def test_a_backend_url_may_end_in_v1() -> None:
     assert config.engine == BackendConfig(url="http://127.0.0.1:11434", models=("a", "b"))
 
 
+def test_what_gateways_are_to_translate_can_be_named_for_a_backend_and_a_model_file(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for serving in (["--backend", "http://b:1"], ["--model-path", str(tmp_path / "m.gguf")]):
+        engine = read_config([*MINIMAL, *serving, "--translate", "responses, messages"], {}).engine
+        assert engine is not None
+        assert engine.translate == ("responses", "messages")
+        engine = read_config([*MINIMAL, *serving], {"MUSTER_TRANSLATE": "messages"}).engine
+        assert engine is not None
+        assert engine.translate == ("messages",)
+        with pytest.raises(ConfigError, match="--translate must be a comma list of messages, responses, not 'chat'"):
+            read_config([*MINIMAL, *serving, "--translate", "chat"], {})
+
+
 def test_a_model_file_of_ones_own_is_named_after_itself(tmp_path: Path) -> None:
     model = tmp_path / "small-q4.gguf"
     model.write_bytes(b"GGUF")

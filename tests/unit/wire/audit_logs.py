@@ -59,10 +59,10 @@ def seal(entries: Iterable[Entry]) -> Seal:
 
 
 def witness(entries: Iterable[Entry], *, signer: Ed25519PrivateKey = BOX) -> Witness:
-    """Return what a box says that saw the checkpoint over these entries."""
+    """Return what a box says that saw the checkpoint over these entries, with the note that it was shown."""
     seen = checkpoint_of(entries)
-    signature = signer.sign(seen.witness_message())
-    return Witness("box-1", seen.size, seen.root, signature, BOX.public_key().public_bytes_raw())
+    signature, note = signer.sign(seen.witness_message()), seen.note(KEY, SIGNER.sign(seen.text().encode()))
+    return Witness("box-1", seen.size, seen.root, signature, BOX.public_key().public_bytes_raw(), note)
 
 
 def judge(records: Iterable[Record], *, pinned: Iterable[Checkpoint] = ()) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from wire.optoken.proposal import (
 
 NOW = 1_745_880_000
 YEAR_S = 365 * 86_400
-NAMES = ("ada", "bob", "cleo", "dan", "eve", "fay", "gus", "hal", "ida", "jon")
+NAMES = ("ada", "bob", "cleo", "dan", "eve", "fay", "gus", "hal", "ida", "jon", "kay", "leo")
 PolicyClasses = Mapping[str, Mapping[str, object]]
 
 
@@ -82,7 +83,7 @@ def make_statement(policy: Policy, **changes: Any) -> Statement:
 
 def edit_statement(statement: Statement, **members: Any) -> Statement:
     """The statement with other JSON members; ``class_`` stands for ``class``."""
-    current: dict[str, Any] = {**_members(statement), **{name.rstrip("_"): value for name, value in members.items()}}
+    current: dict[str, Any] = {**json.loads(statement.raw), **{name.rstrip("_"): value for name, value in members.items()}}
     return read_statement(canonical(current))
 
 
@@ -107,14 +108,3 @@ def make_link(new: bytes, statement: Statement, proofs: Sequence[Proof]) -> dict
 def renamed(person: Person, name: str) -> Person:
     """Another person with the same keys."""
     return replace(person, name=name)
-
-
-def _members(statement: Statement) -> dict[str, Any]:
-    ref = statement.policy
-    return {
-        "v": 1, "opId": statement.op_id, "operation": statement.operation, "class": statement.op_class,
-        "targets": list(statement.targets), "params": dict(statement.params), "requestedBy": statement.requested_by,
-        "policy": {"id": ref.id, "version": ref.version, "sha256": ref.sha256}, "reasonDigest": statement.reason_digest,
-        "requestedAt": statement.requested_at, "notBefore": statement.not_before, "notAfter": statement.not_after,
-        "maxUses": statement.max_uses,
-    }  # fmt: skip

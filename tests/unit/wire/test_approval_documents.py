@@ -141,8 +141,53 @@ def test_a_statement_is_what_was_proposed() -> None:
     assert STATEMENT.digest.hex() == hashlib.sha256(STATEMENT_DOMAIN + STATEMENT.raw).hexdigest()
 
 
+BATCH = make_statement(POLICY, targets=["box-7", "box-8"], stops_on_failure=False)
+EARLIER = (
+    b'{"class":"model-load","maxUses":1,"notAfter":1745883600,"notBefore":1745880000,"opId":"op-1","operation":"model-load",'
+    b'"params":{"modelId":"org/model"},"policy":{"id":"main","sha256":"00","version":1},"reasonDigest":"ab",'
+    b'"requestedAt":1745880000,"requestedBy":"zoe","targets":["box-7","box-8"],"v":1}'
+)
+"""A batch as the first format wrote it."""
+
+
+def test_a_batch_says_what_a_failure_does_to_the_rest_of_it() -> None:
+    assert (json.loads(BATCH.raw)["v"], json.loads(BATCH.raw)["stopsOnFailure"]) == (2, False)
+    assert not read_statement(BATCH.raw).stops_on_failure
+    stopping = make_statement(POLICY, targets=["box-7", "box-8"])
+    assert read_statement(stopping.raw).stops_on_failure
+    assert stopping.digest != BATCH.digest
+
+
+def test_a_statement_for_one_target_is_written_as_boxes_have_always_read_it() -> None:
+    alone = make_statement(POLICY, stops_on_failure=False)
+    assert alone.raw == STATEMENT.raw
+    assert json.loads(alone.raw)["v"] == 1
+    assert alone.stops_on_failure
+
+
+def test_a_batch_of_the_first_format_stops_at_a_failure() -> None:
+    earlier = read_statement(EARLIER)
+    assert earlier.stops_on_failure
+    assert earlier.digest.hex() == hashlib.sha256(b"op-statement/v1\x00" + EARLIER).hexdigest()
+
+
+BATCH_ROWS: dict[str, dict[str, Any]] = {
+    "the member missing": {"stopsOnFailure": ...},
+    "the member as a number": {"stopsOnFailure": 0},
+    "the member as text": {"stopsOnFailure": "false"},
+    "the member in the first format": {"v": 1},
+    "a format to come": {"v": 3},
+}
+
+
+@pytest.mark.parametrize("members", BATCH_ROWS.values(), ids=BATCH_ROWS)
+def test_a_batch_has_exactly_its_members(members: dict[str, Any]) -> None:
+    changed = {name: value for name, value in (json.loads(BATCH.raw) | members).items() if value is not ...}
+    assert rule_of(read_statement, canonical(changed)) is Rule.BAD_STATEMENT
+
+
 STATEMENT_ROWS: dict[str, dict[str, Any]] = {
-    "version 2": {"v": 2},
+    "version 2 without its member": {"v": 2},
     "version true": {"v": True},
     "version as text": {"v": "1"},
     "a member more": {"note": "x"},

@@ -26,10 +26,13 @@ from wire.optoken import approval
 from wire.optoken.approval import (
     ApprovalError,
     Rule,
+    canonical,
+    decode_bytes,
     digest_words,
     encode_bytes,
     policy_words,
     read_policy,
+    read_statement,
     verify_bundle,
     verify_receipts,
 )
@@ -110,6 +113,32 @@ def test_a_copy_of_the_program_alone_is_enough(tmp_path: Path) -> None:
     copy = Path(shutil.copy(PROGRAM, tmp_path / "check.py"))
     done = run(write(tmp_path, {"operation": make_bundle()}), cwd=tmp_path, program=copy)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def make_batch(*, format_version: int) -> dict[str, Any]:
+    """The evidence of an operation on two boxes that was to go on after failures, or one of the first format."""
+    made = make_statement(SECOND, targets=[BOX, "box-8"], stops_on_failure=False)
+    if format_version == 1:
+        members = {name: value for name, value in json.loads(made.raw).items() if name != "stopsOnFailure"} | {"v": 1}
+        made = read_statement(canonical(members))
+    return make_bundle(statement=encode_bytes(made.raw), proofs=approve(made, [ADA, DAN]), receipts=[])
+
+
+@pytest.mark.parametrize(
+    ("format_version", "told"), [(1, "stops at a failure"), (2, "goes on after failures")], ids=["first", "second"]
+)
+def test_the_program_proves_batches_of_both_formats(tmp_path: Path, format_version: int, told: str) -> None:
+    done = run(write(tmp_path, make_batch(format_version=format_version)), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told in done.stdout
+
+
+def test_what_a_failure_does_to_a_batch_cannot_be_changed_after_it_was_signed() -> None:
+    bundle = make_batch(format_version=2)
+    changed = canonical(json.loads(decode_bytes(bundle["statement"])) | {"stopsOnFailure": True})
+    with pytest.raises(ApprovalError) as caught:
+        verify_bundle(bundle | {"statement": encode_bytes(changed)})
+    assert caught.value.rule is Rule.WRONG_CHALLENGE
 
 
 def test_the_program_says_which_rule_refused(tmp_path: Path) -> None:

@@ -334,7 +334,8 @@ def by_brute_force(people: list[frozenset[str]], factors: Mapping[str, int]) -> 
 
 
 GROUPS = ("a", "b", "c")
-EVERYBODY = [replace(person, groups=GROUPS) for person in make_people(10)]
+EVERYBODY = [replace(person, groups=GROUPS) for person in make_people(12)]
+"""Enough that six factors find one person to spare beside any five."""
 
 
 @settings(max_examples=40, deadline=None)

@@ -232,6 +232,26 @@ def test_claims_that_nobody_signed_or_that_stand_in_the_wrong_place_are_told() -
         assert judge(records).status is Status.INCONSISTENT
 
 
+def test_a_box_that_makes_up_what_it_saw_changes_nothing_but_a_count() -> None:
+    beyond, forged = make_chain(make_body(number) for number in range(SIZE + 5)), make_chain(make_body(n) for n in range(7, 27))
+    notes = {
+        "none": "", "another checkpoint": seal(LOG[:20]).note, "no note": "nonsense",
+        "its own": witness(beyond).note.replace("\u2014 example.org", "\u2014 example.com"),
+    }  # fmt: skip
+    for name, note in notes.items():
+        shorter = judge([*sealed(LOG, SIZE), replace(witness(beyond), note=note)])
+        another = judge([*sealed(LOG[:20], 10), replace(witness(forged), note=note), *LOG[20:]])
+        for verdict in (shorter, another):
+            assert (verdict.status, verdict.witnesses, verdict.unproven) == (Status.GOOD, 0, 1), name
+            assert "count for nothing" in verdict.lines()[-1]
+
+
+def test_a_statement_from_before_boxes_showed_notes_counts_by_the_checkpoint_of_the_log() -> None:
+    old = replace(witness(LOG), note="")
+    assert judge([*sealed(LOG, SIZE), old]).witnesses == 1
+    assert judge([*LOG, old]).unproven == 1
+
+
 def test_a_broken_chain_is_told_before_what_follows_from_it() -> None:
     verdict = judge([*LOG[:9], *LOG[10:], seal(LOG), replace(witness(LOG), signature=bytes(64))])
     assert verdict.status is Status.BROKEN

@@ -53,7 +53,7 @@ BOMBS = {
     "summed": TEXT
     + "{{ [t.split('a')] * 1 }}{{ [t | list, t | list, t | list, t | list, t | list] | sum(start=[]) | length }}",
     "separators": TEXT + "{{ range(90000) | list | tojson(separators=[t, t]) | length }}",
-    "slices": TEXT + "{% set s = [" + "t[1:]," * 4000 + "] %}{{ s | length }}",
+    "slices": TEXT + "{% set s = [" + "t[1:]," * 1200 + "] %}{{ s | length }}",
     "macro": TEXT + "{% macro m() %}{% for i in range(90000) %}{{ t }}{% endfor %}{% endmacro %}{{ m() | length }}",
     "block": "{% set x %}{% for i in range(90000) %}" + "z" * 20000 + "{% endfor %}{% endset %}{{ x | length }}",
     "constants": "{% set x %}{% for i in range(90000) %}{{ '" + "z" * 20000 + "' }}{% endfor %}{% endset %}{{ x | length }}",

@@ -1,0 +1,62 @@
+// What pages that follow something share: a socket that comes back by itself, and a change of a page that leaves the rest alone.
+const LONGEST_PAUSE_MS = 30000;
+
+// Calls `take` with each JSON object that the server pushes. Without a socket the page shows the state it was loaded with.
+export const follow = (path, take) => {
+    const scheme = location.protocol === "https:" ? "wss:" : "ws:";
+    let pauseMs = 1000;
+    const connect = () => {
+        const socket = new WebSocket(`${scheme}//${location.host}${path}`);
+        socket.addEventListener("message", (event) => {
+            pauseMs = 1000;
+            take(JSON.parse(event.data));
+        });
+        socket.addEventListener("close", () => {
+            setTimeout(connect, pauseMs * (0.5 + Math.random()));
+            pauseMs = Math.min(pauseMs * 2, LONGEST_PAUSE_MS);
+        });
+        addEventListener("pagehide", () => socket.close(), { once: true });
+    };
+    connect();
+};
+
+// Changes what differs and leaves the rest alone: a selection survives, what a reader opened stays open, a bar moves.
+export const update = (shown, fresh) => {
+    if (shown.nodeType !== fresh.nodeType || shown.nodeName !== fresh.nodeName) {
+        shown.replaceWith(fresh.cloneNode(true));
+        return;
+    }
+    if (shown.nodeType !== Node.ELEMENT_NODE) {
+        if (shown.nodeValue !== fresh.nodeValue) {
+            shown.nodeValue = fresh.nodeValue;
+        }
+        return;
+    }
+    for (const name of shown.getAttributeNames()) {
+        if (!fresh.hasAttribute(name) && name !== "open") {
+            shown.removeAttribute(name);
+        }
+    }
+    for (const name of fresh.getAttributeNames()) {
+        if (shown.getAttribute(name) !== fresh.getAttribute(name)) {
+            shown.setAttribute(name, fresh.getAttribute(name));
+        }
+    }
+    updateChildren(shown, fresh);
+};
+
+// The same for what is inside.
+export const updateChildren = (shown, fresh) => {
+    const before = [...shown.childNodes];
+    const after = [...fresh.childNodes];
+    after.forEach((node, index) => {
+        if (index < before.length) {
+            update(before[index], node);
+        } else {
+            shown.append(node.cloneNode(true));
+        }
+    });
+    before.slice(after.length).forEach((node) => node.remove());
+};
+
+export const parse = (html) => new DOMParser().parseFromString(html, "text/html");

@@ -1,0 +1,34 @@
+"""The database backend that ``DATABASES`` names: Django's, with connections bound by the patience of their thread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db.backends.postgresql import base
+from psycopg import IsolationLevel
+
+from nodes.postgres.connection import PatientConnection, read_patience
+
+_LEAST_CONNECT_S = 2
+"""libpq waits no less than that for a connection."""
+_STATEMENT_S = 30.0
+"""What a server that still talks may take for one statement of work that has no end of its own."""
+
+
+class DatabaseWrapper(base.DatabaseWrapper):
+    """Django's PostgreSQL backend. Outside ``limit_patience`` it behaves exactly like it."""
+
+    def get_connection_params(self) -> dict[str, Any]:  # Any: Django's own signature
+        """Return the arguments of ``connect``, with the server's own limits where the thread has one."""
+        parameters: dict[str, Any] = super().get_connection_params()
+        patience = read_patience()
+        if patience is not None:
+            limit_ms = max(1, int(1000 * (patience.left_s if patience.ends_at is not None else _STATEMENT_S)))
+            parameters["options"] = f"{parameters.get('options', '')} -c statement_timeout={limit_ms}".strip()
+            parameters["connect_timeout"] = max(_LEAST_CONNECT_S, int(patience.left_s))
+        return parameters
+
+    def get_new_connection(self, conn_params: dict[str, Any]) -> PatientConnection:
+        """Return an open connection. Raises OperationalError of the driver."""
+        self.isolation_level = IsolationLevel.READ_COMMITTED
+        return PatientConnection.connect(**conn_params)

@@ -1,0 +1,102 @@
+"""A psycopg connection that stops waiting by itself when the server says nothing.
+
+A frozen server keeps its sockets open and its kernel acknowledges what arrives: neither ``statement_timeout``, which the
+server would have to enforce, nor TCP's own timers end such a wait. Only whoever waits can.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg.abc import PQGen
+
+RV = TypeVar("RV")
+
+
+class ServerSilent(psycopg.OperationalError):
+    """The server did not answer in time; the connection was closed, and what was asked for may still come to pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to wait for the database.
+
+    ``silence_s``: without a byte from it. ``ends_at`` (``time.monotonic`` seconds): for everything; None = as long as it talks.
+    """
+
+    silence_s: float
+    ends_at: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the next step may take without a byte, never negative."""
+        if self.ends_at is None:
+            return self.silence_s
+        return max(0.0, min(self.silence_s, self.ends_at - time.monotonic()))
+
+
+class _OfThread(threading.local):
+    patience: Patience | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def limit_patience(patience: Patience) -> Iterator[None]:
+    """Have every connection that this thread uses in the block wait no longer than that."""
+    before, _of_thread.patience = _of_thread.patience, patience
+    try:
+        yield
+    finally:
+        _of_thread.patience = before
+
+
+def read_patience() -> Patience | None:
+    """Return what binds the calling thread at the moment; None = it waits for ever."""
+    return _of_thread.patience
+
+
+class PatientConnection(psycopg.Connection[Any]):  # Any: rows are as their cursor makes them
+    """A connection whose every wait ends as ``patience`` says, else as that of its thread; without any it waits like others."""
+
+    patience: Patience | None = None
+
+    def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
+        """Return what ``gen`` comes to. Raises ServerSilent, with the connection closed, and whatever ``gen`` raises."""
+        patience = self.patience or read_patience()
+        if patience is None:
+            return super().wait(gen, interval, timeout)
+        try:
+            return super().wait(_end_on_silence(gen, patience), interval, timeout)
+        except ServerSilent:
+            self.pgconn.finish()
+            raise
+
+
+def _end_on_silence(gen: PQGen[RV], patience: Patience) -> PQGen[RV]:
+    """Pass on what the two sides say to each other; raise ServerSilent when the socket is not ready for too long."""
+    silent_from = time.monotonic()
+    ends_at = patience.ends_at if patience.ends_at is not None else float("inf")
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            now = time.monotonic()
+            if ready:
+                silent_from = now
+            if now >= min(silent_from + patience.silence_s, ends_at):
+                raise ServerSilent(f"the database did not answer within {now - silent_from:.1f} s")
+            wanted = gen.send(ready)
+    except StopIteration as end:
+        result: RV = end.value
+        return result
+    finally:
+        if isinstance(gen, Generator):
+            gen.close()

@@ -1,0 +1,88 @@
+"""A document, picture or sound that an engine cannot take, in a request that was translated for it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.dialects import SURFACES
+from tests.integration.gateway.test_pipeline import Make, make_gateway
+
+__all__ = ["make_gateway"]
+
+CHAT = "/v1/chat/completions"
+PDF = "JVBERi0xLjQ="
+HELLO = {"role": "user", "content": "Hello"}
+DOCUMENT = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": PDF}}
+PLAIN = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A text"}}
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PDF}}
+FILE = {"type": "input_file", "filename": "a.pdf", "file_data": f"data:application/pdf;base64,{PDF}"}
+LLAMA_WORDS = "unsupported content[].type"
+VLLM_WORDS = (
+    "Unsupported chat content part type: 'file'. Supported types: audio_url, image_url, text. (parameter=type, value=file)"
+)
+TABBY_WORDS = "Input should be 'text' or 'image_url' in messages.1.content.2.type"
+
+
+def ask_about(*blocks: dict[str, Any]) -> dict[str, Any]:
+    """Return the second turn of a conversation."""
+    return {"role": "user", "content": [{"type": "text", "text": "What is this?"}, *blocks]}
+
+
+async def refuse(make: Make, surface: str, words: str, **fields: Any) -> dict[str, Any]:
+    """Ask, have the engine refuse with these words, and return the error that the client gets."""
+    gateway = make()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=SURFACES[surface], max_tokens=5, **fields)
+    stream = await request.on(link)
+    stream.answer(json.dumps({"error": {"message": words, "type": "invalid_request_error", "code": 400}}).encode(), status=400)
+    await request.done()
+    assert request.client.status == 400
+    error: dict[str, Any] = json.loads(request.client.body)["error"]
+    return error
+
+
+@pytest.mark.parametrize("words", [LLAMA_WORDS, VLLM_WORDS, TABBY_WORDS], ids=["llama.cpp", "vLLM", "TabbyAPI"])
+@pytest.mark.parametrize(
+    ("surface", "fields", "place", "kind"),
+    [
+        ("/v1/messages", {"messages": [HELLO, ask_about(PLAIN, DOCUMENT)]}, "messages[1].content[2]", "document"),
+        (
+            "/v1/messages",
+            {"messages": [HELLO, ask_about({"type": "tool_result", "tool_use_id": "t", "content": [DOCUMENT]})]},
+            "messages[1].content[1].content[0]",
+            "document",
+        ),
+        ("/v1/responses", {"input": [HELLO, ask_about(FILE)]}, "input[1].content[1]", "file"),
+    ],
+    ids=["messages", "result of a tool", "responses"],
+)
+async def test_a_document_that_the_engine_cannot_read_is_named_by_its_field(
+    make_gateway: Make, words: str, surface: str, fields: dict[str, Any], place: str, kind: str
+) -> None:
+    if "tool_result" in json.dumps(fields):
+        call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+        fields = {"messages": [fields["messages"][0], {"role": "assistant", "content": [call]}, fields["messages"][1]]}
+        place = place.replace("messages[1]", "messages[2]")
+    error = await refuse(make_gateway, surface, words, **fields)
+    assert error["param"] == place
+    assert error["message"] == f"The {kind} in '{place}' cannot be given to this model. Its engine says: {words}"
+
+
+async def test_a_picture_is_named_when_the_engine_speaks_of_pictures(make_gateway: Make) -> None:
+    words = "At most 0 image(s) may be provided in one prompt."
+    error = await refuse(make_gateway, "/v1/messages", words, messages=[HELLO, ask_about(DOCUMENT, PICTURE)])
+    assert (error["param"], error["code"]) == ("messages[1].content[2]", "BAD_REQUEST")
+
+
+@pytest.mark.parametrize("words", ["temperature must be at most 2", "unknown sampler"])
+async def test_another_refusal_of_a_request_with_a_document_stays_what_it_is(make_gateway: Make, words: str) -> None:
+    error = await refuse(make_gateway, "/v1/messages", words, messages=[ask_about(DOCUMENT)])
+    assert (error["message"], error["param"]) == (words, None)
+
+
+async def test_a_refusal_of_a_text_names_no_document(make_gateway: Make) -> None:
+    error = await refuse(make_gateway, "/v1/messages", LLAMA_WORDS, messages=[ask_about(PLAIN)])
+    assert (error["message"], error["param"]) == (LLAMA_WORDS, None)

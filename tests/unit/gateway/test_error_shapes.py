@@ -1,0 +1,132 @@
+"""Every error of the gateway in every dialect, whole and in a stream: SDKs choose the exception by status, type and shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import anthropic
+import httpx2
+import openai
+import pytest
+
+from gateway.dialects import SURFACES
+from gateway.dialects.refusal import ANTHROPIC_TYPES
+from gateway.errors import ClientLeft, EngineRefused, GatewayError, ModelNotAllowed
+
+EXPECTED = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("invalid_request_error", "authentication_error"),
+    403: ("invalid_request_error", "permission_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    502: ("server_error", "api_error"),
+    503: ("server_error", "overloaded_error"),
+    504: ("server_error", "timeout_error"),
+    529: ("server_error", "overloaded_error"),
+}
+OPENAI_EXCEPTIONS = {
+    400: openai.BadRequestError,
+    401: openai.AuthenticationError,
+    403: openai.PermissionDeniedError,
+    404: openai.NotFoundError,
+    429: openai.RateLimitError,
+    500: openai.InternalServerError,
+}
+RESPONSES_CODES = {"server_error", "context_length_exceeded", "rate_limit_exceeded", "invalid_prompt"}
+CODES_AGENTS_RETRY = {"server_error", "rate_limit_exceeded"}
+
+
+def list_errors() -> Iterator[GatewayError]:
+    """Yield one error of every class that a client may be told."""
+    waiting: list[type[GatewayError]] = [GatewayError]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if kind is EngineRefused:
+            yield from (EngineRefused("said by the engine", status=status) for status in EXPECTED)
+        elif kind.__module__ == GatewayError.__module__ and not issubclass(kind, ClientLeft):
+            yield kind("said by the test")
+
+
+ERRORS = sorted(list_errors(), key=lambda error: (type(error).__name__, error.status))
+each_error = pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{error.status}")
+OPENAI, ANTHROPIC = openai.OpenAI(api_key="k"), anthropic.Anthropic(api_key="k")
+CHAT, MESSAGES, RESPONSES = (SURFACES[f"/v1/{name}"] for name in ("chat/completions", "messages", "responses"))
+
+
+def read_event(event: bytes) -> tuple[str, dict[str, object]]:
+    """Return name and data of the one event that these bytes are."""
+    head, _, data = event.rpartition(b"data: ")
+    assert data.endswith(b"\n\n")
+    assert data.count(b"\n") == 2
+    found: dict[str, object] = json.loads(data)
+    return head.decode().removeprefix("event: ").strip(), found
+
+
+@each_error
+def test_openai_clients_find_message_type_param_and_code(error: GatewayError) -> None:
+    for surface in SURFACES.values():
+        if surface is MESSAGES:
+            continue
+        said = json.loads(surface.render_error(error, "req_1"))["error"]
+        assert {"message", "type", "param", "code"} <= set(said)
+        assert said["message"] == error.message
+        assert said["type"] == EXPECTED[error.status][0]
+        assert isinstance(said["code"], str)
+        assert isinstance(said["param"], str | None)
+
+
+@each_error
+def test_anthropic_clients_find_type_message_and_the_id_of_the_request(error: GatewayError) -> None:
+    said = json.loads(MESSAGES.render_error(error, "req_1"))
+    assert (said["type"], said["request_id"]) == ("error", "req_1")
+    assert said["error"]["type"] in ANTHROPIC_TYPES
+    is_of_the_contract = isinstance(error, ModelNotAllowed)  # a model is known, and not for this key: 400
+    assert said["error"]["type"] == EXPECTED[error.status][1] or is_of_the_contract
+    assert error.message in said["error"]["message"]
+
+
+@each_error
+def test_sdks_raise_what_the_status_means_and_show_the_words(error: GatewayError) -> None:
+    request = httpx2.Request("POST", "http://gateway.test/v1")
+    body = json.loads(CHAT.render_error(error, "req_1"))
+    reply = httpx2.Response(error.status, request=request, json=body)
+    raised = OPENAI._make_status_error_from_response(reply)
+    kind = OPENAI_EXCEPTIONS.get(min(error.status, 500), openai.APIStatusError)
+    assert isinstance(raised, kind)
+    assert error.message in raised.message
+    told = json.loads(MESSAGES.render_error(error, "req_1"))
+    answer = ANTHROPIC._make_status_error_from_response(httpx2.Response(error.status, request=request, json=told))
+    assert error.message in answer.message
+
+
+@each_error
+def test_in_a_stream_each_dialect_has_one_event(error: GatewayError) -> None:
+    assert read_event(CHAT.render_stream_error(error, "req_1")) == ("", json.loads(CHAT.render_error(error, "req_1")))
+    assert read_event(MESSAGES.render_stream_error(error, "req_1")) == (
+        "error",
+        json.loads(MESSAGES.render_error(error, "req_1")),
+    )
+    name, said = read_event(RESPONSES.render_stream_error(error, "req_1"))
+    assert (name, said["type"], said["message"]) == ("error", "error", error.message)
+
+
+@each_error
+def test_a_response_that_failed_before_it_began_begins_and_fails(error: GatewayError) -> None:
+    request = RESPONSES.parse(b'{"model":"m","input":"x","stream":true}', {})
+    events = RESPONSES.render_first_error(error, "req_1", request).split(b"\n\n")[:-1]
+    (_, created), (_, failed) = (read_event(event + b"\n\n") for event in events)
+    assert [created["type"], failed["type"]] == ["response.created", "response.failed"]
+    assert [created["sequence_number"], failed["sequence_number"]] == [0, 1]
+    response = failed["response"]
+    assert isinstance(response, dict)
+    assert response["status"] == "failed"
+    assert response["error"]["message"] == error.message
+    assert response["error"]["code"] in RESPONSES_CODES
+    is_tried_again = response["error"]["code"] in CODES_AGENTS_RETRY
+    assert is_tried_again == (error.status >= 500 or error.status == 429)
