@@ -23,6 +23,7 @@ from tests.fuzz.bodies import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, R
 STREAM = "text/event-stream"
 _CONCURRENT, _REMEMBERED = 64, 500
 _FRAME_BYTES = 64 * 1024
+_YIELD_EVERY = 50
 _CREDIT_WITHIN_S, _IDLE_S = 30.0, 3600.0
 _SPEECH, _SCRIPT = Speech(pieces=TEXT_PIECES), Script({})
 _ASKED = {"model": "m", "prompt": "hi", "input": ["hi"], "documents": ["a"], "stream_options": {"include_usage": True}}
@@ -82,7 +83,9 @@ async def hostile_box(lab: Lab, gateway: Gateway, model: str, choose: Callable[[
     async def serve(box: ScriptedBox, stream: Stream) -> None:
         said = choose()
         await box.head(stream, status=said.status, content_type=said.content_type)
-        for piece in said.pieces:
+        for number, piece in enumerate(said.pieces):
+            if number % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)  # a send that need not wait lets nobody else have a turn, pongs included
             for start in range(0, len(piece), _FRAME_BYTES):
                 part = piece[start : start + _FRAME_BYTES]
                 await box._wait(partial(_may_send, stream, len(part)), _CREDIT_WITHIN_S, "credit, or a cancel")

@@ -73,7 +73,9 @@ KINDS: dict[str, Make] = {
     "a length and chunks": _ask(b"content-length: %d", b"transfer-encoding: chunked", change=_chunked),
     "an unknown transfer encoding": _ask(b"transfer-encoding: gzip", statuses=(0, 400)),
     "chunks under another name": _ask(b"transfer-encoding: chunked, identity", change=_chunked, statuses=(0, 400)),
-    "a compressed body": _ask(b"content-length: %d", b"content-encoding: gzip", change=lambda body: b"\x1f\x8b" + body),
+    "a compressed body": _ask(
+        b"content-length: %d", b"content-encoding: gzip", change=lambda body: b"\x1f\x8b" + body, statuses=(415,),
+    ),
     "no type at all": lambda key, model: _plain(key, model, b""),
     "an unknown type": lambda key, model: _plain(key, model, b"content-type: application/x-hologram\r\n"),
     "a type of 10 kB": lambda key, model: _plain(key, model, b"content-type: a/" + b"b" * 10_000 + b"\r\n"),
@@ -118,7 +120,7 @@ KINDS: dict[str, Make] = {
 
 
 def _plain(key: str, model: str, line: bytes) -> Broken:
-    """Return a good request with another header line for its type: JSON is JSON under any name."""
+    """Return a good request with another header line for its type: without one JSON is read as what it is."""
     body = write(make_plain(CHAT, model))
     head = _head(key, b"content-length: %d" % len(body))[:-2] + line + b"\r\n"
-    return Broken(head + body, (200, 400))
+    return Broken(head + body, (415,) if line else (200,))

@@ -9,7 +9,7 @@ from tests.contract.client import Reply
 from tests.fuzz.bodies import COUNT_MESSAGES, MESSAGES
 from wire.contract import ErrorCode
 
-_OURS = frozenset({400, 401, 403, 404, 405, 408, 413, 429, 431, 500, 502, 503, 504})
+_OURS = frozenset({400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 502, 503, 504})
 _CODES = frozenset(code.value for code in ErrorCode)
 _MAX_ERROR_BYTES = 4096
 _LEAST_ERROR = 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 import statistics
@@ -19,9 +18,10 @@ from tests.conformance.readers.messages import read_messages
 from tests.conformance.readers.messages import require_end as require_end_of_message
 from tests.conformance.readers.responses import LAST_EVENTS, read_responses
 from tests.conformance.verdicts import Violation
-from tests.contract.client import Reply, call, send_raw
+from tests.contract.client import Reply, call
 from tests.contract.lab import Lab
 from tests.contract.stack import Gateway
+from tests.contract.waiting import eventually
 from tests.fuzz.bodies import CHAT, MESSAGES, NATIVE, RESPONSES, TALKING, TRANSLATED, make_body, make_plain, write
 from tests.fuzz.boxes import STREAM, Answer, good_box, hostile_box
 from tests.fuzz.broken_http import KINDS as BROKEN
@@ -30,13 +30,22 @@ from tests.fuzz.gauge import Gauge
 from tests.fuzz.judging import find_fault, find_fault_of_refusal
 from tests.fuzz.malformed import Make
 from tests.fuzz.mutation import spoil_body
+from tests.fuzz.sockets import UNREAD, Unread, converse, pour, read_status
 
+SETTINGS = {"MUSTER_RATE_LIMIT_RPM": "1000000", "MUSTER_OFFLINE_AFTER_S": "3600"}
+"""Of a gateway under fire: nothing is refused for its number, and a box that a busy machine keeps from answering stays."""
 THE_ENGINES_OWN = ("the pieces of a tool's input are no JSON", "response.usage must be an object and is null")
 """Faults of translated streams that are passed on: a model's words go out while they come, and no count is invented."""
 MOST_CPU_MS = 50.0
-_WITHIN_S = 30.0
+"""Of the event loop, for one request: time that its thread has run, so that a busy machine changes nothing."""
+MOST_GROWTH_BYTES = 48 * 2**20
+"""Of memory, over a round that was run once to warm up; a large body alone comes and goes with as much."""
+MOST_OF_A_MODEL = 1_900_000_000
+_WITHIN_S = 60.0
+"""For an answer that is never to come later than at once: only to tell a slow machine from a gateway that hangs."""
+_TRIES = 3
+"""A collection of garbage or work in the background can fall into any request, but not into the same one each time."""
 _BUG = re.compile(rb"request\.bug|Traceback|session\.bug|ERROR|CRITICAL")
-_STATUS = re.compile(rb"HTTP/1\.1 (\d\d\d) ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +81,24 @@ class Fuzzer:
     async def send_malformed(self, name: str, path: str, make: Make, *, repeats: int) -> Row:
         """Send one kind of malformed request, and check that it is refused as it has to be."""
         walls: list[float] = []
+        costs: list[float] = []
         statuses: set[int] = set()
-        rss, cpu_s = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s()
+        rss = self.gauge.read_rss_bytes()
         asked = make(path, self.translated if path in TRANSLATED else self.native)
         for _ in range(repeats):
             began = time.perf_counter()
-            reply = await self._post(asked.path, asked.body, asked.headers)
+            reply, cpu_ms = await self._post_measured(asked.path, asked.body, asked.headers)
+            costs.append(cpu_ms)
             walls.append((time.perf_counter() - began) * 1000)
             statuses.add(reply.status)
             fault = find_fault_of_refusal(path, reply, statuses=asked.statuses, param=asked.param)
             if fault:
                 self._note(f"{name} to {path}", fault)
                 break
-        cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000 / len(walls)
+        if min(costs) > MOST_CPU_MS:
+            self._note(f"{name} to {path}", f"it took {min(costs):.0f} ms of the event loop")
         growth = self.gauge.read_rss_bytes() - rss
-        return Row(name, path, tuple(sorted(statuses)), statistics.median(walls), cpu_ms, growth)
+        return Row(name, path, tuple(sorted(statuses)), statistics.median(walls), statistics.median(costs), growth)
 
     async def send_spoilt(self, seeds: Iterable[int]) -> None:
         """Send bodies that were good once, to boxes that answer every path and to one that answers chat alone."""
@@ -98,9 +110,7 @@ class Fuzzer:
             if path in TALKING and rng.random() < 0.5:
                 body["stream"] = True
             data = spoil_body(rng, body)
-            cpu_s = self.gauge.read_cpu_s()
-            reply = await self._post(path, data, {"content-type": "application/json"})
-            cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
+            reply, cpu_ms = await self._post_measured(path, data, {"content-type": "application/json"})
             fault = find_fault(path, reply)
             if not fault and reply.status >= 500:
                 fault = f"the status is {reply.status}: {reply.body[:300]!r}"
@@ -113,10 +123,9 @@ class Fuzzer:
         """Send one kind of broken HTTP on a connection of its own."""
         broken = BROKEN[name](self.lab.stack.ready.api_key, self.native)
         rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
-        answer = await _converse(self.gateway.url, broken.data, leaves=broken.leaves)
+        answer = await converse(self.gateway, broken.data, leaves=broken.leaves, within_s=_WITHIN_S)
         wall_ms = (time.perf_counter() - began) * 1000
-        found = _STATUS.match(answer)
-        status = int(found.group(1)) if found else 0
+        status = read_status(answer)
         self.statuses[status] += 1
         if status not in broken.statuses:
             self._note(name, f"the status is {status}, due is {broken.statuses}: {answer[:300]!r}")
@@ -125,14 +134,22 @@ class Fuzzer:
 
     async def send_large(self, size_bytes: int, *, declared: bool) -> Row:
         """Send a body that is larger than any may be; without a declared length it has to be cut off at the limit."""
+        request = Unread(f"{size_bytes >> 20} MB {'declared' if declared else 'in chunks'}", 413)
+        return await self._pour(request, self.lab.headers(), size_bytes, declared=declared)
+
+    async def send_unread(self, size_bytes: int) -> list[Row]:
+        """Send large bodies with requests that are refused before anybody looks at one."""
+        return [await self._pour(request, {}, size_bytes, declared=True) for request in UNREAD]
+
+    async def _pour(self, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool) -> Row:
         rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
-        status, taken = await _pour(self.gateway, self.lab.headers(), size_bytes, declared=declared)
+        status, taken = await pour(self.gateway, request, headers, size_bytes, declared=declared, within_s=_WITHIN_S)
         self.statuses[status] += 1
-        kind = f"{size_bytes >> 20} MB {'declared' if declared else 'in chunks'}, {taken >> 20} MB of it taken"
-        if status not in {413, 0} or (declared and status != 413):
-            self._note(kind, f"the status is {status}, due is 413")
+        if status != request.status:
+            self._note(f"{request.kind}, {taken >> 20} MB of it taken", f"the status is {status}, due is {request.status}")
         cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
-        return Row(kind, CHAT, (status,), (time.perf_counter() - began) * 1000, cpu_ms, self.gauge.read_rss_bytes() - rss)
+        wall_ms = (time.perf_counter() - began) * 1000
+        return Row(request.kind, request.path, (status,), wall_ms, cpu_ms, self.gauge.read_rss_bytes() - rss)
 
     # engines
 
@@ -178,6 +195,17 @@ class Fuzzer:
 
     # both
 
+    async def settle(self, before_bytes: int) -> None:
+        """Wait until the gateway holds hardly more memory than it did; what ended gives it back a little later."""
+        try:
+            await eventually(
+                lambda: self.gauge.read_rss_bytes() - before_bytes < MOST_GROWTH_BYTES,
+                within_s=20.0,
+                what=f"the gateway holds less than {MOST_GROWTH_BYTES >> 20} MB more",
+            )
+        except AssertionError as fault:
+            self._note("memory", f"{fault}; it is {(self.gauge.read_rss_bytes() - before_bytes) >> 20} MB")
+
     def read_bugs(self) -> str:
         """Return the first lines of the gateway's log that speak of a fault of ours."""
         assert self.gateway.log is not None
@@ -194,6 +222,16 @@ class Fuzzer:
         self.statuses[reply.status] += 1
         return reply
 
+    async def _post_measured(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[Reply, float]:
+        """Return the answer, and milliseconds of the event loop: the fewest of several tries, if one takes too many."""
+        costs: list[float] = []
+        while True:
+            cpu_s = self.gauge.read_cpu_s()
+            reply = await self._post(path, body, headers)
+            costs.append((self.gauge.read_cpu_s() - cpu_s) * 1000)
+            if min(costs) < MOST_CPU_MS or len(costs) == _TRIES:
+                return reply, min(costs)
+
     def _note(self, what: str, fault: str) -> None:
         self.findings.append(f"{what}: {fault}")
 
@@ -204,7 +242,8 @@ class Fuzzer:
 @asynccontextmanager
 async def fuzz(lab: Lab, gateway: Gateway) -> AsyncIterator[Fuzzer]:
     """Allow three models, connect a box for each, and hand out the fuzzer."""
-    models = [await lab.model(gateway, prefix=kind, max_prompt_chars=50_000_000) for kind in ("native", "spoken", "hostile")]
+    caps = {"max_prompt_chars": 50_000_000, "max_tokens": MOST_OF_A_MODEL}
+    models = [await lab.model(gateway, prefix=kind, **caps) for kind in ("native", "spoken", "hostile")]
     fuzzer = Fuzzer(lab, gateway, models[0], models[1])
     fuzzer.hostile = models[2]
     async with (
@@ -251,45 +290,3 @@ def find_fault_of_stream(path: str, reply: Reply) -> str:
     except Violation as violation:
         return "" if any(words in str(violation) for words in THE_ENGINES_OWN) else str(violation)
     return ""
-
-
-async def _converse(url: str, data: bytes, *, leaves: bool) -> bytes:
-    if not leaves:
-        return await send_raw(url, data, within_s=1.0)
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        writer.write(data)
-        writer.write_eof()
-        async with asyncio.timeout(_WITHIN_S):
-            return await reader.read()
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
-
-
-async def _pour(gateway: Gateway, headers: dict[str, str], size_bytes: int, *, declared: bool) -> tuple[int, int]:
-    """Send a body as fast as it is taken until an answer comes; return its status and how much was taken."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    length = f"content-length: {size_bytes}" if declared else "transfer-encoding: chunked"
-    lines = [f"POST {CHAT} HTTP/1.1", "host: gateway", length, *[f"{name}: {value}" for name, value in headers.items()]]
-    writer.write("\r\n".join([*lines, "", ""]).encode())
-    piece = b"a" * 65_536
-    framed = piece if declared else b"%x\r\n%b\r\n" % (len(piece), piece)
-    answering = asyncio.create_task(reader.read(4096))
-    taken = 0
-    try:
-        async with asyncio.timeout(_WITHIN_S):
-            while taken < size_bytes and not answering.done():
-                writer.write(framed)
-                await writer.drain()
-                await asyncio.sleep(0)
-                taken += len(piece)
-            found = _STATUS.match(await answering)
-    except ConnectionError:
-        found = _STATUS.match(answering.result()) if answering.done() and answering.exception() is None else None
-    finally:
-        answering.cancel()
-        writer.close()
-    return (int(found.group(1)) if found else 0), taken

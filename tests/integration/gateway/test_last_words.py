@@ -21,8 +21,8 @@ from nodes import offload
 from nodes.links import EndKind
 from nodes.offload import run_in_database
 from tests.integration.gateway.test_client_surfaces import CHAT, MESSAGES, RESPONSES, STREAM, WHOLE, chunk
-from tests.integration.gateway.test_pipeline import SSE, Gateway, Make, Rows, make_gateway
 from tests.integration.gateway.test_odd_moments import allow_keeping
+from tests.integration.gateway.test_pipeline import SSE, Gateway, Make, Rows, make_gateway
 from tests.integration.gateway.test_silent_database import frozen, until
 
 __all__ = ["make_gateway"]
