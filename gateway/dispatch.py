@@ -33,7 +33,7 @@ from gateway.placement import choose_link
 from gateway.values import InferenceRequest, Timeouts
 from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.keeper import LinkKeeper
-from nodes.states import POOL_RESPONSES, SPOKEN_THROUGH
+from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 
 _BUSY_PAUSE_S = 0.05
 _HELD_WEIGHT = 0.1
@@ -156,6 +156,10 @@ class Dispatcher:
         """Whether some box says of itself that it answers the model on that API path."""
         return path in self._registry.endpoints_of(model)
 
+    def speaks(self, model: str, path: str) -> bool:
+        """Whether some box can be asked for the model on that API path without a translation."""
+        return bool(self._registry.links_answering(model, AS_IT_IS + path))
+
     def needs_translation(self, model: str, *, endpoint: str, lane: str) -> bool:
         """Whether boxes serve the model, and none of them on the client's own API path."""
         links = self._registry.links_answering(model, lane)
@@ -260,7 +264,8 @@ class Dispatcher:
             return None
         answered = [path for path in registry.endpoints_of(model) if path != POOL_RESPONSES]
         instead = f"it answers {', '.join(answered)}." if answered else "its boxes answer other paths."
-        return EndpointNotAnswered(f"The model '{model}' does not answer {endpoint}; {instead}", param="model")
+        asked = endpoint.removeprefix(AS_IT_IS)
+        return EndpointNotAnswered(f"The model '{model}' does not answer {asked}; {instead}", param="model")
 
     def _grant(self, link: Link, model: str) -> Lease:
         link.active += 1

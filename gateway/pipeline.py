@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -39,12 +38,12 @@ from gateway.keepalive import KeepAlive
 from gateway.keeping import LANE as KEPT_LANE
 from gateway.keeping import RESPONSES, Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
-from gateway.outlook import Busy, Closed, Outlook, Ready
+from gateway.outlook import Closed, Outlook, Ready, pick_name
 from gateway.records import MAX_ATTEMPTS, Record, RecordWriter
 from gateway.refusing import refuse
 from gateway.relay import Exchange
 from gateway.values import Caller, InferenceRequest, Limits, Timeouts
-from nodes.states import POOL_RESPONSES, SPOKEN_THROUGH
+from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 
@@ -63,6 +62,8 @@ class Call:
     keeping: Keeping | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
+    unsaid: BadRequest | None = None
+    """Why it cannot be said in other words, while it waits for a box that takes it as it is."""
     entries: dict[str, ModelEntry] = field(default_factory=dict)
     """The models that may serve it by name, best first."""
     translations: dict[str, Translation] = field(default_factory=dict)
@@ -107,6 +108,8 @@ class Pipeline:
             while True:
                 lease = await self._find_slot(call, job, record)
                 exchange = self._open_exchange(call, job, lease)
+                if exchange is None:
+                    continue
                 outcome = await exchange.run()
                 if not self._should_retry(call, outcome, job, lease):
                     break
@@ -116,10 +119,11 @@ class Pipeline:
                     await self._keep(call, call.keeping, job, exchange)
             await client.drain()  # until then the server would cut what the client has not taken
             ending = self._conclude(outcome, record)
-        except GatewayError as error:
+        except GatewayError as raised:
+            error = call.unsaid if call is not None and call.unsaid and isinstance(raised, EndpointNotAnswered) else raised
             ending = Ending(error.state, error)
             refuse(client, surface, error, request_id, extra, job.request if job is not None else None)
-            error.__traceback__ = None  # its frames hold the request, and are held by the error: a ring
+            raised.__traceback__ = None  # its frames hold the request, and are held by the error: a ring
         finally:
             client.unwatch()
             if call is not None and call.keepalive is not None:
@@ -214,6 +218,8 @@ class Pipeline:
 
     def _translate_early(self, call: Call, request: InferenceRequest) -> None:
         """Find out before anything is accepted whether a request can be said in the only words its boxes speak."""
+        if request.lane.startswith(AS_IT_IS):
+            return
         endpoint = request.path if request.lane == POOL_RESPONSES else request.endpoint
         if self.dispatcher.needs_translation(request.model, endpoint=endpoint, lane=request.path):
             self._translate(call, request, KEPT_LANE)
@@ -267,9 +273,9 @@ class Pipeline:
 
     def _choose_model(self, call: Call, job: Job, models: Sequence[str]) -> bool:
         """Give the job to the best of the models whose boxes can be told the request; return whether there is one."""
-        left = list(models)
+        left, budget_s = list(models), min(self.timeouts.queue_s, job.max_wait_s)
         while left:
-            best = self._pick_model(call, job, left)
+            best = pick_name(((name, self._outlook(call, name, job.request, job)) for name in left), budget_s)
             request = self._rename(call, job.request, best)
             try:
                 if call.surface.translate is not None:
@@ -281,29 +287,21 @@ class Pipeline:
             return True
         return False
 
-    def _pick_model(self, call: Call, job: Job, models: Sequence[str]) -> str:
-        """Return the first model that has room, or whose queue is short enough; else the one with the shortest queue."""
-        budget_s = min(self.timeouts.queue_s, job.max_wait_s)
-        best, best_wait_s = models[0], math.inf
-        for name in models:
-            match self._outlook(call, name, job.request, job):
-                case Ready():
-                    return name
-                case Busy(wait_s):
-                    if wait_s <= budget_s:
-                        return name
-                    if wait_s < best_wait_s:
-                        best, best_wait_s = name, wait_s
-                case Closed():
-                    continue
-        return best
+    def _open_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange | None:
+        """Return the attempt on a box, in the words it speaks; whatever is raised, the slot is free then.
 
-    def _open_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:
-        """Return the attempt on a box, in the words it speaks; whatever is raised, the slot is free then."""
+        None: it cannot be said in those words, and has to wait for a box that speaks the client's own.
+        """
         try:
             return self._prepare_exchange(call, job, lease)
-        except BaseException:
+        except BaseException as error:
             lease.release()
+            request = job.request
+            if isinstance(error, BadRequest) and not request.lane and self.dispatcher.speaks(request.model, request.endpoint):
+                job.request = msgspec.structs.replace(request, lane=AS_IT_IS + request.endpoint)
+                job.attempts -= 1
+                call.unsaid, error.__traceback__ = error, None
+                return None
             raise
 
     def _prepare_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:

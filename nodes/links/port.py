@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from nodes.session import OpenRequest
-from nodes.states import BINARY_ENDPOINTS, MAX_REPORTED_LOAD, POOL_RESPONSES, SPOKEN_THROUGH
+from nodes.states import AS_IT_IS, BINARY_ENDPOINTS, MAX_REPORTED_LOAD, POOL_RESPONSES, SPOKEN_THROUGH
 from wire.frames import End
 from wire.ids import format_id
 
@@ -136,6 +136,9 @@ class Link:
 
     def find_path(self, model: str, lane: str) -> str | None:
         """Return the API path on which the box can be asked what belongs on ``lane``: that one, or one it is translated to."""
+        if lane.startswith(AS_IT_IS):
+            path = lane.removeprefix(AS_IT_IS)
+            return path if self.answers(model, path) else None
         if self.answers(model, lane):
             return lane
         other = SPOKEN_THROUGH.get(lane)

@@ -230,6 +230,43 @@ async def test_a_client_that_leaves_while_its_answer_is_written_down_is_let_go_a
     assert await request.record("state", "attempts") == ("cancelled", 1)
 
 
+# what cannot be said in other words
+
+UNSAYABLE = [{"role": "user", "content": [{"type": "holograph", "data": "x"}]}]
+
+
+async def test_what_cannot_be_translated_waits_for_the_box_that_speaks_it(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    native, other = gateway.link(paths={"/v1/messages", CHAT}), gateway.link(paths={CHAT})
+    first = gateway.ask(surface=MESSAGES, max_tokens=5)
+    stream = await first.on(native)
+    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=UNSAYABLE)
+    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
+    assert other.active == 0
+    stream.answer(ANSWER)
+    await first.done()
+    (await second.on(native)).answer(ANSWER)
+    await second.done()
+    assert second.client.status == 200
+    assert await second.record("state", "attempts") == ("completed", 1)
+
+
+async def test_what_cannot_be_translated_is_refused_by_name_once_nobody_speaks_it(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    native, _ = gateway.link(paths={"/v1/messages", CHAT}), gateway.link(paths={CHAT})
+    first = gateway.ask(surface=MESSAGES, max_tokens=5)
+    await first.on(native)
+    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=UNSAYABLE)
+    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
+    first.client.leave()
+    gateway.registry.remove(native)
+    await first.done()
+    await second.done()
+    assert second.client.status == 400
+    assert second.error["param"] == "messages[0].content[0].type"
+    assert await second.record("state") == ("rejected",)
+
+
 # signs of life, then ...
 
 
