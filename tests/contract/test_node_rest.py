@@ -140,8 +140,12 @@ async def test_a_client_that_leaves_aborts_the_call_to_a_direct_box(lab: Lab, ba
 async def test_a_box_that_stops_reporting_is_excluded_as_node_stale(hasty_lab: Lab, backend: ScriptedBackend) -> None:
     lab = hasty_lab
     node = await register(lab, backend.url)
-    await node.heartbeat()
-    assert (await lab.ask(node.model)).status == 200
+
+    async def serving() -> bool:
+        await node.heartbeat()
+        return (await lab.ask(node.model)).status == 200
+
+    await eventually(serving, what="the box serves", pause_s=0.1)
 
     async def stale() -> Reply | None:
         reply = await lab.ask(node.model)
@@ -150,12 +154,7 @@ async def test_a_box_that_stops_reporting_is_excluded_as_node_stale(hasty_lab: L
     refused = await eventually(stale, what="the box is stale", pause_s=0.1)
     assert_failure(refused, 503, "NODE_STALE")
     served = len(backend.calls)
-    await node.heartbeat()
-
-    async def back() -> bool:
-        return (await lab.ask(node.model)).status == 200
-
-    await eventually(back, what="a heartbeat brings it back", pause_s=0.1)
+    await eventually(serving, what="a heartbeat brings it back", pause_s=0.1)
     assert len(backend.calls) > served
 
 
