@@ -109,7 +109,16 @@ _PROMPT_OF_MESSAGES: dict[str, Schema] = {
     "model": MODEL,
     "messages": listed(ref("Message"), least=1),
     "system": either(TEXT, listed(members("type text", type=const("text"), text=TEXT))),
-    "tools": listed(members("name input_schema", name=NAME, description=TEXT, input_schema=OBJECT)),
+    "tools": listed(
+        members(
+            "name input_schema",
+            name=NAME,
+            type=nullable(TEXT),
+            description=nullable(TEXT),
+            input_schema=OBJECT,
+            strict=nullable(FLAG),
+        )
+    ),
     "tool_choice": either(
         members("type", type=choice("auto", "any", "none"), disable_parallel_tool_use=FLAG),
         members("type name", type=const("tool"), name=NAME),
@@ -118,6 +127,7 @@ _PROMPT_OF_MESSAGES: dict[str, Schema] = {
         members("type budget_tokens", type=const("enabled"), budget_tokens=POSITIVE),
         members("type", type=choice("disabled", "adaptive")),
     ),
+    "n": {**nullable({"type": "integer", "const": 1}), "description": "A message has one answer."},
 }
 _MESSAGES = members(
     "model messages max_tokens",
@@ -180,14 +190,25 @@ _RESPONSE = members(
     tools=nullable(listed(members("type name", type=const("function"), **_FUNCTION["properties"]))),
     tool_choice=nullable(choice("none", "auto")),
     parallel_tool_calls=nullable(FLAG),
-    text=nullable(members(format=members("type", type=choice("text", "json_object")))),
+    text=nullable(members(format=members("type", type=choice("text", "json_object")), verbosity=nullable(TEXT))),
     reasoning=nullable(members(effort=nullable(TEXT), summary=nullable(TEXT))),
     metadata=nullable({"type": "object", "additionalProperties": TEXT}),
     stream=nullable(FLAG),
     store={**nullable(FLAG), "description": "True only where the tenant keeps answers."},
     previous_response_id={**nullable(TEXT), "description": "Only where the tenant keeps answers."},
     user=nullable(TEXT),
+    presence_penalty=nullable(NUMBER),
+    frequency_penalty=nullable(NUMBER),
+    max_tool_calls=nullable(COUNT),
+    include=nullable(listed(TEXT)),
+    truncation=nullable(choice("auto", "disabled")),
+    service_tier=nullable(TEXT),
+    safety_identifier=nullable(TEXT),
+    prompt_cache_key=nullable(TEXT),
     decoding=nullable(_DECODING),
+    allow_remote=nullable(FLAG),
+    source_lang_code=nullable(TEXT),
+    target_lang_code=nullable(TEXT),
     x_pool_options=ref("PoolOptions"),
 )
 
