@@ -8,10 +8,12 @@ MUSTER_TEST_REDIS_URL name servers that run already.
 from __future__ import annotations
 
 import atexit
+import gc
 import inspect
 import os
 import sys
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -85,6 +87,18 @@ class SharedServerScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         return next((folder for folder in _SHARED if path.startswith(folder)), path)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage neither while tests are collected nor among them later: they are thousands and stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

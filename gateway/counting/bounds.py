@@ -88,17 +88,28 @@ def show(value: Any) -> Any:  # Any: a value of a template, handed on
 
 
 def measure(value: object) -> int:
-    """Return about how many characters a value has when it is printed. Raises TemplateFailed beyond MAX_TEXT_CHARS."""
+    """Return about how many characters a value has when it is printed. Raises TemplateFailed beyond MAX_TEXT_CHARS.
+
+    What a value holds several times is looked through once and counted each time.
+    """
     size = _weigh(value)
-    waiting: list[Iterator[object]] = [_list_parts(value)]
+    waiting: list[tuple[object, int, Iterator[object]]] = [(value, size, _list_parts(value))]
+    known: dict[int, tuple[object, int]] = {}  # with the values themselves, so that no other can get their identity
     while waiting and size <= MAX_TEXT_CHARS:
-        part = next(waiting[-1], waiting)
+        whole, before, parts = waiting[-1]
+        part = next(parts, waiting)
         if part is waiting:
             waiting.pop()
+            known[id(whole)] = whole, size - before
             continue
         size += _weigh(part) + 2
-        if isinstance(part, list | tuple | Mapping):
-            waiting.append(_list_parts(part))
+        if not isinstance(part, list | tuple | Mapping):
+            continue
+        if id(part) in known:
+            size += known[id(part)][1]
+        else:
+            known[id(part)] = part, MAX_TEXT_CHARS + 1  # until all of it is seen: what holds itself has no end
+            waiting.append((part, size, _list_parts(part)))
     if size > MAX_TEXT_CHARS:
         raise TemplateFailed
     return size

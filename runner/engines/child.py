@@ -110,8 +110,11 @@ class Child:
         self._readers.append(asyncio.create_task(self._read_log(process.stderr, on_line)))
         self._readers.append(asyncio.create_task(self._read_log(process.stdout, on_line)))
 
-    async def stop(self, *, gently: bool, limit_s: float = STOP_TIMEOUT_S) -> None:
-        """Have it end (ours: standard input closes; others: SIGTERM), kill its tree when that takes too long, or at once."""
+    async def stop(self, *, gently: bool, limit_s: float | None = None) -> None:
+        """Have it end (ours: standard input closes; others: SIGTERM), kill its tree when that takes too long, or at once.
+
+        ``limit_s`` is how long it has; None: STOP_TIMEOUT_S.
+        """
         process = self._process
         if process is None:
             return
@@ -122,7 +125,7 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), limit_s)
+                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S if limit_s is None else limit_s)
         await self.kill()
 
     async def kill(self) -> None:

@@ -24,8 +24,8 @@ CHECKS = [
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
-REFUSED_FIELDS = frozenset({"store", "previous_response_id"})
-"""What is right in the document and refused to a tenant whose answers are not kept."""
+REFUSED_FIELDS = frozenset({"store", "previous_response_id", "source_lang_code", "target_lang_code"})
+"""What is right in the document and refused where answers are not kept, or where no box speaks llm-pool's form."""
 OF_THE_MODEL = frozenset({ErrorCode.MAX_TOKENS_TOO_LARGE.value})
 """Refusals of what is right in the document, by limits that each model has of its own."""
 _WITHIN_S = 30

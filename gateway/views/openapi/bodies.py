@@ -178,6 +178,7 @@ _DECODING = {
     ),
     "additionalProperties": False,
 }
+_LANGUAGE = {**nullable(TEXT), "description": "Only where a box answers llm-pool's form of this path itself."}
 _RESPONSE = members(
     "model input",
     model=MODEL,
@@ -207,8 +208,8 @@ _RESPONSE = members(
     prompt_cache_key=nullable(TEXT),
     decoding=nullable(_DECODING),
     allow_remote=nullable(FLAG),
-    source_lang_code=nullable(TEXT),
-    target_lang_code=nullable(TEXT),
+    source_lang_code=_LANGUAGE,
+    target_lang_code=_LANGUAGE,
     x_pool_options=ref("PoolOptions"),
 )
 

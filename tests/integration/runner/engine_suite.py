@@ -23,6 +23,7 @@ import msgspec
 import psutil
 import pytest
 
+from runner.engines import child, tgi
 from runner.engines.port import (
     CHAT,
     TOKENIZE,
@@ -36,6 +37,7 @@ from runner.engines.port import (
     Progress,
     TokenCounter,
 )
+from runner.engines.vllm import engine as vllm
 from runner.errors import EngineError
 
 LEFT_STREAM_LIMIT_S = 1.0
@@ -364,7 +366,10 @@ async def check_a_hung_engine_is_silent_and_unload_kills_it(subject: EngineUnder
     for process in processes:
         process.suspend()
     assert await subject.engine.health() is Health.SILENT
-    await asyncio.wait_for(subject.engine.unload(gently=True), 20)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (child, tgi, vllm):
+            patch.setattr(module, "STOP_TIMEOUT_S", 1.0)
+        await asyncio.wait_for(subject.engine.unload(gently=True), 20)
     await assert_gone(processes)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gateway.counting.bounds import measure
 from gateway.counting.templates import ChatTemplate, TemplateFailed
 from gateway.counting.values import ChatPrompt
 
@@ -67,6 +69,37 @@ BOMBS = {
 def test_a_template_that_would_fill_the_memory_is_given_up(name: str) -> None:
     with pytest.raises((TemplateFailed, ValueError)):  # ValueError: it uses what no template may use
         ChatTemplate(BOMBS[name], {}).render(PROMPT)
+
+
+def test_what_is_held_several_times_is_counted_each_time() -> None:
+    inner: list[object] = ["abc", {"key": (1, "de")}]
+    shared = {"x": inner, "y": [inner, inner, inner[1]]}
+    unshared = json.loads(json.dumps(shared))
+    assert measure(shared) == measure(unshared) > 3 * measure(inner) > measure(inner) + 2
+
+
+def test_a_list_within_itself_is_given_up() -> None:
+    endless: list[object] = ["a"]
+    endless.append((endless,))
+    for value in (endless, {"k": endless}):
+        with pytest.raises(TemplateFailed):
+            measure(value)
+
+
+def test_many_times_the_same_is_measured_no_longer_than_once() -> None:
+    looked_at = 0
+
+    class Watched(list[object]):
+        def __iter__(self) -> Iterator[object]:
+            nonlocal looked_at
+            looked_at += 1
+            return super().__iter__()
+
+    value: list[object] = Watched(["abc"])
+    for _ in range(12):
+        value = Watched([value, value])
+    assert measure(value) > 2**12
+    assert looked_at == 13
 
 
 def test_what_real_templates_do_is_still_done() -> None:
