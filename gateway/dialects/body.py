@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from gateway.dialects.crowding import MAX_MARKS, is_crowded
-from gateway.dialects.faults import join_fault, read_fault
+from gateway.dialects.faults import UNREADABLE, join_fault, read_fault
 from gateway.errors import BadRequest, BodyTooLarge
 from gateway.values import PoolOptions
 from gateway.whole_numbers import WholeNumber, read_whole_number
@@ -78,7 +78,7 @@ def read_body(body: bytes) -> RequestBody:
     except msgspec.ValidationError as error:
         reason, param = join_fault(error)
         raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise _say_malformed(error) from None
 
 
@@ -101,7 +101,7 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
     """
     try:
         fields = _fields_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # keys are decoded here for the first time
+    except UNREADABLE as error:  # keys are decoded here for the first time
         raise _say_malformed(error) from None
     if _encoder.encode(fields) != body:  # else it is written without blanks, each key once: the usual case
         _refuse_duplicates(body, fields)
@@ -148,7 +148,7 @@ def _refuse_twins(body: bytes) -> None:
 
     try:
         msgspec.json.decode(body, type=dict[_Key, msgspec.Raw], dec_hook=take)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise _say_malformed(error) from None
 
 
@@ -159,7 +159,7 @@ def read_options(raw: msgspec.Raw) -> PoolOptions:
     except msgspec.ValidationError as error:
         reason, path = read_fault(error)
         raise BadRequest(f"Invalid x_pool_options: {reason}.", param=f"x_pool_options{path}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"The field 'x_pool_options' is not valid JSON: {error}.", param="x_pool_options") from None
     if options.max_latency_ms is not None and not 0 <= options.max_latency_ms <= MAX_LATENCY_MS:
         name = "x_pool_options.max_latency_ms"
@@ -235,7 +235,7 @@ def _count_parts(parts: Iterable[_Part]) -> int:
 def _decode(data: bytes) -> object:
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"The prompt is not valid JSON: {error}.") from None
 
 

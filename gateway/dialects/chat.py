@@ -142,12 +142,10 @@ class ChatPiece(msgspec.Struct):
 
 
 chat_decoder = msgspec.json.Decoder(ChatPiece)
-NO_CHAT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What ``read_chat`` raises."""
 
 
 def read_chat(data: bytes) -> ChatPiece:
-    """Return a chunk or a whole answer. Raises one of NO_CHAT for what is none, or holds more values than any does."""
+    """Return a chunk or a whole answer. Raises one of UNREADABLE for what is none, or holds more values than any does."""
     if len(data) > MAX_MARKS and is_crowded(data):
         raise msgspec.DecodeError(f"more than {MAX_MARKS} values")
     return chat_decoder.decode(data)

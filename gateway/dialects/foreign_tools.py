@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from gateway.dialects.faults import UNREADABLE
+
 
 class _Tool(msgspec.Struct):
     type: object = None
@@ -21,7 +23,7 @@ def has_foreign_tools(body: bytes, *, is_anthropic: bool) -> bool:
     """Whether a request offers tools that are not plain functions, such as ``web_search`` or a custom tool with a grammar."""
     try:
         tools = _decoder.decode(body).tools
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return False
     if is_anthropic:
         return any(tool.type not in (None, "custom") or not isinstance(tool.input_schema, dict) for tool in tools)

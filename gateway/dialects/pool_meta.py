@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from gateway.dialects.faults import UNREADABLE
 from wire.events import EventCutter
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -46,7 +47,7 @@ def add_meta(body: bytes, meta: PoolMeta) -> bytes:
     """Return a JSON object with ``x_pool_meta`` in it; anything else as it is."""
     try:
         fields = _fields_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return body
     fields["x_pool_meta"] = msgspec.Raw(_encoder.encode(meta))
     return _encoder.encode(fields)
@@ -116,7 +117,7 @@ def _read_type(event: bytes) -> str:
     """Return the type an event gives itself, empty = none that can be read; what it holds may have types of its own."""
     try:
         return _typed_decoder.decode(event.partition(b"data:")[2]).type
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ""
 
 
@@ -127,7 +128,7 @@ def _add_to_response(closing: bytes, meta: bytes) -> bytes:
     try:
         fields = _fields_decoder.decode(data)
         response = _fields_decoder.decode(fields["response"])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+    except (*UNREADABLE, KeyError):
         return closing
     response["x_pool_meta"] = msgspec.Raw(meta)
     fields["response"] = msgspec.Raw(_encoder.encode(response))

@@ -11,6 +11,7 @@ import re
 import msgspec
 
 from gateway.dialects.crowding import is_crowded
+from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.overflow import is_about_context, read_overflow
 from gateway.errors import ContextTooLong, EngineRefused, GatewayError
 
@@ -70,7 +71,7 @@ def _decode(body: bytes) -> _Outer | None:
         return None
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 
@@ -96,7 +97,7 @@ def complete_error(body: bytes, known: dict[str, object]) -> bytes:
     try:
         fields = _fields_decoder.decode(body)
         said = _fields_decoder.decode(fields["error"])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return msgspec.json.encode({"error": known})
     kept = {name: value for name, value in said.items() if name not in _TEXTS or bytes(value).startswith(b'"')}
     return msgspec.json.encode({**fields, "error": {**known, **kept}})

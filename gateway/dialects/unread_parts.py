@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.dialects.crowding import is_crowded
+from gateway.dialects.faults import UNREADABLE
 from gateway.errors import EngineRefused, GatewayError
 
 _ABOUT_PARTS = re.compile(
@@ -82,7 +83,7 @@ def _list_parts(body: bytes) -> Iterator[tuple[str, str]]:
         return
     try:
         asked = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return
     for name, turns in (("messages", asked.messages), ("input", asked.input)):
         for number, turn in enumerate(turns if isinstance(turns, list) else []):

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
-from gateway.dialects.faults import read_fault
+from gateway.dialects.faults import UNREADABLE, read_fault
 from gateway.errors import BadRequest
 from gateway.whole_numbers import WholeNumber
 
@@ -134,7 +134,7 @@ def decode_as(decoder: msgspec.json.Decoder[_Value], raw: Raw, name: str) -> _Va
         reason, path = read_fault(error)
         param = name + path
         raise BadRequest(f"The field '{param}' is not usable: {reason}.", param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"The field '{name}' is not valid JSON: {error}.", param=name) from None
 
 

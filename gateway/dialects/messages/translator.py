@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from gateway.dialects.chat import NO_CHAT, ChatChoice, ChatMessage, ChatPiece, ChatUsage, list_payloads, read_chat
+from gateway.dialects.chat import ChatChoice, ChatMessage, ChatPiece, ChatUsage, list_payloads, read_chat
+from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.messages import events
 from gateway.dialects.messages.answer import FAILED_FINISHES, count_tokens, find_stop, render_whole
 from gateway.dialects.messages.strands import Kind, Strands
@@ -119,7 +120,7 @@ class MessagesTranslator:
         """Return an unstreamed chat answer (HTTP 2xx) as a message; nothing, and ``failure``, when it is none."""
         try:
             piece = read_chat(body)
-        except NO_CHAT:
+        except UNREADABLE:
             piece = ChatPiece()
         self._usage = piece.usage
         choice = next((choice for choice in piece.choices if choice.index == 0), None)
@@ -172,7 +173,7 @@ class MessagesTranslator:
         for payload in list_payloads(rest):
             try:
                 read_chat(payload)
-            except NO_CHAT:
+            except UNREADABLE:
                 break
             out += self._take(payload)
         return out
@@ -181,7 +182,7 @@ class MessagesTranslator:
         """Take one chunk; return the events it becomes."""
         try:
             piece = read_chat(payload)
-        except NO_CHAT:
+        except UNREADABLE:
             return self._take_other(payload)
         if piece.error is not None:
             self._failure = read_stream_failure(_encode(piece.error))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.dialects.faults import join_fault
+from gateway.dialects.faults import UNREADABLE, join_fault
 from gateway.dialects.responses.pool import Decoding
 from gateway.errors import BadRequest
 from gateway.whole_numbers import WholeNumber, read_whole_number
@@ -125,5 +125,5 @@ def _decode(decoder: msgspec.json.Decoder[_Read], body: bytes) -> _Read:
     except msgspec.ValidationError as error:
         reason, param = join_fault(error)
         raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadRequest(f"The request body is not valid JSON: {error}.") from None

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.object_scan import ObjectScan
 from gateway.dialects.responses.object import Status, write_event
 from gateway.dialects.responses.tools import CallKind, ToolName, unwrap_input
@@ -306,5 +307,5 @@ class CallItem:
     def _read_object(self) -> object:
         try:
             return msgspec.json.decode("".join(self._pieces)) if self._pieces else {}
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return {}

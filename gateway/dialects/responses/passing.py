@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from gateway.dialects.chat import list_payloads
+from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.responses.object import render_error
 from gateway.errors import GatewayError
 
@@ -40,7 +41,7 @@ def _find_response(first: bytes) -> dict[str, object] | None:
     for payload in list_payloads(first):
         try:
             event = _decoder.decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return None
         if event.type in {"response.created", "response.in_progress"}:
             return event.response

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.dialects.chat import NO_CHAT, ChatPiece, ChatTimings, ChatUsage, list_payloads, read_chat
+from gateway.dialects.chat import ChatPiece, ChatTimings, ChatUsage, list_payloads, read_chat
+from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.refusal import read_stream_failure
 from gateway.dialects.responses.answer import AnswerItems, number_calls
 from gateway.dialects.responses.object import (
@@ -124,7 +125,7 @@ class ResponsesTranslator:
         self._items = self._make_items()
         try:
             answer = read_chat(body)
-        except NO_CHAT:
+        except UNREADABLE:
             self._failure = ForwardedRequestFailed("The engine answered with what is no chat completion.")
             return b""
         for choice in answer.choices:
@@ -164,7 +165,7 @@ class ResponsesTranslator:
                 continue
             try:
                 piece = read_chat(payload)
-            except NO_CHAT:
+            except UNREADABLE:
                 if not is_cut:
                     self._failure = ForwardedRequestFailed("The engine sent what is no chat stream.")
                 return

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
+from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.responses.checks import field_error, kind_of, need_list, need_object, need_text, read_text, show_name
 
 INPUT_ARGUMENT = "input"
@@ -167,7 +168,7 @@ def unwrap_input(arguments: str) -> str:
     """
     try:
         value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return arguments
     if isinstance(value, str):
         return value
