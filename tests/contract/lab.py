@@ -126,7 +126,7 @@ class Lab:
         reply = await self.control("GET", "/requests?limit=1000")
         return [row for row in reply.json["requests"] if row["model"] == model and row["max_tokens"] != PROBE_TOKENS]
 
-    async def final(self, model: str, count: int = 1) -> list[dict[str, Any]]:
+    async def final(self, model: str, count: int = 1, *, within_s: float = DEADLINE_S) -> list[dict[str, Any]]:
         """Wait until a model has ``count`` records and none is open; return them, oldest first."""
 
         async def closed() -> list[dict[str, Any]] | None:
@@ -134,7 +134,8 @@ class Lab:
             done = len(rows) >= count and not any(row["status"] in OPEN_STATES for row in rows)
             return rows if done else None
 
-        rows: list[dict[str, Any]] = await eventually(closed, what=f"{count} final records of {model}", pause_s=0.03)
+        what = f"{count} final records of {model}"
+        rows: list[dict[str, Any]] = await eventually(closed, within_s=within_s, what=what, pause_s=0.03)
         assert len(rows) == count, rows
         return rows
 
