@@ -7,6 +7,7 @@ import json
 import msgspec
 
 from wire.bridge import TokenCounts
+from wire.unreadable import UNREADABLE
 
 _USAGE_TRIES = 4
 """An engine chooses the bytes, and the event loop waits while they are searched: so few places, of bounded size."""
@@ -33,7 +34,7 @@ def read_usage(body: bytes) -> TokenCounts | None:
     """Return the usage of a whole answer, or None."""
     try:
         return _counts(_body_decoder.decode(body).usage)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 
@@ -57,7 +58,7 @@ def count_answer_chars(body: bytes) -> int:
     """Return the characters an unstreamed completion says, or of the whole body when it is none."""
     try:
         choices = _choices_decoder.decode(body).choices
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return len(body)
     said = [choice.message.content if choice.message is not None else choice.text for choice in choices]
     return sum(len(text) for text in said if text is not None)

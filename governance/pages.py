@@ -151,8 +151,12 @@ class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
     ) -> HttpResponse:
         """Show one row with links to what may be done to it."""
         row = self.get_object(request, unquote(object_id)) if object_id else None
-        links = self.list_links(request, row) if row is not None else []
-        return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), "row_changes": links})  # type: ignore[no-any-return]  # Unfold ships no types
+        told = {"row_changes": self.list_links(request, row), **self.describe_row(request, row)} if row is not None else {}
+        return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), **told})  # type: ignore[no-any-return]  # Unfold ships no types
+
+    def describe_row(self, request: HttpRequest, row: Row) -> dict[str, Any]:  # Any: Django's template context
+        """Return what the page of a row shows beside its fields, as variables of ``change_form_outer_before_template``."""
+        return {}
 
     def list_links(self, request: HttpRequest, row: Row) -> list[ChangeLink]:
         """Return the changes this operator may make to the row as it is now."""

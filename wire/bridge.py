@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from wire.unreadable import UNREADABLE
+
 BRIDGE_V1 = "2026-04-bridge-v1"
 MUSTER_V1 = "2026-11-muster-v1"
 
@@ -382,7 +384,7 @@ def decode_worker_message(frame: str | bytes) -> WorkerMessage:
     """Parse a frame that a worker sent. Raises ProtocolError."""
     try:
         return _worker_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"worker frame: {error}") from None
 
 
@@ -390,5 +392,5 @@ def decode_server_message(frame: str | bytes) -> ServerMessage:
     """Parse a frame that the server sent. Raises ProtocolError."""
     try:
         return _server_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"server frame: {error}") from None

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from wire.bridge import ProtocolError, TokenCounts
+from wire.unreadable import UNREADABLE
 
 OPEN, BODY, CANCEL, CREDIT = 1, 2, 3, 4
 HEAD, DATA, END, REPLY = 16, 17, 18, 19
@@ -129,7 +130,7 @@ def decode_open(payload: bytes) -> tuple[OpenMeta, bytes]:
         raise ProtocolError("OPEN meta longer than the frame")
     try:
         meta = _open_decoder.decode(payload[_U32.size : _U32.size + length])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"OPEN meta: {error}") from None
     return meta, payload[_U32.size + length :]
 
@@ -143,7 +144,7 @@ def decode_head(payload: bytes) -> Head:
     """Parse a HEAD payload. Raises ProtocolError."""
     try:
         return _head_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"HEAD: {error}") from None
 
 
@@ -151,7 +152,7 @@ def decode_end(payload: bytes) -> End:
     """Parse an END payload. Raises ProtocolError."""
     try:
         return _end_decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"END: {error}") from None
 
 

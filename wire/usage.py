@@ -13,6 +13,7 @@ import msgspec
 
 from wire.bridge import TokenCounts
 from wire.events import EventCutter
+from wire.unreadable import UNREADABLE
 
 MAX_PARSED_BYTES = 1024 * 1024
 """A larger unstreamed answer is passed on without looking for its usage."""
@@ -63,7 +64,7 @@ def ask_for_usage(path: str, body: bytes) -> tuple[bytes, bool]:
         return body, False
     try:
         asked = _asked_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return body, False
     if not asked.stream or (asked.stream_options or {}).get("include_usage") is True:
         return body, False
@@ -171,7 +172,7 @@ def _parse_event(event: bytes) -> _Answer | None:
 def _parse_answer(data: bytes) -> _Answer | None:
     try:
         return _answer_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 
@@ -204,7 +205,7 @@ def read_token_counts(data: bytes) -> TokenCounts | None:
     """Parse token counts that ``write_token_counts`` wrote; None when they are not."""
     try:
         return _counts_decoder.decode(data.strip())
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
 
 

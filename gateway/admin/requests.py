@@ -6,9 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 from django.contrib import admin
-from django.contrib.admin.utils import unquote
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
@@ -85,21 +84,11 @@ class RequestRecordAdmin(ShowingAdmin):
         """Return the list that knows why requests wait."""
         return RequestList
 
-    def changeform_view(
-        self,
-        request: HttpRequest,
-        object_id: str | None = None,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
-    ) -> HttpResponse:
-        """Show one request, first of all how it stands or ended, and why."""
-        record = self.get_object(request, unquote(object_id)) if object_id else None
-        told: dict[str, Any] = {}
-        if record is not None:
-            shows_box = record.node_id is not None and request.user.has_perm("nodes.view_node")
-            node_url = reverse("admin:nodes_node_change", args=[record.node_id]) if shows_box else ""
-            told = {"story": tell_request(record), "node_url": node_url}
-        return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), **told})
+    def describe_row(self, request: HttpRequest, row: RequestRecord) -> dict[str, Any]:  # Any: Django's template context
+        """Return how the request stands or ended, and why; and where its box is shown."""
+        shows_box = row.node_id is not None and request.user.has_perm("nodes.view_node")
+        node_url = reverse("admin:nodes_node_change", args=[row.node_id]) if shows_box else ""
+        return {"story": tell_request(row), "node_url": node_url}
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[RequestRecord], search_term: str

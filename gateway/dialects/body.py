@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import msgspec
 
 from gateway.dialects.crowding import MAX_MARKS, is_crowded
-from gateway.dialects.faults import UNREADABLE, join_fault, read_fault
+from gateway.dialects.faults import join_fault, read_fault
 from gateway.errors import BadRequest, BodyTooLarge
 from gateway.values import PoolOptions
 from gateway.whole_numbers import WholeNumber, read_whole_number
+from wire.unreadable import UNREADABLE
 
 _IMAGE_URL_PREFIX = "data:"
 

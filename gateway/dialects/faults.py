@@ -6,8 +6,6 @@ import re
 
 import msgspec
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding a JSON text of somebody else raises: wrong in itself or for its type, not UTF-8, nested without end."""
 # The place stands last: what comes before may hold a name or a value that a client chose.
 _PLACE = re.compile(r" - at `\$([^`]*)`\Z")
 _NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(.*)`\Z", re.DOTALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from gateway.dialects.faults import UNREADABLE
+from wire.unreadable import UNREADABLE
 
 
 class _Tool(msgspec.Struct):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from gateway.dialects.faults import UNREADABLE
 from wire.events import EventCutter
+from wire.unreadable import UNREADABLE
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encoder = msgspec.json.Encoder()

@@ -11,9 +11,9 @@ import re
 import msgspec
 
 from gateway.dialects.crowding import is_crowded
-from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.overflow import is_about_context, read_overflow
 from gateway.errors import ContextTooLong, EngineRefused, GatewayError
+from wire.unreadable import UNREADABLE
 
 MAX_WORDS_CHARS = 1000
 _STATUS_OF_NOTHING, _STATUS_OF_REQUEST = 502, 400

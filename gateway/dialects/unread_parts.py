@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.dialects.crowding import is_crowded
-from gateway.dialects.faults import UNREADABLE
 from gateway.errors import EngineRefused, GatewayError
+from wire.unreadable import UNREADABLE
 
 _ABOUT_PARTS = re.compile(
     r"\b(?:content|parts?|files?|documents?|pdf|images?|audio|multimodal|modalit(?:y|ies))\b", re.IGNORECASE

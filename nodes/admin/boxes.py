@@ -7,9 +7,8 @@ from urllib.parse import urlencode
 
 from django import forms
 from django.contrib import admin
-from django.contrib.admin.utils import unquote
 from django.db.models import QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.urls import reverse
 from django.utils import timezone
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget
@@ -248,17 +247,9 @@ class NodeAdmin(ShowingAdmin):
         boxes: QuerySet[Node] = super().get_queryset(request)
         return boxes.select_related("provider", "presence", "credential").exclude(provider__state=ProviderState.DELETED)
 
-    def changeform_view(
-        self,
-        request: HttpRequest,
-        object_id: str | None = None,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
-    ) -> HttpResponse:
-        """Show one box with what it has of models and memory, which then follows by itself."""
-        node = self.get_object(request, unquote(object_id)) if object_id else None
-        box = describe_box(node, now=timezone.now()) if node is not None else None
-        return super().changeform_view(request, object_id, form_url, {**(extra_context or {}), "box": box})
+    def describe_row(self, request: HttpRequest, row: Node) -> dict[str, Any]:  # Any: Django's template context
+        """Return what the box has of models and memory; the page then follows by itself."""
+        return {"box": describe_box(row, now=timezone.now())}
 
     def list_links(self, request: HttpRequest, row: Node) -> list[ChangeLink]:
         """Return the changes that can be made at once, then those that others have to approve."""

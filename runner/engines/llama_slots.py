@@ -30,6 +30,7 @@ from runner.engines.port import (
 )
 from runner.engines.slots import Lease, Owner, SlotBook
 from runner.errors import EngineError
+from wire.unreadable import UNREADABLE
 
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
 """Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes."""
@@ -109,7 +110,7 @@ def is_object(body: bytes) -> bool:
     """Return whether a body is a JSON object."""
     try:
         _object_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return False
     return True
 

@@ -39,6 +39,7 @@ from runner.engines.port import (
     Health,
 )
 from runner.errors import EngineError, EngineSilent, EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteRefused
+from wire.unreadable import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +255,7 @@ class RemoteEngine:
         """Return the body as the provider is to see it. Raises InvalidRequest."""
         try:
             fields = _fields_decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             raise InvalidRequest("The request body must be a JSON object.") from None
         for name in NOT_TO_PROVIDER & fields.keys():
             del fields[name]
@@ -325,7 +326,7 @@ class RemoteEngine:
         """Return an answer under our name for the model; one that is not a JSON object as it is."""
         try:
             fields = _fields_decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return body
         if "model" not in fields:
             return body

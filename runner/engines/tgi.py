@@ -43,6 +43,7 @@ from runner.engines.private_folders import make_private_folder
 from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
 from runner.engines.token_counts import COUNT_TIMEOUT, take_answer
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
+from wire.unreadable import UNREADABLE
 
 LOAD_TIMEOUT_S = 3600.0
 STOP_TIMEOUT_S = 10.0
@@ -275,7 +276,7 @@ class TgiEngine:
             return call
         try:
             fields = _fields_decoder.decode(call.body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return call
         adapters = self._plan.options.get("tgi_adapters")
         known = {msgspec.json.encode(name) for name in adapters} if isinstance(adapters, list | tuple) else set()

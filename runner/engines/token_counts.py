@@ -10,6 +10,7 @@ import msgspec
 from runner.engines.http import HttpServer
 from runner.engines.port import TOKENIZE
 from runner.errors import EngineError, InvalidRequest
+from wire.unreadable import UNREADABLE
 
 COUNT_TIMEOUT = aiohttp.ClientTimeout(total=60.0)
 """Not when somebody stops waiting, but when an engine can be taken to have ended with a text: it does not hear us leave."""
@@ -108,7 +109,7 @@ async def _ask_llama_text(server: HttpServer, fields: Mapping[str, msgspec.Raw],
 def _read_reason(body: bytes) -> str:
     try:
         refusal = _refusal_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return ""
     error = refusal.error
     reason = error if isinstance(error, str) else error.message if error is not None else refusal.message

@@ -23,6 +23,7 @@ from runner.pool import Model
 from runner.serving.request import Inference
 from runner.serving.service import Answer
 from wire.bridge import TokenCounts
+from wire.unreadable import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ def _read_limits(body: bytes) -> tuple[int, int]:
     """Return how many tokens one answer may have, and how many answers are asked for."""
     try:
         limits = _limits_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         limits = _Limits()
     tokens = [_count(value) for value in (limits.max_tokens, limits.max_completion_tokens, limits.max_output_tokens)]
     given = [value for value in tokens if value is not None]

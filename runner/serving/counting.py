@@ -17,6 +17,7 @@ from runner.engines.port import TokenCounter
 from runner.errors import EngineError, EngineNotReached, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from runner.pool import Model
 from runner.serving.request import Inference
+from wire.unreadable import UNREADABLE
 
 AT_ONCE = 2
 """Per model. llama.cpp has four threads for short questions, and health checks must always find one."""
@@ -74,7 +75,7 @@ def read_question(body: bytes) -> dict[str, msgspec.Raw]:
         raise InvalidRequest(f"The tokens of a body of more than {MAX_BODY_BYTES} bytes are not counted.")
     try:
         fields = _fields_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise InvalidRequest("The request body must be a JSON object.") from None
     fields = {name: value for name, value in fields.items() if len(memoryview(value)) > 4 or bytes(value) != b"null"}
     if ("messages" in fields) == ("prompt" in fields):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from wire.unreadable import UNREADABLE
 from wire.usage import StreamReader
 
 
@@ -79,7 +80,7 @@ class Numbers:
         """Read the JSON of a whole answer, or of one event of a stream; later numbers win. Anything else is ignored."""
         try:
             found = _decoder.decode(answer)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             return
         usage = found.usage or next((inner.usage for inner in (found.response, found.message) if inner and inner.usage), None)
         if usage is not None:

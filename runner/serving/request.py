@@ -10,6 +10,7 @@ import msgspec
 
 from runner.engines.port import CacheMode, Priority
 from runner.errors import InvalidRequest
+from wire.unreadable import UNREADABLE
 
 MAX_MODEL_CHARS = 200
 _TAG = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
@@ -65,7 +66,7 @@ def read_fields(body: bytes) -> BodyFields:
         found = _PATH_IN_ERROR.search(text)
         param = "model" if "missing required field `model`" in text else (found.group(1) if found else None)
         raise InvalidRequest(f"Invalid request body: {text}.", param=param or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
     if not 1 <= len(fields.model) <= MAX_MODEL_CHARS:
         raise InvalidRequest(f"The field 'model' must have 1 to {MAX_MODEL_CHARS} characters.", param="model")

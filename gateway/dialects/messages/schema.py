@@ -12,9 +12,10 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
-from gateway.dialects.faults import UNREADABLE, read_fault
+from gateway.dialects.faults import read_fault
 from gateway.errors import BadRequest
 from gateway.whole_numbers import WholeNumber
+from wire.unreadable import UNREADABLE
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _MAX_NAME_CHARS = 64

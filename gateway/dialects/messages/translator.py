@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from gateway.dialects.chat import ChatChoice, ChatMessage, ChatPiece, ChatUsage, list_payloads, read_chat
-from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.messages import events
 from gateway.dialects.messages.answer import FAILED_FINISHES, count_tokens, find_stop, render_whole
 from gateway.dialects.messages.strands import Kind, Strands
@@ -14,6 +13,7 @@ from gateway.dialects.translation import AnswerContext
 from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
 from wire.bridge import TokenCounts
 from wire.events import EventCutter
+from wire.unreadable import UNREADABLE
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 """Of one event: an engine may give the whole arguments of a call at once."""

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.dialects.faults import UNREADABLE, join_fault
+from gateway.dialects.faults import join_fault
 from gateway.dialects.responses.pool import Decoding
 from gateway.errors import BadRequest
 from gateway.whole_numbers import WholeNumber, read_whole_number
+from wire.unreadable import UNREADABLE
 
 _Read = TypeVar("_Read")
 Json = dict[str, Any]

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.object_scan import ObjectScan
 from gateway.dialects.responses.object import Status, write_event
 from gateway.dialects.responses.tools import CallKind, ToolName, unwrap_input
+from wire.unreadable import UNREADABLE
 
 _encode = msgspec.json.Encoder().encode
 _NO_ARGUMENTS = "{}"

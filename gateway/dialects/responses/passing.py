@@ -7,9 +7,9 @@ import re
 import msgspec
 
 from gateway.dialects.chat import list_payloads
-from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.responses.object import render_error
 from gateway.errors import GatewayError
+from wire.unreadable import UNREADABLE
 
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway.dialects.chat import ChatPiece, ChatTimings, ChatUsage, list_payloads, read_chat
-from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.refusal import read_stream_failure
 from gateway.dialects.responses.answer import AnswerItems, number_calls
 from gateway.dialects.responses.object import (
@@ -27,6 +26,7 @@ from gateway.dialects.translation import AnswerContext
 from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
 from wire.bridge import TokenCounts
 from wire.events import EventCutter
+from wire.unreadable import UNREADABLE
 
 MAX_EVENT_BYTES = 32 * 1024 * 1024
 """An engine whose single event is larger than this has lost its way."""

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import msgspec
 
-from gateway.dialects.faults import UNREADABLE
 from gateway.dialects.responses.checks import field_error, kind_of, need_list, need_object, need_text, read_text, show_name
+from wire.unreadable import UNREADABLE
 
 INPUT_ARGUMENT = "input"
 SEARCH_TOOL = "tool_search"

@@ -13,6 +13,7 @@ import msgspec
 
 from runner.engines.children.web import Refusal
 from runner.engines.comfyui.images import image_format
+from wire.unreadable import UNREADABLE
 
 MAX_PROMPT_CHARS = 32_000
 MAX_IMAGES = 10
@@ -71,7 +72,7 @@ def read_image_request(body: bytes, content_type: str) -> ImageRequest:
     except msgspec.ValidationError as error:
         found = _FIELD_IN_ERROR.search(str(error))
         raise Refusal(f"Invalid request body: {error}.", param=(found[1] or found[2]) if found else None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise Refusal("The request body is not valid JSON.") from None
     _check_formats(fields)
     if not 1 <= len(fields.prompt) <= MAX_PROMPT_CHARS:

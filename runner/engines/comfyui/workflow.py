@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from runner.errors import EngineError
+from wire.unreadable import UNREADABLE
 
 MAX_WORKFLOW_BYTES = 1024 * 1024
 MAX_NODES = 500
@@ -65,7 +66,7 @@ def read_workflow(data: bytes) -> Workflow:
         workflow = _examine(graph)
     except msgspec.ValidationError as error:
         raise EngineError(f"comfyui_workflow is not a graph for ComfyUI's API: {error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise EngineError("comfyui_workflow is not JSON: export it with Export (API)") from None
     unknown = sorted(workflow.placeholders - set(PLACEHOLDERS))
     if unknown:

@@ -15,6 +15,7 @@ import msgspec
 
 from runner.engines.port import Call, FlushRequest, FlushScope, Priority
 from runner.errors import InvalidRequest
+from wire.unreadable import UNREADABLE
 
 MAX_EPOCHS = 10_000
 PRIORITIES: dict[Priority, int] = {"high": -10, "normal": 0, "low": 10}
@@ -61,7 +62,7 @@ def seal_body(body: bytes, *, salt: str, priority: Priority) -> bytes:
     """
     try:
         fields = _fields_decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise InvalidRequest("the body must be a JSON object in UTF-8") from None
     for name in _OURS_ALONE:
         fields.pop(name, None)

@@ -9,6 +9,7 @@ import msgspec
 from runner.errors import EngineUnavailable
 from runner.serving.responses.metrics import PoolMetrics
 from wire.events import EventCutter
+from wire.unreadable import UNREADABLE
 
 MAX_TEXT_CHARS = 8 * 1024 * 1024
 """More than any request may ask for; an engine that goes on beyond it has lost its way."""
@@ -117,7 +118,7 @@ class ResponseBuilder:
                 continue
             try:
                 piece = self._take(_decoder.decode(payload))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 return bytes(out) + self.fail(EngineUnavailable.code, "the engine sent what is not a chat stream")
             except EngineUnavailable as error:
                 return bytes(out) + self.fail(error.code, error.message)
@@ -149,7 +150,7 @@ class ResponseBuilder:
         """Take a whole chat answer. Raises EngineUnavailable for one that is an error, or no chat answer."""
         try:
             answer = _decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             raise EngineUnavailable("the engine answered with what is not a chat completion") from None
         if answer.error is None and not any(choice.message for choice in answer.choices):
             raise EngineUnavailable("the engine answered without a message")

@@ -10,6 +10,7 @@ import msgspec
 from runner.definitions.decoding import DECODING_FIELDS, Decoding, merge_decoding
 from runner.definitions.kinds import Boolean, Kind, Text, type_name
 from runner.errors import InvalidRequest
+from wire.unreadable import UNREADABLE
 
 _LANGUAGE = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8}){0,3}", re.ASCII)
 _CODE = Text(what="a language code such as en or pt-BR", is_valid=lambda text: bool(_LANGUAGE.fullmatch(text)), nullable=True)
@@ -55,7 +56,7 @@ def uses_pool_shape(body: bytes, *, on_socket: bool) -> bool:
     """
     try:
         fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return False
     if not isinstance(fields, dict):
         return False
@@ -70,7 +71,7 @@ def read_pool_request(body: bytes, *, defaults: Decoding) -> PoolRequest:
     """Return the request. Raises InvalidRequest; ``param`` is the dotted name of the field, and no text is repeated."""
     try:
         fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise InvalidRequest("the body is not JSON in UTF-8") from None
     if not isinstance(fields, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {type_name(fields)}")

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from runner.engines.children.textserver.model import Sampling
 from runner.engines.children.web import Refusal
+from wire.unreadable import UNREADABLE
 
 MAX_STOPS = 16
 
@@ -161,7 +162,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:  # Any: the
         missing = re.search(r"required field `(\w+)`", words)
         param = missing.group(1) if missing else path.rstrip("`").lstrip(".").replace("[...]", "") or None
         raise Refusal(f"{param}: {words}" if param and not missing else words, param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         raise Refusal("the body is not JSON", code="invalid_json") from None
 
 
