@@ -345,6 +345,12 @@ def _read_key(approver: str, value: object) -> Key:
     )  # fmt: skip
 
 
+_FIELD_PRIME = 2**255 - 19
+_ORDER_8 = 2707385501144840649318225287225658788936804267575313519463743609750303402022
+_SMALL_ORDER = frozenset({0, 1, _FIELD_PRIME - 1, _ORDER_8, _FIELD_PRIME - _ORDER_8})
+"""The y coordinates of the eight points of edwards25519 whose order divides 8."""
+
+
 def load_public_key(spki: bytes) -> ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey:
     """Return the P-256 or Ed25519 key in SPKI DER. Raises ApprovalError; a second spelling of a key is refused as well."""
     try:
@@ -354,9 +360,15 @@ def load_public_key(spki: bytes) -> ec.EllipticCurvePublicKey | ed25519.Ed25519P
     spelling = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     if spelling == spki and isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1):
         return key
-    if spelling == spki and isinstance(key, ed25519.Ed25519PublicKey):
+    if spelling == spki and isinstance(key, ed25519.Ed25519PublicKey) and _is_sound(key):
         return key
     raise ApprovalError(Rule.BAD_POLICY, "only P-256 and Ed25519 keys in their usual encoding are accepted")
+
+
+def _is_sound(key: ed25519.Ed25519PublicKey) -> bool:
+    """Return whether only its holder can sign for it: with a point of small order anybody can, and OpenSSL takes those."""
+    y = int.from_bytes(key.public_bytes_raw(), "little") & ((1 << 255) - 1)  # the top bit is the sign of x
+    return y < _FIELD_PRIME and y not in _SMALL_ORDER
 
 
 def _read_class(name: str, value: object, groups: Mapping[str, frozenset[str]], keys: Mapping[str, Key]) -> OperationClass:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import rfc8785
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import dsa, ec, rsa, x25519
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -412,6 +414,44 @@ def test_a_key_has_one_encoding() -> None:
     assert rule_of(load_public_key, b"") is Rule.BAD_POLICY
     weak = dsa.generate_private_key(1024).public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     assert rule_of(load_public_key, weak) is Rule.BAD_POLICY
+
+
+def list_points_of_small_order() -> list[bytes]:
+    """Return every encoding of a point of edwards25519 that is neutral after three doublings, also those with y beyond p.
+
+    RFC 8032 section 5.1: -x^2 + y^2 = 1 + d x^2 y^2 modulo p.
+    """
+    p = 2**255 - 19
+    d = -121665 * pow(121666, -1, p) % p
+
+    def roots(square: int) -> set[int]:
+        root = pow(square, (p + 3) // 8, p)
+        return {r for each in (root, root * pow(2, (p - 1) // 4, p)) for r in (each % p, -each % p) if r * r % p == square % p}
+
+    # Order 1 and 2: x = 0. Order 4: y = 0. Order 8: doubling leads to y = 0, so x^2 = -y^2 and d y^4 + 2 y^2 - 1 = 0.
+    of_order_8 = {y for root in roots(1 + d) for y in roots((root - 1) * pow(d, -1, p))}
+    found = {0, 1, p - 1} | of_order_8
+    assert len(of_order_8) == 2
+    again = {y + p for y in found if y + p < 2**255}
+    return [(y | sign << 255).to_bytes(32, "little") for y in sorted(found | again) for sign in (0, 1)]
+
+
+SPKI_OF_ED25519 = bytes.fromhex("302a300506032b6570032100")
+
+
+@pytest.mark.parametrize("point", list_points_of_small_order(), ids=bytes.hex)
+def test_a_key_for_which_anybody_could_sign_is_refused(point: bytes) -> None:
+    forged = b"\x01" + bytes(31) + bytes(32)  # made without any key: R is the neutral point and S is 0
+    key = Ed25519PublicKey.from_public_bytes(point)
+
+    def is_taken(message: bytes) -> bool:
+        with contextlib.suppress(InvalidSignature):
+            key.verify(forged, message)
+            return True
+        return False
+
+    assert any(is_taken(bytes([n])) for n in range(64))
+    assert rule_of(load_public_key, SPKI_OF_ED25519 + point) is Rule.BAD_POLICY
 
 
 @settings(max_examples=40, deadline=None)
