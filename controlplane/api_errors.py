@@ -7,15 +7,18 @@ approval refused, ``rule`` is its stable code.
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 from django.core.exceptions import PermissionDenied, RequestDataTooBig
+from django.db import InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.template.loader import render_to_string
 from django.views import defaults
 from rest_framework import exceptions
+from rest_framework.permissions import SAFE_METHODS
 from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
@@ -28,6 +31,15 @@ from wire.contract import ErrorCode
 
 PAGE_PREFIXES = ("/admin/", "/static/")
 """Paths that answer with Django's own pages. STRICT_PATHS answer with ours, unless JSON was asked for; all others JSON."""
+DATABASE_AWAY = (OperationalError, InterfaceError)
+"""What Django raises while the database refuses, says nothing, or takes too long, be it for a lock that somebody holds."""
+RETRY_S = 5
+_AWAY = "The database did not answer in time."
+_TRY_AGAIN = "Nothing was changed; try again in a few seconds. If it stays so, see whether PostgreSQL runs and can be reached."
+_LOOK_FIRST = (
+    "What you asked for may or may not have been done: look at it, once the database answers again, before you repeat it. "
+    "If it stays so, see whether PostgreSQL runs and can be reached."
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +76,8 @@ def error_type(status: int) -> str:
 
 def render_exception(error: Exception, context: dict[str, Any]) -> Response | None:  # Any: Django REST framework's signature
     """Render ``error`` for a REST view. None for a defect of ours: Django logs it and ``server_error`` answers."""
-    known = describe_error(error)
+    request = context.get("request")
+    known = describe_error(error, method=request.method if request is not None else "GET")
     if known is None:
         return None
     set_rollback()
@@ -75,13 +88,26 @@ def render_exception(error: Exception, context: dict[str, Any]) -> Response | No
     if known.status == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
         response["Allow"] = ", ".join(allowed)
     wait = getattr(error, "wait", None) or getattr(error, "retry_after_s", None)
+    if isinstance(error, DATABASE_AWAY):
+        wait = RETRY_S
     if wait:
         response["Retry-After"] = str(max(1, round(wait)))
     return response
 
 
-def describe_error(error: Exception) -> ApiError | None:
-    """Return what a caller is told about ``error``; None when it is not an error of the caller or of our own trees."""
+def describe_error(error: Exception, *, method: str = "GET") -> ApiError | None:
+    """Return what a caller is told about ``error``; None when it is not an error of the caller or of our own trees.
+
+    ``method``: of its request. What asks for a change may have made it when the database went away.
+    """
+    if isinstance(error, DATABASE_AWAY):
+        is_safe = method in SAFE_METHODS
+        return ApiError(
+            HTTPStatus.SERVICE_UNAVAILABLE,
+            ErrorCode.INTERNAL_ERROR,
+            f"{_AWAY} {_TRY_AGAIN if is_safe else _LOOK_FIRST}",
+            retryable=is_safe,
+        )
     if isinstance(error, GovernanceError | NodeError | ServiceError):
         rule = error.rule if isinstance(error, ApprovalRefused) else None
         return ApiError(error.status, error.code, error.message, retryable=error.retryable, param=error.param, rule=rule)
@@ -149,13 +175,30 @@ def permission_denied(request: HttpRequest, exception: Exception) -> HttpRespons
 
 
 def server_error(request: HttpRequest) -> HttpResponse:
-    """Answer 500 after Django has logged the defect. Says nothing of what broke."""
+    """Answer 500 while Django handles, and logs, a defect; 503 when it is the database. Says nothing else of what broke."""
+    error = sys.exception()
+    if isinstance(error, DATABASE_AWAY):
+        return _say_database_is_away(request, error)
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.server_error(request)
     message = "The control plane failed on this request. It has been logged."
     if _wants_page(request):
         return _render_problem(HTTPStatus.INTERNAL_SERVER_ERROR, "Something broke", message)
     return _json(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorCode.INTERNAL_ERROR, message, retryable=True))
+
+
+def _say_database_is_away(request: HttpRequest, error: Exception) -> HttpResponse:
+    is_script = request.content_type == "application/json"
+    if _wants_page(request) or (request.path.startswith(PAGE_PREFIXES) and not is_script):
+        may_be_done = request.method not in SAFE_METHODS
+        text = render_to_string("503.html", {"away": _AWAY, "advice": _LOOK_FIRST if may_be_done else _TRY_AGAIN})
+        answer: HttpResponse = close_page(HttpResponse(text, status=HTTPStatus.SERVICE_UNAVAILABLE))
+    else:
+        known = describe_error(error, method=request.method or "GET")
+        assert known is not None  # it knows the database's errors
+        answer = _json(known)
+    answer["Retry-After"] = str(RETRY_S)
+    return answer
 
 
 def _wants_page(request: HttpRequest) -> bool:

@@ -5,6 +5,7 @@ The data plane is not here: clients and GPU boxes talk to ``controlplane.serve_g
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -20,12 +21,15 @@ _http_application = get_asgi_application()
 from channels.auth import AuthMiddlewareStack
 from channels.routing import ProtocolTypeRouter, URLRouter
 from channels.security.websocket import AllowedHostsOriginValidator
+from django.db import Error as DatabaseFailure
 from django.urls import path
 
-from controlplane.live import BoxConsumer, OperationConsumer, OverviewConsumer
+from controlplane.live import TRY_AGAIN_LATER, BoxConsumer, OperationConsumer, OverviewConsumer
 
 Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open
 AsgiApplication = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
 
 
 def isolate_threads(application: AsgiApplication) -> AsgiApplication:
@@ -41,18 +45,37 @@ def isolate_threads(application: AsgiApplication) -> AsgiApplication:
     return isolated
 
 
+def turn_away_without_database(application: AsgiApplication) -> AsgiApplication:
+    """Return ``application``, a socket's, that says "later" while the database cannot tell who asks.
+
+    Accepted first: a browser learns no reason for a refused handshake.
+    """
+
+    async def guarded(scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        try:
+            await application(scope, receive, send)
+        except DatabaseFailure as error:
+            logger.warning("socket_turned_away path=%s reason=%s", scope["path"], type(error).__name__)
+            await send({"type": "websocket.accept"})
+            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
+
+    return guarded
+
+
 application = ProtocolTypeRouter(
     {
         "http": _http_application,
         "websocket": isolate_threads(
             AllowedHostsOriginValidator(
-                AuthMiddlewareStack(
-                    URLRouter(
-                        [
-                            path("ws/overview", OverviewConsumer.as_asgi()),
-                            path("ws/nodes/<uuid:node_id>", BoxConsumer.as_asgi()),
-                            path("ws/operations/<uuid:operation_id>", OperationConsumer.as_asgi()),
-                        ]
+                turn_away_without_database(
+                    AuthMiddlewareStack(
+                        URLRouter(
+                            [
+                                path("ws/overview", OverviewConsumer.as_asgi()),
+                                path("ws/nodes/<uuid:node_id>", BoxConsumer.as_asgi()),
+                                path("ws/operations/<uuid:operation_id>", OperationConsumer.as_asgi()),
+                            ]
+                        )
                     )
                 ),
             )

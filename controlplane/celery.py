@@ -6,13 +6,22 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import worker_ready
+from celery.signals import worker_init, worker_ready
+from django.conf import settings
+
+from nodes.postgres import limit_process
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 
 app = Celery("muster")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()
+
+
+@worker_init.connect  # type: ignore[untyped-decorator]  # Celery ships no types
+def bound_waits(**_kwargs: Any) -> None:  # Any: the signal's own arguments
+    """Let no task wait for a silent database for ever: it ends with an error, and its row is due again."""
+    limit_process(settings.DATABASE_SILENCE_S)
 
 
 @worker_ready.connect  # type: ignore[untyped-decorator]  # Celery ships no types

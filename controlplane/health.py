@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from http import HTTPStatus
 
 import redis
 from django.conf import settings
-from django.db import DatabaseError, connection
+from django.db import Error as DatabaseFailure
+from django.db import connection
 from django.http import HttpRequest, JsonResponse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
+from nodes.postgres import Patience, limit_patience
+
 REDIS_TIMEOUT_S = 1.0
+DATABASE_TIMEOUT_S = 3.0
+"""Less than supervisors wait for an answer, and than other requests wait for the database."""
 
 
 @never_cache
@@ -29,11 +35,12 @@ def show_health(request: HttpRequest) -> JsonResponse:
 
 
 def is_database_reachable() -> bool:
-    """Return whether the database answers a query."""
+    """Return whether the database answers a query within DATABASE_TIMEOUT_S."""
+    patience = Patience(silence_s=DATABASE_TIMEOUT_S, ends_at=time.monotonic() + DATABASE_TIMEOUT_S)
     try:
-        with connection.cursor() as cursor:
+        with limit_patience(patience), connection.cursor() as cursor:
             cursor.execute("SELECT 1")
-    except DatabaseError:
+    except DatabaseFailure:
         return False
     return True
 

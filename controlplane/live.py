@@ -12,7 +12,7 @@ from typing import Any
 
 from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncJsonWebsocketConsumer
-from django.db import DatabaseError
+from django.db import Error as DatabaseFailure
 from django.template.loader import render_to_string
 
 from controlplane.models import User
@@ -96,7 +96,7 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         while True:
             try:
                 seen = await database_sync_to_async(self._look_while_let_in)()
-            except DatabaseError:
+            except DatabaseFailure:
                 await self.close(code=TRY_AGAIN_LATER)
                 return
             if seen is None:

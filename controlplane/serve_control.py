@@ -30,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
 
     from controlplane.asgi import application
     from controlplane.reconciling import Reconciler
+    from nodes.postgres import limit_process
 
+    limit_process(settings.DATABASE_SILENCE_S)
     server = FlowControlledServer(
         application,
         endpoints=build_endpoint_description_strings(host=arguments.host, port=arguments.port),

@@ -79,6 +79,9 @@ TEMPLATES = [
 # Connections are closed after each use: persistent ones leak under ASGI. The frame path has its own (gateway.records).
 DATABASES = {"default": {**read_database(DATABASE_URL or "postgresql:///muster"), "CONN_MAX_AGE": 0}}
 
+# How long the control plane and the worker bear a database that says nothing. Commands bear it as long as it takes.
+DATABASE_SILENCE_S = read_float("MUSTER_DATABASE_SILENCE_S", 30.0, minimum=1.0)
+
 AUTH_USER_MODEL = "controlplane.User"
 AUTH_PASSWORD_VALIDATORS = [
     {"NAME": "django.contrib.auth.password_validation.UserAttributeSimilarityValidator"},

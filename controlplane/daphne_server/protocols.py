@@ -109,6 +109,10 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
         self.gate.stopProducing()
         super().connectionLost(reason)
 
+    def serverClose(self, code: int | None = None) -> None:  # noqa: N802  # Daphne's interface
+        """Close as the application says. Stock Daphne raises for codes of the protocol itself, such as 1013, and stays open."""
+        self.sendCloseFrame(code=1000 if code is None else code)
+
     def abort(self) -> None:
         """Cut the connection without waiting for the client."""
         self.transport.abortConnection()

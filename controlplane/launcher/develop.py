@@ -82,8 +82,8 @@ def _choose_tests(arguments: Sequence[str], *, fast: bool) -> list[str]:
     if fast:
         chosen += _FAST_PATHS
     if not _names_tests(arguments) and not _names_workers(arguments):
-        # tests/services_plugin.py keeps together what shares a server. In the order of their names the long ones come first
-        # (browser, contract, integration) and many short ones last, so that the workers end together.
+        # tests/services_plugin.py keeps together what shares a server, and puts what takes long first and many short ones last,
+        # so that the workers end together.
         workers = _FAST_WORKERS if fast else _WORKERS
         chosen += ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"]
     return chosen

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,8 @@ from weakref import WeakSet
 
 from channels.db import database_sync_to_async
 from channels.layers import get_channel_layer
-from django.db import DatabaseError
+from django.db import Error as DatabaseFailure
+from django.db import InterfaceError, OperationalError
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
 from django.views.decorators.csrf import csrf_exempt
 from redis.exceptions import RedisError
@@ -43,6 +45,8 @@ _HEARTBEAT = b": still here\n\n"
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 logger = logging.getLogger("muster.governance")
+_threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="stream")
+"""Their own: looks that wait for the database must not hold up what else the loop's default threads do."""
 _rules = APIView()
 """Knows who may call and how errors look, as for every view of the REST framework."""
 
@@ -88,7 +92,7 @@ class StatusStream:
         try:
             async for chunk in self._follow():
                 yield chunk
-        except (DatabaseError, TimeoutError) as error:
+        except DatabaseFailure as error:
             # The client comes back by itself and finds the state of then.
             logger.warning("stream_cut op=%s error=%s", self._op_id, type(error).__name__)
         finally:
@@ -150,8 +154,14 @@ _open: WeakSet[StatusStream] = WeakSet()
 
 @csrf_exempt
 async def stream_events(request: HttpRequest, op_id: str) -> HttpResponse | StreamingHttpResponse:
-    """Answer the stream, or the refusal that the REST framework would give (401, 404, 405), or 503 when too many are open."""
-    admitted = await _in_database(partial(_admit, request, op_id))
+    """Answer the stream, or the refusal that the REST framework would give (401, 404, 405, 503 without the database).
+
+    503 also when too many are open.
+    """
+    try:
+        admitted = await _in_database(partial(_admit, request, op_id))
+    except (InterfaceError, OperationalError) as error:
+        return _render(error)
     if isinstance(admitted, HttpResponse):
         return admitted
     if len(_open) >= MAX_STREAMS:
@@ -239,5 +249,9 @@ def _print_event(status: Status) -> bytes:
 
 
 async def _in_database(look: Any) -> Any:  # Any: Channels ships no types
-    async with asyncio.timeout(LOOK_TIMEOUT_S):
-        return await database_sync_to_async(look, thread_sensitive=False)()
+    """Return what ``look`` returns. Raises OperationalError when that takes LOOK_TIMEOUT_S, and what ``look`` raises."""
+    try:
+        async with asyncio.timeout(LOOK_TIMEOUT_S):
+            return await database_sync_to_async(look, thread_sensitive=False, executor=_threads)()
+    except TimeoutError:
+        raise OperationalError("the database did not answer in time") from None

@@ -12,23 +12,30 @@ from nodes.postgres.connection import PatientConnection, read_patience
 _LEAST_CONNECT_S = 2
 """libpq waits no less than that for a connection."""
 _STATEMENT_S = 30.0
-"""What a server that still talks may take for one statement of work that has no end of its own."""
+"""What a server that still talks may take, at least, for one statement of work that has no end of its own."""
 
 
 class DatabaseWrapper(base.DatabaseWrapper):
-    """Django's PostgreSQL backend. Outside ``limit_patience`` it behaves exactly like it."""
+    """Django's PostgreSQL backend. Without ``limit_patience`` and ``limit_process`` it behaves exactly like it."""
 
     def get_connection_params(self) -> dict[str, Any]:  # Any: Django's own signature
-        """Return the arguments of ``connect``, with the server's own limits where the thread has one."""
+        """Return the arguments of ``connect``, with the server's own limits where the thread is bound by one."""
         parameters: dict[str, Any] = super().get_connection_params()
         patience = read_patience()
         if patience is not None:
-            limit_ms = max(1, int(1000 * (patience.left_s if patience.ends_at is not None else _STATEMENT_S)))
-            parameters["options"] = f"{parameters.get('options', '')} -c statement_timeout={limit_ms}".strip()
-            parameters["connect_timeout"] = max(_LEAST_CONNECT_S, int(patience.left_s))
+            limit_s = patience.left_s if patience.ends_at is not None else max(_STATEMENT_S, patience.silence_s)
+            limit = f"-c statement_timeout={max(1, int(1000 * limit_s))}"
+            parameters["options"] = f"{parameters.get('options', '')} {limit}".strip()
+            parameters["connect_timeout"] = _limit_connect(str(parameters.get("connect_timeout", "")), patience.left_s)
         return parameters
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> PatientConnection:
         """Return an open connection. Raises OperationalError of the driver."""
         self.isolation_level = IsolationLevel.READ_COMMITTED
         return PatientConnection.connect(**conn_params)
+
+
+def _limit_connect(given: str, left_s: float) -> int:
+    """Return libpq's ``connect_timeout``, whole seconds: what the URL says, where that is a limit and a lower one."""
+    limit_s = max(_LEAST_CONNECT_S, int(left_s))
+    return min(limit_s, int(given)) if given.isdecimal() and int(given) > 0 else limit_s

@@ -46,6 +46,16 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
+_of_process: list[Patience] = []
+
+
+def limit_process(silence_s: float) -> None:
+    """Have every connection of this process, in any thread, bear no longer silence where its thread has no limit of its own.
+
+    A statement that computes, or waits for a lock, sends no byte either. So this is for processes that serve others, not for
+    commands: those may rightly wait as long as a migration takes.
+    """
+    _of_process[:] = [Patience(silence_s=silence_s)]
 
 
 @contextmanager
@@ -60,11 +70,13 @@ def limit_patience(patience: Patience) -> Iterator[None]:
 
 def read_patience() -> Patience | None:
     """Return what binds the calling thread at the moment; None = it waits for ever."""
-    return _of_thread.patience
+    if _of_thread.patience is not None:
+        return _of_thread.patience
+    return _of_process[0] if _of_process else None
 
 
 class PatientConnection(psycopg.Connection[Any]):  # Any: rows are as their cursor makes them
-    """A connection whose every wait ends as ``patience`` says, else as that of its thread; without any it waits like others."""
+    """A connection whose every wait ends as ``patience`` says, else as that of its thread or process, if any."""
 
     patience: Patience | None = None
 

@@ -2,14 +2,17 @@
 import { parse, updateChildren } from "./live.js";
 
 const EVERY_MS = 2000;
+const PATIENCE_MS = 30000; // given up sooner, a busy control plane would be asked again and again and never heard
 const panel = document.getElementById("request");
+let isLooking = false;
 
 const look = async () => {
-    if (document.hidden) {
+    if (isLooking || document.hidden) {
         return;
     }
+    isLooking = true;
     try {
-        const answer = await fetch(location.href, { signal: AbortSignal.timeout(EVERY_MS) });
+        const answer = await fetch(location.href, { signal: AbortSignal.timeout(PATIENCE_MS) });
         const fresh = answer.ok ? parse(await answer.text()).getElementById("request") : null;
         if (fresh && !("open" in fresh.dataset)) {
             location.reload();
@@ -18,6 +21,8 @@ const look = async () => {
         }
     } catch {
         // The next one may get through.
+    } finally {
+        isLooking = false;
     }
 };
 
