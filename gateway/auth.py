@@ -61,9 +61,9 @@ class KeyRing:
             if len(self._unknown) >= _UNKNOWN_LIMIT:
                 self._unknown.clear()
             self._unknown[keyid] = now + _UNKNOWN_FOR_S
-        else:
-            self._catalogue.keys[keyid] = entry
-        return entry
+            return None
+        # What a sweep took meanwhile is newer: the key may have been revoked since we looked.
+        return self._catalogue.keys.setdefault(keyid, entry)
 
 
 def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> str:

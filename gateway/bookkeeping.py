@@ -83,6 +83,21 @@ class Bookkeeper:
         record.state = RequestState.REJECTED
         self.records.add_final(record)
 
+    def forget_idle(self) -> None:
+        """Drop what is remembered of callers that were refused nothing for a minute."""
+        self._refusals.forget_idle()
+
+    def note_wait(self, record: Record, *, model: str, asked_model: str) -> None:
+        """Write down that a request waits for a box with a model, where its row says something else.
+
+        Another model than the first was chosen then, or the box was lost that worked on it.
+        """
+        if record.state is RequestState.QUEUED and record.model == model:
+            return
+        name_model(record, model, asked_model=asked_model)
+        record.state = RequestState.QUEUED
+        self.records.touch(record)
+
     def seal(self, record: Record, ending: Ending) -> None:
         """Fill in how it ended. The state is set last: the writer may read the row at any moment."""
         if ending.error is not None:
@@ -114,6 +129,12 @@ class Bookkeeper:
             queue_s=record.queue_ms / 1000 if record.queue_ms is not None else None,
             tokens=(record.prompt_tokens or 0, record.completion_tokens or 0),
         )
+
+
+def name_model(record: Record, model: str, *, asked_model: str) -> None:
+    """Have a record name the model that is asked, and what the client called it where that is another name."""
+    record.model = model
+    record.asked_model = "" if asked_model == model else asked_model
 
 
 def unread_request(endpoint: str) -> InferenceRequest:

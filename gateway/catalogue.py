@@ -10,12 +10,13 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import msgspec
 from django.db import connection
 from django.db.models import Q
 from django.db.models.expressions import RawSQL
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from gateway.models import ApiKey, Model, ModelAlias
@@ -23,6 +24,9 @@ from gateway.routing import Alias, Target
 from gateway.values import Caller, Limits, Priority
 
 logger = logging.getLogger("muster.gateway")
+
+_DEAD_FOR = timedelta(days=1)
+"""Keys that ended longer ago are not held: rows are never deleted, and the playground makes a key an hour for each session."""
 
 # A number beyond the newest transaction came with a restored dump from another server: no change of this one.
 _CHANGED = """
@@ -91,9 +95,12 @@ class Catalogue:
         return self._aliases_by_tenant.get(tenant, self._shared_aliases)
 
     def load_keys(self, since: int | None) -> list[tuple[str, KeyEntry]]:
-        """Return the keys changed since that mark (None = all of them); tenants count as part of their keys."""
+        """Return the keys changed since that mark (None = all that did not end long ago); tenants are part of their keys."""
         query = ApiKey.objects.select_related("tenant")
-        if since is not None:
+        if since is None:
+            long_ago = Now() - _DEAD_FOR
+            query = query.exclude(Q(revoked_at__lt=long_ago) | Q(expires_at__lt=long_ago))
+        else:
             query = query.filter(pk__in=RawSQL(_CHANGED, [str(since), str(since)]))  # noqa: S611 - a constant and parameters
         return [(key.keyid, self._key_entry(key)) for key in query]
 

@@ -181,9 +181,9 @@ class Dispatcher:
         known = self._held_s.get(model)
         self._held_s[model] = seconds if known is None else known + _HELD_WEIGHT * (seconds - known)
 
-    def note_unspoken(self, link: Link, endpoint: str) -> None:
-        """Remember that a box does not know an API path."""
-        self._registry.note_unspoken(link, endpoint)
+    def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
+        """Remember that what serves a model on a box does not know an API path."""
+        self._registry.note_unspoken(link, model, endpoint)
 
     @property
     def depth(self) -> int:

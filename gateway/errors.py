@@ -134,18 +134,37 @@ class PromptTooLarge(BadRequest):
 class ContextTooLong(BadRequest):
     """The engine says that prompt and answer do not fit into the model's context. Tokens, 0 = it did not say.
 
-    ``answer_tokens``: of the answer that was asked for, where the prompt alone would fit.
+    ``answer_tokens``: of the answer that was asked for, where the prompt alone would fit. ``is_at_least``: the prompt has
+    ``prompt_tokens`` or more, because the engine stopped counting there.
     """
 
     code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
     state = RequestState.FAILED
     default_message = "The prompt and the answer do not fit into the model's context window."
 
-    def __init__(self, message: str = "", *, prompt_tokens: int = 0, context_tokens: int = 0, answer_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        prompt_tokens: int = 0,
+        context_tokens: int = 0,
+        answer_tokens: int = 0,
+        is_at_least: bool = False,
+    ) -> None:
         super().__init__(message, param="messages")
         self.prompt_tokens = prompt_tokens
         self.context_tokens = context_tokens
-        self.answer_tokens = answer_tokens
+        self.answer_tokens = 0 if prompt_tokens > context_tokens else answer_tokens
+        self.is_at_least = is_at_least
+
+    def recount(self, prompt_tokens: int) -> ContextTooLong:
+        """Return the same with a count of our own, unless the engine counted more."""
+        return ContextTooLong(
+            self.message,
+            prompt_tokens=max(self.prompt_tokens, prompt_tokens),
+            context_tokens=self.context_tokens,
+            answer_tokens=self.answer_tokens,
+        )
 
 
 class ResponseNotFound(BadRequest):

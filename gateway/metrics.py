@@ -22,6 +22,7 @@ REDISPATCHES = Counter("muster_redispatches_total", "Requests sent to another no
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_PENDING = Gauge("muster_records_pending", "Record changes not yet written")
+RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")
 RECORD_FLUSHES = Counter("muster_record_flushes_total", "Group commits of request records", ["result"])
 
 

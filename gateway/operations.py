@@ -1,4 +1,4 @@
-"""The governed operation of the gateway: giving a key or a tenant more than it has."""
+"""The governed operation of the gateway: giving a key, a tenant or a model more than it has."""
 
 from __future__ import annotations
 
@@ -6,85 +6,124 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gateway.models import ApiKey
+from gateway.models import ApiKey, Model, Tenant
 from gateway.services import (
     ServiceError,
     change_tenant_limit,
     find_api_key,
+    find_model,
     find_tenant,
     key_limit,
     list_api_keys,
+    list_models,
     list_tenants,
+    model_caps,
     raise_key_limit,
+    raise_model_caps,
     tenant_limit,
 )
+from gateway.services.limits import CAPS, PRIORITY, RATE
 from gateway.services.limits import LIMIT_RAISE as NAME
 from gateway.services.values import MAX_LIMIT
 from gateway.values import Priority
 from governance.errors import InvalidProposal
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from nodes.services.serving import Has, ServingBox, read_boxes_of
 
-KEY, TENANT = "key", "tenant"
+KEY, TENANT, MODEL = "key", "tenant", "model"
 ACTOR = "system:governance"
-RATE, PRIORITY = "requests_per_minute", "priority"
 _MAX_NAMED = 3
+_OWNERS = {RATE: "keys and tenants", PRIORITY: "keys"} | dict.fromkeys(CAPS, "models")
+"""Which params there are, and which kinds of targets they go with."""
+_LABELS = {
+    RATE: "Requests per minute",
+    PRIORITY: "Priority",
+    "max_tokens": "Most tokens to generate",
+    "max_prompt_chars": "Longest prompt in characters",
+    "max_queue": "Longest queue in requests",
+}
+_HELP = {
+    RATE: "Of keys and tenants.",
+    PRIORITY: "Of keys.",
+    "max_tokens": "Of models: requests that ask for more are refused.",
+    "max_prompt_chars": "Of models: longer prompts are refused.",
+    "max_queue": "Of models: so many may wait for a box; what comes then is refused.",
+}
+_OFFERS = {
+    RATE: "{} a minute",
+    PRIORITY: "{}",
+    "max_tokens": "{:,} tokens",
+    "max_prompt_chars": "{:,} characters",
+    "max_queue": "{:,} waiting",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """Who gets more. ``target``: as in the statement; ``label``: for people; ``rate``, ``priority``: what applies today."""
+    """Who gets more. ``target``: as in the statement; ``label``: for people; ``today``: what applies, by param.
+
+    ``note``: what people should know when they choose it.
+    """
 
     target: str
     label: str
-    rate: int
-    priority: str
-    is_usable: bool
+    today: Mapping[str, int | str]
+    is_usable: bool = True
+    note: str = ""
+
+    @property
+    def offer(self) -> str:
+        """The label with what it has today."""
+        has = ", ".join(_OFFERS[name].format(value) for name, value in self.today.items())
+        return f"{self.label} ({has}{self.note})"
+
+    def is_raise(self, name: str, value: object) -> bool:
+        """Return whether that would be more than it has today."""
+        today = self.today[name]
+        if isinstance(today, int):
+            return isinstance(value, int) and value > today
+        return today != Priority.HIGH.value
 
 
 class LimitRaise:
-    """More requests per minute for keys or tenants, or high priority for keys. Lowering needs nobody's approval."""
+    """More requests per minute for keys or tenants, high priority for keys, higher caps for models.
+
+    Lowering needs nobody's approval.
+    """
 
     name = NAME
     title = "Raise a limit"
     is_remote = False
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
-        """Return the request: targets ``key:<id>`` or ``tenant:<name>``; params requests_per_minute, or priority "high".
+        """Return the request: targets ``key:<id>``, ``tenant:<name>`` or ``model:<name>``, and params that fit all of them.
 
-        Raises InvalidProposal: also for what is no raise, which can be done at once.
+        Keys: requests_per_minute, priority "high". Tenants: requests_per_minute. Models: max_tokens, max_prompt_chars,
+        max_queue. Raises InvalidProposal: also for what is no raise, which can be done at once.
         """
         cleaned = _clean_params(params)
         holders = []
         for target in dict.fromkeys(targets):
             holder = _find(target)
             if holder is None or not holder.is_usable:
-                raise InvalidProposal(f"There is no usable key or tenant {target[:100]!r}.", param="targets")
-            if PRIORITY in cleaned and not holder.target.startswith(f"{KEY}:"):
-                raise InvalidProposal("Priority belongs to keys; a tenant has none.", param=PRIORITY)
-            rate = cleaned.get(RATE)
-            is_raise = isinstance(rate, int) and rate > holder.rate
-            if not is_raise and not (PRIORITY in cleaned and holder.priority != Priority.HIGH.value):
-                raise InvalidProposal(f"{holder.label} has that already, or more; lowering needs no approval.", param="params")
+                raise InvalidProposal(f"There is no usable key, tenant or model {target[:100]!r}.", param="targets")
+            for name, value in cleaned.items():
+                _require_fitting(holder, name)
+                _require_raise(holder, name, value)
             holders.append(holder.target)
         if not holders:
-            raise InvalidProposal("Name what is raised: key:<id> or tenant:<name>.", param="targets")
+            raise InvalidProposal("Name what is raised: key:<id>, tenant:<name> or model:<name>.", param="targets")
         return Request(tuple(holders), cleaned)
 
     def choices(self) -> dict[str, object]:
-        """Return what the page that proposes offers: tenants and usable keys with what they have, and the two params."""
-        tenants = [
-            _Holder(f"{TENANT}:{t.name}", f"tenant {t.name}", tenant_limit(t), "", is_usable=True) for t in list_tenants()
-        ]
+        """Return what the page that proposes offers: tenants, models and usable keys with what they have, and the params."""
+        tenants = [_describe_tenant(tenant) for tenant in list_tenants()]
+        models = [_describe_model(model) for model in list_models()]
         keys = [_describe_key(key) for key in list_api_keys() if key.revoked_at is None]
-        targets = [
-            (h.target, f"{h.label} ({h.rate} a minute{f', {h.priority}' if h.priority else ''})") for h in [*tenants, *keys]
-        ]
-        rate = {"name": RATE, "label": "Requests per minute", "kind": "number", "required": False}
-        priority = {"name": PRIORITY, "label": "Priority", "kind": "select", "required": False}
         return {
-            "targets": targets,
-            "targets_label": "Keys and tenants",
-            "params": [rate, {**priority, "choices": [("", "as it is"), ("high", "high")]}],
+            "targets": [(holder.target, holder.offer) for holder in [*tenants, *models, *keys]],
+            "targets_label": "Tenants, models and keys",
+            "params": [_make_field(name) for name in _LABELS],
         }
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
@@ -94,25 +133,17 @@ class LimitRaise:
             holder = _find(target)
             label = holder.label if holder is not None else f"{target}, which does not exist any more"
             labels.append(label)
-            if RATE in params:
-                now = str(holder.rate) if holder is not None else ""
-                lines.append(Line(f"Requests per minute of {label}", str(params[RATE]), now))
-            if PRIORITY in params:
-                lines.append(Line(f"Priority of {label}", str(params[PRIORITY]), holder.priority if holder is not None else ""))
-        beyond = f" and {len(labels) - _MAX_NAMED} more" if len(labels) > _MAX_NAMED else ""
-        return Description(f"Raise the limits of {', '.join(labels[:_MAX_NAMED])}{beyond}", lines)
+            today = holder.today if holder is not None else {}
+            lines += [
+                Line(f"{_LABELS[name]} of {label}", str(params[name]), str(today.get(name, "")))
+                for name in _LABELS
+                if name in params
+            ]
+        return Description(f"Raise the limits of {_join(labels)}", lines)
 
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
-        """Return who else is concerned: the keys that follow a tenant, the boxes that are shared."""
-        impacts = []
-        keys = list_api_keys() if any(target.startswith(f"{TENANT}:") for target in targets) else []
-        for target in targets:
-            kind, _, name = target.partition(":")
-            if kind == TENANT:
-                following = sum(
-                    key.tenant.name == name and key.requests_per_minute is None and key.revoked_at is None for key in keys
-                )
-                impacts.append(Impact("caution", f"{following} keys of {name} have no limit of their own and get the new one."))
+        """Return who else is concerned: the keys that follow a tenant, the boxes that are shared, who waits."""
+        impacts = [*_preview_tenants(_names(targets, TENANT)), *_preview_models(_names(targets, MODEL), params)]
         if PRIORITY in params:
             impacts.append(Impact("caution", "On a busy box, requests of high priority go before all others."))
         return impacts or (Impact("ok", "Nobody else's limit changes."),)
@@ -123,30 +154,58 @@ class LimitRaise:
         return None
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
-        """Raise it. Raises InvalidProposal when the key or tenant cannot be changed any more."""
-        rate, priority = order.params.get(RATE), order.params.get(PRIORITY)
+        """Raise it. Raises InvalidProposal when that cannot be done any more, or would be no raise any more."""
         kind, _, name = order.target.partition(":")
-        limit = rate if isinstance(rate, int) else None
+        params = order.params
         try:
             if kind == KEY:
-                wanted = priority if isinstance(priority, str) else None
-                raise_key_limit(key_id=uuid.UUID(name), requests_per_minute=limit, priority=wanted, actor=ACTOR, order=order)
+                chosen = params.get(PRIORITY)
+                raise_key_limit(
+                    key_id=uuid.UUID(name),
+                    requests_per_minute=_read_number(params, RATE),
+                    priority=chosen if isinstance(chosen, str) else None,
+                    actor=ACTOR,
+                    order=order,
+                )
+            elif kind == MODEL:
+                caps = {cap: _read_number(params, cap) for cap in CAPS}
+                raise_model_caps(name=name, actor=ACTOR, order=order, **caps)
             else:
-                change_tenant_limit(name=name, requests_per_minute=limit, actor=ACTOR, order=order)
+                change_tenant_limit(name=name, requests_per_minute=_read_number(params, RATE), actor=ACTOR, order=order)
         except ServiceError as error:
             raise InvalidProposal(error.message, param=error.param) from None
         return Done("The new limits apply within seconds, to requests that arrive from then on.")
 
 
 def _clean_params(params: Mapping[str, object]) -> dict[str, object]:
-    if not params or set(params) - {RATE, PRIORITY}:
-        raise InvalidProposal(f"Give {RATE} (a whole number), or {PRIORITY}: high.", param="params")
-    rate, priority = params.get(RATE), params.get(PRIORITY)
-    if RATE in params and (not isinstance(rate, int) or isinstance(rate, bool) or not 1 <= rate <= MAX_LIMIT):
-        raise InvalidProposal(f"{RATE} must be a whole number from 1 to {MAX_LIMIT}.", param=RATE)
-    if PRIORITY in params and priority != Priority.HIGH.value:
-        raise InvalidProposal("Only high priority is asked for; normal and low can be set at once.", param=PRIORITY)
+    if not params or set(params) - set(_OWNERS):
+        numbers = ", ".join(name for name in _OWNERS if name != PRIORITY)
+        raise InvalidProposal(f"Give whole numbers for {numbers}, or {PRIORITY}: high, and nothing else.", param="params")
+    for name, value in params.items():
+        if name == PRIORITY:
+            if value != Priority.HIGH.value:
+                raise InvalidProposal("Only high priority is asked for; normal and low can be set at once.", param=PRIORITY)
+        elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
+            raise InvalidProposal(f"{name} must be a whole number from 1 to {MAX_LIMIT}.", param=name)
     return dict(params)
+
+
+def _require_fitting(holder: _Holder, name: str) -> None:
+    if name not in holder.today:
+        raise InvalidProposal(
+            f"{name} belongs to {_OWNERS[name]}; the {holder.label} takes {', '.join(holder.today)}. "
+            "Leave it out, or choose other targets.",
+            param=name,
+        )
+
+
+def _require_raise(holder: _Holder, name: str, value: object) -> None:
+    if not holder.is_raise(name, value):
+        raise InvalidProposal(
+            f"{name} of the {holder.label} is {holder.today[name]} today, so that {value} is no raise. Ask for more or leave "
+            "it out; lowering needs no approval.",
+            param=name,
+        )
 
 
 def _find(target: str) -> _Holder | None:
@@ -154,7 +213,10 @@ def _find(target: str) -> _Holder | None:
     kind, _, name = target.partition(":")
     if kind == TENANT:
         tenant = find_tenant(name)
-        return None if tenant is None else _Holder(target, f"tenant {tenant.name}", tenant_limit(tenant), "", is_usable=True)
+        return None if tenant is None else _describe_tenant(tenant)
+    if kind == MODEL:
+        model = find_model(name)
+        return None if model is None else _describe_model(model)
     try:
         key = find_api_key(uuid.UUID(name)) if kind == KEY else None
     except ValueError:
@@ -162,9 +224,71 @@ def _find(target: str) -> _Holder | None:
     return None if key is None else _describe_key(key)
 
 
+def _describe_tenant(tenant: Tenant) -> _Holder:
+    return _Holder(f"{TENANT}:{tenant.name}", f"tenant {tenant.name}", {RATE: tenant_limit(tenant)})
+
+
+def _describe_model(model: Model) -> _Holder:
+    note = "" if model.allowed else "; not allowed yet"
+    return _Holder(f"{MODEL}:{model.name}", f"model {model.name}", model_caps(model), note=note)
+
+
 def _describe_key(key: ApiKey) -> _Holder:
     label = f"key {key.name} of {key.tenant.name}"
-    return _Holder(f"{KEY}:{key.pk}", label, key_limit(key), key.priority, is_usable=key.revoked_at is None)
+    today: dict[str, int | str] = {RATE: key_limit(key), PRIORITY: key.priority}
+    return _Holder(f"{KEY}:{key.pk}", label, today, is_usable=key.revoked_at is None)
+
+
+def _make_field(name: str) -> dict[str, object]:
+    common = {"name": name, "label": _LABELS[name], "help": _HELP[name], "required": False}
+    if name == PRIORITY:
+        return {**common, "kind": "select", "choices": [("", "as it is"), (Priority.HIGH.value, "high")]}
+    return {**common, "kind": "number", "min": 1, "max": MAX_LIMIT}
+
+
+def _preview_tenants(names: Sequence[str]) -> list[Impact]:
+    keys = [key for key in list_api_keys() if key.requests_per_minute is None and key.revoked_at is None] if names else []
+    following = {name: sum(key.tenant.name == name for key in keys) for name in names}
+    return [
+        Impact("caution", f"{count} keys of {name} have no limit of their own and get the new one.")
+        for name, count in following.items()
+    ]
+
+
+def _preview_models(names: Sequence[str], params: Mapping[str, object]) -> list[Impact]:
+    impacts = []
+    if names and params.keys() & {"max_tokens", "max_prompt_chars"}:
+        impacts += [
+            Impact("caution", f"Longer requests for {name} hold a slot longer, whoever sends them. {_say_serving(name, boxes)}")
+            for name, boxes in read_boxes_of(names).items()
+        ]
+    if names and "max_queue" in params:
+        text = f"More requests for {_join(names)} may wait, each of them for longer, where they are refused today."
+        impacts.append(Impact("caution", text))
+    return impacts
+
+
+def _say_serving(name: str, boxes: Sequence[ServingBox]) -> str:
+    serving = [box for box in boxes if box.has is Has.LOADED and box.obstacle is None]
+    if not serving:
+        return f"No box serves {name} now."
+    slots = sum(box.slots for box in serving)
+    count = "1 box serves" if len(serving) == 1 else f"{len(serving)} boxes serve"
+    return f"{count} {name} now, with {slots} {'slot' if slots == 1 else 'slots'} in all."
+
+
+def _names(targets: Sequence[str], kind: str) -> list[str]:
+    return [target.partition(":")[2] for target in targets if target.startswith(f"{kind}:")]
+
+
+def _read_number(params: Mapping[str, object], name: str) -> int | None:
+    value = params.get(name)
+    return value if isinstance(value, int) else None
+
+
+def _join(names: Sequence[str]) -> str:
+    beyond = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{beyond}"
 
 
 LIMIT_RAISE = LimitRaise()

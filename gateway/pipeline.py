@@ -14,9 +14,10 @@ import msgspec
 from gateway import metrics
 from gateway.admission import Admission, RateLimiter, choose_priority
 from gateway.auth import KeyRing
-from gateway.bookkeeping import BUGGED, COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, unread_request
+from gateway.bookkeeping import BUGGED, COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, name_model, unread_request
 from gateway.catalogue import ModelEntry
 from gateway.client import ClientConnection, Header
+from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
 from gateway.dialects.translation import Translation
 from gateway.dispatch import Dispatcher, Job, Lease
@@ -33,21 +34,21 @@ from gateway.errors import (
     RequeueExhausted,
     ShuttingDown,
 )
-from gateway.heads import id_headers, name_header
+from gateway.heads import id_headers, name_box, name_header
 from gateway.keepalive import KeepAlive
 from gateway.keeping import LANE as KEPT_LANE
 from gateway.keeping import RESPONSES, Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.outlook import Closed, Outlook, Ready, pick_name
+from gateway.phrasing import choose_path
 from gateway.records import MAX_ATTEMPTS, Record, RecordWriter
+from gateway.recounting import recount_prompt
 from gateway.refusing import refuse
 from gateway.relay import Exchange
 from gateway.values import Caller, InferenceRequest, Limits, Timeouts
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
-
-_PARSED_BESIDE_BYTES = 512 * 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +80,7 @@ class Pipeline:
     admission: Admission
     dispatcher: Dispatcher
     records: RecordWriter
+    counter: TokenCounter
     limits: Limits
     timeouts: Timeouts
     is_stopping: bool = False
@@ -118,7 +120,7 @@ class Pipeline:
                 if call.keeping is not None:
                     await self._keep(call, call.keeping, job, exchange)
             await client.drain()  # until then the server would cut what the client has not taken
-            ending = self._conclude(outcome, record)
+            ending = await self._conclude(call, job, outcome, record)
         except GatewayError as raised:
             error = call.unsaid if call is not None and call.unsaid and isinstance(raised, EndpointNotAnswered) else raised
             ending = Ending(error.state, error)
@@ -145,7 +147,7 @@ class Pipeline:
         try:
             rate = self.limiter.take(caller.key_id, caller.requests_per_minute)
             call.extra += rate.headers(is_anthropic=surface.is_anthropic)
-            request = await _parse(surface, body, client)
+            request = await run_beside(len(body) if surface.is_form else 0, lambda: surface.parse(body, client.headers))
             if surface.path == RESPONSES and (caller.stores_responses or request.store or request.previous_response_id):
                 call.keeping = await plan_keeping(caller, request, format_id("req", call.record_id))
                 if call.keeping is not None:
@@ -244,30 +246,32 @@ class Pipeline:
         if len(job.models) > 1:
             self._choose_model(call, job, job.models)
         try:
-            lease = await self._wait_for_slot(call.client, job)
+            lease = await self._wait_for_slot(call.client, job, record)
         except (QueueTimeout, NoAvailableNode):
             rest = [name for name in job.models if name != job.request.model]
             ready = [name for name in rest if isinstance(self._outlook(call, name, job.request, job), Ready)]
             if not self._choose_model(call, job, ready):
                 raise
-            lease = await self._wait_for_slot(call.client, job)
+            lease = await self._wait_for_slot(call.client, job, record)
         job.attempts += 1
         record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((time.monotonic() - asked_at) * 1000)
         record.attempts = min(job.attempts, MAX_ATTEMPTS)
-        record.model = job.request.model
-        record.asked_model = "" if job.asked_model == record.model else job.asked_model
+        name_model(record, job.request.model, asked_model=job.asked_model)
         record.node_id = lease.link.node_id
         record.node_name = lease.link.node_name
         record.state = RequestState.RUNNING if job.request.is_streaming else RequestState.ASSIGNED
         self.records.touch(record)
         return lease
 
-    async def _wait_for_slot(self, client: ClientConnection, job: Job) -> Lease:
+    async def _wait_for_slot(self, client: ClientConnection, job: Job, record: Record) -> Lease:
         found = self.dispatcher.acquire(job)
+        if isinstance(found, Lease):
+            return found
+        self.books.note_wait(record, model=job.request.model, asked_model=job.asked_model)
         try:
-            return found if isinstance(found, Lease) else await client.wait(found)
+            return await client.wait(found)
         except asyncio.CancelledError:
-            if isinstance(found, asyncio.Future) and found.done() and not found.cancelled() and found.exception() is None:
+            if found.done() and not found.cancelled() and found.exception() is None:
                 found.result().release()  # granted in the same loop turn as the cancel
             raise
 
@@ -309,8 +313,8 @@ class Pipeline:
         request, link = job.request, lease.link
         translation = None
         if call.surface.translate is not None:
-            translation = self._translate(call, request, link.find_path(request.model, request.path) or request.path)
-        extra = [*call.extra, name_header(b"x-muster-node", link.node_name), name_header(b"x-muster-model", request.model)]
+            translation = self._translate(call, request, choose_path(link, request))
+        extra = [*call.extra, *name_box(link.node_name, request.model)]
         if translation is not None and translation.ignored:
             extra.append(name_header(b"x-muster-ignored", ", ".join(translation.ignored)))
         return Exchange(
@@ -345,7 +349,7 @@ class Pipeline:
             raise ShuttingDown(retry_after_s=2)
         metrics.REDISPATCHES.labels(outcome.reason).inc()
         if outcome.reason is RetryReason.UNSPOKEN:
-            self.dispatcher.note_unspoken(lease.link, job.request.endpoint)
+            self.dispatcher.note_unspoken(lease.link, job.request.model, job.request.endpoint)
             return True
         if outcome.reason is RetryReason.FOREIGN_TOOLS:
             job.request = msgspec.structs.replace(job.request, lane=SPOKEN_THROUGH[job.request.endpoint])
@@ -367,7 +371,7 @@ class Pipeline:
 
     # endings
 
-    def _conclude(self, outcome: Outcome, record: Record) -> Ending:
+    async def _conclude(self, call: Call, job: Job, outcome: Outcome, record: Record) -> Ending:
         match outcome:
             case Served():
                 record.status_code = outcome.status
@@ -376,16 +380,19 @@ class Pipeline:
                 return Ending(RequestState.FAILED, ForwardedRequestFailed())
             case Broken():
                 if not outcome.told:
-                    raise outcome.error
+                    call.extra += name_box(record.node_name, record.model)
+                    raise await recount_prompt(
+                        self.counter,
+                        outcome.error,
+                        client=call.client,
+                        surface=call.surface,
+                        entry=call.entries[record.model],
+                        request=job.request,
+                        tenant=job.tenant,
+                        request_id=job.request_id,
+                    )
                 return Ending(outcome.error.state, outcome.error)
             case Retry():
                 raise AssertionError("a retry never concludes a request")
             case _:
                 assert_never(outcome)
-
-
-async def _parse(surface: Surface, body: bytes, client: ClientConnection) -> InferenceRequest:
-    """Read a body, a large form in a thread: it is walked in small steps, between which the event loop gets its turn."""
-    if surface.is_form and len(body) > _PARSED_BESIDE_BYTES:
-        return await asyncio.to_thread(surface.parse, body, client.headers)
-    return surface.parse(body, client.headers)

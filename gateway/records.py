@@ -4,6 +4,9 @@ A request is accepted when its row is durable; that is what ``accept`` waits for
 commit, at most ``_LINGER_S`` later. A final state is never overwritten: the update only finds open rows, so a gateway
 that was declared dead and comes back changes nothing. One thread with its own connection does the SQL; rows travel as
 one JSON text per commit, which costs the event loop almost nothing.
+
+What could not be accepted because the database did not take it in time gets a row too, a final one, once it is back: in
+small portions beside the others, and no more of them than the writer may hold.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import psycopg
 from django.db import connection as django_connection
 
 from gateway.errors import RecordsUnavailable
-from gateway.metrics import RECORD_FLUSHES, RECORDS_PENDING
+from gateway.metrics import RECORD_FLUSHES, RECORDS_DROPPED, RECORDS_PENDING
+from gateway.record_sql import BOTH, INSERT, UPDATE
 from nodes.postgres import Patience, PatientConnection, ServerSilent
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
@@ -38,6 +42,8 @@ _GATHER_S = 0.001
 _RETRY_S = 0.25
 _LATE_S = 6.0
 """So long after the database is back an insert that was cut off may still arrive: the server ends it after five seconds."""
+_REFUSED_BATCH = 50
+"""Rows of refused requests that go with one commit: they take a millisecond or two, and whoever is accepted waits for that."""
 _PATIENCE = Patience(silence_s=6.0)
 """A little more than the server gives a statement: only one that is frozen or gone stays silent for longer."""
 
@@ -74,52 +80,6 @@ class Record(msgspec.Struct, kw_only=True):
     """What the client asked for, where ``model`` (which answers) has another name."""
 
 
-_TYPES = {
-    "id": "uuid",
-    "created_at": "timestamptz",
-    "gateway_id": "uuid",
-    "tenant": "text",
-    "key_id": "uuid",
-    "key_name": "text",
-    "endpoint": "text",
-    "model": "text",
-    "asked_model": "text",
-    "is_streaming": "boolean",
-    "state": "text",
-    "error_code": "text",
-    "status_code": "smallint",
-    "node_id": "uuid",
-    "node_name": "text",
-    "attempts": "smallint",
-    "max_tokens": "integer",
-    "prompt_tokens_est": "integer",
-    "prompt_tokens": "integer",
-    "completion_tokens": "integer",
-    "tokens_estimated": "boolean",
-    "bytes_out": "bigint",
-    "queue_ms": "integer",
-    "ttfb_ms": "integer",
-    "latency_ms": "integer",
-    "finished_at": "timestamptz",
-}
-_FIXED = {"id", "created_at", "gateway_id", "tenant", "key_id", "key_name", "endpoint", "is_streaming"}
-_COLUMNS = ", ".join(_TYPES)
-_RECORDSET = ", ".join(f"{name} {kind}" for name, kind in _TYPES.items())
-_ASSIGNMENTS = ", ".join(f"{name} = v.{name}" for name in _TYPES if name not in _FIXED)
-_OPEN = ", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))
-# Built from the constants above alone; values travel as parameters.
-# An id is made once, so a row that is there already is the same one: a commit whose acknowledgement was lost. Its second
-# attempt waits for the first where that is still under way.
-_INSERT = (
-    f"INSERT INTO gateway_requestrecord ({_COLUMNS}) SELECT {_COLUMNS} "  # noqa: S608
-    f"FROM json_to_recordset(%(inserts)s::json) AS i({_RECORDSET}) ON CONFLICT DO NOTHING"
-)
-_UPDATE = (
-    f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset(%(updates)s::json) AS v({_RECORDSET}) "  # noqa: S608
-    f"WHERE r.id = v.id AND r.created_at = v.created_at AND r.state IN ({_OPEN})"
-)
-_BOTH = f"WITH added AS ({_INSERT}) {_UPDATE}"
-
 _encoder = msgspec.json.Encoder()
 _REFUSED = (psycopg.DataError, psycopg.IntegrityError, msgspec.MsgspecError, ArithmeticError, ValueError, TypeError)
 """One of the values is at fault; every other error means that the database is away."""
@@ -127,15 +87,19 @@ _NOT_OF_LIBPQ = {"context", "cursor_factory", "prepare_threshold", "options"}
 
 
 class _Accept:
-    """A row on its way in and the future of whoever waits for it (None: nobody does)."""
+    """A row on its way in and the future of whoever waits for it (None: nobody does).
 
-    __slots__ = ("due_at", "future", "given_up", "record")
+    ``was_refused``: of a request that could not be accepted earlier on.
+    """
 
-    def __init__(self, record: Record, future: asyncio.Future[None] | None) -> None:
+    __slots__ = ("due_at", "future", "given_up", "record", "was_refused")
+
+    def __init__(self, record: Record, future: asyncio.Future[None] | None, *, was_refused: bool = False) -> None:
         self.record = record
         self.future = future
         self.given_up = False
         self.due_at = 0.0
+        self.was_refused = was_refused
 
     @property
     def is_answered(self) -> bool:
@@ -155,8 +119,10 @@ class RecordWriter:
         self._lock = threading.Lock()
         """Held while the two above change hands: a dict insertion may yield to the other thread half-way (UUID.__hash__)."""
         self._outstanding: deque[_Accept] = deque()
-        self._doubtful: deque[Record] = deque(maxlen=max_pending)
-        """Refused, but perhaps on their way in: they are closed once more when the database has been back for a while."""
+        self._refused: deque[Record] = deque()
+        """Final rows of requests that never were on their way in. Both threads add to it, the writer's takes from it."""
+        self._doubtful: deque[Record] = deque()
+        """Refused, but perhaps on their way in: they are closed or added when the database has been back for a while."""
         self._watch: asyncio.TimerHandle | None = None
         self._wake = threading.Event()
         self._lingering: asyncio.TimerHandle | None = None
@@ -173,6 +139,7 @@ class RecordWriter:
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Write everything that waits, then end the thread."""
+        self._close_late()
         self._stopping = True
         self._wake.set()
         thread = self._thread
@@ -186,6 +153,8 @@ class RecordWriter:
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
         if len(self._inserts) >= self._max_pending:
+            _close(record)
+            self._keep(record, self._refused)
             future.set_exception(RecordsUnavailable(retry_after_s=2))
             return future
         entry = _Accept(record, future)
@@ -210,11 +179,13 @@ class RecordWriter:
             with self._lock:
                 self._inserts.append(_Accept(record, None))
             self._arrange_flush()
+        else:
+            RECORDS_DROPPED.inc()
 
     @property
     def pending(self) -> int:
         """Changes not yet written."""
-        return len(self._inserts) + len(self._updates)
+        return len(self._inserts) + len(self._updates) + len(self._refused)
 
     # event loop
 
@@ -235,6 +206,7 @@ class RecordWriter:
         while outstanding and (outstanding[0].is_answered or outstanding[0].due_at <= now):
             entry = outstanding.popleft()
             if entry.future is not None and not entry.future.done():
+                _close(entry.record)
                 entry.given_up = True
                 entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
         self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if outstanding else None
@@ -248,23 +220,32 @@ class RecordWriter:
     def _reject(self, entries: list[_Accept]) -> None:
         """The commit failed or its fate is unknown: nobody was promised anything, and a row that did get in is closed."""
         for entry in entries:
-            record = entry.record
             if entry.future is not None and not entry.future.done():
                 entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
-            record.error_code = RecordsUnavailable.code
-            record.status_code = RecordsUnavailable.status
-            record.finished_at = datetime.now(UTC)
-            record.state = RequestState.REJECTED
+            _close(entry.record)
             if len(self._updates) < self._max_pending:
-                self.touch(record)
+                self.touch(entry.record)
 
     def _reject_unknown(self, entries: list[_Accept]) -> None:
         self._reject(entries)
-        self._doubtful.extend(entry.record for entry in entries)
+        for entry in entries:
+            self._keep(entry.record, self._doubtful)
 
     def _close_late(self) -> None:
+        """See to it that what was refused has a final row. Not earlier: what is on its way in would hold the others up."""
         while self._doubtful and len(self._updates) < self._max_pending:
-            self.touch(self._doubtful.popleft())
+            record = self._doubtful.popleft()
+            self._keep(record, self._refused)
+            self.touch(record)
+
+    # either
+
+    def _keep(self, record: Record, waiting: deque[Record]) -> None:
+        """Have a refused request's row written later, unless too many wait for that already."""
+        if len(waiting) < self._max_pending:
+            waiting.append(record)
+        else:
+            RECORDS_DROPPED.inc()
 
     # thread
 
@@ -278,15 +259,25 @@ class RecordWriter:
             with self._lock:
                 inserts, self._inserts = self._inserts, []
                 updates, self._updates = self._updates, {}
+            for entry in inserts:
+                if entry.given_up:
+                    self._keep(entry.record, self._refused)
             inserts = [entry for entry in inserts if not entry.given_up]
             gathered = len(inserts)
+            if self._refused and (self.is_healthy or not (inserts or updates)):
+                inserts += self._take_refused()
             if inserts or updates:
                 self._flush(inserts, updates)
             RECORDS_PENDING.set(self.pending)
-            if self._stopping and not self._inserts and not self._updates:
+            if self._stopping and not self.pending:
                 break
         if self._database is not None:
             self._database.close()
+
+    def _take_refused(self) -> list[_Accept]:
+        self._wake.set()  # there may be more
+        number = min(_REFUSED_BATCH, len(self._refused))
+        return [_Accept(self._refused.popleft(), None, was_refused=True) for _ in range(number)]
 
     def _flush(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> bool:
         """Write a batch; return False when the database is away and the batch was given back."""
@@ -331,7 +322,8 @@ class RecordWriter:
 
     def _give_back(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._reject_unknown, inserts)
+        self._loop.call_soon_threadsafe(self._reject_unknown, [entry for entry in inserts if not entry.was_refused])
+        self._refused.extendleft(entry.record for entry in inserts if entry.was_refused)
         with self._lock:
             for key, record in updates.items():
                 self._updates.setdefault(key, record)
@@ -343,7 +335,7 @@ class RecordWriter:
             values["inserts"] = _encoder.encode([entry.record for entry in inserts]).decode()
         if updates:
             values["updates"] = _encoder.encode(list(updates.values())).decode()
-        statement = _BOTH if inserts and updates else _INSERT if inserts else _UPDATE
+        statement = BOTH if inserts and updates else INSERT if inserts else UPDATE
         known = self._database
         try:
             self._connect().execute(statement, values, prepare=True)
@@ -370,6 +362,7 @@ class RecordWriter:
             self._wake.set()
         else:
             self._updates.clear()
+            self._refused.clear()
 
     def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
         if self._database is None or self._database.closed:
@@ -381,3 +374,13 @@ class RecordWriter:
             database.patience = _PATIENCE
             self._database = database
         return self._database
+
+
+def _close(record: Record) -> None:
+    """Fill in that a request could not be written down in time, unless it has ended otherwise."""
+    if record.state not in OPEN_REQUEST_STATES:
+        return
+    record.error_code = RecordsUnavailable.code
+    record.status_code = RecordsUnavailable.status
+    record.finished_at = datetime.now(UTC)
+    record.state = RequestState.REJECTED

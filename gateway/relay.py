@@ -98,9 +98,7 @@ class Exchange:
         """The bytes that ``waits`` holds back: the closing events, or the whole body."""
         self.translator: AnswerTranslator | None = None
         if translation is not None:
-            context = AnswerContext(
-                request_id=job.request_id, model=job.request.model, created=int(time.time()), received_at=job.accepted
-            )
+            context = AnswerContext(job.request_id, job.request.model, int(time.time()), received_at=job.accepted)
             self.translator = translation.open_answer(context)
         self._rewriter: Rewriter | None = None
         if translation is not None or job.request.options is not None:
@@ -328,13 +326,15 @@ class Exchange:
 
     def _complete_refused(self, body: bytes) -> None:
         """Pass on an engine's error: its status and its words."""
-        reason, request = None, self._job.request
+        reason, request, error = None, self._job.request, read_refusal(self._status, body)
         if self._translation is None and self._path == request.endpoint:
             reason = find_other_words(self._lease.link, self._surface, request, status=self._status, body=body)
         if reason is not None:
-            self._end(Retry(reason, read_refusal(self._status, body)))
+            self._end(Retry(reason, error))
+        elif self._surface is not None and self._surface.wants_count(error):
+            self._end(Broken(error, told=False))
         elif self._client.started:
-            self._tell(read_refusal(self._status, body))
+            self._tell(error)
         elif self._surface is None:
             self._client.respond(self._status, self._head(), body)
             self._end(Served(self._status, None))

@@ -14,6 +14,7 @@ import socket
 import time
 import uuid
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import redis.exceptions
@@ -26,6 +27,7 @@ from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
 from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_change_mark, store_key_use
+from gateway.counting import TokenCounter
 from gateway.dispatch import Dispatcher
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
@@ -39,7 +41,7 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
-from nodes.offload import run_upkeep
+from nodes.offload import run_pulse, run_upkeep
 from nodes.presence import presence_reports
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.states import NodeRow
@@ -50,6 +52,7 @@ logger = logging.getLogger("muster.gateway")
 HINT_GROUP = "muster.hints"
 _SWEEP_S = 2.0
 _TICK_S = 0.5
+_HEARTBEAT_S = 1.0
 _PRESENCE_S = 0.9
 """How often what boxes newly said is written; a load that makes progress says something every second."""
 _PRESENCE_FULL_EVERY = 2
@@ -86,6 +89,7 @@ class GatewayRuntime:
             admission=Admission(self.catalogue, self.is_known_model, self.dispatcher.rank_models),
             dispatcher=self.dispatcher,
             records=self.records,
+            counter=TokenCounter(self.registry, Path(settings.TOKENIZERS_DIR) if settings.TOKENIZERS_DIR else None),
             limits=self.limits,
             timeouts=self.timeouts,
         )
@@ -116,6 +120,7 @@ class GatewayRuntime:
         loop = asyncio.get_running_loop()
         jobs = (
             self._run_sweeps(),
+            self._run_heartbeat(),
             self._run_reports(),
             self._run_reconciler(),
             self._run_ticks(),
@@ -180,8 +185,17 @@ class GatewayRuntime:
                 self._keys_mark = None  # the database that comes back may be another, with other marks
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
 
+    async def _run_heartbeat(self) -> None:
+        """Say that we live, on a clock and a thread of its own: nothing that holds anything else up must make us look dead."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            try:
+                await run_pulse(self._beat)
+            except (DatabaseError, InterfaceError, OSError) as error:
+                logger.warning("gateway.heartbeat_failed error=%s", type(error).__name__)
+
     async def _run_reports(self) -> None:
-        """Write heartbeat and presences on a clock of their own: what holds a sweep up must not make us look dead."""
+        """Write presences on a clock of their own: what holds a sweep up must not make our boxes look silent."""
         for turn in itertools.count():
             if turn:
                 await asyncio.sleep(_PRESENCE_S)
@@ -208,6 +222,7 @@ class GatewayRuntime:
             await asyncio.sleep(_TICK_S)
             self.keeper.tick()
             self.limiter.forget_idle()
+            self.pipeline.books.forget_idle()
             metrics.WORKERS.set(len(self.registry))
 
     async def _run_hints(self) -> None:
@@ -237,7 +252,7 @@ class GatewayRuntime:
     async def _sweep(self) -> None:
         now = time.monotonic()
         since = self._keys_mark if now - self._keys_full_at <= _FULL_RELOAD_S else None
-        mark, full, keys, models, aliases, rows, peers, revoked = await run_upkeep(
+        mark, full, keys, models, aliases, rows, (others, peers), revoked = await run_upkeep(
             self._load, since, self._credentials_in_use()
         )
         self.catalogue.apply_keys(keys, replace=full)
@@ -249,6 +264,7 @@ class GatewayRuntime:
         declared = {name for row in rows for name in row.model_names}.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them
             await run_upkeep(services.remember_models, names=sorted(declared))
+        self.keeper.other_gateways = others
         self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers)
         self.keeper.cut_off(revoked)
 
@@ -284,7 +300,7 @@ class GatewayRuntime:
         list[ModelEntry],
         list[AliasEntry],
         list[NodeRow],
-        dict[uuid.UUID, HttpTarget],
+        tuple[frozenset[uuid.UUID], dict[uuid.UUID, HttpTarget]],
         set[int],
     ]:
         mark = read_change_mark()
@@ -297,17 +313,19 @@ class GatewayRuntime:
             self.catalogue.load_models(),
             self.catalogue.load_aliases(),
             load_node_rows(),
-            self._load_peers(),
+            self._load_others(),
             find_revoked(credentials),
         )
 
-    def _load_peers(self) -> dict[uuid.UUID, HttpTarget]:
-        if not settings.CLUSTER_SECRET:
-            return {}
+    def _load_others(self) -> tuple[frozenset[uuid.UUID], dict[uuid.UUID, HttpTarget]]:
+        """Return which other gateways are alive, and where those are that can be asked to reach their boxes."""
         since = Now() - timedelta(seconds=_PEER_FRESH_S)
-        processes = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since).exclude(internal_url="")
+        alive = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since).exclude(pk=self.gateway_id)
+        others = list(alive)
         peers: dict[uuid.UUID, HttpTarget] = {}
-        for process in processes.exclude(pk=self.gateway_id):
+        for process in others if settings.CLUSTER_SECRET else ():
+            if not process.internal_url:
+                continue
             parts = urlsplit(process.internal_url)
             host = parts.hostname or "127.0.0.1"
             peers[process.pk] = HttpTarget(
@@ -318,11 +336,13 @@ class GatewayRuntime:
                 base_path="/internal/v1/nodes",
                 headers={"x-muster-cluster": settings.CLUSTER_SECRET},
             )
-        return peers
+        return frozenset(process.pk for process in others), peers
 
-    def _write_back(self, used: dict[uuid.UUID, float], *, news_only: bool) -> None:
+    def _beat(self) -> None:
         # By the database's clock, by which it is judged: that of this machine may be wrong.
         GatewayProcess.objects.filter(pk=self.gateway_id).update(heartbeat_at=Now())
+
+    def _write_back(self, used: dict[uuid.UUID, float], *, news_only: bool) -> None:
         write_presences(presence_reports(self.registry, news_only=news_only), gateway_id=self.gateway_id)
         store_key_use(used)
 

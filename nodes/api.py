@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 
 from django.conf import settings
-from django.utils import timezone
 from drf_spectacular.utils import extend_schema
 from rest_framework.permissions import IsAuthenticated
 from rest_framework.request import Request
@@ -28,6 +27,7 @@ from nodes.serializers import (
     print_time,
 )
 from nodes.services import judge_status, record_heartbeat, register_direct_node, require_own_node, set_mode
+from nodes.services.clock import read_clock, with_clock
 from wire.contract import NodeMode
 from wire.ids import parse_id
 
@@ -125,7 +125,7 @@ class ModeView(NodeView):
             actor=f"node:{own.name}",
         )
         presence = NodePresence.objects.filter(node=node).first()
-        status = judge_status(node, presence, now=timezone.now())
+        status = judge_status(node, presence, now=read_clock())
         return Response({"node_id": node.printed_id, "mode": node.mode, "status": status.value})
 
 
@@ -136,7 +136,7 @@ class NodeListView(APIView):
     def get(self, request: Request) -> Response:
         """List every box by name with the status it has at this moment."""
         nodes = Node.objects.select_related("provider", "presence").exclude(provider__state=ProviderState.DELETED)
-        return Response({"nodes": [NodeSerializer(node).data for node in nodes.order_by("name", "pk")]})
+        return Response({"nodes": [NodeSerializer(node).data for node in with_clock(nodes).order_by("name", "pk")]})
 
 
 def _holder(request: Request) -> CredentialHolder:

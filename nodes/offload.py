@@ -29,6 +29,7 @@ _THREADS = 4
 _UPKEEP_THREADS = 4
 
 _pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="orm")
+_pulse_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pulse")
 _upkeep_pool = ThreadPoolExecutor(max_workers=_UPKEEP_THREADS, thread_name_prefix="upkeep")
 _room = threading.BoundedSemaphore(MAX_WAITING)
 
@@ -78,12 +79,24 @@ async def run_upkeep(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 
     It ends when the database is silent for ``DATABASE_S`` seconds. Raises DatabaseError then, and whatever ``function`` raises.
     """
+    return await _run_on(_upkeep_pool, lambda: function(*args, **kwargs))
 
+
+async def run_pulse(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run what tells others that the process is alive, as ``run_upkeep`` does, behind nothing else that it has to do.
+
+    Many boxes that leave at once, or rows that somebody holds, fill the threads of upkeep; a process that is silent meanwhile
+    is taken for dead and its requests for lost.
+    """
+    return await _run_on(_pulse_pool, lambda: function(*args, **kwargs))
+
+
+async def _run_on(pool: ThreadPoolExecutor, work: Callable[[], R]) -> R:
     def call() -> R:
         with limit_patience(Patience(silence_s=DATABASE_S)):
-            return _with_connection(lambda: function(*args, **kwargs))
+            return _with_connection(work)
 
-    return await asyncio.get_running_loop().run_in_executor(_upkeep_pool, call)
+    return await asyncio.get_running_loop().run_in_executor(pool, call)
 
 
 def _with_connection(work: Callable[[], R]) -> R:

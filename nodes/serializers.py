@@ -6,11 +6,11 @@ import uuid
 from datetime import UTC, datetime
 from typing import Any
 
-from django.utils import timezone
 from rest_framework import serializers
 
 from nodes.models import Node, NodePresence
 from nodes.services import Heartbeat, Registration, judge_status
+from nodes.services.clock import clock_of
 from wire.contract import NodeMode, NodeStatus
 
 MAX_INT = 2_147_483_647
@@ -169,7 +169,7 @@ class NodeSerializer(serializers.Serializer[Node]):
             "node_id": instance.printed_id,
             "node_name": instance.name,
             "owner_name": instance.owner_name,
-            "status": judge_status(instance, presence, now=timezone.now()).value,
+            "status": judge_status(instance, presence, now=clock_of(instance)).value,
             "mode": instance.mode,
             "current_model": instance.model_names[0] if instance.model_names else None,
             "gpu_util_percent": live.gpu_util_percent,

@@ -122,6 +122,8 @@ class NodeRow:
     carries_bytes: bool
     contexts: Mapping[str, int] = field(default_factory=dict)
     """Tokens that one request may have, by model, as far as the box says."""
+    engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Names of the engines that serve a model, as far as the box says."""
 
 
 def freshness_windows(policy: HealthPolicy, *, protocol: str) -> tuple[float, float]:

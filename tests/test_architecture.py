@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 80
 MAX_MODULE_LINES = 400
 ONE_FILE = {
     "wire/auditlog.py": 760,
-    "wire/optoken/approval.py": 760,
+    "wire/optoken/approval.py": 780,
 }
 """Verifiers that an auditor runs as one file with nothing of ours beside it, and the lines each may have."""
 

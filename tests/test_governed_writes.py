@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 from django.apps import apps
 from django.conf import settings
+
+from gateway.services.limits import CAPS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("controlplane", "gateway", "governance", "nodes")
@@ -25,6 +28,7 @@ WRITES = {
 } | {"save_base", "_raw_delete", "raw", "force_insert"}
 SQL_WRITE = r"(?:insert\s+into|update|delete\s+from|truncate(?:\s+table)?|merge\s+into|copy)\s+(?:only\s+)?\"?"
 
+SQL_WORD = re.compile(r"insert|update|delete|truncate|merge|copy", re.IGNORECASE)
 SQL_WRITE_OF_ANY = re.compile(
     r"\b(?:INSERT\s+INTO|UPDATE|DELETE\s+FROM|TRUNCATE|MERGE\s+INTO|COPY)\s+(?:ONLY\s+|TABLE\s+)?\"?(?:\Z|\{|%)"
 )
@@ -44,13 +48,23 @@ WRITERS: dict[str, set[str]] = {
     "governance.WebhookEndpoint": {f"{SERVICES}/webhooks.py"},
     "nodes.NodeCommand": {f"nodes/commands/{name}.py" for name in ("delivery", "direct", "rows", "statuses")},
     "gateway.ApiKey": {"gateway/catalogue.py", "gateway/services/keys.py"},
+    "gateway.Model": {"gateway/services/models.py"},
     "gateway.Tenant": {"gateway/services/tenants.py"},
 }
 """Table → the modules that may write it."""
 
-LIMITS = {"requests_per_minute", "priority"}
-LIMIT_WRITERS = {"gateway/services/keys.py", "gateway/services/tenants.py"}
-"""The modules that may write those columns of keys and tenants."""
+LIMITS: dict[str, set[str]] = {
+    "gateway.ApiKey": {"requests_per_minute", "priority"},
+    "gateway.Tenant": {"requests_per_minute"},
+    "gateway.Model": {"max_tokens", "max_prompt_chars", "max_queue"},
+}
+"""Table → the columns that say how much somebody may have."""
+LIMIT_WRITERS: dict[str, set[str]] = {
+    "gateway.ApiKey": {"gateway/services/keys.py"},
+    "gateway.Tenant": {"gateway/services/tenants.py"},
+    "gateway.Model": {"gateway/services/models.py"},
+}
+"""Table → the modules that may write those columns."""
 
 COUNTERPARTS: dict[str, set[str]] = {
     "limit-raise": {
@@ -59,6 +73,9 @@ COUNTERPARTS: dict[str, set[str]] = {
         "gateway/services/keys.py::raise_key_limit",
         "gateway/services/tenants.py::create_tenant",
         "gateway/services/tenants.py::change_tenant_limit",
+        "gateway/services/models.py::allow_model",
+        "gateway/services/models.py::change_model_caps",
+        "gateway/services/models.py::raise_model_caps",
     },
     "admin-token-mint": {f"{SERVICES}/admin_tokens.py::create_admin_token"},
     "node-drain": {"nodes/services/lifecycle.py::drain_node"},
@@ -81,6 +98,7 @@ CALLERS: dict[str, set[str]] = {
     "adopt_policy": {"governance/operations.py"},
     "lift_freeze": {"governance/operations.py"},
     "raise_key_limit": {"gateway/operations.py"},
+    "raise_model_caps": {"gateway/operations.py"},
 }
 """What does a governed thing without asking the guard, and the modules that may call it."""
 
@@ -187,22 +205,34 @@ def returned_tables(tree: ast.Module, functions: Sequence[ast.FunctionDef | ast.
 
 def list_row_writes(tree: ast.Module) -> Iterator[tuple[str | None, ast.Call]]:
     """Return every call that writes rows with its table; None where the source does not tell."""
+    if not any(is_row_write(node) for node in ast.walk(tree)):
+        return
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     returned = returned_tables(tree, functions)
     inside = {id(node) for function in functions for node in ast.walk(function)}
     for scope_of in [*functions, tree]:
-        scope = Scope(scope_of, returned)
-        for node in ast.walk(scope_of):
-            if not isinstance(node, ast.Call) or (scope_of is tree and id(node) in inside):
-                continue
-            match node.func:
-                case ast.Name(name) if name in classes():
-                    yield classes()[name], node
-                case ast.Attribute(ast.Name("self"), "create"):
-                    pass  # a method of its own class; managers of our own are forbidden below
-                case ast.Attribute(value, name) if name in WRITES and not (name == "update" and node.args):
-                    # With positional arguments, update() is that of a dict or a hash.
-                    yield scope.table_of(value), node
+        calls = [node for node in ast.walk(scope_of) if is_row_write(node) and (scope_of is not tree or id(node) not in inside)]
+        scope = Scope(scope_of, returned) if calls else None
+        for call in calls:
+            assert scope is not None
+            match call.func:
+                case ast.Name(name):
+                    yield classes()[name], call
+                case ast.Attribute(value, _):
+                    yield scope.table_of(value), call
+
+
+def is_row_write(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Return whether this may write rows, of whatever table."""
+    match node:
+        case ast.Call(ast.Name(name)):
+            return name in classes()
+        case ast.Call(ast.Attribute(ast.Name("self"), "create")):
+            return False  # a method of its own class; managers of our own are forbidden below
+        case ast.Call(ast.Attribute(_, name)):
+            # With positional arguments, update() is that of a dict or a hash.
+            return name in WRITES and not (name == "update" and node.args)
+    return False
 
 
 def named_tables(tree: ast.Module) -> set[str]:
@@ -224,20 +254,25 @@ def find_writes(text: str) -> set[str]:
     """Return the governed tables that a module with this text may write."""
     tree = ast.parse(text)
     written = {table for table, _ in list_row_writes(tree)}
-    found = {table for table in WRITERS if table in written or is_in_sql(tree, apps.get_model(table)._meta.db_table)}
-    return found | (named_tables(tree) if None in written or writes_any_table(tree) else set())
+    texts = list_texts(tree)
+    found = {table for table in WRITERS if table in written or is_in_sql(texts, apps.get_model(table)._meta.db_table)}
+    return found | (named_tables(tree) if None in written or writes_any_table(texts) else set())
 
 
-def is_in_sql(tree: ast.Module, db_table: str) -> bool:
-    """Return whether a text of the module is SQL that writes the table."""
-    pattern = re.compile(SQL_WRITE + re.escape(db_table) + r"\b", re.IGNORECASE)
+def list_texts(tree: ast.Module) -> list[str]:
+    """Return every text of a module in which SQL might write."""
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [text for text in texts if SQL_WORD.search(text)]
+
+
+def is_in_sql(texts: Sequence[str], db_table: str) -> bool:
+    """Return whether one of the texts is SQL that writes the table."""
+    pattern = re.compile(SQL_WRITE + re.escape(db_table) + r"\b", re.IGNORECASE)
     return any(pattern.search(text) for text in texts)
 
 
-def writes_any_table(tree: ast.Module) -> bool:
-    """Return whether a text of the module is SQL that writes a table which the text does not name."""
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+def writes_any_table(texts: Sequence[str]) -> bool:
+    """Return whether one of the texts is SQL that writes a table which the text does not name."""
     return any(SQL_WRITE_OF_ANY.search(text) for text in texts)
 
 
@@ -251,20 +286,36 @@ def all_writers() -> dict[str, set[str]]:
     return found
 
 
-def sets_limits(text: str) -> bool:
-    """Return whether a module writes the limit of a key or tenant, or values that the source does not name."""
+def sets_limits(text: str, limits: Collection[str] = frozenset().union(*LIMITS.values())) -> bool:
+    """Return whether a module writes limits of rows that have some, or values that the source does not name."""
     tree = ast.parse(text)
     for table, call in list_row_writes(tree):
-        names = {keyword.arg for keyword in call.keywords}
-        if table in {"gateway.ApiKey", "gateway.Tenant", None} and (None in names or LIMITS & names):
+        names = named_values(call)
+        if (table in LIMITS or table is None) and (names is None or not names.isdisjoint(limits)):
             return True
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(_, name, ast.Store()) if name in LIMITS:
+            case ast.Attribute(_, name, ast.Store()) if name in limits:
                 return True
             case ast.Call(ast.Name("setattr")):
                 return True
-    return False
+    texts = list_texts(tree)
+    return any(is_in_sql(texts, apps.get_model(table)._meta.db_table) for table in LIMITS)
+
+
+def named_values(call: ast.Call) -> set[str] | None:
+    """Return the names of the values that a call writes, ``defaults`` among them; None when the source does not name them."""
+    found: set[str] = set()
+    for keyword in call.keywords:
+        if keyword.arg in {"defaults", "create_defaults"}:
+            keys = keyword.value.keys if isinstance(keyword.value, ast.Dict) else [None]
+            names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
+        else:
+            names = [keyword.arg]
+        if None in names:
+            return None
+        found |= {str(name) for name in names}
+    return found
 
 
 @cache
@@ -301,9 +352,18 @@ def test_a_governed_table_is_written_by_its_services_alone(table: str) -> None:
     assert all_writers()[table] == WRITERS[table]
 
 
-def test_limits_are_written_by_their_services_alone() -> None:
-    writers = all_writers()["gateway.ApiKey"] | all_writers()["gateway.Tenant"]
-    assert {path for path in writers if sets_limits(sources()[path])} == LIMIT_WRITERS
+@pytest.mark.parametrize("table", sorted(LIMITS))
+def test_limits_are_written_by_their_services_alone(table: str) -> None:
+    assert {path for path in all_writers()[table] if sets_limits(sources()[path], LIMITS[table])} == LIMIT_WRITERS[table]
+
+
+@pytest.mark.parametrize("table", sorted(LIMITS))
+def test_every_limit_is_a_column(table: str) -> None:
+    assert LIMITS[table] <= {field.name for field in apps.get_model(table)._meta.get_fields()}
+
+
+def test_limits_of_models_are_those_that_the_operation_knows() -> None:
+    assert set(CAPS) == LIMITS["gateway.Model"]
 
 
 def test_there_are_no_managers_of_our_own_through_which_rows_could_be_written_unseen() -> None:
@@ -326,7 +386,7 @@ def test_what_does_the_same_directly_asks_the_guard(operation: str, service: str
 def test_a_new_function_that_writes_limits_or_tokens_beside_the_known_ones_is_a_counterpart_too() -> None:
     listed = {service for found in COUNTERPARTS.values() for service in found} | ASKED_BY_ITS_CALLERS
     unlisted = []
-    for path in (*LIMIT_WRITERS, f"{SERVICES}/admin_tokens.py"):
+    for path in (*frozenset().union(*LIMIT_WRITERS.values()), f"{SERVICES}/admin_tokens.py"):
         for name, function in functions_of(path).items():
             text = ast.unparse(ast.Module([function], []))
             if (sets_limits(text) or "AdminToken.objects.create" in text) and f"{path}::{name}" not in listed:
@@ -365,6 +425,8 @@ LEAKS = {
     ),
     "SQL before a name": ("gateway.Tenant", "def f(cursor):\n    cursor.execute('DELETE FROM ' + Tenant._meta.db_table)"),
     "SQL with a gap": ("gateway.ApiKey", "def f(c):\n    c.execute('INSERT INTO {} VALUES (1)'.format(ApiKey._meta.db_table))"),
+    "defaults": ("gateway.Model", "def f():\n    Model.objects.update_or_create(name='m', defaults={'max_queue': 9})"),
+    "model by its label": ("gateway.Model", "def f():\n    m = get_model('gateway.Model')\n    m.objects.update(max_queue=9)"),
     "at import": ("governance.WebhookEndpoint", "WebhookEndpoint.objects.update(url='x')"),
 }  # fmt: skip
 """Ways round, each in a made-up module. A net that catches nothing would prove nothing."""
@@ -383,9 +445,18 @@ def test_a_way_round_would_be_found(way: str) -> None:
         "def f():\n    ApiKey.objects.filter(pk=1).update(priority='high')",
         "def f(values):\n    Tenant.objects.update(**values)",
         "def f(tenant, field):\n    setattr(tenant, field, 9)\n    tenant.save()",
+        "def f(model: Model) -> None:\n    model.max_prompt_chars = None\n    model.save()",
+        "def f():\n    Model.objects.filter(name='m').update(max_queue=9)",
+        "def f():\n    Model.objects.update_or_create(name='m', defaults={'max_tokens': 9})",
+        "def f(caps):\n    Model.objects.get_or_create(name='m', defaults={'allowed': True, **caps})",
+        "def f(caps):\n    Model.objects.bulk_create([Model(name='m', **caps)])",
+        "def f(cursor):\n    cursor.execute('UPDATE gateway_model SET max_tokens = 9')",
     ],
-    ids=["attribute", "update", "values", "setattr"],
-)
+    ids=[
+        "attribute", "update", "values", "setattr", "cap", "update of a cap", "defaults", "unnamed defaults", "constructor",
+        "SQL",
+    ],
+)  # fmt: skip
 def test_a_new_writer_of_limits_would_be_found(text: str) -> None:
     assert sets_limits(text)
 
@@ -401,6 +472,13 @@ def test_a_new_writer_of_limits_would_be_found(text: str) -> None:
 )
 def test_what_only_reads_is_no_writer(text: str) -> None:
     assert find_writes(text) == set()
+
+
+@pytest.mark.parametrize("name", ["disallow_model", "change_model_details", "remember_models"])
+def test_what_writes_other_columns_of_models_sets_no_limit(name: str) -> None:
+    text = ast.unparse(ast.Module([functions_of("gateway/services/models.py")[name]], []))
+    assert re.search(r"\.(save|bulk_create)\(", text)
+    assert not sets_limits(text)
 
 
 def test_a_service_without_the_guard_is_told_from_one_with_it() -> None:

@@ -12,13 +12,22 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from gateway.admin.forms import NameListField, limit_field
 from gateway.models import Model
-from gateway.services import ServiceError, allow_model, change_model_caps, change_model_details, disallow_model
+from gateway.services import (
+    ServiceError,
+    allow_model,
+    change_model_caps,
+    change_model_details,
+    default_caps,
+    disallow_model,
+    find_model,
+    model_caps,
+)
+from gateway.services.limits import CAPS
 from gateway.services.values import MAX_MODEL_NAME_CHARS
 from gateway.services.waiting import explain_waits
-from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 from nodes.services.overview import read_served_models
 
-CAPS = ("max_tokens", "max_prompt_chars", "max_queue")
 DETAILS = ("fallbacks", "context_tokens", "tokenizer")
 
 
@@ -72,6 +81,14 @@ def _cap(model: Model, actor: str, values: Values) -> str:
     return f"Changed the caps of {model.name}."
 
 
+def _offer_raise(model: Model, values: Values) -> Offer:
+    """Offer what is more than the model has today; an empty cap asks for the default."""
+    today, default = model_caps(model), default_caps()
+    wanted = {name: values[name] or default[name] for name in CAPS}
+    more = {name: value for name, value in wanted.items() if value > today[name]}
+    return Offer(operation="limit-raise", target=f"model:{model.name}", params=more)
+
+
 def _detail(model: Model, actor: str, values: Values) -> str:
     change_model_details(name=model.name, actor=actor, **{name: values[name] for name in DETAILS})
     return f"Changed the details of {model.name}."
@@ -111,7 +128,10 @@ class AllowListAdmin(CreatingAdmin):
     refusals = (ServiceError,)
     create_form = ModelForm
     create_title = "Allow a model"
-    create_explanation = "Clients may ask for it within seconds, whether a box serves it yet or not."
+    create_explanation = (
+        "Clients may ask for it within seconds, whether a box serves it yet or not. "
+        "Caps above the installation's defaults need approval once there is a policy."
+    )
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="allow",
@@ -123,9 +143,11 @@ class AllowListAdmin(CreatingAdmin):
         RowChange(
             name="caps",
             label="Change caps",
-            explanation="Takes effect within seconds, for requests that arrive from then on.",
+            explanation="Takes effect within seconds, for requests that arrive from then on. "
+            "Higher caps than the model has need approval once there is a policy.",
             run=_cap,
             form=ModelCapsForm,
+            find_offer=_offer_raise,
             read_initial=lambda model: {name: getattr(model, name) for name in CAPS},
         ),
         RowChange(
@@ -155,6 +177,13 @@ class AllowListAdmin(CreatingAdmin):
     def create(self, actor: str, values: Values) -> Created:
         """Put a name on the allow-list."""
         return Created(row=allow_model(name=values["name"], actor=actor, **{name: values[name] for name in CAPS}))
+
+    def find_offer(self, values: Values) -> Offer | None:
+        """Offer to raise the caps of a model that boxes have declared. One that nobody knows yet is allowed first."""
+        model = find_model(values["name"])
+        if model is None:
+            return None
+        return _offer_raise(model, {name: values[name] or getattr(model, name) for name in CAPS})
 
     @column("State", ordering="allowed", label={"allowed": "success", "declared": "info"})
     def show_state(self, model: Model) -> str:

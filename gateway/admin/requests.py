@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib import admin
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.views import ChangeList
@@ -189,12 +189,18 @@ class GatewayProcessAdmin(ShowingAdmin):
     readonly_fields = fields
     list_per_page = 50
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[GatewayProcess]:
+        """Return the processes with the time by the database's clock, by which they write their heartbeats."""
+        processes: QuerySet[GatewayProcess] = super().get_queryset(request)
+        return processes.annotate(database_now=Now())
+
     @column("State", label={"serving": "success", "stopped": "default", "lost": "danger"})
     def show_state(self, process: GatewayProcess) -> str:
         """Return whether it serves, was stopped, or is silent."""
         if process.stopped_at is not None:
             return "stopped"
-        return "serving" if timezone.now() - process.heartbeat_at < HEARTBEAT_LIMIT else "lost"
+        now: datetime = process.database_now  # type: ignore[attr-defined]  # the annotation
+        return "serving" if now - process.heartbeat_at < HEARTBEAT_LIMIT else "lost"
 
 
 def print_ms(value: int | None) -> str:

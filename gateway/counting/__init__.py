@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.counting.counter import TokenCounter
+from gateway.counting.counter import TokenCounter, run_beside
 from gateway.counting.values import Count, Source
 
-__all__ = ["Count", "Source", "TokenCounter"]
+__all__ = ["Count", "Source", "TokenCounter", "run_beside"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 import msgspec
 
@@ -200,8 +199,20 @@ def require_list(raw: msgspec.Raw, name: str) -> None:
         raise BadRequest(f"The field '{name}' must not be empty.", param=name)
 
 
+class _Source(msgspec.Struct):
+    type: str = ""
+    data: msgspec.Raw = msgspec.Raw()
+    content: str | list[_Part] | None = None
+
+
 class _Part(msgspec.Struct):
+    """A part of a message. Messages nests: tool results hold parts or a text, documents say where theirs is."""
+
     text: str | None = None
+    thinking: str | None = None
+    content: str | list[_Part] | None = None
+    input: msgspec.Raw = msgspec.Raw()
+    source: _Source | None = None
 
 
 class _Message(msgspec.Struct):
@@ -218,10 +229,8 @@ def count_prompt_chars(messages: msgspec.Raw, *others: msgspec.Raw) -> int:
     if messages:
         try:
             for message in _messages_decoder.decode(messages):
-                content = message.content
-                total += len(content) if isinstance(content, str) else _count_parts(content or ())
-                total += len(message.tool_calls)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+                total += _count_content(message.content) + len(message.tool_calls)
+        except UNREADABLE:
             total = _count_text(_decode(messages))
     for raw in others:
         if raw:
@@ -229,8 +238,17 @@ def count_prompt_chars(messages: msgspec.Raw, *others: msgspec.Raw) -> int:
     return total
 
 
-def _count_parts(parts: Iterable[_Part]) -> int:
-    return sum(len(part.text) for part in parts if part.text is not None)
+def _count_content(content: str | list[_Part] | None) -> int:
+    if content is None or isinstance(content, str):
+        return len(content or "")
+    total = 0
+    for part in content:
+        total += len(part.text or "") + len(part.thinking or "") + len(part.input)
+        total += _count_content(part.content)
+        if part.source is not None:
+            total += _count_content(part.source.content)
+            total += len(part.source.data) if part.source.type == "text" else 0
+    return total
 
 
 def _decode(data: bytes) -> object:

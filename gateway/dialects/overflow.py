@@ -39,6 +39,8 @@ _ANSWER = re.compile(
 _CONTEXT = re.compile(rf"context length (?:is|of)(?: only)? {_NUMBER}|must be <= {_NUMBER}")
 _SUM = re.compile(rf"context limit: {_NUMBER} \+ {_NUMBER} > {_NUMBER}")
 _COUNT = re.compile(rf"{_NUMBER}( characters)?")
+_AT_LEAST = re.compile(r"\bat least \d")
+"""vLLM reads no more of a prompt than shows that it is too long."""
 _COMMA = re.compile(r"(?<=\d),(?=\d{3})")
 
 
@@ -66,12 +68,12 @@ def read_overflow(words: str) -> ContextTooLong:
     asked = next((number for number in numbers[1:] if number > limit), 0)
     if not asked:
         limit, asked = min(numbers), max(numbers)
-    return ContextTooLong(words, prompt_tokens=asked, context_tokens=limit)
+    return _make(words, prompt=asked, answer=0, context=limit)
 
 
 def _make(words: str, *, prompt: int, answer: int, context: int) -> ContextTooLong:
-    """Return the error; a prompt that alone is too long has nothing to do with how long the answer may be."""
-    return ContextTooLong(words, prompt_tokens=prompt, context_tokens=context, answer_tokens=0 if prompt > context else answer)
+    is_at_least = _AT_LEAST.search(words) is not None
+    return ContextTooLong(words, prompt_tokens=prompt, context_tokens=context, answer_tokens=answer, is_at_least=is_at_least)
 
 
 def _first(pattern: re.Pattern[str], text: str) -> int | None:

@@ -206,6 +206,10 @@ class Surface:
             body=request.body,
         )
 
+    def wants_count(self, error: GatewayError) -> bool:
+        """Whether clients act on how long a prompt is of which the engine only said that it has at least so many tokens."""
+        return self.is_anthropic and isinstance(error, ContextTooLong) and error.is_at_least
+
     def render_refusal(self, status: int, body: bytes, request_id: str, *, translated: bytes | None = None) -> bytes:
         """Return an engine's error body (status 400 and above) in this dialect: as it is when it already speaks it.
 

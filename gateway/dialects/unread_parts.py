@@ -1,4 +1,4 @@
-"""Which part of a translated request an engine cannot take: a document, a picture or a sound. Pure.
+"""Which part of a request an engine cannot take: a document, a picture or a sound. Pure.
 
 Whether an engine reads documents shows only when it is asked, and what it refuses is the translation: a client has to be told
 the place in what it sent itself.
@@ -61,8 +61,9 @@ def name_unread_part(error: GatewayError, body: bytes) -> GatewayError:
     if not isinstance(error, EngineRefused) or error.status not in _REFUSALS or not _ABOUT_PARTS.search(words):
         return error
     places: dict[str, tuple[str, str]] = {}
-    for place, kind in _list_parts(body):
-        places.setdefault(_GROUPS.get(kind, kind), (place, kind))
+    for place, part in _list_parts(body):
+        if (kind := _find_kind(part)) is not None:
+            places.setdefault(_GROUPS.get(kind, kind), (place, kind))
     group = next((group for group in _list_mentioned(words) if group in places), None)
     if group is None:
         return error
@@ -71,14 +72,27 @@ def name_unread_part(error: GatewayError, body: bytes) -> GatewayError:
     return EngineRefused(message, status=error.status, param=place)
 
 
+def holds_part(body: bytes, kinds: frozenset[str]) -> bool:
+    """Whether a request holds a part of one of these types, in a turn or in the result of a tool."""
+    if not any(b'"%b"' % kind.encode() in body for kind in kinds):  # the usual case, found out without reading it
+        return False
+    return any(isinstance(part.type, str) and part.type in kinds for _place, part in _list_parts(body))
+
+
 def _list_mentioned(words: str) -> list[str]:
     """Return the groups of parts in the order in which the words mention them; documents in any case."""
     found = [match.lastgroup for match in _MENTIONS.finditer(words) if match.lastgroup is not None]
     return [*dict.fromkeys(found), "document"]
 
 
-def _list_parts(body: bytes) -> Iterator[tuple[str, str]]:
-    """Yield place and kind of every part that is more than text, in their order."""
+def _find_kind(part: _Part) -> str | None:
+    """Return what a part is if it is more than text."""
+    is_text = isinstance(part.source, _Source) and part.source.type in _AS_TEXT
+    return _KINDS.get(part.type) if isinstance(part.type, str) and not is_text else None
+
+
+def _list_parts(body: bytes) -> Iterator[tuple[str, _Part]]:
+    """Yield every part with its place, in their order."""
     if is_crowded(body):
         return
     try:
@@ -91,12 +105,9 @@ def _list_parts(body: bytes) -> Iterator[tuple[str, str]]:
                 yield from _list_below(parts, f"{name}[{number}].{field}")
 
 
-def _list_below(parts: list[_Part] | str | None, place: str, *, levels: int = 3) -> Iterator[tuple[str, str]]:
+def _list_below(parts: list[_Part] | str | None, place: str, *, levels: int = 3) -> Iterator[tuple[str, _Part]]:
     for number, part in enumerate(parts if isinstance(parts, list) else []):
         here = f"{place}[{number}]"
-        kind = _KINDS.get(part.type) if isinstance(part.type, str) else None
-        is_text = isinstance(part.source, _Source) and part.source.type in _AS_TEXT
-        if kind is not None and not is_text:
-            yield here, kind
+        yield here, part
         if levels > 1:  # results of tools and what documents hold; clients choose the depth
             yield from _list_below(part.content, f"{here}.content", levels=levels - 1)

@@ -34,13 +34,16 @@ from gateway.services.keys import (
     raise_key_limit,
     revoke_api_key,
 )
-from gateway.services.limits import ApprovalNeeded, default_limit, key_limit, tenant_limit
+from gateway.services.limits import ApprovalNeeded, default_caps, default_limit, key_limit, model_caps, tenant_limit
 from gateway.services.models import (
     allow_model,
     change_model_caps,
     change_model_details,
     disallow_model,
+    find_model,
     is_model_allowed,
+    list_models,
+    raise_model_caps,
     remember_models,
 )
 from gateway.services.responses import delete_expired_responses, forget_responses
@@ -76,6 +79,7 @@ __all__ = [
     "create_alias",
     "create_api_key",
     "create_tenant",
+    "default_caps",
     "default_limit",
     "delete_alias",
     "delete_expired_responses",
@@ -84,14 +88,18 @@ __all__ = [
     "enable_tenant",
     "find_alias",
     "find_api_key",
+    "find_model",
     "find_tenant",
     "forget_responses",
     "is_model_allowed",
     "key_limit",
     "list_aliases",
     "list_api_keys",
+    "list_models",
     "list_tenants",
+    "model_caps",
     "raise_key_limit",
+    "raise_model_caps",
     "read_target_states",
     "read_targets",
     "remember_models",

@@ -11,7 +11,15 @@ from django.utils import timezone
 
 from gateway.models import ApiKey
 from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
-from gateway.services.limits import key_limit, require_no_promotion, require_no_raise, tenant_limit
+from gateway.services.limits import (
+    PRIORITY,
+    RATE,
+    key_limit,
+    require_no_promotion,
+    require_no_raise,
+    require_ordered,
+    tenant_limit,
+)
 from gateway.services.tenants import get_tenant
 from gateway.services.values import clean_limit, clean_model_name, clean_name, clean_priority
 from gateway.values import Priority
@@ -124,6 +132,8 @@ def raise_key_limit(
     Raises InvalidValue, KeyNotFound, KeyRevoked, and ApprovalNeeded when ``order`` is no approved run for this key.
     """
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    given = {name: value for name, value in ((RATE, limit), (PRIORITY, priority)) if value is not None}
+    require_ordered(order, target=f"key:{key_id}", params=given)
     key = _lock_key(key_id)
     chosen = clean_priority(priority if priority is not None else key.priority)
     if limit is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from django.conf import settings
 
-from gateway.models import ApiKey, Tenant
-from gateway.services.errors import ServiceError
+from gateway.models import ApiKey, Model, Tenant
+from gateway.services.errors import InvalidValue, ServiceError
 from gateway.values import Priority
 from governance.errors import NeedsApproval
 from governance.registry import RunOrder
@@ -16,6 +17,16 @@ from wire.contract import ErrorCode
 
 LIMIT_RAISE = "limit-raise"
 """As in ``settings.OPERATIONS`` and in the policy."""
+
+RATE, PRIORITY = "requests_per_minute", "priority"
+CAPS = ("max_tokens", "max_prompt_chars", "max_queue")
+"""The caps of a model: columns of its row, and params of the operation."""
+_UNITS = {
+    RATE: "requests per minute",
+    "max_tokens": "tokens to generate",
+    "max_prompt_chars": "characters of prompt",
+    "max_queue": "waiting requests",
+}
 
 
 class ApprovalNeeded(ServiceError):
@@ -42,24 +53,83 @@ def key_limit(key: ApiKey) -> int:
     return key.requests_per_minute if key.requests_per_minute is not None else tenant_limit(key.tenant)
 
 
-def require_no_raise(*, before: int, after: int | None, otherwise: int, what: str, order: RunOrder | None = None) -> None:
-    """Let a limit pass that is no higher than the one of today, or that an approved run brings.
+def default_caps() -> dict[str, int]:
+    """Return the caps of a model that has none of its own."""
+    limits = settings.GATEWAY_LIMITS
+    return dict(zip(CAPS, (limits.max_tokens_cap, limits.max_prompt_chars, limits.max_queue), strict=True))
 
-    ``after`` None = ``otherwise`` applies. Raises ApprovalNeeded.
+
+def model_caps(model: Model) -> dict[str, int]:
+    """Return the caps that apply to a model, whether clients may use it or not."""
+    own = {name: getattr(model, name) for name in CAPS}
+    return {name: own[name] if own[name] is not None else default for name, default in default_caps().items()}
+
+
+def require_no_raise(*, before: int, after: int | None, otherwise: int, what: str, order: RunOrder | None = None) -> None:
+    """Let a rate pass that is no higher than the one of today, or that an approved run brings.
+
+    ``after`` None = ``otherwise`` applies. Raises ApprovalNeeded, and InvalidValue for a run that brings no more than today.
     """
     wanted = after if after is not None else otherwise
+    if order is not None:
+        _require_rise({RATE: wanted}, {RATE: before}, what=what)
     if wanted > before:
-        _require(f"{wanted} requests per minute is more than {what} has today, which is {before}.", order)
+        _require(_say_more(RATE, wanted, before, what=what), RATE, order)
 
 
 def require_no_promotion(*, before: str, after: Priority, order: RunOrder | None = None) -> None:
     """Let a priority pass that does not become high, or that an approved run brings. Raises ApprovalNeeded."""
     if after is Priority.HIGH and before != Priority.HIGH.value:
-        _require("High priority goes before everybody else on a box.", order)
+        _require("High priority goes before everybody else on a box.", PRIORITY, order)
 
 
-def _require(why: str, order: RunOrder | None) -> None:
+def require_no_higher_caps(model: Model, after: Mapping[str, int | None], *, what: str, advice: str = "") -> None:
+    """Let caps pass of which none is higher than the one of today. None = the default. Raises ApprovalNeeded.
+
+    ``advice``: a sentence on what can be done at once.
+    """
+    today, default = model_caps(model), default_caps()
+    wanted = {name: value if value is not None else default[name] for name, value in after.items()}
+    more = [name for name in wanted if wanted[name] > today[name]]
+    if more:
+        why = [_say_more(name, wanted[name], today[name], what=what) for name in more]
+        _require(" ".join([*why, advice] if advice else why), more[0], None)
+
+
+def require_approved_caps(model: Model, caps: Mapping[str, int], *, order: RunOrder) -> None:
+    """Let caps pass that an approved run brings: to this model, these and no others, each more than the model has today.
+
+    Raises ApprovalNeeded, and InvalidValue when one is no more than today.
+    """
+    require_ordered(order, target=f"model:{model.name}", params=caps)
+    _require(f"More for the model {model.name}.", next(iter(caps), ""), order)
+    _require_rise(caps, model_caps(model), what=f"the model {model.name}")
+
+
+def require_ordered(order: RunOrder, *, target: str, params: Mapping[str, object]) -> None:
+    """Let nothing pass but what an approved run is for: this target, these values and no others. Raises ApprovalNeeded."""
+    if order.target != target or dict(order.params) != dict(params):
+        raise ApprovalNeeded(
+            f"What was approved for {order.target} is not this; propose {LIMIT_RAISE} for {target}.", param="name"
+        )
+
+
+def _require_rise(wanted: Mapping[str, int], today: Mapping[str, int], *, what: str) -> None:
+    reached = next((name for name in wanted if wanted[name] <= today[name]), None)
+    if reached is not None:
+        raise InvalidValue(
+            f"{what[0].upper()}{what[1:]} has {today[reached]} {_UNITS[reached]} by now, and approved were {wanted[reached]}: "
+            "no raise any more. Nothing was changed; lowering needs no approval.",
+            param=reached,
+        )
+
+
+def _say_more(name: str, wanted: int, today: int, *, what: str) -> str:
+    return f"{wanted} {_UNITS[name]} is more than {what} has today, which is {today}."
+
+
+def _require(why: str, param: str, order: RunOrder | None) -> None:
     try:
         require_approval(LIMIT_RAISE, order=order)
     except NeedsApproval as refusal:
-        raise ApprovalNeeded(f"{why} {refusal.message}", param="requests_per_minute") from None
+        raise ApprovalNeeded(f"{why} {refusal.message}", param=param) from None

@@ -10,9 +10,11 @@ from django.db import transaction
 from gateway.models import Model, ModelAlias
 from gateway.routing import MAX_CANDIDATES
 from gateway.services.errors import InvalidValue, ModelNotFound
+from gateway.services.limits import require_approved_caps, require_no_higher_caps
 from gateway.services.values import MAX_MODEL_NAME_CHARS, clean_limit, clean_model_name
 from governance.audit import record_event
 from governance.hints import publish_hint
+from governance.registry import RunOrder
 
 MAX_FALLBACKS = MAX_CANDIDATES - 1
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
@@ -28,12 +30,18 @@ def allow_model(
     max_prompt_chars: int | None = None,
     max_queue: int | None = None,
 ) -> Model:
-    """Let clients use a model, whether a box serves it yet or not. A cap left out stays. Raises InvalidValue."""
+    """Let clients use a model, whether a box serves it yet or not. A cap left out stays.
+
+    Raises InvalidValue, and ApprovalNeeded for a cap above the one of today, which for a new name is the default: allow it
+    without, then propose to raise it.
+    """
     cleaned = clean_model_name(name)
     caps = _clean_caps(max_tokens=max_tokens, max_prompt_chars=max_prompt_chars, max_queue=max_queue)
     given = {field: value for field, value in caps.items() if value is not None}
-    model, created = Model.objects.select_for_update().get_or_create(name=cleaned, defaults={"allowed": True, **given})
-    if created or not model.allowed or any(getattr(model, field) != value for field, value in given.items()):
+    model, created = Model.objects.select_for_update().get_or_create(name=cleaned)
+    advice = "" if model.allowed else "Allow it without, then have it raised."
+    require_no_higher_caps(model, given, what="a new model" if created else f"the model {cleaned}", advice=advice)
+    if not model.allowed or any(getattr(model, field) != value for field, value in given.items()):
         model.allowed = True
         for field, value in given.items():
             setattr(model, field, value)
@@ -59,14 +67,47 @@ def disallow_model(*, name: str, actor: str) -> Model:
 def change_model_caps(
     *, name: str, max_tokens: int | None, max_prompt_chars: int | None, max_queue: int | None, actor: str
 ) -> Model:
-    """Set all caps of a model; None = the setting. Raises InvalidValue, ModelNotFound."""
+    """Set all caps of a model; None = the setting.
+
+    Raises InvalidValue, ModelNotFound, and ApprovalNeeded when one is above the one of today.
+    """
     caps = _clean_caps(max_tokens=max_tokens, max_prompt_chars=max_prompt_chars, max_queue=max_queue)
     model = _get_model(name)
+    require_no_higher_caps(model, caps, what=f"the model {name}")
     before = {field: getattr(model, field) for field in caps}
     for field, value in caps.items():
         setattr(model, field, value)
     model.save(update_fields=[*caps, "updated_at"])
     record_event(actor=actor, action="model.caps", target=name, detail={"from": before, "to": caps})
+    publish_hint("models", name)
+    return model
+
+
+@transaction.atomic
+def raise_model_caps(
+    *,
+    name: str,
+    actor: str,
+    order: RunOrder,
+    max_tokens: int | None = None,
+    max_prompt_chars: int | None = None,
+    max_queue: int | None = None,
+) -> Model:
+    """Carry out an approved raise of a model's caps (None = as it is): all of it or nothing.
+
+    Raises ModelNotFound; ApprovalNeeded when ``order`` is no approved run for this model and these very caps; InvalidValue for
+    a number that cannot be used, and when the model has as much by now.
+    """
+    caps = _clean_caps(max_tokens=max_tokens, max_prompt_chars=max_prompt_chars, max_queue=max_queue)
+    given = {field: value for field, value in caps.items() if value is not None}
+    model = _get_model(name)
+    require_approved_caps(model, given, order=order)
+    before = {field: getattr(model, field) for field in given}
+    for field, value in given.items():
+        setattr(model, field, value)
+    model.save(update_fields=[*given, "updated_at"])
+    detail = {"from": before, "to": given}
+    record_event(actor=actor, action="model.raise", target=name, detail=detail, op_id=order.op_id)
     publish_hint("models", name)
     return model
 
@@ -80,16 +121,13 @@ def change_model_details(
     ``fallbacks``: models in the order in which they are tried. ``context_tokens`` None = what its boxes say.
     ``tokenizer``: a folder below MUSTER_TOKENIZERS_DIR; empty = none.
     """
-    after = {
-        "fallbacks": _clean_fallbacks(fallbacks, of=name),
-        "context_tokens": clean_limit(context_tokens, param="context_tokens"),
-        "tokenizer": _clean_folder(tokenizer),
-    }
+    names = _clean_fallbacks(fallbacks, of=name)
+    tokens, folder = clean_limit(context_tokens, param="context_tokens"), _clean_folder(tokenizer)
+    after = {"fallbacks": names, "context_tokens": tokens, "tokenizer": folder}
     model = _get_model(name)
     before = {"fallbacks": model.fallbacks, "context_tokens": model.context_tokens, "tokenizer": model.tokenizer}
     if after != before:
-        for field, value in after.items():
-            setattr(model, field, value)
+        model.fallbacks, model.context_tokens, model.tokenizer = names, tokens, folder
         model.save(update_fields=[*after, "updated_at"])
         record_event(actor=actor, action="model.details", target=name, detail={"from": before, "to": after})
         publish_hint("models", name)
@@ -117,6 +155,16 @@ def remember_models(*, names: Iterable[str]) -> int:
         Model.objects.bulk_create([Model(name=name) for name in sorted(missing)], ignore_conflicts=True)
         publish_hint("models")
     return len(missing)
+
+
+def find_model(name: str) -> Model | None:
+    """Return the model of that name, allowed or not; None when there is none."""
+    return Model.objects.filter(name=name).first()
+
+
+def list_models() -> list[Model]:
+    """Return every model, by name, those that are allowed first; one query."""
+    return list(Model.objects.order_by("-allowed", "name"))
 
 
 def is_model_allowed(name: str) -> bool:

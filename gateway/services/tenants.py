@@ -7,7 +7,7 @@ from django.utils import timezone
 
 from gateway.models import Tenant
 from gateway.services.errors import NameTaken, TenantNotFound
-from gateway.services.limits import default_limit, require_no_raise, tenant_limit
+from gateway.services.limits import RATE, default_limit, require_no_raise, require_ordered, tenant_limit
 from gateway.services.values import clean_days, clean_limit, clean_name
 from governance.audit import record_event
 from governance.hints import publish_hint
@@ -51,6 +51,8 @@ def change_tenant_limit(*, name: str, requests_per_minute: int | None, actor: st
     Raises InvalidValue, TenantNotFound, and ApprovalNeeded for more than the tenant has today without such a run.
     """
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    if order is not None:
+        require_ordered(order, target=f"tenant:{name}", params={RATE: limit})
     tenant = get_tenant(name)
     require_no_raise(
         before=tenant_limit(tenant), after=limit, otherwise=default_limit(), what=f"the tenant {name}", order=order

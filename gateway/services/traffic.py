@@ -66,7 +66,8 @@ def read_open_requests() -> OpenRequests:
 
 def read_traffic_of_node(node_id: uuid.UUID, model: str | None) -> tuple[int, int]:
     """Return how many requests run on a box now (on ``model``; None = on any), and of how many tenants."""
-    running = RequestRecord.objects.filter(state__in=[state.value for state in OPEN_REQUEST_STATES], node_id=node_id)
+    states = [state.value for state in OPEN_REQUEST_STATES - {RequestState.QUEUED}]  # which may name the box that it lost
+    running = RequestRecord.objects.filter(state__in=states, node_id=node_id)
     if model is not None:
         running = running.filter(model=model)
     found = running.aggregate(requests=Count("pk"), tenants=Count("tenant", distinct=True))

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
-from django.conf import settings
 
 from gateway import metrics
 from gateway.client import ClientConnection, Header
-from gateway.counting import Count, TokenCounter
-from gateway.counting.counter import run_beside
+from gateway.counting import Count, run_beside
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.body import RequestBody, require_list
 from gateway.dialects.messages import to_chat_body
@@ -46,17 +43,15 @@ class CountingSurface:
 
 def make_counting_routes(runtime: GatewayRuntime) -> dict[str, Application]:
     """Return the applications of this process that count, by path."""
-    root = Path(settings.TOKENIZERS_DIR) if settings.TOKENIZERS_DIR else None
-    views = CountingViews(runtime, TokenCounter(runtime.registry, root))
+    views = CountingViews(runtime)
     return {path: views.make(counting) for path, counting in COUNTING.items()}
 
 
 class CountingViews:
     """The applications and what they share."""
 
-    def __init__(self, runtime: GatewayRuntime, counter: TokenCounter) -> None:
+    def __init__(self, runtime: GatewayRuntime) -> None:
         self._runtime = runtime
-        self._counter = counter
 
     def make(self, counting: CountingSurface) -> Application:
         """Return the application of one path."""
@@ -88,7 +83,7 @@ class CountingViews:
         entry = runtime.pipeline.admission.route(caller, request.model, request.endpoint, request.options)[0]
         to_chat = await counting.plan(caller, request, request_id)
         chat, ignored = await run_beside(len(body), lambda: to_chat(surface.rename(request, entry.name)))
-        count = await self._counter.count(entry, chat, tenant=caller.tenant, request_id=request_id)
+        count = await runtime.pipeline.counter.count(entry, chat, tenant=caller.tenant, request_id=request_id)
         extra += _describe(count, entry.name, ignored)
         content: dict[str, object] = {**counting.answer, "input_tokens": count.tokens}
         if count.is_estimated:

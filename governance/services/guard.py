@@ -5,7 +5,9 @@ from __future__ import annotations
 from governance.errors import NeedsApproval
 from governance.models import OperationRun, PolicyVersion
 from governance.registry import RunOrder
+from governance.services.evidence import read_stored
 from governance.states import ApprovalState, RunState
+from wire.optoken.approval import ApprovalError
 
 
 def is_governed() -> bool:
@@ -26,8 +28,18 @@ def require_approval(operation: str, *, order: RunOrder | None) -> None:
             and run.operation.state == ApprovalState.APPROVED.value
             and run.state == RunState.QUEUED.value
             and run.target == order.target
+            and _is_signed(run, order)
         ):
             return
     elif not is_governed():
         return
     raise NeedsApproval(f"This needs approval: propose {operation} under Approvals, and others sign it.", param="operation")
+
+
+def _is_signed(run: OperationRun, order: RunOrder) -> bool:
+    """Return whether the order asks for what people signed: for this target, with these parameters."""
+    try:
+        statement = read_stored(run.operation)
+    except ApprovalError:
+        return False
+    return order.target in statement.targets and dict(order.params) == dict(statement.params)

@@ -75,6 +75,8 @@ def propose(
     require_proposer(proposer, policy, wanted)
     require_few(proposer)
     if wanted == BREAK_GLASS:
+        if max_uses != 1:
+            raise InvalidProposal("A break-glass is used once and then reviewed; ask again for the next use.", param="max_uses")
         require_reviewed()
     reviewed = _find_reviewed(operation, request.targets, reviews)
     if reviewed is not None:

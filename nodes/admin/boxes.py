@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 from django import forms
 from django.contrib import admin
 from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils import timezone
@@ -32,6 +33,7 @@ from nodes.services import (
     uncordon_node,
     undrain_node,
 )
+from nodes.services.clock import clock_of, with_clock
 from nodes.services.lifecycle import EVICT, FORCED_DRAIN
 from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS
 from wire.contract import NodeStatus
@@ -110,7 +112,7 @@ class StatusFilter(admin.SimpleListFilter):
         """Return the boxes that have the chosen status."""
         if self.value() is None:
             return queryset
-        return queryset.annotate(status_now=status_expression(now=timezone.now())).filter(status_now=self.value())
+        return queryset.annotate(status_now=status_expression(now=Now())).filter(status_now=self.value())
 
 
 def _cordon(node: Node, actor: str, values: Values) -> str:
@@ -245,11 +247,12 @@ class NodeAdmin(ShowingAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[Node]:
         """Return boxes with what every page shows of them, in one query."""
         boxes: QuerySet[Node] = super().get_queryset(request)
-        return boxes.select_related("provider", "presence", "credential").exclude(provider__state=ProviderState.DELETED)
+        boxes = boxes.select_related("provider", "presence", "credential").exclude(provider__state=ProviderState.DELETED)
+        return with_clock(boxes)
 
     def describe_row(self, request: HttpRequest, row: Node) -> dict[str, Any]:  # Any: Django's template context
         """Return what the box has of models and memory; the page then follows by itself."""
-        return {"box": describe_box(row, now=timezone.now())}
+        return {"box": describe_box(row, now=clock_of(row))}
 
     def list_links(self, request: HttpRequest, row: Node) -> list[ChangeLink]:
         """Return the changes that can be made at once, then those that others have to approve."""
@@ -263,13 +266,13 @@ class NodeAdmin(ShowingAdmin):
     @column("Status", label=STATUS_COLOURS)
     def show_status(self, node: Node) -> str:
         """Return the contract status at this moment."""
-        return judge_status(node, _presence(node), now=timezone.now()).value
+        return judge_status(node, _presence(node), now=clock_of(node)).value
 
     @column("Heartbeat", ordering="presence__last_heartbeat_at")
     def show_heartbeat(self, node: Node) -> str:
         """Return how long ago the box was heard."""
         presence = _presence(node)
-        return describe_age(heartbeat_age_s(presence, now=timezone.now()) if presence is not None else None)
+        return describe_age(heartbeat_age_s(presence, now=clock_of(node)) if presence is not None else None)
 
     @column("Models")
     def show_models(self, node: Node) -> str:

@@ -36,6 +36,7 @@ class LinkKeeper:
         self.known_models: frozenset[str] = frozenset()
         self.disabled_models: frozenset[str] = frozenset()
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
+        """Which are alive, whether they can be asked for their boxes or not: a box may be on one of their sockets."""
         self._connect_s = connect_s
         self._applied_at = time.monotonic()
         self._believed_at = 0.0
@@ -50,13 +51,12 @@ class LinkKeeper:
         targets: Mapping[uuid.UUID, HttpTarget],
         peers: Mapping[uuid.UUID, HttpTarget],
     ) -> None:
-        """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the other live gateways."""
+        """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the gateways that can be asked."""
         now = time.monotonic()
         if now - self._applied_at > _BLIND_S:
             self._believed_at = now + _BLIND_S
         self._applied_at = now
         self.rows = {row.node_id: row for row in rows}
-        self.other_gateways = frozenset(peers)
         self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
         open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
         self.disabled_models = self.known_models - open_to
@@ -147,7 +147,7 @@ class LinkKeeper:
     def _refresh_http(self, link: Link, row: NodeRow) -> None:
         self._set_policy(link, row)
         link.max_concurrent = max(1, row.max_concurrent)
-        link.contexts = row.contexts
+        link.contexts, link.engines = row.contexts, row.engines
         link.last_seen = time.monotonic() - (row.heartbeat_age_s or 0.0)
         link.stale_after_s, link.offline_after_s = self.health.stale_after_s, self.health.offline_after_s
         if row.is_direct:

@@ -100,10 +100,12 @@ class Link:
         self.models = models
         self.endpoints: Mapping[str, frozenset[str]] = {}
         """API paths by model; a model that is not in it answers any client's."""
-        self.unspoken: dict[str, float] = {}
-        """API paths that a box which declares none did not know, and until when (time.monotonic()) that is believed."""
+        self.unspoken: dict[tuple[str, str], float] = {}
+        """Models and API paths that the engine turned out not to know, and until when (time.monotonic()) that is believed."""
         self.contexts: Mapping[str, int] = {}
         """Tokens that one request may have, by model, as far as the box says."""
+        self.engines: Mapping[str, frozenset[str]] = {}
+        """Names of the engines that serve a model, as far as the box says."""
         self.carries_bytes = True
         """Whether a body that is no text can travel to the box."""
         self.max_concurrent = max_concurrent
@@ -129,10 +131,10 @@ class Link:
         """Whether the box may be sent a request for this model on this API path as it is."""
         if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
             return False
+        if model not in self.models or self.unspoken.get((model, endpoint), 0.0) > time.monotonic():
+            return False
         paths = self.endpoints.get(model)
-        if paths is not None or endpoint == POOL_RESPONSES:
-            return model in self.models and paths is not None and endpoint in paths
-        return model in self.models and (endpoint not in self.unspoken or self.unspoken[endpoint] <= time.monotonic())
+        return endpoint != POOL_RESPONSES if paths is None else endpoint in paths
 
     def find_path(self, model: str, lane: str) -> str | None:
         """Return the API path on which the box can be asked what belongs on ``lane``: that one, or one it is translated to."""

@@ -55,9 +55,9 @@ class LinkRegistry:
         """Return the API paths on which boxes say that they answer clients of the model; empty when none says anything."""
         return sorted({path for link in self.links_for(model) for path in link.endpoints.get(model, ())} - {TOKENIZE})
 
-    def note_unspoken(self, link: Link, endpoint: str) -> None:
-        """Remember for a while that a box which declares no paths does not know this one: its engine may be updated."""
-        link.unspoken[endpoint] = time.monotonic() + _UNSPOKEN_S
+    def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
+        """Remember for a while that a box does not know a path on which it was asked for a model: its engine may be updated."""
+        link.unspoken[model, endpoint] = time.monotonic() + _UNSPOKEN_S
         self._answering.clear()
 
     def served_models(self) -> list[str]:

@@ -18,6 +18,7 @@ from nodes.session import (
     StreamEnded,
     find_contexts,
     find_endpoints,
+    find_engines,
 )
 from wire import bridge
 from wire.frames import DEFAULT_WINDOW_BYTES, End
@@ -134,7 +135,7 @@ class RelayLink(Link):
             available=message.available,
             memory=message.memory,
         )
-        self.contexts = find_contexts(message.replicas)
+        self.contexts, self.engines = find_contexts(message.replicas), find_engines(message.replicas)
         self.governance = message.governance
         self.registered_endpoints = tuple(message.endpoints)
         self.endpoints = self.find_endpoints(self.models)
@@ -143,7 +144,7 @@ class RelayLink(Link):
     def take_telemetry(self, telemetry: bridge.Telemetry) -> bool:
         """Take what the box says of itself now; return whether it changed what it has of models."""
         before, self.telemetry = self.telemetry, telemetry
-        self.contexts = find_contexts(telemetry.replicas)
+        self.contexts, self.engines = find_contexts(telemetry.replicas), find_engines(telemetry.replicas)
         self.report_load(telemetry.current_load)
         is_news = before is None or (before.replicas, before.available) != (telemetry.replicas, telemetry.available)
         self.has_news = self.has_news or is_news

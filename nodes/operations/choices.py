@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from django.utils import timezone
-
 from governance.registry import Choices
 from nodes.models import Node, ProviderState
 from nodes.operations.params import MAX_TEXT_CHARS, SCOPES
 from nodes.operations.targets import Target
 from nodes.services import describe_box, judge_status
+from nodes.services.clock import clock_of, with_clock
 from wire.contract import NodeStatus
 
 MAX_OFFERED = 200
@@ -23,12 +22,11 @@ Option = tuple[str, str]
 
 def list_boxes() -> list[Target]:
     """Return every box that may come back, by name, in one query."""
-    now = timezone.now()
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).exclude(credential__revoked_at__isnull=False)
-    nodes = rows.select_related("presence").order_by("name", "pk")
+    nodes = with_clock(rows).select_related("presence").order_by("name", "pk")
     return [
         Target(node, judge_status(node, getattr(node, "presence", None), now=now), describe_box(node, now=now))
-        for node in nodes
+        for node, now in ((node, clock_of(node)) for node in nodes)
     ]
 
 

@@ -22,6 +22,7 @@ from nodes.operations.impact import (
 from nodes.operations.params import LOAD_FIELDS, UNLOAD_FIELDS, clean_flush, clean_params
 from nodes.operations.targets import Target, clean_targets, find_signed, hinders, name_of, read_target
 from nodes.services import judge_status
+from nodes.services.clock import read_clock
 from nodes.services.direct_calls import ring_direct_box
 from wire.contract import NodeStatus
 
@@ -225,7 +226,7 @@ class CacheFlush(_BoxOperation):
 def _is_away(node: Node) -> str:
     presence: NodePresence | None = getattr(node, "presence", None)
     has_way = node.reach == Reach.DIRECT.value or (presence is not None and presence.connected)
-    if not has_way or judge_status(node, presence, now=datetime.now(UTC)) is NodeStatus.OFFLINE:
+    if not has_way or judge_status(node, presence, now=read_clock()) is NodeStatus.OFFLINE:
         return f"{node.name} is offline; it is told when it is back"
     return ""
 

@@ -6,13 +6,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from django.utils import timezone
-
 from governance.errors import InvalidProposal
 from nodes.errors import NodeError, NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services import judge_status
 from nodes.services.boxes import BoxView, describe_box
+from nodes.services.clock import read_clock
 from nodes.services.overview import find_node_id
 from nodes.states import SKEW_LIMIT_MS
 from wire.contract import NodeStatus
@@ -65,7 +64,7 @@ def read_target(text: str) -> Target | None:
     node = find_signed(text)
     if node is None:
         return None
-    now = timezone.now()
+    now = read_clock()
     presence: NodePresence | None = getattr(node, "presence", None)
     return Target(node, judge_status(node, presence, now=now), describe_box(node, now=now))
 

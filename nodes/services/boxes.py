@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import msgspec
 from django.conf import settings
-from django.utils import timezone
 
 from nodes.models import Node, NodePresence, ProviderState
+from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import heartbeat_age_s
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.bridge import GpuInfo, MemoryInfo, ReplicaInfo
@@ -88,8 +88,8 @@ class BoxView:
 def read_box(node_id: uuid.UUID) -> BoxView | None:
     """Return the view of a box in one query; None when there is no such box."""
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence")
-    node = rows.filter(pk=node_id).first()
-    return describe_box(node, now=timezone.now()) if node is not None else None
+    node = with_clock(rows).filter(pk=node_id).first()
+    return describe_box(node, now=clock_of(node)) if node is not None else None
 
 
 def describe_box(node: Node, *, now: datetime) -> BoxView:

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db.models import Case, CharField, F, Q, Value, When
+from django.db.models.functions import Now
 
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.states import effective_status, freshness_windows, judge_freshness
@@ -32,7 +33,7 @@ def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) ->
     )
 
 
-def status_expression(*, now: datetime) -> Case:
+def status_expression(*, now: datetime | Now) -> Case:
     """Return ``judge_status`` as SQL over Node, for filters. A test holds the two together."""
     _, rest_s = freshness_windows(settings.NODE_HEALTH, protocol="")
     _, bridge_s = freshness_windows(settings.NODE_HEALTH, protocol=BRIDGE_V1)

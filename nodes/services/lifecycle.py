@@ -11,7 +11,6 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import transaction
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.hints import publish_hint
@@ -19,6 +18,7 @@ from governance.registry import RunOrder
 from governance.services import require_approval
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node
+from nodes.services.clock import read_clock
 from wire.contract import NodeMode
 
 MAX_REASON_CHARS = 200
@@ -53,7 +53,7 @@ def drain_node(
     if limit_s < settings.NODE_HEALTH.drain_timeout_s:
         is_eviction = order is not None and order.operation == EVICT
         require_approval(EVICT if is_eviction else FORCED_DRAIN, order=order)
-    deadline = timezone.now() + timedelta(seconds=limit_s)
+    deadline = read_clock() + timedelta(seconds=limit_s)
 
     def decide(node: Node) -> Changes:
         return {
@@ -83,7 +83,7 @@ def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str) -> 
 
     Saying ``spare_off`` again does not extend the grace. Raises NodeNotFound, BadRequest.
     """
-    deadline = timezone.now() + timedelta(seconds=settings.NODE_HEALTH.reclaim_grace_s)
+    deadline = read_clock() + timedelta(seconds=settings.NODE_HEALTH.reclaim_grace_s)
 
     def decide(node: Node) -> Changes:
         if node.mode == mode.value:

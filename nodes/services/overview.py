@@ -9,11 +9,12 @@ from datetime import datetime
 
 from django.conf import settings
 from django.db.models import Q
-from django.utils import timezone
+from django.db.models.functions import Now
 
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.boxes import count_replicas, describe_counts
+from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import heartbeat_age_s, judge_status, status_expression
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.contract import NodeStatus
@@ -56,15 +57,14 @@ class FleetOverview:
 
 def read_fleet() -> FleetOverview:
     """Return the health of every box in one query."""
-    now = timezone.now()
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence").order_by("name")
-    return FleetOverview(tuple(_describe(node, now) for node in rows))
+    return FleetOverview(tuple(_describe(node, clock_of(node)) for node in with_clock(rows)))
 
 
 def read_served_models() -> frozenset[str]:
     """Return the models that boxes can be asked for at this moment; one query."""
     able = [NodeStatus.AVAILABLE.value, NodeStatus.BUSY.value]
-    status_now = status_expression(now=timezone.now())
+    status_now = status_expression(now=Now())
     nodes = Node.objects.filter(provider__state=ProviderState.ENABLED).annotate(status_now=status_now)
     names = nodes.filter(status_now__in=able).values_list("model_names", flat=True)
     return frozenset(name for declared in names for name in declared)
@@ -72,13 +72,12 @@ def read_served_models() -> frozenset[str]:
 
 def list_served_models() -> frozenset[str]:
     """Return the models of boxes that take work now, as the boxes said last; one query."""
-    now = timezone.now()
-    rows = Node.objects.filter(provider__state=ProviderState.ENABLED).select_related("presence")
+    rows = with_clock(Node.objects.filter(provider__state=ProviderState.ENABLED)).select_related("presence")
     taking = {NodeStatus.AVAILABLE, NodeStatus.BUSY}
     return frozenset(
         name
         for node in rows
-        if judge_status(node, getattr(node, "presence", None), now=now) in taking
+        if judge_status(node, getattr(node, "presence", None), now=clock_of(node)) in taking
         for name in node.model_names
     )
 

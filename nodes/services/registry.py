@@ -10,7 +10,6 @@ from functools import lru_cache
 
 from django.conf import settings
 from django.db import transaction
-from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from governance.audit import record_event
@@ -25,6 +24,7 @@ from nodes.errors import (
     ProviderUnavailable,
 )
 from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach
+from nodes.services.clock import read_clock
 from nodes.services.health import judge_status, should_drain
 from nodes.services.lifecycle import set_mode
 from wire.contract import NodeMode, NodeStatus
@@ -98,7 +98,7 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
             detail = {"name": node.name, "credential": credential.keyid, "changed": sorted(changed)}
             record_event(actor=f"node:{node.name}", action=action, target=node.printed_id, detail=detail)
             publish_hint("nodes", str(node.pk))
-    return node, judge_status(node, presence, now=timezone.now())
+    return node, judge_status(node, presence, now=read_clock())
 
 
 @transaction.atomic
@@ -153,7 +153,7 @@ def record_heartbeat(*, credential: NodeCredential, heartbeat: Heartbeat) -> Hea
         provider = node.provider
         node = set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="owner_reclaim", actor=f"node:{node.name}")
         node.provider = provider
-    now = timezone.now()
+    now = read_clock()
     NodePresence.objects.get_or_create(node=node)
     presence = NodePresence.objects.select_for_update().get(node=node)
     before = judge_status(node, presence, now=now)

@@ -9,10 +9,10 @@ from datetime import datetime
 from enum import StrEnum
 
 from django.conf import settings
-from django.utils import timezone
 
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.boxes import BoxView, describe_box
+from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import heartbeat_age_s, judge_status
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.contract import NodeMode, NodeStatus
@@ -62,10 +62,11 @@ class ServingBox:
 
 def read_boxes_of(models: Collection[str]) -> dict[str, tuple[ServingBox, ...]]:
     """Return for each model the boxes that have it, load it or could, by name; one query."""
-    now = timezone.now()
-    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence", "provider").order_by("name")
+    boxes_there_are = Node.objects.exclude(provider__state=ProviderState.DELETED)
+    rows = with_clock(boxes_there_are).select_related("presence", "provider").order_by("name")
     found: dict[str, list[ServingBox]] = {model: [] for model in models}
     for node in rows if models else ():
+        now = clock_of(node)
         presence: NodePresence | None = getattr(node, "presence", None)
         view = describe_box(node, now=now)
         obstacle = find_obstacle(node, presence, now=now)

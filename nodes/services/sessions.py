@@ -18,7 +18,7 @@ from nodes.errors import EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.services.governance import take_governance
 from nodes.services.rivals import is_held_elsewhere, is_rival, note_rival, take_instance
-from nodes.session import find_endpoints, read_contexts, read_endpoints, store_endpoints
+from nodes.session import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
 from wire.bridge import BRIDGE_V1
@@ -140,7 +140,7 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
         defaults={
             "connected": True,
             "gateway_id": request.gateway_id,
-            "last_heartbeat_at": timezone.now(),
+            "last_heartbeat_at": Now(),  # not this machine's clock, which may be wrong
             "reported_status": NodeStatus.AVAILABLE.value,
             "is_accepting_jobs": True,
             "active_requests": min(max(0, message.current_load), MAX_REPORTED_LOAD),
@@ -207,7 +207,7 @@ def write_presences(reports: list[PresenceReport], *, gateway_id: uuid.UUID) -> 
         values: dict[str, object] = {
             "connected": True,
             "gateway_id": gateway_id,
-            "last_heartbeat_at": now - timedelta(seconds=report.age_s),
+            "last_heartbeat_at": Now() - timedelta(seconds=report.age_s),
             "reported_status": report.status,
             "active_requests": report.active,
             "last_error": report.last_error[:500],
@@ -290,6 +290,7 @@ def load_node_rows() -> list[NodeRow]:
                 endpoints=read_endpoints(node.model_endpoints),
                 carries_bytes=presence is None or presence.protocol != BRIDGE_V1,
                 contexts=read_contexts(presence.replicas) if presence is not None else {},
+                engines=read_engines(presence.replicas) if presence is not None else {},
             )
         )
     return rows

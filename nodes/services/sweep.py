@@ -9,11 +9,11 @@ from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import Q
 from django.db.models.functions import Coalesce
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.hints import publish_hint
 from nodes.models import Node, NodePresence
+from nodes.services.clock import read_clock
 from nodes.states import freshness_windows
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeStatus
@@ -40,7 +40,7 @@ def sweep_presence() -> SweepReport:
     """Bring the rows in line with what their age says. Idempotent; two at once do the work of one."""
     if not _take_lock():
         return SweepReport(skipped=True)
-    now = timezone.now()
+    now = read_clock()
     went_offline = _mark_offline(now)
     deadlines_cleared = _clear_deadlines(now)
     return SweepReport(went_offline=went_offline, deadlines_cleared=deadlines_cleared, drains_ended=_end_drains())

@@ -24,7 +24,15 @@ from nodes.session.effects import (
     TelemetryArrived,
 )
 from nodes.session.governance import clean_result
-from nodes.session.reports import find_contexts, find_endpoints, read_contexts, read_endpoints, store_endpoints
+from nodes.session.reports import (
+    find_contexts,
+    find_endpoints,
+    find_engines,
+    read_contexts,
+    read_endpoints,
+    read_engines,
+    store_endpoints,
+)
 from nodes.session.server import ServerSession
 
 __all__ = [
@@ -46,7 +54,9 @@ __all__ = [
     "clean_result",
     "find_contexts",
     "find_endpoints",
+    "find_engines",
     "read_contexts",
     "read_endpoints",
+    "read_engines",
     "store_endpoints",
 ]

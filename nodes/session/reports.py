@@ -134,6 +134,23 @@ def read_contexts(stored: object) -> dict[str, int]:
         return {}
 
 
+def find_engines(replicas: Iterable[bridge.ReplicaInfo]) -> dict[str, frozenset[str]]:
+    """Return the names of the engines that serve each model, as far as the box says."""
+    found: dict[str, frozenset[str]] = {}
+    for replica in replicas:
+        if replica.engine and replica.state not in _GONE:
+            found[replica.model] = found.get(replica.model, frozenset()) | {replica.engine}
+    return found
+
+
+def read_engines(stored: object) -> dict[str, frozenset[str]]:
+    """Return what ``find_engines`` finds in replicas that were stored as JSON values; nothing of what cannot be read."""
+    try:
+        return find_engines(msgspec.convert(stored, list[bridge.ReplicaInfo]))
+    except msgspec.ValidationError:
+        return {}
+
+
 def _clean_gpus(gpus: Sequence[bridge.GpuInfo]) -> list[bridge.GpuInfo]:
     return [
         bridge.GpuInfo(

@@ -35,12 +35,16 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResponseFrame:
-    """What stays the same. ``echo``: the members that repeat the request, as JSON without braces. ``created``: Unix seconds."""
+    """What stays the same. ``echo``: the members that repeat the request, as JSON without braces. ``created``: Unix seconds.
+
+    ``is_stored``: the response is to be kept if it does not fail.
+    """
 
     response_id: str
     model: str
     created: int
     echo: bytes
+    is_stored: bool = False
 
     @property
     def stem(self) -> str:
@@ -70,7 +74,7 @@ def render_response(frame: ResponseFrame, moment: ResponseMoment) -> bytes:
     """Return the response object as JSON."""
     return (
         b'{"id":%b,"object":"response","created_at":%d,"status":"%b","completed_at":%b,"error":%b,'
-        b'"incomplete_details":%b,"model":%b,"output":%b,"usage":%b,%b%b}'
+        b'"incomplete_details":%b,"model":%b,"output":%b,"usage":%b,"store":%b,%b%b}'
     ) % (
         _encode(frame.response_id),
         frame.created,
@@ -81,6 +85,7 @@ def render_response(frame: ResponseFrame, moment: ResponseMoment) -> bytes:
         _encode(frame.model),
         moment.output,
         moment.usage,
+        b"true" if frame.is_stored and moment.status is not Status.FAILED else b"false",
         frame.echo,
         moment.extra,
     )
@@ -91,7 +96,7 @@ def write_event(name: bytes, sequence: int, members: bytes) -> bytes:
     return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n' % (name, name, sequence, members)
 
 
-def render_echo(request: ResponsesRequest, *, is_stored: bool, previous_response_id: str | None) -> bytes:
+def render_echo(request: ResponsesRequest, *, previous_response_id: str | None) -> bytes:
     """Return the members that repeat the request, as JSON without braces."""
     echo: dict[str, object] = {
         "background": bool(request.background),
@@ -104,7 +109,6 @@ def render_echo(request: ResponsesRequest, *, is_stored: bool, previous_response
             "effort": request.reasoning.effort if request.reasoning else None,
             "summary": request.reasoning.summary if request.reasoning else None,
         },
-        "store": is_stored,
         "service_tier": "default",
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": 1.0 if request.top_p is None else request.top_p,

@@ -91,9 +91,10 @@ def translate_responses(
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     left_out += [name for name in fields if name in _LEFT_OUT and bytes(fields[name]) != b"null"]
     plan = AnswerPlan(
-        echo=render_echo(asked, is_stored=is_stored, previous_response_id=previous_response_id),
+        echo=render_echo(asked, previous_response_id=previous_response_id),
         table=table,
         response_id=response_id,
+        is_stored=is_stored,
         uses_pool_fields=asked.uses_pool_fields,
     )
     return Translation(
@@ -110,9 +111,9 @@ def render_failed_response(error: GatewayError, *, response_id: str, model: str,
     ``body``: the request; ``created``: Unix seconds.
     """
     try:
-        echo = render_echo(read_request(body)[0], is_stored=False, previous_response_id=None)
+        echo = render_echo(read_request(body)[0], previous_response_id=None)
     except BadRequest:
-        echo = render_echo(ResponsesRequest(model=model), is_stored=False, previous_response_id=None)
+        echo = render_echo(ResponsesRequest(model=model), previous_response_id=None)
     frame = ResponseFrame(response_id=response_id, model=model, created=created, echo=echo)
     failed = ResponseMoment(Status.FAILED, error=render_error(error))
     began = write_event(b"response.created", 0, b'"response":' + render_response(frame, ResponseMoment()))

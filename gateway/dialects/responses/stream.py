@@ -38,11 +38,12 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """What an answer takes over from its request. ``echo``: see ``ResponseFrame``. ``response_id`` None: one is made."""
+    """What an answer takes over from its request, most of it for the ``ResponseFrame``. ``response_id`` None: one is made."""
 
     echo: bytes
     table: ToolTable
     response_id: str | None = None
+    is_stored: bool = False
     uses_pool_fields: bool = False
 
 
@@ -52,8 +53,13 @@ class ResponsesTranslator:
     def __init__(self, plan: AnswerPlan, context: AnswerContext) -> None:
         self._plan = plan
         self._context = context
-        response_id = plan.response_id or make_response_id(context.request_id)
-        self._frame = ResponseFrame(response_id=response_id, model=context.model, created=context.created, echo=plan.echo)
+        self._frame = ResponseFrame(
+            response_id=plan.response_id or make_response_id(context.request_id),
+            model=context.model,
+            created=context.created,
+            echo=plan.echo,
+            is_stored=plan.is_stored,
+        )
         self._opened_at = context.clock()
         self._first_text_at: float | None = None
         self._cutter = EventCutter()

@@ -4,10 +4,12 @@ import { parse, update } from "../muster/live.js";
 const page = document.getElementById("operation");
 const said = document.getElementById("said");
 const POLL_MS = 3000;
+const PATIENCE_MS = 30000; // given up sooner, a busy control plane would be asked again and again and never heard
 const LONGEST_PAUSE_MS = 30000;
 let pauseMs = 1000;
 let isConnected = false;
 let isOver = false;
+let isPolling = false;
 
 // A button that has had its day goes; the focus does not go with it.
 const offer = (actions) => {
@@ -38,16 +40,19 @@ const show = (html) => {
 };
 
 const poll = async () => {
-    if (isConnected || isOver || document.hidden) {
+    if (isPolling || isConnected || isOver || document.hidden) {
         return;
     }
+    isPolling = true;
     try {
-        const answer = await fetch(page.dataset.poll, { signal: AbortSignal.timeout(POLL_MS) });
-        if (answer.ok) {
+        const answer = await fetch(page.dataset.poll, { signal: AbortSignal.timeout(PATIENCE_MS) });
+        if (answer.ok && !isConnected) {
             show((await answer.json()).html);
         }
     } catch {
         // The next one may get through.
+    } finally {
+        isPolling = false;
     }
 };
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from html import unescape
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -36,6 +38,12 @@ from wire.contract import ErrorCode
 
 pytestmark = pytest.mark.django_db
 SETTING = settings.GATEWAY_LIMITS.requests_per_minute
+
+
+AN_ORDER = RunOrder(
+    run_id=uuid.UUID(int=1), op_id="op-1", use=1, operation="limit-raise", target="", params={},
+    token="", token_expires_at=0, requested_by="ana", approved_by=("ben", "cleo"),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -140,24 +148,52 @@ def test_a_key_that_was_revoked_meanwhile_fails_with_the_reason(team: Team, key:
     assert "is revoked" in run.message
 
 
+@pytest.mark.parametrize("target", ["key:{key}", "tenant:research"], ids=["key", "tenant"])
+def test_what_is_no_raise_any_more_ends_with_the_reason_and_lowers_nothing(team: Team, key: ApiKey, target: str) -> None:
+    operations = [propose(team, target.format(key=key.pk), requests_per_minute=rate) for rate in (500, 1000)]
+    for operation in reversed(operations):
+        team[1].approve(operation)
+        team[2].approve(operation)
+        services.run_due()
+    run = operations[0].runs.get()
+    assert run.state == RunState.FAILED.value
+    assert "has 1000 requests per minute by now, and approved were 500" in run.message
+    rates = list(ApiKey.objects.values_list("requests_per_minute", "tenant__requests_per_minute").get())
+    assert 1000 in rates
+    assert 500 not in rates
+
+
 def test_the_approval_of_one_key_raises_no_other(team: Team, key: ApiKey) -> None:
     other, _ = make_key("other", requests_per_minute=1)
     operation = propose(team, f"key:{key.pk}", requests_per_minute=500)
     team[1].approve(operation)
     team[2].approve(operation)
     run = operation.runs.get()
-    order = RunOrder(
-        run_id=run.pk, op_id=operation.printed_id, use=1, operation="limit-raise", target=f"key:{other.pk}", params={},
-        token="", token_expires_at=0, requested_by="ana", approved_by=("ben", "cleo"),
-    )  # fmt: skip
+    wanted = {"requests_per_minute": 500}
+    order = replace(AN_ORDER, run_id=run.pk, op_id=operation.printed_id, target=f"key:{other.pk}", params=wanted)
     with pytest.raises(ApprovalNeeded):
         raise_key_limit(key_id=other.pk, requests_per_minute=500, priority=None, actor=ACTOR, order=order)
+
+
+def test_an_approved_run_raises_what_it_names_to_what_it_says(team: Team, key: ApiKey) -> None:
+    other, _ = make_key("other", requests_per_minute=1)
+    order = replace(AN_ORDER, target=f"key:{key.pk}", params={"requests_per_minute": 500})
+    for key_id, rate, priority in ((other.pk, 500, None), (key.pk, 501, None), (key.pk, 500, "high"), (key.pk, None, "high")):
+        with pytest.raises(ApprovalNeeded, match=f"approved for key:{key.pk} is not this"):
+            raise_key_limit(key_id=key_id, requests_per_minute=rate, priority=priority, actor=ACTOR, order=order)
+    for name, wanted in (("research", 501), ("research", None), ("other", 500)):
+        with pytest.raises(ApprovalNeeded, match="approved for tenant:research is not this"):
+            change_tenant_limit(
+                name=name, requests_per_minute=wanted, actor=ACTOR,
+                order=replace(order, target="tenant:research"),
+            )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("target", "params", "param"),
     [
-        ("key:{key}", {"requests_per_minute": 30}, "params"),
+        ("key:{key}", {"requests_per_minute": 30}, "requests_per_minute"),
+        ("key:{key}", {"requests_per_minute": 30, "priority": "high"}, "requests_per_minute"),
         ("key:{key}", {"requests_per_minute": 0}, "requests_per_minute"),
         ("key:{key}", {"requests_per_minute": True}, "requests_per_minute"),
         ("key:{key}", {"requests_per_minute": "500"}, "requests_per_minute"),
@@ -169,7 +205,20 @@ def test_the_approval_of_one_key_raises_no_other(team: Team, key: ApiKey) -> Non
         ("tenant:research", {"priority": "high"}, "priority"),
         ("box:research", {"requests_per_minute": 500}, "targets"),
     ],
-    ids=["no raise", "zero", "true", "text", "low", "nothing", "unknown", "no key", "no tenant", "tenant priority", "no kind"],
+    ids=[
+        "no raise",
+        "one of two",
+        "zero",
+        "true",
+        "text",
+        "low",
+        "nothing",
+        "unknown",
+        "no key",
+        "no tenant",
+        "tenant priority",
+        "no kind",
+    ],
 )
 def test_what_cannot_be_asked_for_names_the_field(key: ApiKey, target: str, params: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidProposal) as refusal:

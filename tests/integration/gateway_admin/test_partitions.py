@@ -11,6 +11,7 @@ import pytest
 from django.db import connection, transaction
 from pytest_django import Settings
 
+from gateway import partitions
 from gateway.models import RequestRecord
 from gateway.partitions import (
     ADVISORY_LOCK,
@@ -114,8 +115,9 @@ def test_a_table_that_stays_in_use_is_left_for_the_next_call() -> None:
     assert len(maintain_partitions(today=TODAY).created) == DAYS_AHEAD + 1
 
 
-def test_an_update_that_waits_for_the_move_finds_its_row() -> None:
+def test_an_update_that_waits_for_the_move_finds_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A statement planned before the partition existed must still see the row that moved into it."""
+    monkeypatch.setattr(partitions, "LOCK_TIMEOUT", "60s")  # the maintainer must not give up before the update waits too
     record = make_record(created_at=NOON)
     updated: list[int] = []
 
@@ -130,8 +132,8 @@ def test_an_update_that_waits_for_the_move_finds_its_row() -> None:
         wait_until(lambda: waiting_statements() >= 1, what="the maintainer waits for the table")
         updater = in_thread(update)
         wait_until(lambda: waiting_statements() >= 2, what="the update waits behind it")
-    mover.join(10)
-    updater.join(10)
+    mover.join(30)
+    updater.join(30)
 
     assert updated == [1]
     record.refresh_from_db()
@@ -167,12 +169,12 @@ def hold(*statements: str) -> Iterator[None]:
             for statement in statements:
                 cursor.execute(statement)
             ready.set()
-            done.wait(30)
+            done.wait(120)
 
     thread = in_thread(work)
     try:
-        assert ready.wait(10)
+        assert ready.wait(30)
         yield
     finally:
         done.set()
-        thread.join(10)
+        thread.join(30)

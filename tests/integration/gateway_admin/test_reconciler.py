@@ -112,7 +112,7 @@ def test_a_row_that_is_being_written_is_left_for_the_next_call() -> None:
         RequestRecord.objects.filter(pk=busy.pk).update(state="completed")
         other = threading.Thread(target=close)
         other.start()
-        other.join(10)
+        other.join(30)
 
     assert closed == [1]
     busy.refresh_from_db()
@@ -134,7 +134,7 @@ def test_a_second_worker_leaves_the_work_to_the_first() -> None:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [RECONCILE_LOCK])
         other = threading.Thread(target=close)
         other.start()
-        other.join(10)
+        other.join(30)
 
     assert closed == [0]
     assert reconcile_requests() == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from django.core.exceptions import PermissionDenied, RequestDataTooBig
+from django.db import InterfaceError, OperationalError
 from django.http import Http404
 from rest_framework import exceptions
 
@@ -32,6 +33,8 @@ from wire.contract import ErrorCode
         (RequestDataTooBig(), 413, ErrorCode.BODY_TOO_LARGE, None),
         (exceptions.Throttled(wait=3), 429, ErrorCode.RATE_LIMITED, None),
         (exceptions.APIException("broken"), 500, ErrorCode.INTERNAL_ERROR, None),
+        (OperationalError("the server closed the connection"), 503, ErrorCode.INTERNAL_ERROR, None),
+        (InterfaceError("the connection is closed"), 503, ErrorCode.INTERNAL_ERROR, None),
     ],
 )
 def test_every_known_error_has_its_status_code_and_parameter(
@@ -62,3 +65,13 @@ def test_the_first_problem_names_a_field_inside_a_list() -> None:
 
 def test_a_problem_of_the_whole_body_names_no_field() -> None:
     assert first_problem({"non_field_errors": ["expected an object"]}) == (None, "expected an object")
+
+
+@pytest.mark.parametrize(("method", "is_safe"), [("GET", True), ("HEAD", True), ("POST", False), ("DELETE", False)])
+def test_without_the_database_only_what_changes_nothing_may_blindly_be_sent_again(method: str, is_safe: bool) -> None:
+    known = describe_error(OperationalError("gone"), method=method)
+
+    assert known is not None
+    assert known.retryable is is_safe
+    assert ("Nothing was changed" in known.message, "may or may not have been done" in known.message) == (is_safe, not is_safe)
+    assert "gone" not in known.message

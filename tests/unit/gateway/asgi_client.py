@@ -83,7 +83,7 @@ class MemoryClient:
 
     async def wait(self, condition: Callable[[], object]) -> None:
         """Wait until ``condition`` holds; it is looked at after every event and turn of the loop."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 await asyncio.sleep(0)
 

@@ -200,6 +200,37 @@ def test_every_place_a_prompt_can_stand_counts() -> None:
         assert 100_000 <= parse(fields, path).prompt_chars <= 100_100, path
 
 
+LONG = "a" * 100_000
+PARTS_WITH_TEXT: dict[str, dict[str, Any]] = {
+    "text of a tool result": {"type": "tool_result", "tool_use_id": "t", "content": LONG},
+    "parts of a tool result": {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": LONG}]},
+    "input of a tool": {"type": "tool_use", "id": "t", "name": "n", "input": {"path": LONG}},
+    "thinking": {"type": "thinking", "thinking": LONG, "signature": "s"},
+    "document": {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": LONG}},
+    "document of parts": {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": LONG}]}},
+}
+
+
+@pytest.mark.parametrize("name", sorted(PARTS_WITH_TEXT))
+def test_every_part_of_messages_that_holds_text_counts(name: str) -> None:
+    messages = [{"role": "user", "content": [PARTS_WITH_TEXT[name]]}]
+    counted = parse({"model": "m", "max_tokens": 1, "messages": messages}, "/v1/messages").prompt_chars
+    assert 100_000 <= counted <= 100_100
+
+
+def test_an_image_in_a_tool_result_is_no_text() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * MEGABYTE}}
+    messages = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [image]}]}]
+    assert parse({"model": "m", "max_tokens": 1, "messages": messages}, "/v1/messages").prompt_chars == 0
+
+
+def test_a_prompt_that_nests_without_end_is_refused() -> None:
+    nested = b'{"type":"tool_result","content":[' * 5000 + b"]}" * 5000
+    body = b'{"model":"m","max_tokens":1,"messages":[{"role":"user","content":[' + nested + b"]}]}"
+    with pytest.raises(BadRequest):
+        SURFACES["/v1/messages"].parse(body, {})
+
+
 def test_a_32_mb_body_costs_a_few_calls_for_each_part_of_it() -> None:
     parts = 20_000
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 24 * MEGABYTE}}

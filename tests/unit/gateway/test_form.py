@@ -175,9 +175,9 @@ def test_any_file_travels(data: bytes) -> None:
     ids=["dashes", "returns", "near misses", "padding", "first padding", "blank lines", "no start", "header", "value"],
 )
 def test_no_form_keeps_the_gateway_busy(body: bytes) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     try:
         parse(body)
     except BadRequest:
         pass
-    assert time.monotonic() - began < 2.0
+    assert time.process_time() - began < 2.0

@@ -171,12 +171,12 @@ async def test_a_box_that_declares_nothing_is_not_asked_for_what_only_boxes_of_o
 async def test_a_path_a_box_did_not_know_is_tried_again_after_a_while_and_when_the_box_changes() -> None:
     floor = Floor()
     link = floor.link("m")
-    floor.dispatcher.note_unspoken(link, MESSAGES)
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
     assert link.find_path("m", MESSAGES) == CHAT
     floor.registry.update_models(link, frozenset({"m", "n"}))
     assert link.find_path("m", MESSAGES) == MESSAGES
-    floor.dispatcher.note_unspoken(link, MESSAGES)
-    link.unspoken[MESSAGES] = time.monotonic() - 1
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
+    link.unspoken["m", MESSAGES] = time.monotonic() - 1
     assert link.find_path("m", MESSAGES) == MESSAGES
 
 

@@ -44,9 +44,7 @@ def body(**fields: object) -> bytes:
 
 def echo(*tools: object) -> list[dict[str, object]]:
     request, _ = read_request(body(tools=tools))
-    found: list[dict[str, object]] = json.loads(b"{%b}" % render_echo(request, is_stored=True, previous_response_id=None))[
-        "tools"
-    ]
+    found: list[dict[str, object]] = json.loads(b"{%b}" % render_echo(request, previous_response_id=None))["tools"]
     return found
 
 

@@ -45,10 +45,17 @@ async def test_a_box_that_declares_nothing_is_asked_natively_until_it_says_that_
     floor = Floor()
     link = floor.link("m")
     assert link.find_path("m", MESSAGES) == MESSAGES
-    floor.dispatcher.note_unspoken(link, MESSAGES)
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
     assert link.find_path("m", MESSAGES) == CHAT
     assert link.find_path("m", RESPONSES) == RESPONSES
     assert floor.take(endpoint=MESSAGES).link is link
+
+
+async def test_what_serves_one_model_of_a_box_says_nothing_of_what_serves_the_others() -> None:
+    floor = Floor()
+    link = floor.link("m", "n", m={CHAT, MESSAGES}, n={CHAT, MESSAGES})
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
+    assert (link.find_path("m", MESSAGES), link.find_path("n", MESSAGES)) == (CHAT, MESSAGES)
 
 
 async def test_what_is_translated_waits_for_the_same_slots_as_what_is_not() -> None:

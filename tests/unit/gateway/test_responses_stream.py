@@ -371,6 +371,18 @@ def test_a_kept_response_says_so_and_has_the_id_it_is_kept_under() -> None:
     assert json.loads(translator.kept) == response
 
 
+def test_a_response_that_was_to_be_kept_and_failed_does_not_say_that_it_was_kept() -> None:
+    translation = translate_responses(ask(), is_stored=True, response_id="resp_1")
+    translator = translation.open_answer(AnswerContext(request_id="req_x", model="real", created=1))
+    out = translator.feed(BEGIN + write_chunk({"content": "x"})) + translator.finish()
+    assert translator.failure is not None
+    assert isinstance(translator, ResponsesTranslator)
+    out += translator.fail(translator.failure)
+    said = [json.loads(event.rpartition(b"data:")[2])["response"] for event in out.split(b"\n\n") if b'"response":{' in event]
+    assert [(one["status"], one["store"]) for one in said] == [("in_progress", True)] * 2 + [("failed", False)]
+    assert translator.kept is None
+
+
 def test_times_are_whole_seconds_of_the_clock_that_was_given() -> None:
     readings = iter([5.0, 6.5, 8.2])
     translation = translate_responses(ask())

@@ -32,7 +32,7 @@ def _record(path: Path, pid: int, identity: str | None, run_id: str = "no run") 
 
 def test_a_child_of_an_earlier_run_is_ended(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     end_leftovers(_record(tmp_path / "children.json", sleeper.pid, identify(sleeper.pid)))
-    assert sleeper.wait(timeout=10) != 0
+    assert sleeper.wait(timeout=30) != 0
 
 
 def test_a_stranger_with_the_same_id_is_left_alone(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
@@ -43,7 +43,7 @@ def test_a_stranger_with_the_same_id_is_left_alone(tmp_path: Path, sleeper: subp
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the environment of a process")
 def test_a_grandchild_is_found_by_its_run(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     end_leftovers(_record(tmp_path / "children.json", 1, "nobody", run_id="the run of this test"))
-    assert sleeper.wait(timeout=10) != 0
+    assert sleeper.wait(timeout=30) != 0
 
 
 def test_a_missing_or_broken_record_is_no_error(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_an_identity_belongs_to_one_process_only() -> None:
 def test_a_zombie_is_not_alive() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     identity = identify(child.pid) or "gone already"
-    assert wait_gone(lambda: not is_alive(child.pid, identity), 10.0)
+    assert wait_gone(lambda: not is_alive(child.pid, identity), 30.0)
     child.wait()
 
 
@@ -68,7 +68,7 @@ def test_a_child_dies_when_its_parent_is_killed() -> None:
         assert identity
         parent.kill()
         parent.wait()
-    assert wait_gone(lambda: not is_alive(child, identity), 10.0)
+    assert wait_gone(lambda: not is_alive(child, identity), 30.0)
 
 
 @linux_only
@@ -78,7 +78,7 @@ def test_processes_are_found_by_directory_and_by_variable(tmp_path: Path) -> Non
     child = subprocess.Popen(command.argv, env=dict(command.env), cwd=command.cwd, stdin=read_end)
     try:
         assert find_by_directory(tmp_path) == [child.pid]
-        assert wait_gone(lambda: find_by_variable("MUSTER_RUN_ID", str(tmp_path)) == [child.pid], 10.0)
+        assert wait_gone(lambda: find_by_variable("MUSTER_RUN_ID", str(tmp_path)) == [child.pid], 30.0)
         assert find_by_variable("MUSTER_RUN_ID", "another") == []
         assert "input()" in read_command_line(child.pid)
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.environment import ROOT
-from tests.services_plugin import SharedServerScheduling, keep_bytecode, redis_url_of_worker
+from tests.services_plugin import LONGEST, SharedServerScheduling, keep_bytecode, rank_test, redis_url_of_worker
 
 _LEAKING = """
 import pytest
@@ -49,6 +49,7 @@ def test_each_worker_has_a_database_of_its_own(url: str, worker: str, expected: 
     [
         ("tests/contract/behaviours/test_a.py::test_x[1]", "tests/contract/"),
         ("tests/contract/test_b.py::test_y", "tests/contract/"),
+        ("tests/contract/test_kill_matrix.py::test_z", "tests/contract/test_kill_matrix.py"),
         ("tests/browser/test_d.py::test_w", "tests/browser/"),
         ("tests/unit/wire/test_c.py::TestZ::test_z", "tests/unit/wire/test_c.py"),
     ],
@@ -56,6 +57,17 @@ def test_each_worker_has_a_database_of_its_own(url: str, worker: str, expected: 
 def test_tests_that_share_a_server_share_a_worker(nodeid: str, scope: str) -> None:
     scheduling = SharedServerScheduling.__new__(SharedServerScheduling)
     assert scheduling._split_scope(nodeid) == scope
+
+
+def test_workers_begin_with_what_takes_longest_and_keep_the_order_of_the_rest() -> None:
+    fleet, pages = "tests/contract/test_governed_fleet.py::test_a", "tests/browser/test_admin.py::test_d"
+    rest = ["tests/unit/wire/test_b.py::test_b", "tests/test_docs.py::test_c"]
+    contract = ["tests/contract/test_e.py::test_f", "tests/contract/test_e.py::test_e"]
+    assert sorted([*rest, fleet, pages, *contract], key=rank_test) == [*contract, pages, fleet, *rest]
+
+
+def test_each_scope_that_is_begun_early_exists() -> None:
+    assert [scope for scope in LONGEST if not (ROOT / scope).exists()] == []
 
 
 def test_bytecode_is_kept_although_the_environment_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

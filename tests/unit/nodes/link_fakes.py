@@ -102,6 +102,7 @@ def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
         "endpoints": {},
         "carries_bytes": True,
         "contexts": {},
+        "engines": {},
     }
     assert changes.keys() <= values.keys()
     return NodeRow(**{**values, **changes})  # type: ignore[arg-type]  # names and types stand above

@@ -130,6 +130,21 @@ async def test_the_context_of_a_model_is_known_from_its_box_and_from_the_row_of_
     assert link.context_of("m") == 77
 
 
+async def test_the_engine_of_a_model_is_known_from_its_box_and_from_the_row_of_one_elsewhere(setting: Setting) -> None:
+    box = setting.box()
+    first, second = ([bridge.ReplicaInfo(model="m", state="loaded", engine=name)] for name in ("vllm", "llamacpp"))
+    box.link.take_register(bridge.Register(models=["m"], protocol_version=MUSTER_V1, replicas=first))
+    assert box.link.engines == {"m": {"vllm"}}
+    box.link.take_telemetry(bridge.Telemetry(replicas=second))
+    assert box.link.engines == {"m": {"llamacpp"}}
+    engines = {"m": frozenset({"llamacpp"})}
+    elsewhere = make_row(uuid.uuid4(), is_direct=True, public_base_url="http://box.example", engines=engines)
+    setting.apply(make_row(box.link.node_id), elsewhere)
+    link = setting.registry.get(elsewhere.node_id)
+    assert link is not None
+    assert link.engines == engines
+
+
 async def test_known_models_are_those_of_every_row(setting: Setting) -> None:
     setting.apply(make_row(uuid.uuid4(), model_names=("a", "b")), make_row(uuid.uuid4(), model_names=("b", "c")))
     assert setting.keeper.known_models == {"a", "b", "c"}

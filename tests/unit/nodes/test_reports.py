@@ -14,8 +14,10 @@ from nodes.session import (
     TelemetryArrived,
     find_contexts,
     find_endpoints,
+    find_engines,
     read_contexts,
     read_endpoints,
+    read_engines,
     store_endpoints,
 )
 from nodes.session.reports import (
@@ -200,6 +202,14 @@ def test_contexts_are_found_again_in_what_was_stored() -> None:
 )
 def test_replicas_that_cannot_be_read_have_no_contexts(stored: object) -> None:
     assert read_contexts(stored) == {}
+
+
+def test_a_model_has_the_engines_of_the_replicas_that_are_there() -> None:
+    said = [("a", "llamacpp", "loaded"), ("a", "vllm", "loading"), ("a", "tgi", "failed"), ("b", "", "loaded")]
+    replicas = [ReplicaInfo(model=model, engine=engine, state=state) for model, engine, state in said]
+    assert find_engines(replicas) == {"a": {"llamacpp", "vllm"}}
+    assert read_engines(json.loads(msgspec.json.encode(replicas))) == {"a": {"llamacpp", "vllm"}}
+    assert read_engines([{"model": "a"}]) == {}
 
 
 def test_a_box_of_before_says_nothing_of_contexts_and_one_that_knows_none_sends_nothing() -> None:
