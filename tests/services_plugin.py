@@ -27,6 +27,16 @@ DATABASE_VARIABLE = "MUSTER_TEST_DATABASE_URL"
 REDIS_VARIABLE = "MUSTER_TEST_REDIS_URL"
 _HIGHEST_REDIS_DATABASE = 15
 _SHARED = ("tests/browser/", "tests/contract/")
+_OWN_SYSTEM = ("tests/contract/test_governed_fleet.py", "tests/contract/test_kill_matrix.py")
+"""Long files in such a folder that share nothing with it: they break systems of their own."""
+LONGEST = (
+    "tests/contract/",
+    "tests/integration/runner/test_engine_port.py",
+    "tests/browser/",
+    *_OWN_SYSTEM,
+    "tests/integration/runner/test_runner_box.py",
+)
+"""Scopes that take a worker more than half a minute, the longest first."""
 
 _servers: EmbeddedServers | None = None
 
@@ -79,14 +89,41 @@ _start()
 
 
 class SharedServerScheduling(LoadScopeScheduling):
-    """Gives each worker of xdist whole files, and a whole folder to one whose tests share a running system.
+    """Gives each worker of xdist whole scopes, as ``find_scope`` tells them apart, in the order of the collection.
 
     ``--dist loadgroup`` would do it by marks, but xdist 3.8 writes them where pytest 9.2 no longer looks.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return next((folder for folder in _SHARED if path.startswith(folder)), path)
+        return find_scope(nodeid)
+
+
+def find_scope(nodeid: str) -> str:
+    """Return what one worker runs together: a file, or a whole folder whose tests share a running system.
+
+    What of such a folder has a system of its own goes where there is room: the worker with the folder has enough to do.
+    """
+    path = nodeid.partition("::")[0]
+    if path in _OWN_SYSTEM:
+        return path
+    return next((folder for folder in _SHARED if path.startswith(folder)), path)
+
+
+def rank_test(nodeid: str) -> int:
+    """Return where in the order of a run with several workers a test stands: what takes long first, what is short last.
+
+    pytest-django puts tests with a database before all others, and so the longest scope of all behind most of them: one worker
+    would go on with it when the others have ended.
+    """
+    scope = find_scope(nodeid)
+    return LONGEST.index(scope) if scope in LONGEST else len(LONGEST)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have workers end together, in the order of ``rank_test``. One process alone keeps the order of pytest-django."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: rank_test(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

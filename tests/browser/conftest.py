@@ -1,20 +1,22 @@
 """A real Chromium against the control plane's real process.
 
-Playwright keeps an event loop in the thread of the test while a browser is open. So a browser lives for one test only, and
-rows are made and read by ``in_database``, in a thread without a loop.
+Playwright keeps an event loop in the thread of the test while it has the browser. So rows are made and read by
+``in_database``, in a thread without a loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import pytest
 from django.db import connection
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Playwright, sync_playwright
 from pytest_django import DjangoDbBlocker
 
 from controlplane.launcher.browsers import find_chromium
@@ -63,17 +65,55 @@ class Visit:
             self.complaints.append(f"{message.type}: {message.text}")
 
 
-@pytest.fixture
-def browser(control: ServerProcess, transactional_db: None) -> Iterator[Browser]:
-    """Chromium of the system (nothing is downloaded), and an operator who may sign in."""
-    User.objects.create_superuser("ada", password=PASSWORD)
+@dataclass
+class Chromium:
+    """The one browser of all tests of this folder, which have it one after the other."""
+
+    playwright: Playwright
+    program: str
+    loop: asyncio.AbstractEventLoop
+    started: Browser | None = None
+
+    @contextmanager
+    def lend(self) -> Iterator[Browser]:
+        """Lend the browser to one test, and close the windows that the test left open. A browser that died is replaced.
+
+        Only meanwhile does Playwright's loop count as the one that runs in this thread: beside a loop that runs, Django refuses
+        its ORM and no other loop can be started.
+        """
+        asyncio._set_running_loop(self.loop)
+        try:
+            if self.started is None or not self.started.is_connected():
+                self.started = self.playwright.chromium.launch(executable_path=self.program, args=["--no-sandbox"])
+            yield self.started
+            for context in self.started.contexts:
+                context.close()
+        finally:
+            asyncio._set_running_loop(None)
+
+
+@pytest.fixture(scope="package")
+def chromium() -> Iterator[Chromium]:
+    """Chromium of the system: nothing is downloaded."""
     program = find_chromium()
     if not program:
         pytest.skip("there is no Chromium on this machine; ./muster test installs one")
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield started
-        started.close()
+        loop = asyncio.get_running_loop()
+        asyncio._set_running_loop(None)
+        shared = Chromium(playwright, program, loop)
+        yield shared
+        asyncio._set_running_loop(loop)
+        if shared.started is not None:
+            shared.started.close()
+
+
+@pytest.fixture
+def browser(chromium: Chromium, control: ServerProcess, transactional_db: None) -> Iterator[Browser]:
+    """The browser, and an operator who may sign in."""
+    User.objects.create_superuser("ada", password=PASSWORD)
+    with chromium.lend() as lent:
+        yield lent
 
 
 def find_violations(page: Page) -> list[str]:
@@ -107,13 +147,13 @@ def in_database(work: Callable[[], Result]) -> Result:
         return executor.submit(run).result(30)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gateway_port() -> int:
     """Where the gateway will listen, once a test needs one: the control plane is told before."""
     return free_port()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def control(
     django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory, gateway_port: int
 ) -> Iterator[ServerProcess]:
@@ -124,7 +164,7 @@ def control(
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def gateway(
     django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory, gateway_port: int
 ) -> Iterator[ServerProcess]:
@@ -140,7 +180,7 @@ def visit(browser: Browser, control: ServerProcess) -> Iterator[Visit]:
     context: BrowserContext = browser.new_context(viewport={"width": 1280, "height": 900})
     context.add_init_script(REPORTER)
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(30_000)
     visiting = Visit(page, control.url)
     page.on("console", visiting.note_console)
     page.on("pageerror", lambda error: visiting.complaints.append(f"page error: {error}"))

@@ -17,7 +17,8 @@ from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_
 from tests.integration.nodes.factories import make_credential, make_node, make_presence
 from wire.contract import RequestState
 
-pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+expect.set_options(timeout=30_000)
 
 LISTS = (
     "nodes/node",
@@ -184,6 +185,27 @@ def test_what_waits_and_why_is_followed_without_a_reload(visit: Visit) -> None:
     in_database(lambda: RequestRecord.objects.update(state="failed", error_code="NODE_DRAINING"))
     expect(page.locator("#request")).to_contain_text("Every box that serves the model was being held back.")
     assert find_violations(page) == []
+
+
+SLOW = """const ask = window.fetch;
+window.fetch = async (place, options) => {
+    await new Promise((answer, giveUp) => {
+        setTimeout(answer, 3000);
+        options.signal.addEventListener("abort", () => giveUp(options.signal.reason));
+    });
+    return ask(place, options);
+};"""
+"""A control plane that takes three seconds for every answer."""
+
+
+def test_the_page_of_a_request_follows_also_a_busy_control_plane(visit: Visit) -> None:
+    alive = in_database(lambda: make_gateway(silent_s=-3600))
+    record = in_database(lambda: make_record(state=RequestState.QUEUED, gateway_id=alive.pk))
+    visit.sign_in()
+    visit.page.add_init_script(SLOW)
+    visit.open(f"/admin/gateway/requestrecord/{record.pk}/change/")
+    in_database(lambda: RequestRecord.objects.update(state="failed", error_code="NODE_DRAINING"))
+    expect(visit.page.locator("#request")).to_contain_text("Every box that serves the model was being held back.")
 
 
 @pytest.mark.parametrize("width", [360, 768, 1440])

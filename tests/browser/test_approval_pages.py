@@ -15,9 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from django.conf import settings
 from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
 from django.contrib.sessions.backends.db import SessionStore
-from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize, expect, sync_playwright
+from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize, expect
 
-from controlplane.launcher.browsers import find_chromium
 from controlplane.models import User
 from gateway.services import create_tenant
 from governance import services
@@ -25,14 +24,15 @@ from governance.models import Operation
 from governance.services.people import create_invitation
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState
-from tests.browser.conftest import REPORTER, Visit, in_database
+from tests.browser.conftest import REPORTER, Chromium, Visit, in_database
 from tests.control_process import ServerProcess
 from tests.integration.governance.fake_box import fake_boxes, propose_load
 from tests.integration.governance.team import Member, Team, make_governed, make_team, propose_token
 from tests.integration.nodes.governed import Identity, make_box
 from wire.optoken.approval import canonical, decode_bytes, digest_words, read_statement
 
-pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+expect.set_options(timeout=30_000)
 
 AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 OURS = "pubKeyCredParams"
@@ -55,7 +55,7 @@ class Site:
         context = self.browser.new_context(viewport=DESK, base_url=self.url)
         context.add_init_script(REPORTER)
         page = context.new_page()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(30_000)
         found = Visit(page, self.url.replace("localhost", host))
         page.on("console", lambda message: None if OURS in message.text else found.note_console(message))
         page.on("pageerror", lambda error: found.complaints.append(f"page error: {error}"))
@@ -71,16 +71,11 @@ class Site:
 
 
 @pytest.fixture
-def site(control: ServerProcess, transactional_db: None, settings: Any) -> Iterator[Site]:
-    """Chromium of the system and the server."""
-    program = find_chromium()
-    if not program:
-        pytest.skip("there is no Chromium on this machine; ./muster test installs one")
+def site(chromium: Chromium, control: ServerProcess, transactional_db: None, settings: Any) -> Iterator[Site]:
+    """The browser and the server."""
     settings.PUBLIC_URL = control.public_url
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+    with chromium.lend() as browser:
         yield Site(control.public_url, browser)
-        browser.close()
 
 
 def make_session(user: User) -> str:
@@ -387,6 +382,7 @@ def test_an_obstacle_is_said_at_the_button_and_the_keyboard_is_enough(site: Site
     put_passkey(ben, team[1])
     ben.page.reload()
     expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    wait_live(ben.page)  # what comes by the socket renews parts of the page, and with them what has the focus
     ben.page.keyboard.press("Tab")
     expect(ben.page.get_by_role("link", name="Skip to the content")).to_be_focused()
     ben.page.keyboard.press("Enter")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from threading import Thread
@@ -21,7 +20,8 @@ from tests.control_process import ServerProcess
 from tests.integration.nodes.factories import make_credential
 from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 
-pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+expect.set_options(timeout=30_000)
 
 Result = TypeVar("Result")
 LLAMA = ReplicaInfo(
@@ -87,7 +87,7 @@ class BoxThread:
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result(15)
+        return future.result(30)
 
 
 @pytest.fixture
@@ -127,16 +127,11 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: BoxThread
     assert in_database(Node.objects.get).model_names == ["llama-3.1-8b-instruct", "qwen3-14b"]
 
 
-def test_the_bar_moves_at_least_once_a_second(visit: Visit, attic: BoxThread) -> None:
-    attic.load(0.0)
+def test_the_bar_moves_with_each_word_of_the_box(visit: Visit, attic: BoxThread) -> None:
     bar = table(visit.page, "Loading").get_by_role("progressbar")
-    expect(bar).to_have_attribute("value", "0")
-    seen, began = {0}, time.monotonic()
-    while (elapsed := time.monotonic() - began) < 8.0:
-        attic.load(elapsed / 10)
-        seen.add(int(bar.get_attribute("value") or 0))
-        visit.page.wait_for_timeout(100)
-    assert len(seen) - 1 >= 7, sorted(seen)
+    for percent in (0, 1, 30, 59, 60, 99):
+        attic.load(percent / 100)
+        expect(bar).to_have_attribute("value", str(percent))
 
 
 def test_memory_is_shown_in_words_too(visit: Visit, attic: BoxThread) -> None:
@@ -181,7 +176,7 @@ def test_a_box_that_went_away_says_how_old_its_state_is(visit: Visit, attic: Box
     expect(table(visit.page, "Loading")).to_be_visible()
     attic.box.die()
     small = visit.page.locator("#box h2 small").first
-    expect(small).to_contain_text("as last reported", timeout=30_000)
+    expect(small).to_contain_text("as last reported")
 
 
 def test_words_of_a_box_never_become_markup(visit: Visit, attic: BoxThread) -> None:

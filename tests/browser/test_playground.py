@@ -18,7 +18,8 @@ from tests.control_process import ServerProcess
 from tests.integration.gateway_admin.factories import ACTOR
 from tests.integration.nodes.factories import make_credential
 
-pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+expect.set_options(timeout=30_000)
 
 MODEL = "llama-3.1-8b-instruct"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -42,7 +43,7 @@ class BoxThread:
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return what the box's method returned."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(15)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def say(self, stream: Stream, **delta: Any) -> None:
         """Send one chunk of a chat completion."""

@@ -17,7 +17,8 @@ from tests.control_process import ROOT
 from tests.unit.wire.policies import make_people, make_policy, make_statement
 from wire.optoken.approval import digest_words, encode_bytes
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.browser]
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.browser, pytest.mark.timeout(300)]
+expect.set_options(timeout=30_000)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-REPLY_WITHIN_S = 20.0
+REPLY_WITHIN_S = 30.0
 _CHUNK = 64 * 1024
 
 

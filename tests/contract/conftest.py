@@ -1,4 +1,7 @@
-"""One stack for the whole directory; extra gateways with other settings start on first use, on the same database."""
+"""One stack for the whole directory; extra gateways with other settings start on first use, on the same database.
+
+All of it ends with the last test of the directory: services cost time while nobody uses them, too.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +42,21 @@ NARROW_SETTINGS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the directory on one xdist worker: the stack is started once."""
+    """Give each test of the directory two minutes, unless it says how long it takes."""
     here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("contract"))
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(120))
+        if here in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(120))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack() -> Iterator[Stack]:
     """The running system, without a node: tests bring their own."""
     with run_stack("main", STACK_SETTINGS) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def worker_secret(stack: Stack) -> str:
     """An enrolment credential for as many scripted workers as all tests need."""
     _, text = stack.backstage.call(
@@ -64,19 +65,19 @@ def worker_secret(stack: Stack) -> str:
     return str(text)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def hasty(stack: Stack) -> Gateway:
     """A gateway with small limits and short time-outs."""
     return stack.gateway("hasty", HASTY_SETTINGS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def narrow(stack: Stack) -> Gateway:
     """A gateway that buffers little and waits for a slow client for one second."""
     return stack.gateway("narrow", NARROW_SETTINGS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair(stack: Stack) -> tuple[Gateway, Gateway]:
     """Two gateways of one cluster."""
     ports = [free_port(), free_port()]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any  # request bodies are JSON
 
 from aiohttp import web
-
-from tests.contract.stack import free_port
 
 
 @dataclass
@@ -79,8 +78,8 @@ def event(content: dict[str, Any]) -> bytes:
 @asynccontextmanager
 async def serve_backend(*, script: Callable[[ScriptedBackend], None] | None = None) -> AsyncIterator[ScriptedBackend]:
     """Run a backend; answers are not held back unless ``script`` clears ``hold``."""
-    port = free_port()
-    backend = ScriptedBackend(f"http://127.0.0.1:{port}")
+    listener = socket.create_server(("127.0.0.1", 0))
+    backend = ScriptedBackend(f"http://127.0.0.1:{listener.getsockname()[1]}")
     backend.hold.set()
     if script is not None:
         script(backend)
@@ -88,7 +87,7 @@ async def serve_backend(*, script: Callable[[ScriptedBackend], None] | None = No
     application.router.add_post("/v1/chat/completions", backend.answer)
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
+    await web.SockSite(runner, listener).start()
     try:
         yield backend
     finally:

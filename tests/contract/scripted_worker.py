@@ -45,7 +45,8 @@ class Job:
 
 def dial_options() -> dict[str, Any]:
     """Return how a real worker dials: no Origin, no subprotocol, no compression, and pings only inside JSON."""
-    return {"compression": None, "ping_interval": None, "max_size": None, "user_agent_header": None, "proxy": None}
+    wire: dict[str, Any] = {"compression": None, "ping_interval": None, "max_size": None, "user_agent_header": None}
+    return {**wire, "proxy": None, "open_timeout": DEADLINE_S}
 
 
 @dataclass

@@ -32,7 +32,7 @@ CLOCK: ToolParam = {"name": speech.OTHER_TOOL, "input_schema": {"type": "object"
 async def sdk(lab: Lab) -> AsyncIterator[anthropic.AsyncAnthropic]:
     """A client with the demo key that does not try again by itself."""
     async with anthropic.AsyncAnthropic(
-        api_key=lab.stack.ready.api_key, base_url=lab.gateway.url, max_retries=0, timeout=20
+        api_key=lab.stack.ready.api_key, base_url=lab.gateway.url, max_retries=0, timeout=60
     ) as client:
         yield client
 

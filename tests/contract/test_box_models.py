@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
-from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.contract.client import call
 from tests.contract.expect import assert_failure
-from tests.contract.lab import CHAT, Lab, bearer, chat_body, unique
+from tests.contract.lab import CHAT, IMPATIENT, Lab, bearer, chat_body, unique
 from tests.contract.waiting import eventually
 from wire.bridge import MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 
@@ -21,7 +19,6 @@ pytestmark = pytest.mark.asyncio
 
 AUDIO, TRANSLATE, IMAGES = "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/generations"
 EMBED, COMPLETE = "/v1/embeddings", "/v1/completions"
-FOLLOWS_WITHIN_S = 1.0
 
 
 def loaded(model: str, *endpoints: str) -> ReplicaInfo:
@@ -48,16 +45,18 @@ def recording(model: str, sound: bytes, *, edge: str = "edge-7MA4YWxk", stream: 
 # loading and unloading
 
 
-async def test_a_load_is_offered_and_routed_within_a_second(lab: Lab) -> None:
+async def test_a_load_is_offered_and_routed_as_soon_as_the_box_says_so(lab: Lab) -> None:
     first, second = await lab.model(), await lab.model()
     box = await lab.box(first, max_concurrent=2)
     assert not await lists(lab, second)
 
-    began = time.monotonic()
+    running = lab.ask(first)
+    stream = await box.stream()
     await box.send(Telemetry(replicas=[loaded(first), loaded(second, EMBED)]))
     await box.send(ModelsUpdate(models=[first, second]))
-    await eventually(partial(lists, lab, second), what="the model is offered")
-    assert time.monotonic() - began < FOLLOWS_WITHIN_S
+    await box.answer(stream, b"{}")
+    assert (await running).status == 200
+    assert await lists(lab, second), "what the box said before its answer has been heard"
 
     reply = lab.spawn(lab.post(json.dumps({"model": second, "input": "x"}).encode(), path=EMBED))
     stream = await box.stream()
@@ -66,22 +65,19 @@ async def test_a_load_is_offered_and_routed_within_a_second(lab: Lab) -> None:
     assert (await reply).status == 200
 
 
-async def test_an_unloaded_model_is_not_offered_and_what_runs_finishes(hasty_lab: Lab) -> None:
-    lab = hasty_lab
+async def test_an_unloaded_model_is_not_offered_and_what_runs_finishes(lab: Lab) -> None:
     kept, gone = await lab.model(), await lab.model()
     box = await lab.box(kept, gone, max_concurrent=2)
     running = lab.ask(gone)
     stream = await box.stream()
+    other = lab.ask(kept)
+    beside = await box.stream()
 
-    began = time.monotonic()
     await box.send(ModelsUpdate(models=[kept], current_load=1))
-
-    async def left() -> bool:
-        return not await lists(lab, gone)
-
-    await eventually(left, what="the model is no longer offered")
-    assert time.monotonic() - began < FOLLOWS_WITHIN_S
-    refused = await lab.ask(gone)
+    await box.answer(beside, b"{}")
+    assert (await other).status == 200
+    assert not await lists(lab, gone), "what the box said before its answer has been heard"
+    refused = await lab.ask(gone, x_pool_options=IMPATIENT)
     assert_failure(refused, 503, "NO_AVAILABLE_NODE")
 
     await box.answer(stream, b'{"finished":true}')
@@ -134,9 +130,7 @@ async def test_a_path_that_no_box_answers_is_refused_at_once_with_those_that_are
     await lab.box(model, replicas=[loaded(model, CHAT, COMPLETE)])
     made = await lab.admin("POST", "/admin/keys", body={"name": "k"})  # the refusals of one key are not all written down
     headers = {**bearer(made.json["secret"]), "content-type": "application/json"}
-    began = time.monotonic()
     reply = await lab.post(json.dumps({"model": model, "input": "x"}).encode(), path=EMBED, headers=headers)
-    assert time.monotonic() - began < FOLLOWS_WITHIN_S
     assert_failure(reply, 400, "BAD_REQUEST")
     assert reply.error["param"] == "model"
     assert reply.error["message"] == f"The model '{model}' does not answer {EMBED}; it answers {CHAT}, {COMPLETE}."
@@ -145,7 +139,8 @@ async def test_a_path_that_no_box_answers_is_refused_at_once_with_those_that_are
     refused = await lab.post(body, path=AUDIO, headers={**headers, "content-type": content_type})
     assert (refused.status, refused.error["param"]) == (400, "model")
     rows = await lab.final(model, 2)
-    assert {(row["status"], row["error_code"], row["node_id"]) for row in rows} == {("rejected", "BAD_REQUEST", None)}
+    columns = ("status", "error_code", "node_id", "queue_ms", "latency_ms")
+    assert {tuple(row[name] for name in columns) for row in rows} == {("rejected", "BAD_REQUEST", None, None, 0)}
 
 
 async def test_the_refusal_has_the_shape_of_the_callers_dialect(lab: Lab) -> None:
@@ -203,8 +198,8 @@ async def test_a_recording_larger_than_a_json_body_may_be_is_taken(lab: Lab) -> 
     model = await lab.model()
     box = await lab.box(model, replicas=[loaded(model, AUDIO)])
     body, content_type = recording(model, bytes(40 * 1024 * 1024))
-    reply = lab.spawn(lab.post(body, path=AUDIO, headers=lab.headers({"content-type": content_type}), within_s=50))
-    stream = await box.stream(within_s=40)
+    reply = lab.spawn(lab.post(body, path=AUDIO, headers=lab.headers({"content-type": content_type}), within_s=90))
+    stream = await box.stream(within_s=60)
     assert len(stream.body) == len(body)
     await box.answer(stream, b'{"text":""}')
     assert (await reply).status == 200
@@ -334,7 +329,7 @@ async def test_what_a_box_says_is_listed_for_operators(lab: Lab) -> None:
         row = await lab.node(name)
         return row if row["queue_depth"] == 2 else None
 
-    row = await eventually(written, what="the report is listed", within_s=5)
+    row = await eventually(written, what="the report is listed")
     assert [replica["state"] for replica in row["replicas"]] == ["loaded", "loading"]
     assert row["replicas"][1]["progress"] == 0.5
     assert (row["available_models"], row["avg_wait_ms"], row["memory"]["weights_mb"]) == (["other"], 35, 7_000)
@@ -352,7 +347,7 @@ async def test_a_flood_of_words_is_cut_and_the_box_keeps_working(lab: Lab) -> No
         row = await lab.node(name)
         return row if len(row["replicas"]) > 1 else None
 
-    row = await eventually(written, what="the report is listed", within_s=10)
+    row = await eventually(written, what="the report is listed")
     assert len(row["replicas"]) == 256
     assert len(json.dumps(row)) < 400_000
     reply = lab.ask(model)

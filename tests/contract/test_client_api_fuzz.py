@@ -33,7 +33,7 @@ FLOODED = (LARGEST, "calls that wait for the first", "a million empty calls", "l
 """Of the floods, those that differ most; the others come in long runs."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fuzzed(stack: Stack) -> Gateway:
     """A gateway that nothing else talks to: its log, its memory and its time are the fuzzer's alone."""
     return stack.gateway("fuzzed", SETTINGS)

@@ -155,7 +155,7 @@ ASKING = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browsable(stack: Stack) -> Gateway:
     """A gateway that lets pages of one origin in."""
     return stack.gateway("browsable", {"MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}"})

@@ -17,6 +17,7 @@ import pytest
 from tests.contract.stack import ROOT, Stack, answers
 from tests.contract.waiting import wait_until
 
+pytestmark = pytest.mark.timeout(600)
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 RUNNABLE = re.compile(r"^```(sh|python) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODEL = "muster-tiny"
@@ -39,12 +40,12 @@ def served(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFa
         node = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             address = f"{stack.ready.gateway_url}/v1/models/{MODEL}"
-            wait_until(lambda: node.poll() is not None or answers(address), within_s=60, what="the box serves the tiny model")
+            wait_until(lambda: node.poll() is not None or answers(address), within_s=120, what="the box serves the tiny model")
             assert node.poll() is None, Path(log.name).read_text(encoding="utf-8")
             yield stack
         finally:
             node.terminate()
-            node.wait(30)
+            node.wait(60)
 
 
 def fill_in(code: str, stack: Stack) -> str:
@@ -74,7 +75,7 @@ def test_a_documented_command_does_what_the_page_says(language: str, code: str, 
         env=environment | secrets,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -10,7 +10,7 @@ import pytest
 from tests.contract import expect
 from tests.contract.client import Reply, call, send_raw
 from tests.contract.expect import assert_failure
-from tests.contract.lab import CHAT, PROBE_TOKENS, Lab, bearer, chat_body, unique
+from tests.contract.lab import CHAT, IMPATIENT, PROBE_TOKENS, Lab, bearer, chat_body, heard_in_time, unique
 from tests.contract.waiting import eventually
 from wire import frames
 from wire.credentials import CredentialKind, mint_credential
@@ -152,7 +152,7 @@ async def test_a_body_over_the_limit_is_413_without_being_read_to_the_end(lab: L
         f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {lab.stack.ready.api_key}\r\n"
         f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
     )
-    answer = await send_raw(lab.gateway.url, head.encode() + b"{" * 1000, within_s=5)
+    answer = await send_raw(lab.gateway.url, head.encode() + b"{" * 1000)
     assert answer.startswith(b"HTTP/1.1 413 "), answer[:200]
     assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "BODY_TOO_LARGE"
 
@@ -171,7 +171,7 @@ START = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
     ids=["no HTTP", "length and chunked", "two lengths", "negative length"],
 )
 async def test_malformed_http_is_refused_and_the_gateway_goes_on(lab: Lab, data: bytes) -> None:
-    answer = await send_raw(lab.gateway.url, data, within_s=3)
+    answer = await send_raw(lab.gateway.url, data)
     assert not answer.startswith(b"HTTP/1.1 2"), answer[:200]
     assert (await call("GET", lab.gateway.url + "/health")).status == 200
 
@@ -182,8 +182,7 @@ async def test_no_node_for_a_known_model_is_503_no_available_node_after_the_wait
 
 
 @pytest.mark.parametrize("action", ["cordon_node", "drain_node"])
-async def test_only_draining_or_cordoned_nodes_is_503_node_draining(hasty_lab: Lab, action: str) -> None:
-    lab = hasty_lab
+async def test_only_draining_or_cordoned_nodes_is_503_node_draining(lab: Lab, action: str) -> None:
     model = await lab.model()
     name = unique("kept-back")
     worker = await lab.worker(model, name=name, max_concurrent=2)
@@ -203,7 +202,7 @@ async def test_only_draining_or_cordoned_nodes_is_503_node_draining(hasty_lab: L
         return row is not None and row["is_draining"] is True
 
     await eventually(known_here, what="the gateway knows")
-    assert_failure(await lab.ask(model), 503, "NODE_DRAINING")
+    assert_failure(await lab.ask(model, x_pool_options=IMPATIENT), 503, "NODE_DRAINING")
     await worker.stream(job, ["finished"])
     assert (await running).events[-1] == "[DONE]"
 
@@ -221,6 +220,7 @@ async def test_an_engine_that_fails_is_502_forwarded_request_failed(lab: Lab) ->
     assert (record["status"], record["error_code"]) == ("failed", "FORWARDED_REQUEST_FAILED")
 
 
+@heard_in_time
 async def test_a_request_that_runs_too_long_is_504_and_the_worker_is_told(hasty_lab: Lab) -> None:
     lab = hasty_lab
     model = await lab.model()
@@ -235,6 +235,7 @@ async def test_a_request_that_runs_too_long_is_504_and_the_worker_is_told(hasty_
     assert (await again).status == 200
 
 
+@heard_in_time
 async def test_a_stream_that_runs_too_long_ends_with_one_error_event(hasty_lab: Lab) -> None:
     lab = hasty_lab
     model = await lab.model()

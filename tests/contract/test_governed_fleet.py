@@ -14,7 +14,7 @@ from benchmarks.govcheck import kills, refusals, stolen
 from benchmarks.govcheck.fleet import MODEL, Fleet, open_fleet
 from benchmarks.runner import Progress
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CASES = (
     ("worker", "last approval kept"),
@@ -42,10 +42,10 @@ def section() -> Section:
 def test_an_approved_load_serves_and_an_approved_unload_ends_it(fleet: Fleet) -> None:
     (loaded,) = fleet.run("model-load", modelId=MODEL)
     assert (loaded["state"], loaded["attempt"]) == ("succeeded", 1)
-    fleet.wait(lambda: fleet.chat(MODEL).status_code == 200 or None, within_s=20, what="the model answers")
+    fleet.wait(lambda: fleet.chat(MODEL).status_code == 200 or None, within_s=60, what="the model answers")
     (unloaded,) = fleet.run("model-unload", modelId=MODEL)
     assert unloaded["result"]["wasLoaded"] is True
-    fleet.wait(lambda: fleet.chat(MODEL).status_code != 200 or None, within_s=20, what="the model is gone")
+    fleet.wait(lambda: fleet.chat(MODEL).status_code != 200 or None, within_s=60, what="the model is gone")
 
 
 def test_what_must_not_count_is_refused_with_its_rule(fleet: Fleet, section: Section) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any  # REST bodies are JSON
 
 import pytest
@@ -12,7 +14,7 @@ import pytest_asyncio
 
 from tests.contract.client import Reply, call
 from tests.contract.expect import assert_failure, assert_stream_failure
-from tests.contract.lab import Lab, chat_body, unique
+from tests.contract.lab import IMPATIENT, Lab, chat_body, unique
 from tests.contract.scripted_backend import ScriptedBackend, serve_backend
 from tests.contract.scripted_worker import ScriptedWorker
 from tests.contract.stack import free_port
@@ -20,6 +22,9 @@ from tests.contract.waiting import eventually
 from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.asyncio
+
+RECLAIM_GRACE_S = 1.0
+"""MUSTER_RECLAIM_GRACE_S of the stack."""
 
 
 @dataclass
@@ -102,6 +107,7 @@ async def test_a_registered_box_that_reports_itself_serves_requests(lab: Lab, ba
     assert (first["node_name"], second["node_name"]) == (node.name, node.name)
     assert (first["prompt_tokens"], first["completion_tokens"], first["tokens_estimated"]) == (11, 2, False)
     assert second["completion_tokens"] >= 1
+    await node.heartbeat()
     row = await lab.node(node.name)
     assert (row["status"], row["mode"], row["current_model"]) == ("available", "spare_on", node.model)
     assert row["vram_free_mb"] == 73728
@@ -132,7 +138,7 @@ async def test_a_client_that_leaves_aborts_the_call_to_a_direct_box(lab: Lab, ba
     exchange = await lab.open(node.model, stream=False)
     await eventually(lambda: backend.calls, what="the engine works")
     exchange.leave()
-    await eventually(lambda: backend.gone == 1, within_s=2, what="the engine was told")
+    await eventually(lambda: backend.gone == 1, what="the engine was told")
     (record,) = await lab.final(node.model)
     assert record["status"] == "cancelled"
 
@@ -204,15 +210,23 @@ async def test_spare_off_gives_work_in_flight_the_grace_period_then_interrupts_i
 
 
 async def test_work_that_fits_the_grace_period_finishes_after_spare_off(lab: Lab, backend: ScriptedBackend) -> None:
-    node = await register(lab, backend.url)
-    await node.heartbeat()
-    backend.hold.clear()
-    reply = lab.ask(node.model)
-    await eventually(lambda: backend.calls, what="the engine works")
-    body = {"mode": "spare_off", "reason": "owner_reclaim"}
-    await lab.control("POST", f"/nodes/{node.node_id}/mode", token=node.token, body=body)
-    backend.hold.set()
-    assert (await reply).status == 200
+    async def finished() -> bool:
+        """Return whether it did; it may not only where this machine took longer than the grace."""
+        node = await register(lab, backend.url)
+        await node.heartbeat()
+        backend.calls.clear()
+        backend.hold.clear()
+        reply = lab.ask(node.model)
+        await eventually(lambda: backend.calls, what="the engine works")
+        body = {"mode": "spare_off", "reason": "owner_reclaim"}
+        began = time.monotonic()
+        await lab.control("POST", f"/nodes/{node.node_id}/mode", token=node.token, body=body)
+        backend.hold.set()
+        answered = await reply
+        assert answered.status == 200 or time.monotonic() - began > RECLAIM_GRACE_S, answered
+        return answered.status == 200
+
+    await eventually(finished, what="a request finishes within the grace")
 
 
 async def test_wrong_node_tokens_are_401_invalid_node_token(lab: Lab, backend: ScriptedBackend) -> None:
@@ -264,8 +278,7 @@ async def test_the_node_list_is_for_administrators_and_the_openapi_schema_is_ser
         assert path in paths
 
 
-async def test_drain_and_cordon_survive_a_reconnect(hasty_lab: Lab) -> None:
-    lab = hasty_lab
+async def test_drain_and_cordon_survive_a_reconnect(lab: Lab) -> None:
     for action, undo, arguments in (
         ("cordon_node", "uncordon_node", {}),
         ("drain_node", "undrain_node", {"reason": "maintenance"}),
@@ -281,19 +294,20 @@ async def test_drain_and_cordon_survive_a_reconnect(hasty_lab: Lab) -> None:
         second = await connect_again(lab, model, name)
 
         async def draining(model: str = model) -> Reply | None:
-            reply = await lab.post(chat_body(model))
+            reply = await lab.post(chat_body(model, x_pool_options=IMPATIENT))
             return reply if reply.error["code"] == "NODE_DRAINING" else None
 
         assert_failure(await eventually(draining, what=f"still kept back after {action}"), 503, "NODE_DRAINING")
         assert not second.jobs
         lab.operate(f"nodes.services.{undo}", node_id=node_id)
-        if second.close_code is not None:
-            second = await connect_again(lab, model, name)
+        await eventually(partial(serves_again, lab, model, name, [second]), what=f"serving after {undo}")
 
-        async def served(model: str = model, worker: ScriptedWorker = second) -> bool:
-            return (await lab.ask_through(worker, model)).status == 200
 
-        await eventually(served, what=f"serving after {undo}")
+async def serves_again(lab: Lab, model: str, name: str, sessions: list[ScriptedWorker]) -> bool:
+    """Return whether the box serves; it dials once more where the gateway has let its last session go."""
+    if sessions[-1].close_code is not None:
+        sessions.append(await connect_again(lab, model, name))
+    return (await lab.ask_through(sessions[-1], model)).status == 200
 
 
 async def connect_again(lab: Lab, model: str, name: str) -> ScriptedWorker:

@@ -39,7 +39,7 @@ CALLED = [
 async def sdk(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
     """A client with the demo key that does not try again by itself."""
     async with openai.AsyncOpenAI(
-        api_key=lab.stack.ready.api_key, base_url=lab.gateway.url + "/v1", max_retries=0, timeout=20
+        api_key=lab.stack.ready.api_key, base_url=lab.gateway.url + "/v1", max_retries=0, timeout=60
     ) as client:
         yield client
 

@@ -20,10 +20,10 @@ SEND, FACTS = "/admin/playground/send", "/admin/playground/facts"
 SSE = "text/event-stream"
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def cookies(stack: Stack) -> dict[str, str]:
     """The cookies of a browser in which the operator has signed in."""
-    async with httpx.AsyncClient(base_url=stack.ready.control_url, trust_env=False, timeout=15) as browser:
+    async with httpx.AsyncClient(base_url=stack.ready.control_url, trust_env=False, timeout=60) as browser:
         await browser.get("/sign-in/")
         who = {"name": stack.ready.admin["username"], "password": stack.ready.admin["password"]}
         answer = await browser.post("/sign-in/", data={**who, "csrfmiddlewaretoken": browser.cookies["csrftoken"]})
@@ -35,7 +35,7 @@ async def cookies(stack: Stack) -> dict[str, str]:
 async def browser(stack: Stack, cookies: dict[str, str]) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"x-csrftoken": cookies["csrftoken"]}
     url = stack.ready.control_url
-    async with httpx.AsyncClient(base_url=url, cookies=cookies, headers=headers, timeout=15, trust_env=False) as opened:
+    async with httpx.AsyncClient(base_url=url, cookies=cookies, headers=headers, timeout=60, trust_env=False) as opened:
         yield opened
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import time
 from pathlib import Path
 from typing import Any  # what the redis client returns depends on its mode
 
@@ -23,10 +25,12 @@ async def test_a_completed_request_has_one_row_with_tokens_times_node_and_attemp
     model = await lab.model()
     name = unique("recorded")
     worker = await lab.worker(model, name=name)
+    began = time.monotonic()
     reply = lab.ask(model, "count me", max_tokens=33)
     await worker.answer(await worker.job(), tokens=(7, 3))
     request_id = (await reply).request_id
     (record,) = await lab.final(model)
+    took_ms = (time.monotonic() - began) * 1000
     assert record["status"] == "completed"
     assert record["error_code"] is None
     assert record["status_code"] == 200
@@ -34,7 +38,7 @@ async def test_a_completed_request_has_one_row_with_tokens_times_node_and_attemp
     assert record["attempts"] == 1
     assert record["max_tokens"] == 33
     assert (record["prompt_tokens"], record["completion_tokens"], record["tokens_estimated"]) == (7, 3, False)
-    assert 0 <= record["queue_ms"] <= record["ttfb_ms"] <= record["latency_ms"] < 20_000
+    assert 0 <= record["queue_ms"] <= record["ttfb_ms"] <= record["latency_ms"] <= took_ms
     assert record["bytes_out"] > 0
     assert record["finished_at"] >= record["created_at"]
     assert request_id == f"req_{record['id'].hex}"
@@ -129,6 +133,11 @@ async def test_prompts_answers_and_credentials_are_written_nowhere(lab: Lab, tmp
     await asyncio.to_thread(scan, lab, canary, [text.rsplit("_", 1)[1] for text in secrets_of_ours])
 
 
+def list_files(folder: Path) -> list[Path]:
+    """Return all files below a folder of servers that are at work: what goes away meanwhile is passed over."""
+    return [Path(where, name) for where, _, names in os.walk(folder) for name in names if Path(where, name).is_file()]
+
+
 def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
     """Look for the canary and for credentials in the database, in Valkey and in every file of the stack."""
     found = []
@@ -144,10 +153,13 @@ def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
         dump: Any = server.dump(key) or b""
         found += [f"valkey {key!r}" for text in [canary, *credentials] if text.encode() in dump]
     server.close()
-    for path in lab.stack.directory.rglob("*"):
-        if not path.is_file() or path.name == "ready.json":
+    for path in list_files(lab.stack.directory):
+        if path.name == "ready.json":
             continue
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            continue  # a server's own passing file
         found += [f"file {path.name}" for text in [canary] if text.encode() in content]
         if path.suffix == ".log":
             # The launcher's own output, which is the operator's terminal, shows the demo key once.

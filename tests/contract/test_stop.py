@@ -23,10 +23,15 @@ def start(stack: Stack, name: str, grace_s: str) -> Gateway:
     return stack.gateway(name, {"MUSTER_SHUTDOWN_GRACE_S": grace_s, "MUSTER_NO_NODE_WAIT_S": "30"})
 
 
+def answers_no_more(gateway: Gateway) -> bool:
+    """Return whether the gateway takes nothing new; asked beside the event loop, on which workers have to be heard."""
+    return not answers(gateway.url + "/health")
+
+
 async def exit_status(gateway: Gateway) -> int:
     """Wait until the process has ended; a shell sees the signal as the cause, as it should."""
     assert gateway.process is not None
-    return abs(await asyncio.to_thread(gateway.process.wait, 20))
+    return abs(await asyncio.to_thread(gateway.process.wait, 60))
 
 
 async def test_sigterm_lets_requests_in_flight_finish_then_lets_go_of_the_workers(lab: Lab) -> None:
@@ -43,7 +48,7 @@ async def test_sigterm_lets_requests_in_flight_finish_then_lets_go_of_the_worker
     assert gateway.process is not None
     gateway.process.send_signal(signal.SIGTERM)
     # Closing the listener is the first thing it does.
-    await eventually(lambda: not answers(gateway.url + "/health"), what="nothing new is taken")
+    await eventually(lambda: asyncio.to_thread(answers_no_more, gateway), what="nothing new is taken")
     await worker.answer(second)
     assert (await plain).status == 200
     await worker.stream(first, ["end"])
@@ -93,7 +98,7 @@ async def test_requests_of_a_gateway_that_was_killed_are_closed_by_the_reconcile
     async def closed() -> bool:
         return {record["status"] for record in await lab.records(model)} == {"interrupted"}
 
-    await eventually(closed, within_s=30, what="the reconciler closed what the dead gateway owned", pause_s=0.2)
+    await eventually(closed, within_s=60, what="the reconciler closed what the dead gateway owned", pause_s=0.2)
     lab.gateway = lab.stack.main
     again = await lab.worker(model)
     reply = lab.ask(model, "on another gateway")

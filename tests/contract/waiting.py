@@ -10,8 +10,8 @@ from typing import TypeVar, cast, overload
 
 T = TypeVar("T")
 
-DEADLINE_S = 10.0
-"""For conditions that normally hold within milliseconds; generous because the machine may be loaded."""
+DEADLINE_S = 30.0
+"""For conditions that normally hold within milliseconds; generous because the machine may be loaded, or stand still."""
 _PAUSE_S = 0.01
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.lab import Lab, unique
+from tests.contract.lab import UNHEARD, Lab, heard_in_time, unique
 from tests.contract.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
@@ -92,6 +92,7 @@ async def test_equally_loaded_exact_matches_rotate_in_round_robin_order(lab: Lab
     assert served[3:] == served[:3]
 
 
+@heard_in_time
 async def test_pong_updates_live_load_used_for_selection(hasty_lab: Lab) -> None:
     lab = hasty_lab
     model = await lab.model()
@@ -117,7 +118,7 @@ async def test_stale_workers_are_expired_after_the_pong_window(hasty_lab: Lab) -
     name = unique("silent")
     silent = await lab.worker(await lab.model(), name=name, answers_pings=False)
     await silent.frame("ping")
-    assert await silent.closed() == (1000, "worker heartbeat timed out")
+    assert await silent.closed() == (1000, UNHEARD)
 
     async def gone() -> bool:
         return await lab.listed_worker(name) is None
@@ -125,6 +126,7 @@ async def test_stale_workers_are_expired_after_the_pong_window(hasty_lab: Lab) -
     await eventually(gone, what="the worker is not listed any more")
 
 
+@heard_in_time
 async def test_stale_workers_are_not_selected_for_new_requests(hasty_lab: Lab) -> None:
     lab = hasty_lab
     model = await lab.model()

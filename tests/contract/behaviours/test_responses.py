@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.contract.expect import OVERSIZED_TEXT, assert_stream_failure
-from tests.contract.lab import Lab
+from tests.contract.lab import Lab, heard_in_time
 from tests.contract.scripted_worker import delta_text
 
 pytestmark = pytest.mark.asyncio
@@ -67,6 +67,7 @@ async def test_streaming_pass_through_preserves_chunk_order_done_termination_and
     assert (record["prompt_tokens"], record["completion_tokens"]) == (5, 201)
 
 
+@heard_in_time
 async def test_oversized_stream_emits_sse_error_and_terminates_without_delivering_completion(hasty_lab: Lab) -> None:
     lab = hasty_lab
     model = await lab.model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from django.core.exceptions import PermissionDenied
+from django.db import OperationalError
 from django.test import Client, RequestFactory
 from django.urls import reverse
 from pytest_django import DjangoAssertNumQueries
@@ -68,6 +69,30 @@ def test_a_defect_and_a_refusal_there_are_pages_that_say_nothing_of_what_broke(r
 def test_the_page_of_a_defect_reads_nothing(rf: RequestFactory, django_assert_num_queries: DjangoAssertNumQueries) -> None:
     with django_assert_num_queries(0):
         assert "It has been logged" in server_error(rf.get("/sign-in/")).content.decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "is_page"),
+    [
+        ("/approvals/", "", True), ("/admin/", "", True), ("/admin/login/", "application/x-www-form-urlencoded", True),
+        ("/admin/playground/send", "application/json", False), ("/approvals/", "application/json", False),
+        ("/requests", "", False),
+    ],
+)  # fmt: skip
+def test_without_the_database_people_get_a_page_and_scripts_the_envelope(
+    rf: RequestFactory, django_assert_num_queries: DjangoAssertNumQueries, path: str, content_type: str, *, is_page: bool
+) -> None:
+    request = rf.generic("POST", path, b"{}", content_type=content_type)
+    with django_assert_num_queries(0):
+        try:
+            raise OperationalError("a word of the server")
+        except OperationalError:
+            answer = server_error(request)
+
+    assert (answer.status_code, answer["Retry-After"]) == (503, "5")
+    assert answer["Content-Type"].startswith("text/html" if is_page else "application/json")
+    assert "may or may not have been done" in answer.content.decode()
+    assert "a word of the server" not in answer.content.decode()
 
 
 def test_a_foreign_host_header_is_refused_in_the_envelope(client: Client) -> None:

@@ -16,7 +16,7 @@ from governance.models import OperationRun
 from governance.states import RunState
 from tests.integration.governance.team import make_governed, propose_token
 
-WITHIN_S = 10.0
+WITHIN_S = 30.0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -477,7 +477,7 @@ async def run_gateway() -> AsyncIterator[GatewayRuntime]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -135,9 +135,10 @@ async def test_a_request_that_cannot_be_said_in_other_words_is_refused_before_it
     assert link.streams == []
 
 
-async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gateway: Make) -> None:
+@pytest.mark.parametrize("paths", [None, {CHAT, "/v1/messages"}], ids=["declares nothing", "declares what it does not know"])
+async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gateway: Make, paths: set[str] | None) -> None:
     gateway = make_gateway()
-    link = gateway.link()
+    link = gateway.link(paths=paths)
     first = gateway.ask(surface=MESSAGES, max_tokens=5)
     stream = await first.on(link)
     assert stream.request.path == "/v1/messages"
@@ -157,6 +158,16 @@ async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gat
     )  # fmt: skip
 
 
+async def test_what_an_engine_does_not_do_on_a_path_that_its_box_declares_is_no_unknown_path(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/messages"})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5)
+    (await request.on(link)).answer(b'{"error":{"message":"Thinking is not supported.","code":501}}', status=501)
+    await request.done()
+    assert (request.client.status, request.error["message"]) == (501, "Thinking is not supported.")
+    assert link.find_path("m", "/v1/messages") == "/v1/messages"
+
+
 async def test_an_engines_refusal_keeps_its_status_and_is_said_in_the_callers_dialect(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link(paths={CHAT})
@@ -168,6 +179,47 @@ async def test_an_engines_refusal_keeps_its_status_and_is_said_in_the_callers_di
     assert request.client.status == 400
     assert request.error["message"] == "prompt is too long: 9 tokens > 8 maximum"
     assert await request.record("state", "status_code") == ("failed", 400)
+
+
+AT_LEAST = {"error": {"message": (
+    "This model's maximum context length is 4096 tokens. However, you requested 512 output tokens and your prompt contains at"
+    " least 3585 input tokens, for a total of at least 4097 tokens."
+), "type": "BadRequestError", "code": 400}}  # fmt: skip
+
+
+@pytest.mark.parametrize("paths", [{CHAT}, {CHAT, "/v1/messages"}], ids=["translated", "native"])
+@pytest.mark.parametrize("begun", [False, True], ids=["at once", "after signs of life"])
+async def test_a_prompt_of_which_the_engine_says_only_that_it_is_too_long_is_counted(
+    make_gateway: Make, *, paths: set[str], begun: bool
+) -> None:
+    gateway = make_gateway(timeouts=Timeouts(stream_ping_s=0.01 if begun else 30.0))
+    link = gateway.link(paths=paths)
+    results = [{"type": "tool_result", "tool_use_id": "t", "content": "word " * 8000}]
+    calls = [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+    request = gateway.ask(surface=MESSAGES, max_tokens=50, stream=True, messages=turns)
+    stream = await request.on(link)
+    if begun:
+        await request.client.wait(lambda: b": ping" in request.client.body)
+    stream.answer(json.dumps(AT_LEAST).encode(), status=400)
+    await request.done()
+    said = request.client.body.rpartition(b"data: ")[2] if begun else request.client.body
+    message = json.loads(said)["error"]["message"]
+    assert message.startswith("prompt is too long: 10")
+    assert message.endswith(" tokens > 4096 maximum")
+    assert len(message) == len("prompt is too long: 10025 tokens > 4096 maximum")
+    assert begun or (request.client.status, request.client.headers["x-muster-model"]) == (400, "m")
+    assert request.client.is_whole
+    assert await request.record("state", "error_code", "status_code") == ("failed", "context_length_exceeded", 400)
+
+
+async def test_a_count_of_ours_is_never_below_what_the_engine_counted(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=50)
+    (await request.on(link)).answer(json.dumps(AT_LEAST).encode(), status=400)
+    await request.done()
+    assert "3585 + 512 > 4096" in request.error["message"]
 
 
 # names

@@ -90,7 +90,7 @@ class Setting:
         """Ask, and have the box answer that. What it was asked is the last of ``self.asked``."""
         self.runtime.registry.add(self.link)
         asking = asyncio.create_task(self.ask(body, path=path))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not self.link.streams and not asking.done():
                 await asyncio.sleep(0)
         stream = self.link.streams[0]
@@ -299,7 +299,7 @@ async def test_a_real_box_counts_what_it_then_reads_also_for_another_gateway(set
     async with (
         serve_gateway() as (runtime, port),
         run_box(tmp_path, f"http://127.0.0.1:{port}", "--model-name", "tiny", "--threads", "1", env={"MUSTER_TOKEN": secret}),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": key}, timeout=20) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": key}, timeout=60) as client,
     ):
         (link,) = await eventually(lambda: asyncio.sleep(0, runtime.registry.links_for("tiny")), what="the box is here")
         assert link.context_of("tiny") == 2048

@@ -29,7 +29,7 @@ MESSAGES = SURFACES["/v1/messages"]
 @pytest.fixture
 async def gateway(rows: Rows) -> AsyncIterator[Gateway]:
     """A gateway whose queue is short and whose patience is too."""
-    made = Gateway(rows, max_queue=1, timeouts=Timeouts(queue_s=0.2, no_node_wait_s=0.1, request_s=5.0))
+    made = Gateway(rows, max_queue=1, timeouts=Timeouts(queue_s=0.2, no_node_wait_s=0.1, request_s=30.0))
     yield made
     await made.records.stop()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ import psycopg
 import pytest
 
 from controlplane.launcher.embedded import EmbeddedServers
-from gateway import records
+from gateway import metrics, record_sql, records
 from gateway.errors import RecordsUnavailable
 from gateway.records import MAX_COUNT, Record, RecordWriter
 from nodes.postgres import Patience
@@ -24,12 +23,14 @@ from wire.ids import new_uuid7
 
 Rows = psycopg.Connection[tuple[object, ...]]
 GATEWAY = uuid.UUID(int=1)
+ACCEPT_S = 30.0
+"""So long a commit may take on a machine that stands still, where its being slow is not the subject."""
 
 
 @pytest.fixture
 async def writer(rows: Rows) -> AsyncIterator[RecordWriter]:
     """A writer that runs on the private database."""
-    writer = RecordWriter(accept_s=2.0, max_pending=10_000)
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=10_000)
     writer.start()
     yield writer
     await writer.stop()
@@ -57,12 +58,17 @@ def read(rows: Rows, record: Record, *columns: str) -> tuple[object, ...] | None
     return rows.execute(f"SELECT {names} FROM gateway_requestrecord WHERE id = %s", [record.id]).fetchone()
 
 
+def is_waited_for(rows: Rows) -> bool:
+    """Whether somebody waits for a lock that another connection holds."""
+    return rows.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone() is not None
+
+
 def count(rows: Rows, state: RequestState) -> int:
     (number,) = rows.execute("SELECT count(*) FROM gateway_requestrecord WHERE state = %s", [state.value]).fetchone() or (0,)
     return int(str(number))
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait until another thread has made ``condition`` true."""
     async with asyncio.timeout(seconds):
         while not condition():
@@ -245,25 +251,64 @@ async def test_more_than_the_bound_is_refused_at_once(rows: Rows) -> None:
 
 
 async def test_a_database_that_hangs_bounds_the_wait_and_closes_what_got_in_late(rows: Rows) -> None:
-    writer = RecordWriter(accept_s=0.1, max_pending=100)
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
     writer.start()
     try:
         await writer.accept(make_record())
         record = make_record()
+        writer._accept_s = 0.1
         with rows.transaction():
             rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
-            began = time.monotonic()
             with pytest.raises(RecordsUnavailable):
                 await writer.accept(record)
-            assert time.monotonic() - began < 2.0
+            assert writer.is_healthy, "the writer itself has not given up yet"
+        writer._accept_s = ACCEPT_S
         await written(writer)
         await until(lambda: read(rows, record) == ("rejected",))
     finally:
         await writer.stop()
 
 
+async def test_what_is_given_up_before_it_is_sent_has_a_row_like_what_was_sent(rows: Rows) -> None:
+    writer = RecordWriter(accept_s=1.0, max_pending=1000)
+    writer.start()
+    try:
+        sent, unsent = make_record(), [make_record() for _ in range(120)]
+        with rows.transaction():
+            rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
+            first = writer.accept(sent)
+            await until(lambda: is_waited_for(rows))
+            waiting = [first, *(writer.accept(record) for record in unsent)]
+            assert {type(end) for end in await asyncio.gather(*waiting, return_exceptions=True)} == {RecordsUnavailable}
+        await until(lambda: count(rows, RequestState.REJECTED) == 121)
+        final = {read(rows, record, "state", "error_code", "status_code") for record in (sent, *unsent)}
+        assert final == {("rejected", "NO_AVAILABLE_NODE", 503)}
+        portions = "SELECT count(DISTINCT xmin::text) FROM gateway_requestrecord WHERE id = ANY(%s)"
+        (number,) = rows.execute(portions, [[record.id for record in unsent]]).fetchone() or (0,)
+        assert int(str(number)) >= 120 / records._REFUSED_BATCH  # each is soon through, so that nobody has to wait for all
+    finally:
+        await writer.stop()
+
+
+async def test_refusals_beyond_the_bound_are_counted_instead_of_written(rows: Rows) -> None:
+    writer = RecordWriter(accept_s=1.0, max_pending=3)
+    writer.start()
+    dropped = metrics.RECORDS_DROPPED._value.get()
+    try:
+        with rows.transaction():
+            rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
+            first = writer.accept(make_record())
+            await until(lambda: is_waited_for(rows))
+            waiting = [first, *(writer.accept(make_record()) for _ in range(10))]
+            assert {type(end) for end in await asyncio.gather(*waiting, return_exceptions=True)} == {RecordsUnavailable}
+        await until(lambda: count(rows, RequestState.REJECTED) + metrics.RECORDS_DROPPED._value.get() - dropped == 11)
+        assert 1 <= count(rows, RequestState.REJECTED) <= 1 + 3
+    finally:
+        await writer.stop()
+
+
 async def test_stop_writes_what_waits(rows: Rows) -> None:
-    writer = RecordWriter(accept_s=2.0, max_pending=100)
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
     writer.start()
     record = make_record()
     await writer.accept(record)
@@ -274,9 +319,10 @@ async def test_stop_writes_what_waits(rows: Rows) -> None:
 
 
 async def test_while_the_database_is_away_requests_are_refused_and_nothing_is_lost(
-    rows: Rows, private_servers: EmbeddedServers
+    rows: Rows, private_servers: EmbeddedServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = RecordWriter(accept_s=2.0, max_pending=10_000)
+    monkeypatch.setattr(records, "_LATE_S", 0.1)
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=10_000)
     writer.start()
     running = [make_record() for _ in range(50)]
     await asyncio.gather(*(writer.accept(record) for record in running))
@@ -284,29 +330,29 @@ async def test_while_the_database_is_away_requests_are_refused_and_nothing_is_lo
     private_servers.postgres.kill()
     try:
         refused = make_record()
-        began = time.monotonic()
         with pytest.raises(RecordsUnavailable) as caught:
             await writer.accept(refused)
-        assert time.monotonic() - began < 4.0
         assert caught.value.retry_after_s
         assert not writer.is_healthy
         for record in running:
             record.state = RequestState.COMPLETED
             writer.touch(record)
-        writer.add_final(make_record(state=RequestState.REJECTED))
+        overflow = make_record(state=RequestState.REJECTED)
+        writer.add_final(overflow)
     finally:
         private_servers.postgres.start()  # not in a thread: the server is tied to the life of the thread that starts it
     await until(lambda: writer.is_healthy)
     await written(writer)
     with psycopg.connect(private_servers.database_url, autocommit=True) as again:
         assert {read(again, record) for record in running} == {("completed",)}
-        assert read(again, refused) is None
+        await until(lambda: read(again, refused, "state", "error_code") == ("rejected", "NO_AVAILABLE_NODE"))
+        assert read(again, overflow) is None
         assert count(again, RequestState.QUEUED) == 1  # the request of written()
     await writer.stop()
 
 
 async def test_a_commit_whose_connection_dies_promises_nothing_and_leaves_no_open_row(rows: Rows) -> None:
-    writer = RecordWriter(accept_s=5.0, max_pending=10_000)
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=10_000)
     writer.start()
     accepted: list[Record] = []
     refused: list[Record] = []
@@ -344,7 +390,7 @@ async def test_a_connection_that_died_while_nobody_used_it_costs_no_request(writ
 async def test_a_database_that_was_restarted_while_nobody_used_it_costs_no_request(
     private_servers: EmbeddedServers, rows: Rows
 ) -> None:
-    writer = RecordWriter(accept_s=5.0, max_pending=100)
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
     writer.start()
     try:
         await writer.accept(make_record())
@@ -374,24 +420,33 @@ async def test_a_refused_request_that_gets_in_after_the_database_is_back_is_clos
 ) -> None:
     """A frozen server carries out what it had received when it thaws, perhaps after the writer has closed what it found."""
     monkeypatch.setattr(records, "_LATE_S", 0.5)
-    monkeypatch.setattr(records, "_PATIENCE", Patience(silence_s=0.2))
-    writer = RecordWriter(accept_s=5.0, max_pending=100)
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
     writer.start()
     try:
-        await writer.accept(make_record())
-        record = make_record()
-        with rows.transaction():
-            rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
-            with pytest.raises(RecordsUnavailable):
-                await writer.accept(record)
-            rows.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'muster-records'")
-        await until(lambda: writer.is_healthy and writer.pending == 0)
-        assert read(rows, record) is None
-        late = msgspec.json.encode([make_record(id=record.id, created_at=record.created_at)]).decode()
-        rows.execute(records._INSERT, {"inserts": late})
+        while (record := await let_in_late(writer, rows)) is None:
+            pass
         await until(lambda: read(rows, record) == ("rejected",))
     finally:
         await writer.stop()
+
+
+async def let_in_late(writer: RecordWriter, rows: Rows) -> Record | None:
+    """Have a request refused, and its row come in once the writer is well again. None: not before the last look at it."""
+    await written(writer)
+    assert writer._database is not None
+    writer._database.patience = Patience(silence_s=0.2)  # type: ignore[attr-defined]  # of this connection alone
+    record = make_record()
+    with rows.transaction():
+        rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(RecordsUnavailable):
+            await writer.accept(record)
+        rows.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'muster-records'")
+    await until(lambda: writer.is_healthy and writer.pending == 0)
+    if read(rows, record) is not None:
+        return None
+    late = msgspec.json.encode([make_record(id=record.id, created_at=record.created_at)]).decode()
+    rows.execute(record_sql.INSERT, {"inserts": late})
+    return record if writer._doubtful else None
 
 
 async def test_the_writer_outlives_its_loop_being_busy(writer: RecordWriter, rows: Rows) -> None:

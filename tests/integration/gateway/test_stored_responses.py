@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -80,7 +81,7 @@ def expire(response_id: str) -> None:
 
 def wait_for_lock(thread: threading.Thread) -> None:
     """Return once the thread's connection waits for a lock of ours, or the thread is through."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
     with connection.cursor() as cursor:
         while thread.is_alive() and time.monotonic() < deadline:
@@ -195,7 +196,9 @@ def test_a_database_that_makes_wait_is_given_up_on_in_time() -> None:
 
     def keep_late() -> None:
         try:
-            keep("resp_1", give_up_at=time.monotonic() + 0.1)
+            while not failures:
+                with suppress(ResponseNotKept):  # the machine stood still before the database was asked at all
+                    keep("resp_1", give_up_at=time.monotonic() + 0.1)
         except DatabaseError as error:
             failures.append(error)
         finally:
@@ -205,7 +208,7 @@ def test_a_database_that_makes_wait_is_given_up_on_in_time() -> None:
         Tenant.objects.select_for_update().get(name="acme")
         keeper = threading.Thread(target=keep_late)
         keeper.start()
-        keeper.join(10)
+        keeper.join(30)
         assert not keeper.is_alive()
 
     assert len(failures) == 1
@@ -231,7 +234,7 @@ def test_no_answer_slips_in_behind_a_policy_that_was_switched_off() -> None:
         keeper = threading.Thread(target=keep_meanwhile)
         keeper.start()
         wait_for_lock(keeper)
-    keeper.join(10)
+    keeper.join(30)
 
     assert outcomes == ["refused"]
     assert not StoredResponse.objects.exists()

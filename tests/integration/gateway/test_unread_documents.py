@@ -1,4 +1,4 @@
-"""A document, picture or sound that an engine cannot take, in a request that was translated for it."""
+"""A document, picture or sound that an engine cannot take, or would leave out without a word."""
 
 from __future__ import annotations
 
@@ -29,6 +29,60 @@ TABBY_WORDS = "Input should be 'text' or 'image_url' in messages.1.content.2.typ
 def ask_about(*blocks: dict[str, Any]) -> dict[str, Any]:
     """Return the second turn of a conversation."""
     return {"role": "user", "content": [{"type": "text", "text": "What is this?"}, *blocks]}
+
+
+FOUND = {"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "A text"}]}
+NESTED = {"type": "tool_result", "tool_use_id": "t", "content": [DOCUMENT]}
+CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("engine", "blocks", "path"),
+    [
+        ("llamacpp", [DOCUMENT], CHAT),
+        ("llama-server", [PLAIN], CHAT),
+        ("llamacpp", [NESTED], CHAT),
+        ("llamacpp", [FOUND], CHAT),
+        ("llamacpp", [PICTURE, {"type": "text", "text": 'a "document"'}], "/v1/messages"),
+        ("vllm", [DOCUMENT], "/v1/messages"),
+        ("", [DOCUMENT], "/v1/messages"),
+    ],
+    ids=[
+        "a file",
+        "a text",
+        "in a result of a tool",
+        "what a search found",
+        "none",
+        "an engine that refuses",
+        "nobody knows which engine",
+    ],
+)
+async def test_a_document_is_said_in_chat_to_an_engine_whose_messages_leave_it_out(
+    make_gateway: Make, engine: str, blocks: list[dict[str, Any]], path: str
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/messages"})
+    link.engines = {"m": frozenset({engine})} if engine else {}
+    request = gateway.ask(surface=SURFACES["/v1/messages"], max_tokens=5, messages=[HELLO, CALL, ask_about(*blocks)])
+    stream = await request.on(link)
+    assert stream.request.path == path
+    if path == CHAT:
+        assert (b'"file_data"' in stream.request.body) is (blocks in ([DOCUMENT], [NESTED]))
+        assert (b"A text" in stream.request.body) is (blocks in ([PLAIN], [FOUND]))
+    stream.answer(json.dumps({"error": {"message": LLAMA_WORDS, "code": 400}}).encode(), status=400)
+    await request.done()
+    assert request.client.status == 400
+
+
+async def test_a_document_that_can_be_said_in_no_words_is_refused_before_an_engine_leaves_it_out(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/messages"})
+    link.engines = {"m": frozenset({"llamacpp"})}
+    somewhere = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}
+    request = gateway.ask(surface=SURFACES["/v1/messages"], max_tokens=5, messages=[ask_about(somewhere)])
+    await request.done()
+    assert (request.client.status, request.error["param"]) == (400, "messages[0].content[1].source.type")
+    assert link.streams == []
 
 
 async def refuse(make: Make, surface: str, words: str, **fields: Any) -> dict[str, Any]:

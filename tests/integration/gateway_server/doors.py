@@ -52,7 +52,7 @@ class Visitor:
 
     async def head(self) -> tuple[int, dict[str, str]]:
         """Return status and headers of the next response."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             block = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         status, *lines = block.rstrip("\r\n").split("\r\n")
         return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines)
@@ -64,7 +64,7 @@ class Visitor:
 
     async def rest(self) -> bytes:
         """Return everything until the server closes. Raises ConnectionResetError when it resets."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self.reader.read()
 
     def reset(self) -> None:
@@ -126,7 +126,7 @@ async def hello(scope: Scope, receive: Any, send: Any) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

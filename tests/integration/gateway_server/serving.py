@@ -14,7 +14,7 @@ async def run_server(server: uvicorn.Server) -> AsyncIterator[int]:
     """Serve until the block ends; yields the port. Signals stay with the test runner."""
     task = asyncio.create_task(server._serve())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not server.started:
                 if task.done():
                     await task
@@ -22,5 +22,5 @@ async def run_server(server: uvicorn.Server) -> AsyncIterator[int]:
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await task

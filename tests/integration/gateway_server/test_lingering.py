@@ -32,7 +32,7 @@ CHUNK = b"%x\r\n%b\r\n" % (len(PIECE), PIECE)
 
 def send_all_then_read(port: int, first: bytes, piece: bytes, pieces: int, last: bytes = b"") -> bytes:
     """Do as most clients do: write the whole request, then read the answer up to the end of the connection."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(first)
         for _ in range(pieces):
             connection.sendall(piece)
@@ -118,7 +118,7 @@ async def test_a_client_that_sends_a_little_for_ever_is_cut_off_in_the_end() -> 
         await visitor.say(DECLARED)
         assert (await visitor.answer())[0] == 413
         with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while door.server.server_state.connections:
                     await visitor.say(b"a")
                     await asyncio.sleep(0.001)
@@ -129,7 +129,7 @@ async def test_a_client_that_sends_without_end_is_cut_off_at_a_number_of_bytes()
     async with serve(refuse, linger_bytes=2_000_000) as door, door.visit() as visitor:
         await visitor.say(CHUNKED)
         with pytest.raises(ConnectionError):  # noqa: PT012  # whichever write comes after the end
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while True:
                     await visitor.say(CHUNK)
         await until_closed(door)

@@ -103,8 +103,8 @@ def test_whoever_appends_never_waits_for_a_row_while_others_wait_for_the_chain()
                 pid = one.info.backend_pid
                 while watch.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", [pid]).fetchone() != (True,):
                     watch.rollback()
-            pool.submit(other.commit).result(10)
-            waiting.result(10)
+            pool.submit(other.commit).result(30)
+            waiting.result(30)
     finally:
         with raw_connection() as session:
             session.execute("DROP TABLE chain_child, chain_parent")

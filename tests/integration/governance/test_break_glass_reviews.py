@@ -13,6 +13,7 @@ from governance.services.reviews import REVIEW, list_unreviewed
 from governance.states import RunState
 from tests.integration.governance.fake_box import FakeBox, fake_boxes, propose_load
 from tests.integration.governance.team import Member, Team, make_key
+from wire.optoken.approval import BREAK_GLASS
 from wire.optoken.proposal import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
@@ -130,3 +131,17 @@ def test_a_policy_that_lets_the_requester_count_lets_a_user_review(box: FakeBox)
     team[BEN].approve(asked)
     services.run_due()
     assert not list_unreviewed().exists()
+
+
+def test_break_glass_is_asked_for_use_by_use_whatever_the_policy_allows(box: FakeBox) -> None:
+    classes = {**DEFAULT_CLASSES, BREAK_GLASS: {**DEFAULT_CLASSES[BREAK_GLASS], "maxUses": 3}}
+    team = Team()
+    for name in ("ana", "ben", "cleo"):
+        team.add(name)
+    for member in team.members[1:]:
+        make_key(member.user, is_break_glass=True)
+    team.start(classes=classes)
+    with pytest.raises(InvalidProposal, match="used once") as refusal:
+        propose_load(team[ANA], "box-a", op_class=BREAK_GLASS, max_uses=2)
+    assert refusal.value.param == "max_uses"
+    assert propose_load(team[ANA], "box-a", op_class=BREAK_GLASS).max_uses == 1

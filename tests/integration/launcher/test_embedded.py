@@ -19,7 +19,7 @@ from controlplane.launcher.embedded import EmbeddedServers, Postgres
 from controlplane.launcher.embedded.servers import RunningServer
 from controlplane.launcher.processes import find_by_directory, identify, wait_gone
 
-RECOVERY_S = 10.0
+RECOVERY_S = 30.0
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows whose process is whose")
 
 
@@ -114,7 +114,7 @@ def test_a_postmaster_of_an_earlier_run_is_stopped_before_the_next(servers: Embe
     assert earlier is not None
     later = RunningServer("PostgreSQL", servers.postgres.server, servers.postgres.log_path)
     later.start()
-    assert earlier.wait(timeout=10) == 0
+    assert earlier.wait(timeout=30) == 0
     servers.postgres.process = later.process
     with psycopg.connect(servers.database_url) as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
@@ -144,6 +144,6 @@ def test_stopping_leaves_no_process_and_no_file() -> None:
     with EmbeddedServers(durable=False) as running:
         data = _data(running)
         pids = [running.postgres.pid, running.valkey.pid]
-    assert wait_gone(lambda: not any(identify(pid) for pid in pids), 5.0)
+    assert wait_gone(lambda: not any(identify(pid) for pid in pids), 30.0)
     assert find_by_directory(data) == []
     assert not data.exists()

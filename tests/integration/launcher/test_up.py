@@ -110,7 +110,7 @@ def _wait(condition: Callable[[], bool], deadline_s: float, explain: Callable[[]
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        with urllib.request.urlopen(url, timeout=30) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -192,7 +192,7 @@ def test_a_killed_supervisor_takes_its_children_along_and_the_next_up_carries_on
     assert installation.process is not None
     installation.process.kill()
     installation.process.wait()
-    _wait(installation.is_empty, 20.0)
+    _wait(installation.is_empty, 60.0)
     installation.ready_file.unlink()
     after = installation.start()
     for name in ("admin", "admin_token", "api_key", "worker_secret", "node_token"):
@@ -206,7 +206,7 @@ def test_down_stops_everything_and_takes_the_ready_file_back(installation: Insta
     answer = installation.run("down")
     assert answer.returncode == 0, answer.stderr
     assert installation.process is not None
-    assert installation.process.wait(timeout=10) == 0
+    assert installation.process.wait(timeout=60) == 0
     assert installation.is_empty()
     assert not installation.ready_file.exists()
     assert installation.run("down").stdout.startswith("Nothing runs on")

@@ -173,10 +173,10 @@ def test_a_task_id_that_is_no_plain_word_is_not_put_into_a_path(team: Team, box:
 
 
 def test_a_box_that_cannot_be_reached_gets_it_again(team: Team, box: BoxContract) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    called = Called(team, f"http://127.0.0.1:{port}")
-    assert not called.call()
+    with socket.socket() as placeholder:  # bound, so that nobody else listens there meanwhile
+        placeholder.bind(("127.0.0.1", 0))
+        called = Called(team, f"http://127.0.0.1:{placeholder.getsockname()[1]}")
+        assert not called.call()
     assert called.run.state == RunState.QUEUED.value
     Node.objects.update(public_base_url=box.url)
     make_due(called.operation)

@@ -22,7 +22,7 @@ def test_at_once_is_no_way_around_the_limit(names: list[str], made: int) -> None
 
     def enrol(name: str) -> bool:
         try:
-            start.wait(10)
+            start.wait(30)
             return claim_node(credential=credential, name=name)[1]
         except EnrolmentRefused:
             return False

@@ -158,7 +158,7 @@ def test_a_clock_that_is_off_is_an_alarm_once() -> None:
     tell(node, rig.tell(clock_ms=now_ms() - SKEW_WARNING_MS - 9_000))
     assert len(audited("node.clock_skew")) == 1
     tell(node, rig.tell())
-    tell(node, rig.tell(clock_ms=now_ms() + SKEW_WARNING_MS + 5_000))
+    tell(node, rig.tell(clock_ms=now_ms() + SKEW_WARNING_MS + 60_000))
     assert len(audited("node.clock_skew")) == 2
 
 

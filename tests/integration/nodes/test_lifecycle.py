@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from django.utils import timezone
@@ -18,10 +18,10 @@ from wire.contract import NodeMode
 pytestmark = pytest.mark.django_db
 
 
-def seconds_left(node: Node) -> float:
-    """Return how far the deadline is away."""
+def seconds_left(node: Node, *, since: datetime | None = None) -> float:
+    """Return how far the deadline is away, or was away at a moment before it was set."""
     assert node.drain_deadline_at is not None
-    return (node.drain_deadline_at - timezone.now()).total_seconds()
+    return (node.drain_deadline_at - (since or timezone.now())).total_seconds()
 
 
 def reclaim(node: Node) -> Node:
@@ -65,11 +65,13 @@ def test_every_change_touches_updated_at() -> None:
 
 def test_a_drain_has_a_deadline_and_leaves_the_cordon_alone() -> None:
     node = make_node()
+    began = timezone.now()
     drained = drain_node(node_id=node.pk, actor=ACTOR, reason="new fans")
     assert (drained.draining, drained.cordoned, drained.drain_reason) == (True, False, "new fans")
-    assert 118 < seconds_left(drained) <= 120
+    assert seconds_left(drained) <= 120 <= seconds_left(drained, since=began)
+    began = timezone.now()
     shorter = drain_node(node_id=node.pk, actor=ACTOR, reason="now", timeout_s=5)
-    assert 3 < seconds_left(shorter) <= 5
+    assert seconds_left(shorter) <= 5 <= seconds_left(shorter, since=began)
     ended = undrain_node(node_id=node.pk, actor=ACTOR)
     assert (ended.draining, ended.drain_deadline_at, ended.drain_reason) == (False, None, "")
     undrain_node(node_id=node.pk, actor=ACTOR)
@@ -79,9 +81,10 @@ def test_a_drain_has_a_deadline_and_leaves_the_cordon_alone() -> None:
 
 def test_a_reclaim_has_the_grace_and_saying_it_again_does_not_extend_it() -> None:
     node = make_node()
+    began = timezone.now()
     first = reclaim(node)
     assert first.mode == "spare_off"
-    assert 13 < seconds_left(first) <= 15
+    assert seconds_left(first) <= 15 <= seconds_left(first, since=began)
     assert reclaim(node).drain_deadline_at == first.drain_deadline_at
     lent = lend(node)
     assert (lent.mode, lent.drain_deadline_at, lent.drain_reason) == ("spare_on", None, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
@@ -312,7 +313,8 @@ def test_a_report_is_written_with_the_age_of_its_news() -> None:
     write_presences([report(opened, status="busy", last_error="e" * 900, said=state)], gateway_id=HERE)
     presence = presence_of(opened)
     assert presence.last_heartbeat_at is not None
-    assert abs((before - presence.last_heartbeat_at).total_seconds() - 2.0) < 1.0
+    heard_ago = timedelta(seconds=2)
+    assert before - heard_ago <= presence.last_heartbeat_at <= timezone.now() - heard_ago
     assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpu_util_percent) == (5, 25, 70.5)
     assert (presence.reported_status, presence.active_requests, len(presence.last_error)) == ("busy", 1, 500)
     assert (presence.gpus, presence.replicas) == (gpus, [{"model": "m"}])
@@ -340,13 +342,16 @@ def test_new_models_touch_the_node_and_the_same_ones_do_not() -> None:
 
 
 def test_a_registration_says_at_once_what_the_box_has() -> None:
-    replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"], context_tokens=512)
+    replica = bridge.ReplicaInfo(model="m", state="loaded", engine="vllm", endpoints=["/v1/embeddings"], context_tokens=512)
     memory = bridge.MemoryInfo(total_mb=100, used_mb=40)
     credential, _ = make_credential()
     opened = ask(credential, replicas=[replica], memory=memory, available=["other"], instance_id="i")
     presence = presence_of(opened)
-    assert presence.replicas == [{"model": "m", "state": "loaded", "endpoints": ["/v1/embeddings"], "context_tokens": 512}]
-    assert load_node_rows()[0].contexts == {"m": 512}
+    assert presence.replicas == [
+        {"model": "m", "state": "loaded", "engine": "vllm", "endpoints": ["/v1/embeddings"], "context_tokens": 512}
+    ]
+    (row,) = load_node_rows()
+    assert (row.contexts, row.engines) == ({"m": 512}, {"m": frozenset({"vllm"})})
     assert (presence.memory, presence.available_models) == ({"total_mb": 100, "used_mb": 40}, ["other"])
     assert Node.objects.get(pk=opened.node_id).model_endpoints == {"m": ["/v1/embeddings"]}
     ask(credential, instance_id="j")
@@ -397,6 +402,7 @@ def test_a_report_that_cannot_be_stored_does_not_hold_the_others_up(poison: dict
 def test_rows_say_what_routing_needs_in_one_query() -> None:
     credential, _ = make_credential(max_nodes=9)
     opened = ask(credential, "b", instance_id="i1")
+    began = time.monotonic()
     drain_node(node_id=opened.node_id, actor=ACTOR, reason="fans", timeout_s=60)
     write_presences([report(opened)], gateway_id=HERE)
     url = "https://box.example/v1"
@@ -409,10 +415,11 @@ def test_rows_say_what_routing_needs_in_one_query() -> None:
     one, two, three = rows
     assert (one.name, one.is_direct, one.public_base_url, one.model_names) == ("a", True, url, ("x",))
     assert one.heartbeat_age_s is not None
-    assert 3.0 <= one.heartbeat_age_s < 10.0
+    took_s = time.monotonic() - began
+    assert 3.0 <= one.heartbeat_age_s <= 3.0 + took_s
     assert not one.is_accepting_jobs
     assert (two.name, two.draining, two.drain_reason, two.epoch, two.instance_id) == ("b", True, "fans", 1, "i1")
     assert two.drain_remaining_s is not None
-    assert 55 < two.drain_remaining_s <= 60
+    assert 60 - took_s <= two.drain_remaining_s <= 60
     assert (two.connected, two.gateway_id, two.is_direct) == (True, HERE, False)
     assert (three.is_direct, three.heartbeat_age_s, three.connected, three.reported_status) == (False, None, False, "offline")

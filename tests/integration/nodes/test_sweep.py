@@ -30,16 +30,17 @@ def other_session() -> Iterator[psycopg.Connection]:
 def test_a_silent_box_goes_offline_once_and_is_recorded() -> None:
     node = make_node()
     make_presence(node, age_s=16, connected=True, protocol=MUSTER_V1, active_requests=3)
+    before = timezone.now()
     assert sweep_presence() == SweepReport(went_offline=1)
     presence = NodePresence.objects.get()
     assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
-    assert presence.updated_at > timezone.now() - timedelta(seconds=5)
+    assert presence.updated_at >= before
     (event,) = audited("node.offline")
     assert (event.actor, event.target) == ("system:sweep", node.printed_id)
     assert sweep_presence() == SweepReport()
 
 
-@pytest.mark.parametrize(("protocol", "age_s", "went"), [("", 14, 0), ("", 16, 1), (BRIDGE_V1, 44, 0), (BRIDGE_V1, 46, 1)])
+@pytest.mark.parametrize(("protocol", "age_s", "went"), [("", 5, 0), ("", 16, 1), (BRIDGE_V1, 17, 0), (BRIDGE_V1, 46, 1)])
 def test_how_long_a_box_may_be_silent_depends_on_its_protocol(protocol: str, age_s: float, went: int) -> None:
     make_presence(make_node(), age_s=age_s, protocol=protocol, connected=True)
     assert sweep_presence().went_offline == went

@@ -53,7 +53,7 @@ class Door:
         self.endpoint = WorkerEndpoint(
             registry=self.registry,
             keeper=self.keeper,
-            sockets=sockets or SocketPolicy(auth_block_s=5.0),
+            sockets=sockets or SocketPolicy(auth_block_s=600.0),
             health=health,
             gateway_id=GATEWAY,
             advertised_gateways=["http://gw"],
@@ -99,7 +99,7 @@ class Socket:
         self.to_server.put_nowait({"type": "websocket.disconnect", "code": 1006})
 
     async def wait(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():
                 await asyncio.sleep(0.001)
 
@@ -125,7 +125,7 @@ async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[So
         yield socket
     finally:
         socket.hang_up()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await task
 
 

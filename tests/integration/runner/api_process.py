@@ -21,7 +21,8 @@ from runner.config.reading import TINY_MODEL_PATH
 from tests.integration.runner.processes import ROOT
 from wire.optoken import Grant, Operation, sign_l0
 
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
+NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 _READY = re.compile(r"^api listening url=(http://\S+)$", re.MULTILINE)
 _STRIPPED = (
     "MUSTER_",
@@ -48,7 +49,8 @@ class ApiBox:
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False)
+        # A connection for each request: of one that was idle nobody knows whether the box closes it at this moment.
+        self.client = httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=NO_KEEP_ALIVE)
 
     def log_text(self) -> str:
         return self.log.read_text(encoding="utf-8")

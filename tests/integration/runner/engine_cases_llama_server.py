@@ -33,7 +33,7 @@ async def open_router(_folder: Path, client: aiohttp.ClientSession) -> AsyncIter
             engine=LlamaServer(server_plan(router.url), client),
             call=chat_call("tiny", QUESTION),
             streamed=chat_call("tiny", QUESTION, stream=True, max_tokens=4),
-            long=chat_call("tiny", QUESTION, stream=True, max_tokens=1000),
+            long=chat_call("tiny", QUESTION, stream=True, max_tokens=100_000),
             broken=LlamaServer(server_plan(router.url, "broken"), client),
             broken_words=r"could not load broken \(exit code 1\)",
             cached=openai_cached_tokens,

@@ -48,7 +48,7 @@ async def open_tgi(folder: Path, client: aiohttp.ClientSession) -> AsyncIterator
         engine=TgiEngine(launched_plan(folder), client),
         call=chat_call("tiny", "What is a lambda?", max_tokens=4),
         streamed=chat_call("tiny", "What is a lambda?", max_tokens=8, stream=True),
-        long=chat_call("tiny", "What is a lambda?", max_tokens=2000, stream=True),
+        long=chat_call("tiny", "What is a lambda?", max_tokens=100_000, stream=True),
         broken=TgiEngine(launched_plan(folder / "broken", fail=CAUSE), client),
         broken_words="CUDA out of memory",
         flushes=frozenset({FlushResult.NOT_SUPPORTED}),

@@ -40,7 +40,11 @@ from runner.engines.port import (
 from runner.engines.vllm import engine as vllm
 from runner.errors import EngineError
 
+WAIT_LIMIT_S = 30.0
+"""For what comes soon on a machine that is not busy."""
 LEFT_STREAM_LIMIT_S = 1.0
+LEFT_STREAM_TRIES = 5
+"""A machine that stands still for a moment spoils one of them, a defect of the adapter all."""
 """The port's own promise: an engine is free again this soon after a client has left."""
 
 
@@ -66,7 +70,7 @@ class EngineUnderTest:
     running: Callable[[], Awaitable[int | None]] | None = None
     flushes: frozenset[FlushResult] = frozenset({FlushResult.FLUSHED})
     """What a flush of an idle engine may answer."""
-    load_s: float = 20.0
+    load_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ def openai_cached_tokens(body: bytes) -> int:
     return int(details.get("cached_tokens") or 0)
 
 
-async def wait_until(condition: Callable[[], Awaitable[bool]], limit_s: float) -> bool:
+async def wait_until(condition: Callable[[], Awaitable[bool]], limit_s: float = WAIT_LIMIT_S) -> bool:
     """Return whether ``condition`` came true within ``limit_s``."""
     deadline = time.monotonic() + limit_s
     while not await condition():
@@ -125,7 +129,7 @@ async def assert_gone(processes: Iterable[psutil.Process]) -> None:
     async def all_gone() -> bool:
         return not any(is_alive(process) for process in watched)
 
-    assert await wait_until(all_gone, 2.0), f"still there: {[process for process in watched if is_alive(process)]}"
+    assert await wait_until(all_gone), f"still there: {[process for process in watched if is_alive(process)]}"
 
 
 async def load(subject: EngineUnderTest) -> list[Progress]:
@@ -137,7 +141,7 @@ async def load(subject: EngineUnderTest) -> list[Progress]:
 
 async def ask(engine: Engine, call: Call) -> bytes:
     """Send a call, read the whole answer, expect success."""
-    async with asyncio.timeout(30), engine.stream(call) as response:
+    async with asyncio.timeout(WAIT_LIMIT_S), engine.stream(call) as response:
         body = await response.read()
     assert response.status == 200, body[:500]
     return body
@@ -153,7 +157,7 @@ async def count_running(subject: EngineUnderTest) -> int | None:
 async def first_bytes(response: aiohttp.ClientResponse) -> bytes:
     """Return the first piece of an answer that has just begun."""
     assert response.status == 200
-    return await asyncio.wait_for(response.content.readany(), 20)
+    return await asyncio.wait_for(response.content.readany(), WAIT_LIMIT_S)
 
 
 # ---- loading and unloading ----
@@ -213,7 +217,8 @@ async def check_a_cancelled_load_leaves_nothing_and_can_be_repeated(subject: Eng
     started = asyncio.Event()
     before = set(psutil.Process().children(recursive=True))
     loading = asyncio.create_task(subject.engine.load(lambda _progress: started.set()))
-    await asyncio.wait({loading, asyncio.create_task(started.wait())}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    waits = {loading, asyncio.create_task(started.wait())}
+    await asyncio.wait(waits, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def has_process_or_is_done() -> bool:
         return loading.done() or bool(subject.engine.pids)
@@ -222,7 +227,7 @@ async def check_a_cancelled_load_leaves_nothing_and_can_be_repeated(subject: Eng
     processes = process_tree(subject.engine.pids)
     loading.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.wait_for(asyncio.shield(asyncio.gather(loading, return_exceptions=True)), 20)
+        await asyncio.wait_for(asyncio.shield(asyncio.gather(loading, return_exceptions=True)), WAIT_LIMIT_S)
     if loading.cancelled():
         await assert_gone([*processes, *(set(psutil.Process().children(recursive=True)) - before)])
         assert subject.engine.pids == ()
@@ -237,7 +242,7 @@ async def check_a_streamed_answer_comes_in_pieces_to_its_end(subject: EngineUnde
     if subject.streamed is None:
         pytest.skip("does not stream")
     await load(subject)
-    async with asyncio.timeout(30), subject.engine.stream(subject.streamed) as response:
+    async with asyncio.timeout(WAIT_LIMIT_S), subject.engine.stream(subject.streamed) as response:
         assert response.status == 200
         assert response.headers["Content-Type"].startswith("text/event-stream")
         body = await response.read()
@@ -250,19 +255,31 @@ async def check_leaving_a_stream_early_frees_the_engine(subject: EngineUnderTest
     if subject.long is None:
         pytest.skip("no answer that lasts")
     await load(subject)
-    async with subject.engine.stream(subject.long) as response:
+    await assert_freed_by_leaving(subject, subject.long)
+    assert await ask(subject.engine, subject.call)
+
+
+async def assert_freed_by_leaving(subject: EngineUnderTest, long: Call) -> None:
+    """Fail unless a client that leaves in the middle of an answer frees the engine within LEFT_STREAM_LIMIT_S."""
+    troubles: list[str] = []
+    while trouble := await _leave_early(subject, long):
+        troubles.append(trouble)
+        assert len(troubles) < LEFT_STREAM_TRIES, troubles
+
+
+async def _leave_early(subject: EngineUnderTest, long: Call) -> str:
+    """Begin an answer and leave it; return what was wrong, or nothing."""
+    async with subject.engine.stream(long) as response:
         await first_bytes(response)
         counted = await count_running(subject)
-        assert counted is None or counted >= 1, "the answer had ended before it was left: make the long call longer"
-    left_at = time.monotonic()
-    if counted is not None:
+        if counted == 0:
+            return "the answer had ended before it was left: make the long call longer"
 
-        async def is_idle() -> bool:
-            return await count_running(subject) == 0
+    async def is_idle() -> bool:
+        return await count_running(subject) == 0
 
-        assert await wait_until(is_idle, LEFT_STREAM_LIMIT_S), "still working for a client that has left"
-        assert time.monotonic() - left_at < LEFT_STREAM_LIMIT_S + 0.5
-    assert await ask(subject.engine, subject.call)
+    is_told = counted is not None
+    return "still working for a client that has left" if is_told and not await wait_until(is_idle, LEFT_STREAM_LIMIT_S) else ""
 
 
 async def check_unload_ends_while_a_stream_runs(subject: EngineUnderTest) -> None:
@@ -272,9 +289,9 @@ async def check_unload_ends_while_a_stream_runs(subject: EngineUnderTest) -> Non
     processes = process_tree(subject.engine.pids)
     async with subject.engine.stream(subject.long) as response:
         await first_bytes(response)
-        await asyncio.wait_for(subject.engine.unload(gently=True), 15)
+        await asyncio.wait_for(subject.engine.unload(gently=True), WAIT_LIMIT_S)
         with contextlib.suppress(aiohttp.ClientError, OSError):
-            await asyncio.wait_for(response.read(), 5)
+            await asyncio.wait_for(response.read(), WAIT_LIMIT_S)
     await assert_gone(processes)
 
 
@@ -311,7 +328,7 @@ async def check_a_flush_is_honest_about_what_it_did(subject: EngineUnderTest) ->
     call = dataclasses.replace(subject.call, tenant="alpha", cache_mode="prefix")
     await ask(subject.engine, call)
     again = await ask(subject.engine, call)
-    outcome = await asyncio.wait_for(subject.engine.flush(FlushRequest(FlushScope.MODEL)), 30)
+    outcome = await asyncio.wait_for(subject.engine.flush(FlushRequest(FlushScope.MODEL)), WAIT_LIMIT_S)
     assert outcome.result in subject.flushes, outcome
     if outcome.result is FlushResult.NOT_SUPPORTED:
         assert outcome.detail, "why not, and what would do instead"
@@ -348,7 +365,7 @@ async def check_a_killed_engine_is_noticed_and_loads_again(subject: EngineUnderT
         pytest.skip("no process of ours")
     gone = asyncio.create_task(subject.engine.wait_gone())
     os.kill(processes[0].pid, signal.SIGKILL)
-    await asyncio.wait_for(gone, 5)
+    await asyncio.wait_for(gone, WAIT_LIMIT_S)
     assert await subject.engine.health() is not Health.OK
     assert isinstance(await subject.engine.stats(), EngineStats)
     with pytest.raises((aiohttp.ClientError, OSError)):
@@ -365,13 +382,13 @@ async def check_a_hung_engine_is_silent_and_unload_kills_it(subject: EngineUnder
         pytest.skip("no process of ours")
     for process in processes:
         process.suspend()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WAIT_LIMIT_S):
         while await subject.engine.health() is not Health.SILENT:
             await asyncio.sleep(0)  # a signal stops one thread after the other, and one of them may still have answered
     with pytest.MonkeyPatch.context() as patch:
         for module in (child, tgi, vllm):
             patch.setattr(module, "STOP_TIMEOUT_S", 1.0)
-        await asyncio.wait_for(subject.engine.unload(gently=True), 20)
+        await asyncio.wait_for(subject.engine.unload(gently=True), WAIT_LIMIT_S)
     await assert_gone(processes)
 
 

@@ -16,7 +16,7 @@ from websockets.http11 import Request, Response
 
 from wire import bridge, frames
 
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
 TOKEN = "msw_scripted"
 
 M = TypeVar("M", bound=bridge.Message)
@@ -150,6 +150,11 @@ class ConnectedBox:
         message = found()
         assert message is not None, f"the session ended without {kind.__name__}"
         return message
+
+    async def declares(self, *models: str) -> None:
+        """Wait until these are the models that the box has declared last."""
+        async with asyncio.timeout(DEADLINE_S), self.news:
+            await self.news.wait_for(lambda: self.models() == list(models))
 
     async def expect_loss(self) -> None:
         """Wait until the box has gone."""

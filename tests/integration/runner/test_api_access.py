@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.runner.api_process import ApiBox, run_api_box
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 KEY = "a key of more than 16 characters"
 ROUTES = {

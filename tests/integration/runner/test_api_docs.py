@@ -17,7 +17,7 @@ from runner.errors import RequestRefused
 from tests.integration.runner.api_process import run_api_box
 from tests.integration.runner.processes import ROOT
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 TEXT = (ROOT / "docs" / "runner-api.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^```sh box\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)

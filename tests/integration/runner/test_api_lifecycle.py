@@ -15,7 +15,7 @@ from runner.config.reading import TINY_MODEL_PATH
 from tests.integration.runner.api_process import ApiBox, run_api_box
 from wire.optoken import Operation
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 LONG = "Explain the gateway and how it works in detail please. " * 8
 SPEC_NUMBERS = {"x-cache-hit", "x-cache-tokens-reused", "x-queue-wait-ms", "x-gpu-time-ms"}

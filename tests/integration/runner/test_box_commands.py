@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -130,7 +131,7 @@ async def test_every_gateway_that_sent_or_asked_hears_the_end_and_the_engine_loa
     assert len(desk.bench.engines) == 1
 
 
-async def test_a_stage_is_told_at_once_and_progress_within_it_once_a_second(
+async def test_a_stage_is_told_at_once_and_progress_within_it_after_a_pause(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands_module, "STATUS_GAP_S", 0.3)
@@ -141,13 +142,14 @@ async def test_a_stage_is_told_at_once_and_progress_within_it_once_a_second(
     await eventually(lambda: ear.heard and ear.last.stage == "loading", "the stage is told")
     report = desk.bench.engines[0].report
     assert report is not None
-    began = time.monotonic()
-    while (passed_s := time.monotonic() - began) < 0.7:
-        report(Progress("loading", passed_s))
-        await asyncio.sleep(0.005)
-    told = [at for at, status in ear.heard if status.stage == "loading"]
-    assert 2 <= len(told) <= 4
-    assert min(later - earlier for earlier, later in pairwise(told)) >= 0.25
+    steps = itertools.count(1)
+
+    def told() -> list[float]:
+        report(Progress("loading", next(steps) / 1e6))
+        return [at for at, status in ear.heard if status.stage == "loading"]
+
+    await eventually(lambda: len(told()) >= 3, "progress is told twice more")
+    assert min(later - earlier for earlier, later in pairwise(told())) >= 0.3
     desk.bench.engines[0].may_load.set()
     assert (await ear.end()).state == "succeeded"
 
@@ -176,7 +178,7 @@ async def test_following_ends_at_once_also_when_news_and_the_end_come_together(d
     report = desk.bench.engines[0].report
     assert report is not None
     report(Progress("loading", 0.8))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await desk.commands.close()
 
 

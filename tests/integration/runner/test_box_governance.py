@@ -23,7 +23,7 @@ from wire.optoken import owns_runner_id, sign_l0
 from wire.optoken.approval import decode_bytes
 from wire.optoken.signing import Grant
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 
 async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys_and_checkpoints(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.unit.runner.box_approvals import Fleet, Issuer
 from wire.ids import new_uuid7
 from wire.optoken.receipt import digest_result, read_receipt
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from tests.integration.runner.processes import run_box
 from tests.integration.runner.scripted_gateway import run_gateway
 from tests.unit.runner.box_approvals import Fleet
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 ENDS = {
     "before booking": "unknown",

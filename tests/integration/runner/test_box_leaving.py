@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,11 +15,23 @@ import pytest
 from tests.integration.runner.api_process import DEADLINE_S, ApiBox, run_api_box
 from tests.integration.runner.processes import is_alive
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(180)
 
 
 def children(box: ApiBox) -> list[psutil.Process]:
     return psutil.Process(box.process.pid).children(recursive=True)
+
+
+@contextmanager
+def frozen(processes: list[psutil.Process]) -> Iterator[None]:
+    """Have them stand still meanwhile."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def test_while_the_box_leaves_an_answer_is_finished_and_nothing_new_is_taken(tmp_path: Path) -> None:
@@ -39,12 +53,13 @@ def test_while_the_box_leaves_an_answer_is_finished_and_nothing_new_is_taken(tmp
         reader = threading.Thread(target=read)
         reader.start()
         assert has_begun.wait(DEADLINE_S)
-        box.process.send_signal(signal.SIGTERM)
-        box.wait_for(lambda: box.client.get("/health").json(), lambda health: health["status"] == "unhealthy")
-        asked = box.client.post("/v1/chat/completions", json={"model": "a", "messages": []})
-        assert (asked.status_code, asked.json()["error"]["code"]) == (503, "unavailable")
-        operation = box.flush("all")
-        assert (operation.status_code, operation.json()["error"]["code"]) == (503, "unavailable")
+        with frozen(engines):  # so that the answer cannot end before the box was asked
+            box.process.send_signal(signal.SIGTERM)
+            box.wait_for(lambda: box.client.get("/health").json(), lambda health: health["status"] == "unhealthy")
+            asked = box.client.post("/v1/chat/completions", json={"model": "a", "messages": []})
+            assert (asked.status_code, asked.json()["error"]["code"]) == (503, "unavailable")
+            operation = box.flush("all")
+            assert (operation.status_code, operation.json()["error"]["code"]) == (503, "unavailable")
         reader.join(DEADLINE_S)
         assert whole.endswith(b"data: [DONE]\n\n")
         assert box.process.wait(DEADLINE_S) == 0

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.runner.engine_suite import CHECKS, EngineCase, EngineUnderTest
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 
 def _registered_cases() -> list[EngineCase]:

@@ -10,7 +10,7 @@ from tests.integration.runner.processes import run_box
 from tests.integration.runner.scripted_engine import run_engine
 from tests.integration.runner.scripted_gateway import run_gateway
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 MANAGING = (
     "/v1/models/load", "/v1/models/unload", "/v1/cache/flush", "/v1/admin/models/alpha/unload", "/v1/admin/settings/reload",
@@ -26,6 +26,7 @@ async def test_paths_that_manage_an_engine_do_not_pass_also_with_forged_headers(
     }  # fmt: skip
     async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
         box = await gateway.accept()
+        await box.declares("alpha", "beta")
         for path in MANAGING:
             answer = await (await box.open({"model": "alpha"}, path=path, headers=forged)).finish()
             assert answer.status == 400, path

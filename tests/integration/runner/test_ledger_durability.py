@@ -14,7 +14,7 @@ from pathlib import Path
 from runner.ledger import Ledger, OpAlreadyDone, TaskState, approvals
 
 ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 20.0
+DEADLINE_S = 30.0
 PROGRAM = """
 import asyncio, sys, time
 from pathlib import Path

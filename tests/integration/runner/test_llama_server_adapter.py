@@ -25,7 +25,7 @@ from tests.integration.runner.engine_cases_llamacpp import QUESTION as LONG_QUES
 from tests.integration.runner.engine_suite import EngineUnderTest, ask, chat_call, openai_cached_tokens, wait_until
 from tests.integration.runner.llama_server_contract import RouterContract, run_router
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
 @pytest_asyncio.fixture
@@ -50,7 +50,7 @@ async def plain_server(*, cache_ram_mib: int = 0, slot_save_path: str = "/dev/nu
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        yield (await asyncio.wait_for(process.stdout.readline(), 20)).decode().strip()
+        yield (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
     finally:
         process.kill()
         await process.wait()
@@ -109,7 +109,7 @@ async def test_a_model_that_is_pushed_out_while_it_loads_is_an_error(
     router.models["tiny"].evicted = True
     router.models["tiny"].load_s = 0.5
     with pytest.raises(EngineError, match="unloaded again while it was being loaded"):
-        await asyncio.wait_for(LlamaServer(server_plan(router.url), client).load(ignore), 10)
+        await asyncio.wait_for(LlamaServer(server_plan(router.url), client).load(ignore), 30)
 
 
 async def test_a_cancelled_load_is_taken_back(router: RouterContract, client: aiohttp.ClientSession) -> None:
@@ -119,7 +119,7 @@ async def test_a_cancelled_load_is_taken_back(router: RouterContract, client: ai
     async def has_begun() -> bool:
         return router.models["tiny"].status == "loading"
 
-    assert await wait_until(has_begun, 5.0)
+    assert await wait_until(has_begun)
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import Progress
+from runner.engines import child
 from runner.engines.child import gpu_environment
 from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
 from runner.engines.port import FlushRequest, FlushResult, FlushScope, Health
@@ -23,7 +24,7 @@ from runner.errors import EngineError
 from tests.integration.runner.engine_cases_llamacpp import QUESTION, tiny_plan
 from tests.integration.runner.engine_suite import ask, assert_gone, chat_call, process_tree, wait_until
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
 @pytest_asyncio.fixture
@@ -114,6 +115,17 @@ async def test_a_child_that_reads_for_long_is_seen_reading(client: aiohttp.Clien
     """Frozen while it loads, as on a slow disk: the share of the file that is in its memory is reported meanwhile."""
     engine = LlamaCpp(tiny_plan(), client)
     shares: list[float] = []
+    for _ in range(5):  # on a busy machine the child may have read all before the signal reaches it
+        shares = await _load_frozen(engine)
+        assert all(0.0 <= share <= 0.99 for share in shares)
+        if len(shares) >= 3:
+            return
+    pytest.fail(f"the last load told {shares}")
+
+
+async def _load_frozen(engine: LlamaCpp) -> list[float]:
+    """Load with the child frozen from its first word on until three shares were told; return what was told."""
+    shares: list[float] = []
 
     def freeze_child(progress: Progress) -> None:
         if progress.stage == "reading weights" and not shares:
@@ -124,15 +136,15 @@ async def test_a_child_that_reads_for_long_is_seen_reading(client: aiohttp.Clien
     loading = asyncio.create_task(engine.load(freeze_child))
 
     async def is_watched() -> bool:
-        return len(shares) >= 3
+        return len(shares) >= 3 or loading.done()
 
     try:
-        assert await wait_until(is_watched, 5.0)
+        await wait_until(is_watched, 5.0)
         os.kill(engine.pids[0], signal.SIGCONT)
-        await asyncio.wait_for(loading, 10)
+        await asyncio.wait_for(loading, 30)
     finally:
         await engine.unload(gently=False)
-    assert all(0.0 <= share <= 0.99 for share in shares)
+    return shares
 
 
 async def test_a_context_of_no_given_length_is_the_models_own_where_that_is_short(client: aiohttp.ClientSession) -> None:
@@ -144,7 +156,10 @@ async def test_a_context_of_no_given_length_is_the_models_own_where_that_is_shor
         await engine.unload(gently=True)
 
 
-async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client: aiohttp.ClientSession) -> None:
+async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(
+    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "STOP_TIMEOUT_S", 3600.0)  # so that a deadlock of the engine's own is not ended by force
     engine = LlamaCpp(tiny_plan(slots=1), client)
     handles = 0
     for number in range(12):
@@ -152,7 +167,7 @@ async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client
         processes = process_tree(engine.pids)
         if number % 2:
             await ask(engine, chat_call("tiny", QUESTION, max_tokens=2))
-        await asyncio.wait_for(engine.unload(gently=True), 3)  # the engine's own deadlock at this point would take longer
+        await asyncio.wait_for(engine.unload(gently=True), 30)
         await assert_gone(processes)
         if number == 1:
             handles = psutil.Process().num_fds()

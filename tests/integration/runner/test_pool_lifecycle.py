@@ -175,7 +175,7 @@ async def test_a_forced_unload_cuts_what_runs_and_says_how_much(parts: Parts) ->
         unload = asyncio.create_task(parts.pool.unloader.unload("a", force=True))
         with pytest.raises(EngineUnavailable):
             await drain(chunks)
-    assert (await asyncio.wait_for(unload, 20)).cut == 1
+    assert (await asyncio.wait_for(unload, 30)).cut == 1
     assert find(parts, "a").state is ModelState.UNLOADED
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -112,7 +113,11 @@ def test_an_engine_that_has_ended_holds_nothing(start: Start, telemetry: Telemet
 
 def test_a_process_whose_maps_cannot_be_read_counts_with_its_resident_memory(start: Start, tmp_path: Path) -> None:
     process, _ = start(PARENT)
-    assert measure_host_bytes(process.pid, proc=tmp_path) == psutil.Process(process.pid).memory_info().rss > HELD_MB * MIB
+    os.kill(process.pid, signal.SIGSTOP)  # it may still take memory on its way to its input
+    try:
+        assert measure_host_bytes(process.pid, proc=tmp_path) == psutil.Process(process.pid).memory_info().rss > HELD_MB * MIB
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
 
 
 def test_a_process_that_is_gone_holds_nothing() -> None:
@@ -120,11 +125,12 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 
 
 def test_the_host_is_read_as_the_kernel_tells(telemetry: Telemetry) -> None:
+    before = psutil.virtual_memory()
     reading = telemetry.sample()
     if reading.kind == "gpu":
         pytest.skip("this machine has GPUs, so the reading is not that of its host")
     memory = psutil.virtual_memory()
     assert 0 < reading.total_mb <= memory.total // MIB
     assert reading.used_mb + reading.free_mb == reading.total_mb
-    assert reading.free_mb <= memory.available // MIB + 512
+    assert reading.free_mb <= max(before.available, memory.available) // MIB + 512
     assert abs(reading.at - time.time()) < 60.0

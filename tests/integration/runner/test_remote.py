@@ -58,7 +58,7 @@ class Got:
 
 
 async def ask(engine: RemoteEngine, call: Call = CALL) -> Got:
-    async with asyncio.timeout(20), engine.stream(call) as response:
+    async with asyncio.timeout(30), engine.stream(call) as response:
         headers = {name.lower(): text for name, text in response.headers.items()}
         return Got(response.status, headers, await response.read(), response.content_length)
 
@@ -156,17 +156,15 @@ async def test_a_stream_that_breaks_off_is_an_error_and_is_not_begun_again() -> 
 
 
 async def test_silence_ends_after_the_timeout_and_is_not_tried_again() -> None:
-    async with loaded(ProviderContract(pause_s=30), remote_timeout_s=0.2, remote_max_retries=3) as (engine, provider):
-        began = time.monotonic()
-        with pytest.raises(aiohttp.ServerTimeoutError):
+    async with loaded(ProviderContract(pause_s=3600), remote_timeout_s=1, remote_max_retries=3) as (engine, provider):
+        with pytest.raises(aiohttp.SocketTimeoutError):
             await ask(engine)
-        assert time.monotonic() - began < 3
         assert provider.tries == 1
 
 
 async def test_silence_in_the_middle_of_a_stream_ends_after_the_timeout() -> None:
     call = chat_call("cloud-large", "Hello", stream=True)
-    async with loaded(ProviderContract(token_s=30), remote_timeout_s=0.2) as (engine, _), engine.stream(call) as response:
+    async with loaded(ProviderContract(token_s=3600), remote_timeout_s=1) as (engine, _), engine.stream(call) as response:
         with pytest.raises(aiohttp.ServerTimeoutError):
             await response.read()
 
@@ -222,7 +220,7 @@ async def test_nobody_waits_longer_than_half_a_minute(after: str, caplog: pytest
             async def is_waiting() -> bool:
                 return "asked again" in caplog.text
 
-            assert await wait_until(is_waiting, 5)
+            assert await wait_until(is_waiting)
         assert "in_s=30.0" in caplog.text
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -241,7 +241,7 @@ async def test_a_client_that_leaves_holds_nothing(parts: Parts, engine: Scripted
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert is_idle(parts)
-    await asyncio.wait_for(engine.gone.wait(), 2)
+    await asyncio.wait_for(engine.gone.wait(), 30)
 
 
 async def test_an_engine_that_breaks_off_before_its_answer_may_be_asked_again(parts: Parts, engine: ScriptedEngine) -> None:

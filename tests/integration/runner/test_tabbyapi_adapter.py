@@ -65,7 +65,7 @@ async def test_a_load_goes_on_when_the_connection_breaks_and_is_waited_for() -> 
     with keys_in_environment():
         async with TabbyContract(cuts_load_stream=True, module_s=0.1).serve() as server, client_session() as client:
             engine = TabbyApiEngine(tabby_plan(server.url), client)
-            await asyncio.wait_for(engine.load(ignore), 20)
+            await asyncio.wait_for(engine.load(ignore), 30)
             assert server.loaded == "tiny"
             assert await engine.health() is Health.OK
 
@@ -80,10 +80,10 @@ async def test_a_cancelled_load_is_undone_when_the_server_has_finished_it() -> N
                     begun.set()
 
             loading = asyncio.create_task(TabbyApiEngine(tabby_plan(server.url), client).load(report))
-            await asyncio.wait_for(begun.wait(), 10)
+            await asyncio.wait_for(begun.wait(), 30)
             loading.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(loading, 20)
+                await asyncio.wait_for(loading, 30)
     assert len(server.loads) == 1
     assert server.loaded is None
 

@@ -53,7 +53,7 @@ async def foreign_server(model_id: str, *flags: str, key: str = "") -> AsyncIter
     assert process.stdout is not None
     shards: list[psutil.Process] = []
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             while b"Connected" not in await process.stdout.readline():
                 assert process.returncode is None
         shards = psutil.Process(process.pid).children()
@@ -69,7 +69,7 @@ async def foreign_server(model_id: str, *flags: str, key: str = "") -> AsyncIter
 async def loaded(plan: LoadPlan, client: aiohttp.ClientSession) -> AsyncIterator[TgiEngine]:
     engine = TgiEngine(plan, client)
     try:
-        await asyncio.wait_for(engine.load(lambda _progress: None), 20)
+        await asyncio.wait_for(engine.load(lambda _progress: None), 30)
         yield engine
     finally:
         await engine.unload(gently=False)
@@ -171,7 +171,7 @@ async def test_a_flush_says_that_there_is_none(client: aiohttp.ClientSession) ->
 
 async def test_stats_come_from_the_metrics(client: aiohttp.ClientSession) -> None:
     async with foreign_server("tiny") as url, loaded(foreign_plan(url), client) as engine:
-        async with engine.stream(chat_call("tiny", "hello", max_tokens=2000, stream=True)) as response:
+        async with engine.stream(chat_call("tiny", "hello", max_tokens=100_000, stream=True)) as response:
             await first_bytes(response)
             stats = await engine.stats()
         assert (stats.running, stats.waiting, stats.kv_used_tokens, stats.kv_total_tokens) == (1, 0, 100, 4096)
@@ -208,7 +208,7 @@ async def test_a_dead_shard_ends_the_launcher(tmp_path: Path, client: aiohttp.Cl
     async with loaded(launched_plan(tmp_path), client) as engine:
         tree = process_tree(engine.pids)
         os.kill(next(process for process in tree if "tgi-shard" in process.cmdline()).pid, signal.SIGKILL)
-        await asyncio.wait_for(engine.wait_gone(), 5)
+        await asyncio.wait_for(engine.wait_gone(), 30)
         await assert_gone(tree)
 
 

@@ -51,7 +51,7 @@ from tests.integration.runner.scripted_engine import run_engine
 from tests.integration.runner.test_pool_lifecycle import assembled, find, load
 from tests.integration.runner.test_tgi import foreign_plan, foreign_server
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 CONTEXT = 1024
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}

@@ -94,7 +94,7 @@ async def test_the_exit_status_is_that_of_the_server() -> None:
     async def run(*command: str) -> tuple[int, bytes]:
         warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid()), *command]
         process = await asyncio.create_subprocess_exec(*warden, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
         assert process.returncode is not None
         return process.returncode, errors
 

@@ -173,7 +173,7 @@ async def test_an_upload_over_the_limit_is_cut_off_and_leaves_nothing() -> None:
             async def is_closed() -> bool:
                 return child.num_fds() <= before
 
-            assert await wait_until(is_closed, 5)
+            assert await wait_until(is_closed)
 
 
 async def test_no_file_is_left_after_an_answer_or_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
