@@ -192,7 +192,7 @@ AT_LEAST = {"error": {"message": (
 async def test_a_prompt_of_which_the_engine_says_only_that_it_is_too_long_is_counted(
     make_gateway: Make, *, paths: set[str], begun: bool
 ) -> None:
-    gateway = make_gateway(timeouts=Timeouts(stream_ping_s=0.01 if begun else 30.0))
+    gateway = make_gateway(timeouts=Timeouts(stream_ping_s=0.01 if begun else 30.0), max_prompt_chars=50_000)
     link = gateway.link(paths=paths)
     results = [{"type": "tool_result", "tool_use_id": "t", "content": "word " * 8000}]
     calls = [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]

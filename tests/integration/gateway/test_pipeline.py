@@ -47,6 +47,7 @@ class Gateway:
         timeouts: Timeouts | None = None,
         per_minute: int = 1000,
         max_queue: int = 10,
+        max_prompt_chars: int = 1000,
         models: dict[str, tuple[str, ...]] | None = None,
         aliases: tuple[Alias, ...] = (),
         priority: Priority = Priority.NORMAL,
@@ -76,7 +77,7 @@ class Gateway:
                     allowed=True,
                     owned_by="x",
                     max_tokens=100,
-                    max_prompt_chars=50_000,
+                    max_prompt_chars=max_prompt_chars,
                     max_queue=max_queue,
                     created=0,
                     fallbacks=fallbacks,
@@ -299,7 +300,7 @@ REFUSALS: list[tuple[dict[str, object], int, str]] = [
     ({"messages": []}, 400, "BAD_REQUEST"),
     ({"max_tokens": 10**40}, 400, "MAX_TOKENS_TOO_LARGE"),
     ({"max_tokens": 2**31}, 400, "MAX_TOKENS_TOO_LARGE"),
-    ({"messages": [{"role": "user", "content": "x" * 60_000}]}, 400, "PROMPT_TOO_LARGE"),
+    ({"messages": [{"role": "user", "content": "x" * 2000}]}, 400, "PROMPT_TOO_LARGE"),
 ]
 
 
