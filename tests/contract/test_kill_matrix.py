@@ -25,7 +25,7 @@ import pytest_asyncio
 
 from tests.contract.client import Exchange, Reply
 from tests.contract.expect import assert_failure
-from tests.contract.lab import OPEN_STATES, Lab
+from tests.contract.lab import OPEN_STATES, Lab, chat_body
 from tests.contract.scripted_worker import ScriptedWorker, delta_text
 from tests.contract.stack import ROOT, Stack, run_stack
 from tests.contract.waiting import eventually, wait_until
@@ -36,6 +36,8 @@ FINAL_WITHIN_S = 60.0
 SERVES_WITHIN_S = 60.0
 """The table at the end says how long it took; on an idle machine that is less than ten seconds."""
 BACK_WITHIN_S = 60.0
+OUTLASTS_S = BACK_WITHIN_S + SERVES_WITHIN_S + 30.0
+"""So long a request of the load, and whoever asks, waits: longer than a part may take to be back and serve."""
 LOAD_TOKENS = 50
 
 PARTS = {
@@ -81,7 +83,8 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
 @pytest.fixture(scope="module")
 def doomed_stack() -> Iterator[Stack]:
     """A stack that may be broken, with the real node and its tiny model."""
-    settings = {"MUSTER_QUEUE_TIMEOUT_S": "20", "MUSTER_ACCEPT_TIMEOUT_S": "1"}
+    waits = dict.fromkeys(("MUSTER_QUEUE_TIMEOUT_S", "MUSTER_NO_NODE_WAIT_S"), str(OUTLASTS_S))
+    settings = {**waits, "MUSTER_ACCEPT_TIMEOUT_S": "1"}
     with run_stack("doomed", settings, node=True) as running:
         yield running
 
@@ -116,9 +119,10 @@ async def start_load(lab: Lab, number: int) -> Load:
     job = await worker.job()
     await worker.chunk(job, delta_text(job, "begun"))
     await stream.until(b"begun")
-    tasks = [lab.ask(model, "running")]
+    running, *queued = [chat_body(model, text) for text in ("running", "queued 0", "queued 1")]
+    tasks = [lab.spawn(lab.post(running, within_s=OUTLASTS_S))]
     await worker.job()
-    tasks += [lab.ask(model, f"queued {index}") for index in range(2)]
+    tasks += [lab.spawn(lab.post(body, within_s=OUTLASTS_S)) for body in queued]
     await lab.queued(2)
     # The tiny model would be done before anything can be killed, so its box is held while the request is on it.
     node = lab.stack.part(*PARTS["node"])

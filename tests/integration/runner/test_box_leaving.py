@@ -35,7 +35,8 @@ def frozen(processes: list[psutil.Process]) -> Iterator[None]:
 
 
 def test_while_the_box_leaves_an_answer_is_finished_and_nothing_new_is_taken(tmp_path: Path) -> None:
-    with run_api_box(tmp_path, models=("a",)) as box:
+    patient = {"MUSTER_ENGINE_SILENT_S": "600", "MUSTER_RUNNER_DRAIN_S": "600"}
+    with run_api_box(tmp_path, models=("a",), env=patient) as box:
         box.ensure_loaded("a")
         engines = children(box)
         body = {

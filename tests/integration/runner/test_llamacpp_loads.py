@@ -126,19 +126,25 @@ async def test_a_child_that_reads_for_long_is_seen_reading(client: aiohttp.Clien
 async def _load_frozen(engine: LlamaCpp) -> list[float]:
     """Load with the child frozen from its first word on until three shares were told; return what was told."""
     shares: list[float] = []
+    is_frozen = asyncio.Event()
 
     def freeze_child(progress: Progress) -> None:
-        if progress.stage == "reading weights" and not shares:
+        if progress.stage == "reading weights" and not is_frozen.is_set():
+            is_frozen.set()
             os.kill(engine.pids[0], signal.SIGSTOP)
         if progress.fraction is not None:
             shares.append(progress.fraction)
 
     loading = asyncio.create_task(engine.load(freeze_child))
 
+    async def has_begun() -> bool:
+        return is_frozen.is_set() or loading.done()
+
     async def is_watched() -> bool:
         return len(shares) >= 3 or loading.done()
 
     try:
+        assert await wait_until(has_begun)  # the child may take long to start; frozen later, nobody would wake it
         await wait_until(is_watched, 5.0)
         os.kill(engine.pids[0], signal.SIGCONT)
         await asyncio.wait_for(loading, 30)

@@ -114,6 +114,7 @@ def test_an_engine_that_has_ended_holds_nothing(start: Start, telemetry: Telemet
 def test_a_process_whose_maps_cannot_be_read_counts_with_its_resident_memory(start: Start, tmp_path: Path) -> None:
     process, _ = start(PARENT)
     os.kill(process.pid, signal.SIGSTOP)  # it may still take memory on its way to its input
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     try:
         assert measure_host_bytes(process.pid, proc=tmp_path) == psutil.Process(process.pid).memory_info().rss > HELD_MB * MIB
     finally:

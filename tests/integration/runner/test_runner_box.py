@@ -61,6 +61,7 @@ async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_p
 async def test_an_unstreamed_answer_keeps_its_bytes_and_reports_usage(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         answer = await (await box.open(QUESTION | {"max_tokens": 8})).finish()
 
     assert int(answer.headers["content-length"]) == len(answer.body)
@@ -72,6 +73,7 @@ async def test_an_unstreamed_answer_keeps_its_bytes_and_reports_usage(tmp_path: 
 async def test_data_stops_when_the_credit_is_used_up_and_goes_on_with_more(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(QUESTION | {"stream": True, "max_tokens": 40}, window_bytes=1000)
         assert (await stream.next()).kind == frames.HEAD
         received = b""
@@ -95,6 +97,7 @@ async def test_data_stops_when_the_credit_is_used_up_and_goes_on_with_more(tmp_p
 async def test_cancel_ends_the_stream_and_frees_the_slot_of_the_engine(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(LONG, window_bytes=4000)
         while (await stream.next()).kind != frames.DATA:
             pass
@@ -113,6 +116,7 @@ async def test_requests_beyond_slots_and_queue_are_refused_as_busy(tmp_path: Pat
     env = {"MAX_QUEUE_DEPTH": "2"}
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1", env=env):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         held = [await box.open(LONG, window_bytes=2000) for _ in range(3)]
         refused = await box.open(LONG)
         end = await refused.expect_end()
@@ -125,6 +129,7 @@ async def test_requests_beyond_slots_and_queue_are_refused_as_busy(tmp_path: Pat
 async def test_a_deadline_ends_the_stream_as_timeout(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(LONG, window_bytes=2000, deadline_ms=300)
         assert (await stream.expect_end()).error == "timeout"
 
@@ -133,6 +138,7 @@ async def test_a_large_body_arrives_in_pieces_and_engine_errors_are_responses(tm
     prompt = {"messages": [{"role": "user", "content": "word " * 120_000}], "max_tokens": 1}
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         answer = await (await box.open(prompt)).finish()
     assert answer.status == 400
     assert b"exceed" in answer.body
@@ -142,6 +148,7 @@ async def test_a_large_body_arrives_in_pieces_and_engine_errors_are_responses(tm
 async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(LONG, window_bytes=2000)
         while (await stream.next()).kind != frames.DATA:
             pass
@@ -187,6 +194,7 @@ async def test_a_second_box_with_a_taken_name_says_what_would_help_and_does_not_
 async def test_sigterm_drains_what_runs_refuses_the_rest_and_leaves_nothing_behind(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(QUESTION | {"stream": True, "max_tokens": 30}, window_bytes=500)
         assert (await stream.next()).kind == frames.HEAD
         children = process.children()
@@ -207,6 +215,7 @@ async def test_sigterm_drains_what_runs_refuses_the_rest_and_leaves_nothing_behi
 async def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(LONG, window_bytes=500)
         assert (await stream.next()).kind == frames.HEAD
         process.signal(signal.SIGINT)
@@ -230,6 +239,7 @@ async def test_the_owner_takes_the_box_back_and_lends_it_again_by_signal(tmp_pat
 async def test_a_killed_engine_is_withdrawn_restarted_and_declared_again(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(LONG, window_bytes=2000)
         while (await stream.next()).kind != frames.DATA:
             pass
@@ -248,10 +258,10 @@ async def test_a_killed_engine_is_withdrawn_restarted_and_declared_again(tmp_pat
 
 
 async def test_a_hung_engine_is_killed_and_restarted(tmp_path: Path) -> None:
-    impatient = {"MUSTER_ENGINE_SILENT_S": "2"}
+    impatient = {"MUSTER_ENGINE_SILENT_S": "3"}
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env=impatient) as process:
         box = await gateway.accept()
-        await box.expect(bridge.ModelsUpdate)
+        await box.declares("muster-tiny")
         hung = await engine_of(process)
         heard = len(box.messages)
         hung.suspend()
@@ -287,6 +297,7 @@ async def test_the_gateways_of_the_ack_are_dialled_too(tmp_path: Path) -> None:
 async def test_graceful_shutdown_finishes_what_runs_and_the_box_dials_again(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
         box = await gateway.accept()
+        await box.declares("muster-tiny")
         stream = await box.open(QUESTION | {"stream": True, "max_tokens": 20}, window_bytes=500)
         assert (await stream.next()).kind == frames.HEAD
         await box.send(bridge.GracefulShutdown(reason="restart", drain_timeout_secs=20))
