@@ -32,7 +32,7 @@ from governance.errors import InvalidProposal
 from governance.models import AdminToken, AuditEvent, Operation
 from governance.registry import RunOrder
 from governance.states import RunState
-from tests.integration.gateway_admin.factories import ACTOR, audited, make_key, make_operator
+from tests.integration.gateway_admin.factories import ACTOR, audited, make_key
 from tests.integration.governance.team import Team, make_governed
 from wire.contract import ErrorCode
 
@@ -241,17 +241,6 @@ def test_the_page_offers_keys_and_tenants_with_what_they_have(key: ApiKey) -> No
         "tenant:research": "tenant research (60 a minute)",
         f"key:{key.pk}": "key notebook of research (30 a minute, normal)",
     }
-
-
-@pytest.fixture
-def boss() -> Client:
-    """The browser of an operator who signed in with a passkey."""
-    client = Client()
-    client.force_login(make_operator())
-    session = client.session
-    session["muster_assurance"] = "passkey"
-    session.save()
-    return client
 
 
 def read_offer(text: str) -> dict[str, list[str]]:

@@ -35,7 +35,7 @@ from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Operation, OperationRun
 from governance.registry import RunOrder
 from governance.states import RunState
-from tests.integration.gateway_admin.factories import ACTOR, audited, make_key, make_operator
+from tests.integration.gateway_admin.factories import ACTOR, audited, make_key
 from tests.integration.governance.team import Team, make_governed, make_team
 from tests.integration.nodes.factories import make_node, make_presence
 from wire.contract import ErrorCode
@@ -335,17 +335,6 @@ def test_the_preview_says_whose_slots_are_held_and_who_waits(big: Model) -> None
     assert impact.text.endswith("2 boxes serve big now, with 6 slots in all.")
     (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_queue": 50})
     assert impact.text.startswith("More requests for big may wait")
-
-
-@pytest.fixture
-def boss() -> Client:
-    """The browser of an operator who signed in with a passkey."""
-    client = Client()
-    client.force_login(make_operator())
-    session = client.session
-    session["muster_assurance"] = "passkey"
-    session.save()
-    return client
 
 
 def read_offer(text: str) -> str:
