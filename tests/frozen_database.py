@@ -101,6 +101,24 @@ def count_blocked(servers: EmbeddedServers) -> int:
         return int(row[0])
 
 
+def wait_for_the_abandoned(servers: EmbeddedServers) -> None:
+    """Return once only this thread's own connection is left: what a frozen server was sent, it does when thawed all the same.
+
+    For tests whose other clients have all gone: it cannot tell an abandoned connection from one in use. One over which nothing
+    was ever asked does not count: an exception that somebody keeps may keep it open.
+    """
+    own = connection.connection.info.backend_pid if connection.connection is not None else 0
+    others = (
+        "SELECT pid, state, query FROM pg_stat_activity WHERE datname = current_database()"
+        " AND backend_type = 'client backend' AND query <> '' AND pid NOT IN (pg_backend_pid(), %s)"
+    )
+    until = time.monotonic() + WITHIN_S
+    with psycopg.connect(servers.database_url, autocommit=True) as looker:
+        while left := looker.execute(others, [own]).fetchall():
+            assert time.monotonic() < until, left
+            time.sleep(0.02)
+
+
 def in_thread(work: Callable[[], object]) -> Future[object]:
     """Run ``work`` beside the test, with a database connection of its own."""
 
