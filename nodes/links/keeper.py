@@ -21,6 +21,8 @@ from wire.contract import NodeMode, NodeStatus
 
 logger = logging.getLogger("muster.nodes")
 
+_STOOD_S = 2.0
+"""Ticks come twice a second; with so long between two of them the process stood still, and what boxes said is unread yet."""
 _BLIND_S = 6.0
 """Without rows for so long nothing is known of heartbeats; as long afterwards boxes get to write those they could not."""
 
@@ -38,7 +40,7 @@ class LinkKeeper:
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
         """Which are alive, whether they can be asked for their boxes or not: a box may be on one of their sockets."""
         self._connect_s = connect_s
-        self._applied_at = time.monotonic()
+        self._applied_at = self._looked_at = time.monotonic()
         self._believed_at = 0.0
         """From then on (time.monotonic()) a box without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
@@ -53,6 +55,7 @@ class LinkKeeper:
     ) -> None:
         """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the gateways that can be asked."""
         now = time.monotonic()
+        self._forgive_own_silence(now)
         if now - self._applied_at > _BLIND_S:
             self._believed_at = now + _BLIND_S
         self._applied_at = now
@@ -76,6 +79,7 @@ class LinkKeeper:
     def tick(self) -> None:
         """Look at everything that has a deadline. Called about once a second and after every ``apply``."""
         now = time.monotonic()
+        self._forgive_own_silence(now)
         for link in self.registry:
             self._enforce_drain(link, now)
             if isinstance(link, RelayLink):
@@ -85,6 +89,16 @@ class LinkKeeper:
                 link.close("offline")
 
     # inside
+
+    def _forgive_own_silence(self, now: float) -> None:
+        """While this process stood still (stopped, swapped out, its machine asleep) no box was silent: nobody listened."""
+        stood_s, self._looked_at = now - self._looked_at, now
+        if stood_s < _STOOD_S:
+            return
+        logger.warning("gateway.stood_still seconds=%.1f", stood_s)
+        for link in self.registry:
+            link.last_seen = min(now, link.last_seen + stood_s)
+        self.registry.announce(None)
 
     def _is_blind(self, now: float) -> bool:
         """Whether silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there."""

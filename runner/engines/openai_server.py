@@ -23,9 +23,13 @@ from runner.engines.port import (
 )
 from runner.errors import EngineError, EngineSilent
 
+_OF_LLAMA_SERVER = "llamacpp"
+"""What llama.cpp's server has always said of who owns its models."""
+
 
 class _ModelEntry(msgspec.Struct):
     id: str
+    owned_by: object = None
 
 
 class _ModelList(msgspec.Struct):
@@ -38,7 +42,6 @@ class OpenAIServer:
     ``url`` ends before ``/v1``. ``given``: the models its owner named, empty = those it lists; ``on_models`` hears of changes.
     """
 
-    name = "openai"
     poll_s = 5.0
     restart_max_s = 2.0
     capabilities = Capabilities(endpoints=())
@@ -48,6 +51,8 @@ class OpenAIServer:
     def __init__(
         self, url: str, *, key: str, given: Sequence[str], client: aiohttp.ClientSession, on_models: Callable[[], None]
     ) -> None:
+        self.name = "openai"
+        """``llama-server`` where the list of models tells: gateways keep from it what it would leave out without a word."""
         self._server = HttpServer(client)
         self._server.base_url = url
         self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -114,7 +119,9 @@ class OpenAIServer:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 return status
             names = list(dict.fromkeys(entry.id for entry in listed.data))
-            if names != self._listed:
-                self._listed = names
+            is_llama = bool(names) and all(entry.owned_by == _OF_LLAMA_SERVER for entry in listed.data)
+            found = ("llama-server" if is_llama else "openai", names)
+            if found != (self.name, self._listed):
+                self.name, self._listed = found
                 self._on_models()
         return status

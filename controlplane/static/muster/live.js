@@ -1,17 +1,25 @@
 // What pages that follow something share: a socket that comes back by itself, and a change of a page that leaves the rest alone.
+import { SIGNED_OUT, watch } from "./silence.js";
+
 const LONGEST_PAUSE_MS = 30000;
 
-// Calls `take` with each JSON object that the server pushes. Without a socket the page shows the state it was loaded with.
+// Calls `take` with each JSON object that the server pushes. Without a socket the page shows what came last, and says so.
 export const follow = (path, take) => {
     const scheme = location.protocol === "https:" ? "wss:" : "ws:";
+    const silence = watch();
     let pauseMs = 1000;
     const connect = () => {
         const socket = new WebSocket(`${scheme}//${location.host}${path}`);
         socket.addEventListener("message", (event) => {
             pauseMs = 1000;
+            silence.heard();
             take(JSON.parse(event.data));
         });
-        socket.addEventListener("close", () => {
+        socket.addEventListener("close", (event) => {
+            if (event.code === SIGNED_OUT) {
+                silence.signedOut();
+                return;
+            }
             setTimeout(connect, pauseMs * (0.5 + Math.random()));
             pauseMs = Math.min(pauseMs * 2, LONGEST_PAUSE_MS);
         });

@@ -1,5 +1,6 @@
 // Keeps what happens to an operation current: by its socket, and every three seconds by a request while there is no socket.
 import { parse, update } from "../muster/live.js";
+import { SIGNED_OUT, watch } from "../muster/silence.js";
 
 const page = document.getElementById("operation");
 const said = document.getElementById("said");
@@ -10,6 +11,7 @@ let pauseMs = 1000;
 let isConnected = false;
 let isOver = false;
 let isPolling = false;
+let silence = null;
 
 // A button that has had its day goes; the focus does not go with it.
 const offer = (actions) => {
@@ -47,6 +49,7 @@ const poll = async () => {
     try {
         const answer = await fetch(page.dataset.poll, { signal: AbortSignal.timeout(PATIENCE_MS) });
         if (answer.ok && !isConnected) {
+            silence.heard();
             show((await answer.json()).html);
         }
     } catch {
@@ -62,10 +65,15 @@ const connect = () => {
     socket.addEventListener("message", (event) => {
         isConnected = true;
         pauseMs = 1000;
+        silence.heard();
         show(JSON.parse(event.data).html);
     });
-    socket.addEventListener("close", () => {
+    socket.addEventListener("close", (event) => {
         isConnected = false;
+        if (event.code === SIGNED_OUT) {
+            isOver = true;
+            silence.signedOut();
+        }
         if (!isOver) {
             setTimeout(connect, pauseMs * (0.5 + Math.random()));
             pauseMs = Math.min(pauseMs * 2, LONGEST_PAUSE_MS);
@@ -82,6 +90,7 @@ const connect = () => {
 };
 
 if (page) {
+    silence = watch();
     connect();
     setInterval(poll, POLL_MS);
     // A page that comes back from the browser's memory has lost its socket.

@@ -16,6 +16,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.models = ["alpha", "beta"]
+        self.owner = "someone"
         self.key = ""
         self.handler: Handler = answer_json
         self.seen: list[tuple[str, dict[str, str], bytes]] = []
@@ -26,7 +27,8 @@ class ScriptedEngine:
     async def _list(self, request: web.Request) -> web.Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "key"}, status=401)
-        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})
+        listed = [{"id": name, "object": "model", "owned_by": self.owner} for name in self.models]
+        return web.json_response({"object": "list", "data": listed})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()

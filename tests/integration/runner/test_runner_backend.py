@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tests.integration.runner.processes import eventually, run_box
 from tests.integration.runner.scripted_engine import run_engine
-from tests.integration.runner.scripted_gateway import run_gateway
+from tests.integration.runner.scripted_gateway import ConnectedBox, run_gateway
 from wire import bridge, frames
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
@@ -32,6 +32,24 @@ async def test_models_of_the_server_are_declared_and_followed(tmp_path: Path) ->
         engine.models = ["gamma"]
         await box.send(bridge.ModelsRefresh())
         await box.declares("gamma")
+
+
+def name_engines(box: ConnectedBox) -> set[str]:
+    """Return the engines that a box has named last."""
+    reports: list[bridge.Register | bridge.Telemetry] = [box.register]
+    reports += [message for message in box.messages if isinstance(message, bridge.Telemetry)]
+    return {replica.engine for replica in reports[-1].replicas}
+
+
+@pytest.mark.parametrize(("owner", "told"), [("llamacpp", "llama-server"), ("someone", "openai")])
+async def test_gateways_are_told_of_a_llama_server_by_whom_its_models_belong_to(tmp_path: Path, owner: str, told: str) -> None:
+    async with run_gateway() as gateway, run_engine() as engine:
+        engine.owner = owner
+        async with run_box(tmp_path, gateway.url, "--backend", engine.url):
+            box = await gateway.accept()
+            await box.declares("alpha", "beta")
+            async with asyncio.timeout(30), box.news:
+                await box.news.wait_for(lambda: name_engines(box) == {told})
 
 
 async def test_what_gateways_are_to_translate_is_kept_back_from_them(tmp_path: Path) -> None:

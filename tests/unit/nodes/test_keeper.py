@@ -243,6 +243,26 @@ async def test_a_silent_box_is_let_go_and_a_quiet_one_is_pinged(setting: Setting
     assert box.kicks == [(1000, "worker heartbeat timed out")]
 
 
+async def test_boxes_are_not_silent_while_the_gateway_itself_stands_still(setting: Setting) -> None:
+    box, keeper = setting.box(), setting.keeper
+    node_id = uuid.uuid4()
+    setting.apply(make_row(box.link.node_id), make_row(node_id, is_direct=True))
+    direct = setting.registry.get(node_id)
+    assert direct is not None
+    keeper.tick()
+    for link in (box.link, direct):
+        link.last_seen -= 30.0 + 4.0
+    keeper._looked_at -= 30.0
+    keeper._applied_at -= 5.0
+    keeper.tick()
+    assert (setting.registry.get(node_id), box.kicks) == (direct, [])
+    assert {link.condition(time.monotonic()) for link in (box.link, direct)} == {LinkCondition.READY}
+    for link in (box.link, direct):
+        link.last_seen -= 15.0
+    keeper.tick()
+    assert len(setting.registry) == 0
+
+
 async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setting: Setting) -> None:
     node_id = uuid.uuid4()
     setting.apply(make_row(node_id, is_direct=True, max_concurrent=3, heartbeat_age_s=2.0))
