@@ -218,6 +218,9 @@ LOGGING = {
         "daphne.http_protocol": {"level": "WARNING"},
         "httpx": {"level": "WARNING"},
         "celery.app.trace": {"level": "WARNING"},
+        # A line for each task that is due every few seconds would bury what a worker has to say.
+        "celery.beat": {"level": "WARNING"},
+        "celery.worker.strategy": {"level": "WARNING"},
     },
 }
 
