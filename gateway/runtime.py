@@ -265,7 +265,7 @@ class GatewayRuntime:
         if declared:  # operators then see them, with a button that allows them
             await run_upkeep(services.remember_models, names=sorted(declared))
         self.keeper.other_gateways = others
-        self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers)
+        self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers, read_at=now)
         self.keeper.cut_off(revoked)
 
     def _credentials_in_use(self) -> list[int]:

@@ -278,13 +278,17 @@ class Box:
         log.info("leaving load=%s limit_s=%s", self.parts.serving.load, self._config.timeouts.drain_s)
         for link in self._links.values():
             link.post(Draining(reason="the box is shutting down"))
-        idle, rush = asyncio.create_task(self.parts.serving.wait_idle()), asyncio.create_task(hurry.wait())
+        idle, rush = asyncio.create_task(self._wait_idle()), asyncio.create_task(hurry.wait())
         await asyncio.wait({idle, rush}, timeout=self._config.timeouts.drain_s, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
             log.warning("leaving with requests unfinished load=%s", self.parts.serving.load)
         idle.cancel()
         rush.cancel()
         await asyncio.gather(*(link.flush(FAREWELL_S) for link in self._links.values()))
+
+    async def _wait_idle(self) -> None:
+        await self.parts.serving.wait_idle()
+        await self.relay.wait_idle()  # an answer, or its end, leaves for a gateway once our books about it are closed
 
     def _learn_gateway(self, url: str, *, named_by: GatewayLink) -> None:
         """Dial a gateway that another one named: never with less protection than the one that named it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,8 +19,10 @@ import psutil
 from django.db import connection
 
 ROOT = Path(__file__).resolve().parents[1]
-READY_WITHIN_S = 45.0
-STOPPED_WITHIN_S = 30.0
+READY_WITHIN_S = 90.0
+STOPPED_WITHIN_S = 60.0
+PORTS = range(10_000, 16_000)
+"""Below what systems hand out by themselves: no connection, and nobody who binds port 0, gets one of these by chance."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,22 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """Return a loopback port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a loopback port that nothing listens on, and that no other process of tests is given while this one lives.
+
+    Whoever is to listen on it does so seconds later. The UDP port of that number, which nobody wants, tells that it is taken.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            mark.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            mark.close()
+        else:
+            mark.detach()  # stays open to the end of the process
+            return port
+    raise AssertionError(f"no port of {PORTS} is free")
 
 
 def database_url_of_tests() -> str:

@@ -58,11 +58,29 @@ def frozen(servers: EmbeddedServers) -> Iterator[None]:
 def freeze(servers: EmbeddedServers) -> list[int]:
     """Stop the server with all its processes; return their ids, for ``thaw``."""
     parent = servers.postgres.pid
-    os.kill(parent, signal.SIGSTOP)  # first: it starts no others then
+    stop_at_once(parent)  # first: it starts no others then
     stopped = [parent, *children_of(parent)]
     for pid in stopped[1:]:
-        os.kill(pid, signal.SIGSTOP)
+        stop_at_once(pid)
     return stopped
+
+
+def stop_at_once(pid: int) -> None:
+    """Stop a process and return once it stands: until it comes to see the signal it may still answer, or start another."""
+
+    def is_stopped() -> bool:
+        os.kill(pid, signal.SIGSTOP)
+        return read_state(pid) in "TtZX"
+
+    wait_for(is_stopped, what=f"process {pid} stands still")
+
+
+def read_state(pid: int) -> str:
+    """Return the letter that /proc has for the state of a process, X when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def thaw(stopped: list[int]) -> None:

@@ -157,6 +157,7 @@ def text_files() -> list[str]:
     return [name for name in tree_files() if Path(name).suffix in TEXT_SUFFIXES and name not in locks | {"LICENSE"}]
 
 
+@pytest.mark.timeout(180)
 def test_import_contracts_hold() -> None:
     program = "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'], prog_name='lint-imports')"
     linted = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -35,13 +35,20 @@ async def run(bench: Workbench) -> None:
             left_s = (time.monotonic() - began) / (number + 1) * (count - number - 1)
             if number % max(1, count // 20) == 0 or number + 1 == count:
                 bench.progress.show(f"cycles: {(number + 1) / count:4.0%} ({number + 1} of {count}) · {left_s:.0f} s left")
-        gone = await wait_for(lambda: not box.engines() and box.open_files() <= files_before, limit_s=GONE_S)
+        files_after = files_before
+
+        def is_clean() -> bool:
+            nonlocal files_after
+            files_after = box.open_files()  # a look at a file of the kernel's may have one open for a moment
+            return not box.engines() and files_after <= files_before
+
+        gone = await wait_for(is_clean, limit_s=GONE_S)
         ledger_after = _ledger_kb(box)
         bench.section.line(
             f"  the ledger's file went from {ledger_before:.0f} to {ledger_after:.0f} KB; it keeps the newest 1000 loads"
         )
         bench.section.keep(ledger_before_kb=ledger_before, ledger_after_kb=ledger_after)
-        _judge(bench, box, loads=loads, unloads=unloads, sizes=sizes, files_before=files_before)
+        _judge(bench, loads=loads, unloads=unloads, sizes=sizes, files=(files_before, files_after))
         bench.section.judge(
             "no engine process is left",
             passed=gone is not None and not box.engines() and not box.strays() and not any(left),
@@ -63,10 +70,8 @@ async def _cycle(box: Box, model: str) -> tuple[float, float]:
     return loaded - began, time.monotonic() - loaded
 
 
-def _judge(
-    bench: Workbench, box: Box, *, loads: list[float], unloads: list[float], sizes: list[float], files_before: int
-) -> None:
-    section, files_after = bench.section, box.open_files()
+def _judge(bench: Workbench, *, loads: list[float], unloads: list[float], sizes: list[float], files: tuple[int, int]) -> None:
+    section, (files_before, files_after) = bench.section, files
     kept = sizes[leave_out_first(len(sizes), wanted=WARM_UP_CYCLES) :]
     section.table([
         ["", "median", "p95", "worst"],

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from functools import partial
 
 from benchmarks.boxcheck.box import Box, require
-from benchmarks.boxcheck.client import Reply, tenant
+from benchmarks.boxcheck.client import Reply, Streamed, tenant
 from benchmarks.boxcheck.models import FIRST
 from benchmarks.boxcheck.workbench import Workbench
 from benchmarks.errors import BenchmarkError
@@ -15,7 +16,9 @@ from benchmarks.errors import BenchmarkError
 DEPTH = 2
 RATE = 3
 LONG_TOKENS = 1500
-FILL_S = 10.0
+TRIES = 20
+"""The tiny model has answered LONG_TOKENS in a second or two, and a busy machine may stand still for as long: what comes of a
+try counts only when the slot was taken all the while."""
 LOAD = {"gguf_n_ctx": 2048}
 
 
@@ -34,13 +37,8 @@ async def run(bench: Workbench) -> None:
 
 
 async def _queue_full(bench: Workbench, box: Box) -> None:
-    section, client = bench.section, box.client
-    async with client.open_stream(FIRST, tokens=LONG_TOKENS) as (seen, _):
-        await require(lambda: bool(seen.body), "the slot was taken")
-        waiting = [asyncio.create_task(client.chat(FIRST, headers=tenant(f"waiter-{n}"))) for n in range(DEPTH)]
-        await _fill(box, DEPTH)
-        refused = await client.chat(FIRST, headers=tenant("latecomer"))
-    served = await asyncio.gather(*waiting)
+    section = bench.section
+    refused, served = await _ask_while_full(box)
     _show_reply(bench, "queue full", refused)
     error, retry = refused.error, refused.headers.get("retry-after", "")
     wanted = re.compile(rf"Queue depth {DEPTH}/{DEPTH}, retry in (\d+) seconds?\Z")
@@ -58,10 +56,28 @@ async def _queue_full(bench: Workbench, box: Box) -> None:
     section.keep(queue_full=error)
 
 
+async def _ask_while_full(box: Box) -> tuple[Reply, list[Reply]]:
+    """Return what one request too many is answered, and what those in the queue are. Raises BenchmarkError."""
+    client = box.client
+    for _ in range(TRIES):
+        async with client.open_stream(FIRST, tokens=LONG_TOKENS) as (seen, reading):
+            await require(partial(_has_begun, seen), "the slot was taken")
+            waiting = [asyncio.create_task(client.chat(FIRST, headers=tenant(f"waiter-{n}"))) for n in range(DEPTH)]
+            is_full = await _fill(box, DEPTH, reading)
+            refused = await client.chat(FIRST, headers=tenant("latecomer"))
+            is_full = is_full and await _count_waiting(box) == DEPTH
+        served = await asyncio.gather(*waiting)
+        if is_full:
+            return refused, served
+    raise BenchmarkError(f"{DEPTH} requests waited in one of {TRIES} tries until another one was answered: they did not")
+
+
 async def _rate_limit(bench: Workbench, box: Box) -> None:
     section, client = bench.section, box.client
     within = [await client.chat(FIRST, headers=tenant("community-x")) for _ in range(RATE)]
+    asked_at = time.time()
     refused = await client.chat(FIRST, headers=tenant("community-x"))
+    heard_at = time.time()
     other = await client.chat(FIRST, headers=tenant("community-y"))
     _show_reply(bench, "rate limit", refused)
     error, retry = refused.error, refused.headers.get("retry-after", "")
@@ -75,11 +91,12 @@ async def _rate_limit(bench: Workbench, box: Box) -> None:
         == (f"Tenant community-x exceeded {RATE} req/min", RATE, 0),
     )
     reset_at = error.get("resetAt")
-    in_s = reset_at - time.time() if isinstance(reset_at, int) else None
+    # The box said so at some moment between the two.
+    least_s, most_s = (reset_at - heard_at, reset_at - asked_at) if isinstance(reset_at, int) else (0.0, 0.0)
     section.judge(
         "resetAt and Retry-After name the same moment, within the minute",
-        passed=in_s is not None and retry.isdecimal() and 0 < in_s <= 61 and abs(in_s - int(retry)) <= 2,
-        shown=f"in {in_s or 0:.0f} s, {retry} s",
+        passed=retry.isdecimal() and least_s <= 61 and most_s > 0 and least_s - 2 <= int(retry) <= most_s + 2,
+        shown=f"in {most_s:.0f} s, {retry} s",
     )
     section.judge(
         "requests within the limit, and those of other tenants, are served",
@@ -90,19 +107,12 @@ async def _rate_limit(bench: Workbench, box: Box) -> None:
 
 async def _model_caps(bench: Workbench, box: Box) -> None:
     """The caps of llm-pool: one waiting request for each tenant, two for the model; nobody waits longer than allowed."""
-    section, client = bench.section, box.client
-    async with client.open_stream(FIRST, tokens=LONG_TOKENS) as (seen, _):
-        await require(lambda: bool(seen.body), "the slot was taken")
-        waiting = [asyncio.create_task(client.chat(FIRST, headers=tenant(name))) for name in ("one", "two")]
-        await _fill(box, 2)
-        by_tenant, by_model = await asyncio.gather(
-            client.chat(FIRST, headers=tenant("one")), client.chat(FIRST, headers=tenant("three"))
-        )
-        waited = await asyncio.gather(*waiting)
+    section = bench.section
+    by_tenant, by_model, waited = await _ask_beyond_caps(box)
     cases = [
         ("tenant's queue full", by_tenant, 429, "fairness_key_queue_full"),
         ("model's queue full", by_model, 429, "executor_queue_full"),
-        ("waited too long", waited[0], 503, "queue_timeout"),
+        ("waited too long", waited, 503, "queue_timeout"),
     ]
     for title, reply, status, code in cases:
         _show_reply(bench, title, reply)
@@ -114,15 +124,40 @@ async def _model_caps(bench: Workbench, box: Box) -> None:
         section.figures[code] = reply.error
 
 
-async def _fill(box: Box, depth: int) -> None:
-    """Return once so many requests wait. Raises BenchmarkError."""
-    deadline = time.monotonic() + FILL_S
-    while True:
-        models = (await box.client.call("GET", "/v1/admin/models")).document["models"]
-        if sum(int(entry["queue_depth"]) for entry in models) >= depth:
-            return
-        if time.monotonic() > deadline:
-            raise BenchmarkError(f"{depth} requests waited within {FILL_S:g} s: they did not")
+async def _ask_beyond_caps(box: Box) -> tuple[Reply, Reply, Reply]:
+    """Return what a tenant's second request and the model's third are answered, and one that waits. Raises BenchmarkError."""
+    client = box.client
+    for _ in range(TRIES):
+        async with client.open_stream(FIRST, tokens=LONG_TOKENS) as (seen, reading):
+            await require(partial(_has_begun, seen), "the slot was taken")
+            waiting = [asyncio.create_task(client.chat(FIRST, headers=tenant(name))) for name in ("one", "two")]
+            is_full = await _fill(box, 2, reading)
+            by_tenant, by_model = await asyncio.gather(
+                client.chat(FIRST, headers=tenant("one")), client.chat(FIRST, headers=tenant("three"))
+            )
+            is_full = is_full and await _count_waiting(box) == 2
+            waited = await asyncio.gather(*waiting)
+        if is_full and all(reply.status != 200 for reply in waited):
+            return by_tenant, by_model, waited[0]
+    raise BenchmarkError(f"two requests waited for as long as they may in one of {TRIES} tries: they did not")
+
+
+def _has_begun(seen: Streamed) -> bool:
+    return bool(seen.body)
+
+
+async def _fill(box: Box, depth: int, reading: asyncio.Task[None]) -> bool:
+    """Return whether so many requests wait before the stream that has the slot has been read."""
+    while not reading.done():
+        if await _count_waiting(box) >= depth:
+            return True
+    return False
+
+
+async def _count_waiting(box: Box) -> int:
+    """Return how many requests wait, as the box says."""
+    models = (await box.client.call("GET", "/v1/admin/models")).document["models"]
+    return sum(int(entry["queue_depth"]) for entry in models)
 
 
 def _show_reply(bench: Workbench, title: str, reply: Reply) -> None:

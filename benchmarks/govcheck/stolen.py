@@ -15,6 +15,7 @@ def run(section: Section, fleet: Fleet) -> None:
     """Load and unload once with approval, then steal everything and try."""
     fleet.run("model-load", modelId=MODEL)
     fleet.run("model-unload", modelId=MODEL)
+    fleet.wait(lambda: not fleet.is_loaded(MODEL) or None, within_s=30, what="the box has said that it is unloaded")
     attempts = steal(fleet)
     section.table([["attempt", "operation", "ended as", "code"], *[
         [a["name"], a["operation"], a["state"], a["code"]] for a in attempts

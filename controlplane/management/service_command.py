@@ -12,10 +12,14 @@ from nodes.errors import NodeError
 
 ACTOR = "system:cli"
 """How the audit trail names whoever has a shell on the server."""
+SETTINGS_CHECKS = ("controlplane", "gateway", "governance", "nodes")
+"""What an operator can get wrong, by tag. Django's own checks look at our code, and load every page to do so."""
 
 
 class ServiceCommand(BaseCommand):
     """Calls ``act`` and turns a refusal into an error message."""
+
+    requires_system_checks = SETTINGS_CHECKS
 
     def handle(self, *args: Any, **options: Any) -> None:  # Any: Django's signature
         """Run the command. Raises CommandError."""

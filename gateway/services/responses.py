@@ -133,6 +133,8 @@ def keep_response(
             _limit_statements(give_up_at)
         cursor.execute(_KEEP, parameters)
         is_kept = cursor.rowcount == 1
+        if give_up_at is not None:
+            _measure_left(give_up_at)  # the limit ran from when the statement began: this process may have stood still before
     if not is_kept and not StoredResponse.objects.filter(pk=response_id, tenant__name=tenant).exists():
         raise ResponseNotKept(f"Answers are not kept for the tenant {tenant}, or the id belongs to another one.", param="store")
 
@@ -235,11 +237,17 @@ def _check_turn(input_items: Sequence[Any], body: bytes) -> tuple[str, bytes]:
     return answer.id, items
 
 
-def _limit_statements(give_up_at: float) -> None:
-    """Have the database end the statements of this transaction by then. Raises ResponseNotKept when it is too late already."""
+def _measure_left(give_up_at: float) -> int:
+    """Return how many milliseconds are left, at least one. Raises ResponseNotKept when time is up."""
     left_ms = int((give_up_at - time.monotonic()) * 1000)
     if left_ms <= 0:
         raise ResponseNotKept("The database was too slow; nothing was written.")
+    return left_ms
+
+
+def _limit_statements(give_up_at: float) -> None:
+    """Have the database end the statements of this transaction by then. Raises ResponseNotKept when it is too late already."""
+    left_ms = _measure_left(give_up_at)
     with connection.cursor() as cursor:
         cursor.execute("SELECT set_config('statement_timeout', %s, true)", [str(left_ms)])
 

@@ -296,7 +296,7 @@ class BoxSession:
                 await asyncio.sleep(1.0)
                 continue
             if link.wanted_mode is wanted:
-                link.wanted_mode = None
+                link.wanted_mode, link.mode_stored_at = None, time.monotonic()
 
     def _kick(self, code: int, reason: str) -> None:
         """Close the socket from outside of ``run``, e.g. when the node is replaced or stopped answering."""

@@ -40,7 +40,7 @@ class LinkKeeper:
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
         """Which are alive, whether they can be asked for their boxes or not: a box may be on one of their sockets."""
         self._connect_s = connect_s
-        self._applied_at = self._looked_at = time.monotonic()
+        self._applied_at = self._looked_at = self._read_at = time.monotonic()
         self._believed_at = 0.0
         """From then on (time.monotonic()) a box without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
@@ -52,9 +52,14 @@ class LinkKeeper:
         *,
         targets: Mapping[uuid.UUID, HttpTarget],
         peers: Mapping[uuid.UUID, HttpTarget],
+        read_at: float | None = None,
     ) -> None:
-        """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the gateways that can be asked."""
+        """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the gateways that can be asked.
+
+        ``read_at``: time.monotonic() seconds before the rows were read; None = now. What an owner said later is newer.
+        """
         now = time.monotonic()
+        self._read_at = now if read_at is None else read_at
         self._forgive_own_silence(now)
         if now - self._applied_at > _BLIND_S:
             self._believed_at = now + _BLIND_S
@@ -176,7 +181,7 @@ class LinkKeeper:
         policy.provider_enabled = row.provider_state == "enabled"
         policy.cordoned = row.cordoned
         policy.draining = row.draining
-        if not isinstance(link, RelayLink) or link.wanted_mode is None:  # else the owner's word is newer than the row
+        if not isinstance(link, RelayLink) or link.is_mode_known_since(self._read_at):  # else the owner's word is newer
             policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
             remaining = row.drain_remaining_s
             stopping = policy.draining or policy.reclaimed

@@ -84,6 +84,8 @@ class RelayLink(Link):
         self.credential_id = 0
         self.wanted_mode: ModeRequested | None = None
         """What the owner said at the box and the database does not know yet."""
+        self.mode_stored_at = 0.0
+        """time.monotonic() seconds at which the database was seen to know it: rows read before may say something else."""
         self.instance_id = ""
         self.telemetry: bridge.Telemetry | None = None
         self.governance: bridge.BoxGovernance | None = None
@@ -149,6 +151,10 @@ class RelayLink(Link):
         is_news = before is None or (before.replicas, before.available) != (telemetry.replicas, telemetry.available)
         self.has_news = self.has_news or is_news
         return is_news
+
+    def is_mode_known_since(self, moment: float) -> bool:
+        """Whether rows read at that moment (time.monotonic()) say what the owner said last."""
+        return self.wanted_mode is None and self.mode_stored_at <= moment
 
     def is_called(self, name: str) -> bool:
         """Whether a client that prefers a box or GPU by this name means this box."""

@@ -42,6 +42,8 @@ DEFAULT_CONTEXT_TOKENS = 4096
 """Per slot, where the plan does not say; llama.cpp itself takes less where the model was made for less."""
 _CHILD = "runner.engines.children.llamacpp"
 _WATCH_EVERY_S = 0.25
+_LOG_LIMIT_S = 5.0
+"""What the log of a loaded model still has to say of the load is waited for so long."""
 
 
 class _Meta(msgspec.Struct):
@@ -90,15 +92,20 @@ class LlamaCpp:
         await self.unload(gently=False)
         report(Progress("starting the engine process"))
         key = secrets.token_urlsafe(24)
-        log = LoadLog(report)
+        is_told = asyncio.Event()
+        log = LoadLog(report, on_loaded=is_told.set)
         watch = asyncio.create_task(self._watch_reading(path, log, report))
         try:
             self._server.base_url = await self._child.start_ours(
                 _CHILD, child_settings(self._plan, path, key), report,
                 limit_s=LOAD_LIMIT_S, environment=gpu_environment(self._plan.gpu_ids), on_line=log.read,
             )  # fmt: skip
+            await _wait_told(is_told)
         except EngineError as error:
             raise EngineError(f"{path.name} could not be loaded: {log.reason or error}") from None
+        except BaseException:
+            await self._child.kill()
+            raise
         finally:
             log.close()
             watch.cancel()
@@ -180,11 +187,18 @@ class LlamaCpp:
         total = sum(part.stat().st_size for part in weight_files(path)) or 1
         while log.is_reading:
             await asyncio.sleep(_WATCH_EVERY_S)
-            if (pid := self._child.pid) is None:
+            if (pid := self._child.pid) is None or not log.is_reading:
                 continue
             with contextlib.suppress(psutil.Error):
                 share = psutil.Process(pid).memory_info().rss / total
                 report(Progress("reading weights", min(share, 0.99)))
+
+
+async def _wait_told(is_told: asyncio.Event) -> None:
+    """Wait a moment for the end of the log of a load: another thread of the child writes it, also after the child's answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LOG_LIMIT_S):
+            await is_told.wait()
 
 
 def child_settings(plan: LoadPlan, path: Path, key: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from runner.definitions.plan import Progress, Report
 
@@ -13,10 +14,14 @@ _FOLLOWS_FROM_ANOTHER = ("failed to load model", "failed to create", "exiting du
 
 
 class LoadLog:
-    """Reads the lines of one load; progress goes to ``report``. Deaf once ``close`` was called: then it is about requests."""
+    """Reads the lines of one load; progress goes to ``report``. Deaf once ``close`` was called: then it is about requests.
 
-    def __init__(self, report: Report) -> None:
+    ``on_loaded`` is called when it says that the model is loaded, the last of what is read here.
+    """
+
+    def __init__(self, report: Report, *, on_loaded: Callable[[], None]) -> None:
         self._report = report
+        self._on_loaded = on_loaded
         self._is_open = True
         self._errors: list[str] = []
         self._kv_mib = 0.0
@@ -43,6 +48,8 @@ class LoadLog:
             self.is_reading = False
         elif "warming up the model" in line:
             self._report(Progress("warming up"))
+        elif line.endswith("model loaded"):
+            self._on_loaded()
         elif (found := _ERROR.match(line)) and len(self._errors) < _MAX_ERRORS:
             text = re.sub(r"\s{2,}", " ", found[1])
             self._errors.append(text.partition("error loading model: ")[2] or text)

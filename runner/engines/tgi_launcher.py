@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from runner.definitions.plan import LoadPlan
@@ -10,6 +13,9 @@ from runner.engines.child import child_environment
 from runner.engines.failure_words import FailureWords
 from runner.engines.port import Progress, Report
 
+_LOWEST_PORT = 20_000
+_TRIES = 100
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _STAGES: tuple[tuple[str, str, float], ...] = (
     ("Starting check and download process", "checking the files", 0.05),
     ("Successfully downloaded weights", "files checked", 0.2),
@@ -78,12 +84,33 @@ def build_environment(plan: LoadPlan, key: str) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return loopback ports that nothing listens on now; TGI cannot pick them itself and tell."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Return loopback ports that nothing has now; TGI cannot pick them itself and tell.
+
+    Where Linux says which ports it gives to those that ask for any, they lie below: until TGI listens, nothing else gets them.
+    """
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in _candidates(count):
+            place = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                place.bind(("127.0.0.1", port))
+                found.append(place.getsockname()[1])
+            if len(found) == count:
+                break
+    return found
+
+
+def _candidates(count: int) -> Iterator[int]:
+    """Yield ports to try, 0 = any."""
+    width = lowest_given_port() - _LOWEST_PORT
+    if width > _TRIES:
+        yield from (_LOWEST_PORT + secrets.randbelow(width) for _ in range(_TRIES))
+    yield from [0] * count
+
+
+def lowest_given_port() -> int:
+    """Return the lowest port that Linux gives to those that ask for any, 0 where that is not known."""
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+        return int(_GIVEN_PORTS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 
 import pytest
 from django.db import connection
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Playwright, expect, sync_playwright
 from pytest_django import DjangoDbBlocker
 
 from controlplane.launcher.browsers import find_chromium
 from controlplane.models import User
 from tests.control_process import ServerProcess, free_port, serve_control, serve_gateway
+
+expect.set_options(timeout=30_000)
 
 Result = TypeVar("Result")
 PASSWORD = "a password for tests only"
@@ -38,11 +40,12 @@ document.addEventListener("securitypolicyviolation", (event) => {
 
 @dataclass
 class Visit:
-    """One operator's browser. ``complaints`` is everything a healthy page never says."""
+    """One operator's browser. ``complaints`` is everything a healthy page never says; ``awaited``: what a test provokes."""
 
     page: Page
     url: str
     complaints: list[str] = field(default_factory=list)
+    awaited: list[str] = field(default_factory=list)
 
     def open(self, path: str) -> None:
         """Go to a page of the control plane."""
@@ -63,7 +66,8 @@ class Visit:
 
     def note_console(self, message: ConsoleMessage) -> None:
         """Keep errors and warnings of the console."""
-        if message.type in {"error", "warning"} and not any(known in message.text for known in _NO_COMPLAINTS):
+        known = (*_NO_COMPLAINTS, *self.awaited)
+        if message.type in {"error", "warning"} and not any(words in message.text for words in known):
             self.complaints.append(f"{message.type}: {message.text}")
 
 
@@ -118,12 +122,22 @@ def browser(chromium: Chromium, control: ServerProcess, transactional_db: None) 
         yield lent
 
 
+def press(page: Page, name: str, *, exact: bool = False) -> None:
+    """Press a button that a script of its page serves: a page that was come to by a click shows it before that has run."""
+    button = page.get_by_role("button", name=name, exact=exact)
+    expect(button).to_be_visible()
+    page.wait_for_load_state()
+    button.click()
+
+
 def find_violations(page: Page) -> list[str]:
     """Return what axe-core finds that is serious, in the light, and of colours in the dark."""
+    page.wait_for_load_state()
     page.evaluate(AXE)
     found = []
     for scheme, rules in (("light", "{}"), ("dark", "{runOnly: ['color-contrast']}")):
         page.evaluate(f"document.documentElement.classList.toggle('dark', {str(scheme == 'dark').lower()})")
+        page.evaluate("document.getAnimations().forEach((change) => change.cancel())")  # colours half-way are nobody's
         result: dict[str, Any] = page.evaluate(
             f"axe.run('#content', {{...{rules}, resultTypes: ['violations'], preload: false}})"
         )

@@ -32,7 +32,6 @@ from tests.integration.nodes.governed import Identity, make_box
 from wire.optoken.approval import canonical, decode_bytes, digest_words, read_statement
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
-expect.set_options(timeout=30_000)
 
 AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 OURS = "pubKeyCredParams"

@@ -21,7 +21,6 @@ from tests.integration.nodes.factories import make_credential
 from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
-expect.set_options(timeout=30_000)
 
 Result = TypeVar("Result")
 LLAMA = ReplicaInfo(
@@ -78,11 +77,15 @@ class BoxThread:
         """Replace the models that it serves."""
         self._run(self.box.send(ModelsUpdate(models=list(models))))
 
+    def die(self) -> None:
+        """Vanish as a killed process does."""
+        self._loop.call_soon_threadsafe(self.box.die)
+
     def close(self) -> None:
         """Leave, and end the thread."""
         self._run(self.box.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(30)
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
@@ -124,7 +127,8 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: BoxThread
     expect(table(page, "Loaded")).to_contain_text("0 / 8")
     expect(table(page, "Loading")).to_have_count(0)
     assert page.evaluate("window.notReloaded")
-    assert in_database(Node.objects.get).model_names == ["llama-3.1-8b-instruct", "qwen3-14b"]
+    declared = Node.objects.filter(model_names=["llama-3.1-8b-instruct", "qwen3-14b"])
+    wait_until(lambda: in_database(declared.exists), what="the models declared are stored")
 
 
 def test_the_bar_moves_with_each_word_of_the_box(visit: Visit, attic: BoxThread) -> None:
@@ -174,7 +178,7 @@ def test_without_scripts_the_page_is_a_plain_table(visit: Visit, attic: BoxThrea
 def test_a_box_that_went_away_says_how_old_its_state_is(visit: Visit, attic: BoxThread) -> None:
     attic.load(0.5)
     expect(table(visit.page, "Loading")).to_be_visible()
-    attic.box.die()
+    attic.die()
     small = visit.page.locator("#box h2 small").first
     expect(small).to_contain_text("as last reported")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Coroutine, Iterator
 from threading import Thread
 from typing import Any, TypeVar
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from gateway.services import allow_model, create_tenant
 from tests.browser.conftest import Visit, find_violations, in_database
@@ -19,7 +20,6 @@ from tests.integration.gateway_admin.factories import ACTOR
 from tests.integration.nodes.factories import make_credential
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
-expect.set_options(timeout=30_000)
 
 MODEL = "llama-3.1-8b-instruct"
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -62,7 +62,7 @@ class BoxThread:
         """Leave, and end the thread."""
         self.run(self.box.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(30)
         self._loop.close()
 
 
@@ -158,6 +158,7 @@ def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: BoxTh
     take_the_code(page)
     wait_with_a_reason(page)
 
+    visit.awaited.append("400 (Bad Request)")  # what the browser itself reports of a refusal
     page.get_by_text("Tools", exact=True).click()
     page.get_by_label("Tools as JSON").fill("[{")
     page.get_by_role("button", name="Send").click()
@@ -167,11 +168,28 @@ def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: BoxTh
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert find_violations(page) == []
     assert page.locator("#playground img[src=x], #playground script").count() == 0
-    # What is refused with 400 the browser itself reports in its console.
-    assert [complaint for complaint in visit.complaints if "400 (Bad Request)" not in complaint] == []
-    visit.complaints.clear()
     visit.open(record_page)
     expect(page.get_by_text("cancelled").first).to_be_visible()
+
+
+def test_what_the_record_says_is_shown_also_when_it_is_written_late(visit: Visit, attic: BoxThread) -> None:
+    page, looks = visit.page, 0
+
+    def answer(route: Route) -> None:
+        nonlocal looks
+        looks += 1
+        if looks <= 5:
+            route.fulfill(json={"is_final": False})
+        else:
+            route.continue_()
+
+    page.route(re.compile("/playground/facts"), answer)
+    page.get_by_label("Prompt", exact=True).fill("Tell me")
+    page.get_by_role("button", name="Send").click()
+    stream = attic.run(attic.box.stream())
+    attic.run(attic.box.head(stream, content_type="text/event-stream"))
+    attic.finish(stream)
+    expect(fact(page, "state")).to_have_text("completed")
 
 
 STREAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {

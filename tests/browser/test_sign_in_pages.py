@@ -12,13 +12,12 @@ from playwright.sync_api import CDPSession, Page, expect
 from controlplane.models import User
 from governance.models import ApproverKey
 from governance.services.people import create_invitation
-from tests.browser.conftest import PASSWORD, Visit, in_database
+from tests.browser.conftest import PASSWORD, Visit, in_database, press
 from tests.control_process import ROOT
 from tests.unit.wire.policies import make_people, make_policy, make_statement
 from wire.optoken.approval import digest_words, encode_bytes
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.browser, pytest.mark.timeout(300)]
-expect.set_options(timeout=30_000)
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def invite(name: str) -> str:
 
 
 def expect_no_sideways_scrolling(page: Page) -> None:
-    """The page fits its window."""
+    """The page fits its window, once its style sheet is there."""
+    page.wait_for_load_state()
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
@@ -81,7 +81,7 @@ def test_an_invited_person_makes_a_passkey_and_signs_in_with_it_again(at_home: V
     page.get_by_role("button", name="Make a passkey and sign in").click()
     expect(page.get_by_role("rowheader")).to_contain_text("blue laptop")
     page.get_by_role("button", name="Sign out").click()
-    page.get_by_role("button", name="Sign in with a passkey").click()
+    press(page, "Sign in with a passkey")
     page.wait_for_url("**/admin/")
     assert in_database(lambda: ApproverKey.objects.get().last_used_at is not None)
 
@@ -92,11 +92,11 @@ def test_a_second_passkey_on_one_device_and_a_person_who_cancels_are_told_in_wor
     page = at_home.page
     at_home.open(invite("grace"))
     page.get_by_role("button", name="Make a passkey and sign in").click()
-    page.get_by_role("button", name="Make a passkey", exact=True).click()
+    press(page, "Make a passkey", exact=True)
     expect(page.locator("[data-fault]")).to_contain_text("holds a passkey of yours")
     page.get_by_role("button", name="Sign out").click()
     authenticator.know_nobody()
-    page.get_by_role("button", name="Sign in with a passkey").click()
+    press(page, "Sign in with a passkey")
     expect(page.locator("[data-fault]")).to_contain_text("no passkey for this site here")
     expect(page.get_by_role("button", name="Sign in with a passkey")).to_be_enabled()
 
@@ -114,7 +114,7 @@ def test_a_password_session_is_told_to_use_the_passkey(at_home: Visit, authentic
     page.get_by_label("Username").fill("ada")
     page.get_by_label("Password").fill(PASSWORD)
     page.get_by_role("button", name="Sign in", exact=True).click()
-    page.get_by_role("button", name="Make a passkey").click()
+    press(page, "Make a passkey")
     expect(page.get_by_text("It signs you in from now on")).to_be_visible()
     expect(page.get_by_text("This session may only look")).to_be_visible()
     expect(page.get_by_role("button", name="Make a passkey")).to_have_count(0)

@@ -29,6 +29,8 @@ PROBE_TOKENS = 2_000_000_000
 """Over every cap: asks whether a model is admitted without queueing anything."""
 IMPATIENT = {"max_latency_ms": 300}
 """``x_pool_options`` of a client that does not wait for a box: it is told at once why there is none."""
+TRY_AGAIN = 1013
+"""With what a gateway closes the socket of a box whose registration its database was too slow for; real ones dial again."""
 UNHEARD = "worker heartbeat timed out"
 """Why a gateway closes the socket of a worker that did not answer its pings."""
 _numbers = itertools.count(1)
@@ -59,6 +61,8 @@ class Lab:
     stack: Stack
     secret: str
     gateway: Gateway
+    models: list[str] = field(default_factory=list)
+    """Those that this test had allow-listed."""
     workers: list[ScriptedWorker | ScriptedBox] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
@@ -77,6 +81,7 @@ class Lab:
 
     async def allow(self, name: str, *gateways: Gateway, **caps: int) -> None:
         """Allow-list a model and wait until the gateways know."""
+        self.models.append(name)
         self.operate("gateway.services.allow_model", name=name, **caps)
         for gateway in gateways or (self.gateway,):
             await eventually(partial(self.knows, name, gateway), what=f"{gateway.name} knows {name}")
@@ -158,10 +163,20 @@ class Lab:
         answers_pings: bool = True,
     ) -> ScriptedWorker:
         """Connect and register a bridge v1 worker, ready for work when this returns."""
-        worker = await self.dial(secret=secret or self.secret, gateway=gateway, provider=provider)
-        worker.answers_pings = answers_pings
-        await worker.register(models, name=name or unique("worker"), max_concurrent=max_concurrent, current_load=current_load)
-        return worker
+        name = name or unique("worker")
+
+        async def connect() -> ScriptedWorker | None:
+            worker = await self.dial(secret=secret or self.secret, gateway=gateway, provider=provider)
+            worker.answers_pings = answers_pings
+            try:
+                await worker.register(models, name=name, max_concurrent=max_concurrent, current_load=current_load)
+            except AssertionError:
+                if worker.close_code != TRY_AGAIN:
+                    raise
+                return None
+            return worker
+
+        return await eventually(connect, what=f"the gateway takes {name}")
 
     async def dial(
         self,
@@ -194,16 +209,26 @@ class Lab:
         replicas: Sequence[ReplicaInfo] | None = None,
     ) -> ScriptedBox:
         """Connect and register a muster v1 box."""
-        box = await ScriptedBox.dial(
-            (gateway or self.gateway).worker_url,
-            secret=self.secret,
-            name=name or unique("box"),
-            models=models,
-            max_concurrent=max_concurrent,
-            instance_id=instance_id,
-            endpoints=endpoints,
-            replicas=replicas,
-        )
+        name = name or unique("box")
+
+        async def connect() -> ScriptedBox | None:
+            try:
+                return await ScriptedBox.dial(
+                    (gateway or self.gateway).worker_url,
+                    secret=self.secret,
+                    name=name,
+                    models=models,
+                    max_concurrent=max_concurrent,
+                    instance_id=instance_id,
+                    endpoints=endpoints,
+                    replicas=replicas,
+                )
+            except AssertionError as error:
+                if f"closed {TRY_AGAIN} " not in str(error):
+                    raise
+                return None
+
+        box = await eventually(connect, what=f"the gateway takes {name}")
         self.workers.append(box)
         return box
 
@@ -211,13 +236,17 @@ class Lab:
         """Wait until one of ``workers``, all idle so far, has a job, and return it."""
         return await eventually(lambda: next((one for one in workers if one.jobs), None), what="a worker has the job")
 
-    async def queue_depth(self, gateway: Gateway | None = None) -> int:
-        """Return how many requests wait in a gateway, from ``/admin/stats``."""
+    async def queue_depth(self, gateway: Gateway | None = None, *, model: str = "") -> int:
+        """Return how many requests wait in a gateway for ``model``, or for the models of this test, from ``/admin/stats``.
+
+        Those of the test before may still wait there: a gateway hears a moment later that their clients have left.
+        """
         reply = await self.admin("GET", "/admin/stats", gateway=gateway)
-        return sum(int(depth) for depth in reply.json["queue_depth"].values())
+        depths = reply.json["queue_depth_by_model"]
+        return sum(int(depths.get(name, 0)) for name in ([model] if model else self.models))
 
     async def queued(self, count: int, gateway: Gateway | None = None) -> None:
-        """Wait until exactly ``count`` requests wait in a gateway."""
+        """Wait until exactly ``count`` requests for the models of this test wait in a gateway."""
 
         async def reached() -> bool:
             return await self.queue_depth(gateway) == count
@@ -228,6 +257,14 @@ class Lab:
         """Return the row of a connected worker in ``/admin/workers``, or None."""
         reply = await self.admin("GET", "/admin/workers", gateway=gateway)
         return next((row for row in reply.json["workers"] if row["worker_name"] == name), None)
+
+    async def let_go_of(self, name: str, gateway: Gateway | None = None) -> None:
+        """Wait until a gateway has noticed that a worker is gone: until then it may send it a request."""
+
+        async def is_gone() -> bool:
+            return await self.listed_worker(name, gateway) is None
+
+        await eventually(is_gone, what=f"the gateway has let go of {name}")
 
     # clients
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,17 +21,11 @@ from typing import IO, Any  # rows that come back from services are JSON
 import psutil
 
 from tests.contract.waiting import wait_until
+from tests.control_process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 120.0
-STOPPED_WITHIN_S = 30.0
-
-
-def free_port() -> int:
-    """Return a loopback port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+STOPPED_WITHIN_S = 60.0
 
 
 def answers(url: str) -> bool:
@@ -228,6 +221,15 @@ class Stack:
             raise AssertionError(f"gateway {name} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
         return gateway
 
+    @contextlib.contextmanager
+    def lend_gateway(self, name: str, settings: Mapping[str, str], *, port: int | None = None) -> Iterator[Gateway]:
+        """Do as ``gateway`` does, and stop it afterwards: a gateway has work with every box and model, whoever uses them."""
+        gateway = self.gateway(name, settings, port=port)
+        try:
+            yield gateway
+        finally:
+            gateway.stop()
+
     def part(self, *words: str) -> psutil.Process:
         """Return the child of ``up`` whose command line has one of ``words``, the one running now."""
         found = self.find_part(*words)
@@ -255,7 +257,7 @@ class Stack:
         try:
             self.process.wait(STOPPED_WITHIN_S)
         finally:
-            _, left = psutil.wait_procs(family, timeout=2)
+            _, left = psutil.wait_procs(family, timeout=30)
             for process in left:
                 process.kill()
         if left:

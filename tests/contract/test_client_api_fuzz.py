@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -34,9 +34,10 @@ FLOODED = (LARGEST, "calls that wait for the first", "a million empty calls", "l
 
 
 @pytest.fixture(scope="module")
-def fuzzed(stack: Stack) -> Gateway:
+def fuzzed(stack: Stack) -> Iterator[Gateway]:
     """A gateway that nothing else talks to: its log, its memory and its time are the fuzzer's alone."""
-    return stack.gateway("fuzzed", SETTINGS)
+    with stack.lend_gateway("fuzzed", SETTINGS) as gateway:
+        yield gateway
 
 
 @pytest_asyncio.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -156,9 +157,10 @@ ASKING = {
 
 
 @pytest.fixture(scope="module")
-def browsable(stack: Stack) -> Gateway:
+def browsable(stack: Stack) -> Iterator[Gateway]:
     """A gateway that lets pages of one origin in."""
-    return stack.gateway("browsable", {"MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}"})
+    with stack.lend_gateway("browsable", {"MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}"}) as gateway:
+        yield gateway
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, "/v1/models", "/v1/responses/resp_1"])

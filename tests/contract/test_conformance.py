@@ -33,8 +33,11 @@ from tests.contract.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
-PING_S, SILENCE_S = 0.3, 4.0
-"""The gateway has a dozen chances to show a sign of life in a silence, so that one may pass while it waits for a processor."""
+PING_S, SILENCE_S = 4.0, 9.5
+"""Longer than a machine stands still for: a sign of life that comes before an engine's refusal makes that an error in a stream.
+
+There are two in a silence, so that one may pass while the gateway waits for a processor.
+"""
 SETTINGS = {"MUSTER_STREAM_PING_S": str(PING_S)}
 HEARTBEAT_S = 2.0
 NATIVE = {"--native-messages", "--native-responses", "--strict-tools"}
@@ -121,7 +124,7 @@ def run_direct_box(stack: Stack, url: str, model: str) -> Iterator[None]:
     def post(path: str, body: Mapping[str, Any]) -> Any:
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
         request = urllib.request.Request(stack.ready.control_url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=30) as reply:
             return json.load(reply)
 
     about: dict[str, object] = {"node_name": name, "owner_name": "tests", "public_base_url": url, "gpu_name": "none"}
@@ -152,11 +155,11 @@ def run_direct_box(stack: Stack, url: str, model: str) -> Iterator[None]:
 def boxes(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxes]:
     """One box of each kind, each with a model of its own that the gateway offers."""
     logs = tmp_path_factory.mktemp("conformance")
-    gateway = stack.gateway("conformance", SETTINGS)
     models = {kind: unique(f"conform-{kind}") for kind in BOXES}
     for model in models.values():
         stack.backstage.call("gateway.services.allow_model", name=model, actor=ACTOR)
     with ExitStack() as running:
+        gateway = running.enter_context(stack.lend_gateway("conformance", SETTINGS))
 
         def start(module: str, *arguments: str, name: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
             return running.enter_context(run_process(module, *arguments, log=logs / f"{name}.log", env=env))

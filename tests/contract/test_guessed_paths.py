@@ -42,7 +42,7 @@ async def test_what_the_owner_did_not_name_and_the_server_does_not_know_is_trans
             reply = await call("GET", lab.gateway.url + "/v1/models")
             return any(row["id"] == model for row in reply.json["data"])
 
-        await eventually(is_offered, what="the model is offered", within_s=30)
+        await eventually(is_offered, what="the model is offered", within_s=60)
         for asked in ([MESSAGES, CHAT], [CHAT]):
             reply = await lab.post(body, path=MESSAGES)
             assert (reply.status, reply.json["content"][0]["text"]) == (200, "Hello"), reply.body

@@ -123,7 +123,8 @@ async def test_frames_of_another_attempt_or_stream_reach_nobody(lab: Lab) -> Non
         hostile = await lab.box(model)
         reply = lab.ask(model)
         stream = await hostile.stream()
-        honest = await lab.box(model)
+        name = unique("honest")
+        honest = await lab.box(model, name=name)
         where = (stream.id + wrong_stream, stream.attempt + wrong_attempt)
         head = frames.encode_json(frames.Head(status=200, headers={"content-type": "text/plain"}))
         await hostile.socket.send(frames.encode_frame(frames.HEAD, *where, head))
@@ -132,6 +133,7 @@ async def test_frames_of_another_attempt_or_stream_reach_nobody(lab: Lab) -> Non
         await honest.answer(await honest.stream(), b'{"genuine":true}')
         assert (await reply).body == b'{"genuine":true}'
         await honest.close()
+        await lab.let_go_of(name)
 
 
 @pytest.mark.parametrize("error", ["engine_failed", "busy"])

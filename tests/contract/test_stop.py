@@ -85,7 +85,7 @@ async def test_what_does_not_finish_within_the_grace_period_is_interrupted_and_r
 async def test_requests_of_a_gateway_that_was_killed_are_closed_by_the_reconciler(lab: Lab) -> None:
     gateway = start(lab.stack, "victim", "1")
     lab.gateway = gateway
-    model = await lab.model(gateway)
+    model = await lab.model(gateway, lab.stack.main)
     worker = await lab.worker(model)
     running = lab.ask(model, "running")
     await worker.job()

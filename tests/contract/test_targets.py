@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 
+import psycopg
 import pytest
 
 from tests.contract.client import Reply
@@ -45,20 +46,25 @@ async def test_a_request_of_a_dead_worker_runs_elsewhere_at_once(lab: Lab) -> No
 async def test_dispatch_to_a_free_slot_is_event_driven(lab: Lab) -> None:
     model = await lab.model()
     worker = await lab.worker(model)
-    delays, refusals = [], []
-    for _ in range(25):
-        started = time.perf_counter()
-        assert (await lab.post(chat_body("nobody"))).status == 404
-        refusals.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        reply = lab.spawn(lab.post(chat_body(model)))
-        job = await worker.job()
-        delays.append(time.perf_counter() - started)
-        await worker.answer(job)
-        await reply
+    delays, refusals, commits = [], [], []
+    async with await psycopg.AsyncConnection.connect(lab.stack.ready.database_url, autocommit=True) as database:
+        for _ in range(25):
+            started = time.perf_counter()
+            assert (await lab.post(chat_body("nobody"))).status == 404
+            refusals.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            await database.execute("SELECT pg_current_xact_id()")
+            commits.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            reply = lab.spawn(lab.post(chat_body(model)))
+            job = await worker.job()
+            delays.append(time.perf_counter() - started)
+            await worker.answer(job)
+            await reply
     # Connecting, the durable record and both sides of the loopback are included; a 25 ms poll alone would add 12. A refusal
-    # comes the same way and is dispatched nowhere: it says how busy the machine is.
-    assert statistics.median(delays) < 0.050 + 4 * statistics.median(refusals), (delays, refusals)
+    # comes the same way and is dispatched nowhere, and a transaction of ours waits for the same disk: they say how busy it is.
+    usual = statistics.median(refusals) + statistics.median(commits)
+    assert statistics.median(delays) < 0.050 + 4 * usual, (delays, refusals, commits)
 
 
 async def test_a_finish_dispatches_the_next_in_line_at_once(lab: Lab) -> None:
@@ -97,9 +103,10 @@ async def test_newcomers_do_not_pass_the_queue(lab: Lab) -> None:
 
 
 async def test_an_unknown_model_is_refused_without_queueing(lab: Lab) -> None:
-    reply = await lab.post(chat_body(unique("unheard-of")), within_s=8)  # less than a request waits for a node
+    model = unique("unheard-of")
+    reply = await lab.post(chat_body(model), within_s=8)  # less than a request waits for a node
     assert_failure(reply, 404, "MODEL_NOT_ALLOWED")
-    assert await lab.queue_depth() == 0
+    assert await lab.queue_depth(model=model) == 0
 
 
 @pytest.mark.parametrize("kind", ["api_key", "admin_token"])

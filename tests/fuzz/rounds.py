@@ -200,7 +200,7 @@ class Fuzzer:
         try:
             await eventually(
                 lambda: self.gauge.read_rss_bytes() - before_bytes < MOST_GROWTH_BYTES,
-                within_s=20.0,
+                within_s=30.0,
                 what=f"the gateway holds less than {MOST_GROWTH_BYTES >> 20} MB more",
             )
         except AssertionError as fault:

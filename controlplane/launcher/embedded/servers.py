@@ -19,6 +19,8 @@ from controlplane.launcher.processes import spawn, wait_gone
 
 _START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 15.0
+_UNDURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_connections": "300"}
+"""For tests that do not kill the server. Several processes of tests share one, and each of them starts servers and crowds."""
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class EmbeddedServers:
         # /tmp by name: a TMPDIR inside somebody's home is closed to the user that PostgreSQL runs as under root.
         self._root = Path(tempfile.mkdtemp(prefix="muster-", dir="/tmp"))
         self._root.chmod(0o711 if os.geteuid() == 0 else 0o700)
-        overrides = {} if durable else {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+        overrides = {} if durable else _UNDURABLE
         postgres = Postgres(home=self._root / "postgres", sockets=self._root / "pg", overrides=overrides)
         self.postgres = RunningServer("PostgreSQL", postgres, self._root / "postgres.log")
         self.valkey = RunningServer("Valkey", Valkey(sockets=self._root), self._root / "valkey.log")

@@ -16,6 +16,7 @@ from django.db import connection, transaction
 from django.db.migrations.executor import MigrationExecutor
 
 from controlplane.launcher.files import read_json, write_json
+from controlplane.management.service_command import SETTINGS_CHECKS
 from controlplane.models import User
 from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
 from governance.audit import record_event
@@ -37,6 +38,7 @@ class Command(BaseCommand):
     """Migrate, then make the first operator, tenant, keys, credentials and the allow-list entry of the shipped model."""
 
     help = "Migrate the database and make the quick start's operator, keys and credentials, kept in a file of mode 0600."
+    requires_system_checks = SETTINGS_CHECKS
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare ``--credentials FILE``."""

@@ -158,10 +158,10 @@ class ExLlamaModel:
             self._active.clear()
             self._generator = self._make_generator()
             return
+        self._count()  # first, so that whoever has a whole answer finds the numbers without its pages
         for result in results:
             if result["stage"] == "streaming" and (found := self._active.get(result["serial"])) is not None:
                 self._deliver(found, result)
-        self._count()
 
     def _deliver(self, request: _Request, result: dict[str, Any]) -> None:  # Any: values of the library
         ids = result.get("token_ids")

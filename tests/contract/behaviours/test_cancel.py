@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.expect import EXHAUSTED_TEXT, assert_failure
-from tests.contract.lab import Lab
+from tests.contract.lab import Lab, unique
 from tests.contract.scripted_worker import delta_text
 
 pytestmark = pytest.mark.asyncio
@@ -69,14 +69,15 @@ async def test_disconnecting_a_worker_requeues_a_live_in_flight_request(lab: Lab
 
 
 async def test_disconnecting_a_worker_does_not_requeue_a_request_after_it_was_canceled(lab: Lab) -> None:
-    model = await lab.model()
-    dying = await lab.worker(model)
+    model, name = await lab.model(), unique("dying")
+    dying = await lab.worker(model, name=name)
     exchange = await lab.open(model, "left", stream=False)
     job = await dying.job()
     second = await lab.worker(model)
     exchange.leave()
     await dying.cancelled(job)
     dying.die()
+    await lab.let_go_of(name)
     reply = lab.ask(model, "next")
     following = await second.job()
     assert following.text == "next"

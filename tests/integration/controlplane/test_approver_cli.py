@@ -240,6 +240,7 @@ def test_the_program_needs_nothing_of_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.timeout(240)
 def test_a_real_control_plane_counts_the_approval(key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     team = make_team("ana", "bob", "cleo")
     line = key.with_suffix(".pub").read_text()

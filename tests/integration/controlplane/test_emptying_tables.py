@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import psycopg
 import pytest
@@ -21,7 +22,8 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
 
 
 def has_waiting_lock(watcher: psycopg.Connection) -> bool:
-    found = watcher.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone()
+    here = "SELECT count(*) FROM pg_locks JOIN pg_database ON pg_database.oid = database WHERE datname = current_database()"
+    found = watcher.execute(f"{here} AND NOT granted").fetchone()
     return found is not None and found[0] > 0
 
 
@@ -40,14 +42,29 @@ def cross(writer: psycopg.Connection, held: str, wanted: str) -> Callable[[], No
     return go_on
 
 
+@contextmanager
+def looking_first() -> Iterator[None]:
+    """Let Django's connection look for a deadlock before the other one does, and so be the one that PostgreSQL ends."""
+    with connection.cursor() as cursor:
+        cursor.execute("SET deadlock_timeout = '3s'")
+    try:
+        yield
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("RESET deadlock_timeout")
+
+
 def test_emptying_survives_a_deadlock_with_a_server() -> None:
     User.objects.create_user("ada")
     url = database_url_of_tests()
-    with connection.cursor() as cursor:
-        cursor.execute("SET deadlock_timeout = '3s'")  # it looks first, and is the one that PostgreSQL ends
     statements = sql_flush(no_style(), connection, reset_sequences=False)
     first, *_, last = re.findall(r'"(\w+)"', statements[0])
-    with psycopg.connect(url) as writer, psycopg.connect(url, autocommit=True) as watcher, ThreadPoolExecutor(1) as thread:
+    with (
+        looking_first(),
+        psycopg.connect(url) as writer,
+        psycopg.connect(url, autocommit=True) as watcher,
+        ThreadPoolExecutor(1) as thread,
+    ):
         writer.execute("SET deadlock_timeout = '20s'")
         go_on = cross(writer, held=last, wanted=first)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.integration.gateway_admin.factories import make_record
 from tests.integration.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]
 
 
 def sign_in(name: str, *permissions: str, is_staff: bool) -> str:
@@ -56,10 +57,12 @@ async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
     assert layer is not None
     await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "nodes", "ident": ""})
 
-    pushed = await receive(page)
+    async with asyncio.timeout(30):
+        while (pushed := await receive(page))["queued"] == 0:
+            pass  # it looks every few seconds as well, and may have done so before
     assert pushed["queued"] == 1
     assert "No box has &lt;b&gt;tiny&lt;/b&gt;." in pushed["html"]
-    await page.disconnect()
+    await page.disconnect(timeout=30)
 
 
 async def test_counters_come_again_without_a_hint_and_whatever_the_page_sends_is_ignored() -> None:
@@ -69,7 +72,7 @@ async def test_counters_come_again_without_a_hint_and_whatever_the_page_sends_is
     await page.send_to(text_data="not json")
 
     assert set(await receive(page)) == {"nodes_online", "nodes_total", "queued", "running", "html"}
-    await page.disconnect()
+    await page.disconnect(timeout=30)
 
 
 @pytest.mark.parametrize("who", ["nobody", "a user without staff rights", "another site", "no origin"])
@@ -83,7 +86,7 @@ async def test_everybody_else_is_turned_away(who: str) -> None:
     connected, _ = await page.connect(timeout=30)
 
     assert not connected
-    await page.disconnect()
+    await page.disconnect(timeout=30)
 
 
 # one box
@@ -111,9 +114,10 @@ async def test_the_page_of_a_box_gets_its_state_again_while_it_loads() -> None:
     assert "&lt;b&gt;weights&lt;/b&gt;" in html
 
     await database_sync_to_async(advance)(node, 0.5)
-    while 'value="50"' not in (await receive(page))["html"]:
-        pass  # it was rendered before
-    await page.disconnect()
+    async with asyncio.timeout(30):
+        while 'value="50"' not in (await receive(page))["html"]:
+            pass  # it was rendered before
+    await page.disconnect(timeout=30)
 
 
 async def test_the_page_of_a_box_that_is_not_there_gets_nothing() -> None:
@@ -121,7 +125,7 @@ async def test_the_page_of_a_box_that_is_not_there_gets_nothing() -> None:
     page = socket(cookie, path="/ws/nodes/00000000-0000-0000-0000-000000000000")
     await page.connect(timeout=30)
     assert (await receive(page)) == {"html": ""}
-    await page.disconnect()
+    await page.disconnect(timeout=30)
 
 
 @pytest.mark.parametrize("who", ["nobody", "an operator without the permission", "a user without staff rights", "another site"])
@@ -136,4 +140,4 @@ async def test_the_state_of_a_box_is_for_those_who_may_see_its_page(who: str) ->
     connected, _ = await page.connect(timeout=30)
 
     assert not connected
-    await page.disconnect()
+    await page.disconnect(timeout=30)

@@ -27,6 +27,7 @@ from nodes.services import create_credential, create_provider
 from tests.integration.governance.team import make_team, propose_token
 from wire.optoken.approval import encode_bytes
 
+pytestmark = pytest.mark.timeout(240)
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,

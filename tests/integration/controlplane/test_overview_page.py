@@ -46,7 +46,7 @@ def test_the_numbers_are_those_of_the_rows() -> None:
 
     assert (overview.fleet.online, len(overview.fleet.nodes)) == (1, 3)
     assert (overview.open_requests.queued, overview.open_requests.running) == (1, 0)
-    assert overview.open_requests.oldest_wait_s == pytest.approx(8, abs=3)
+    assert 7 <= overview.open_requests.oldest_wait_s < 60
     traffic = overview.traffic
     assert (traffic.requests, traffic.faults, traffic.fault_percent) == (5, 1, 20.0)
     assert (traffic.p50_ms, traffic.p95_ms) == (200, 290)

@@ -22,7 +22,7 @@ from tests.integration.governance.team import make_governed, make_key, propose_t
 from tests.integration.nodes.factories import audited
 from wire.optoken.approval import read_statement
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.timeout(180)]
 
 STRICT = "default-src 'none'; script-src 'self'; style-src 'self'"
 
@@ -174,7 +174,7 @@ def test_the_link_of_an_invitation_is_in_no_referrer() -> None:
 
 
 async def expect_close(page: WebsocketCommunicator) -> int:
-    while (event := await page.receive_output(timeout=10))["type"] != "websocket.close":
+    while (event := await page.receive_output(timeout=30))["type"] != "websocket.close":
         pass
     return int(event["code"])
 
@@ -183,10 +183,10 @@ async def expect_close(page: WebsocketCommunicator) -> int:
 @pytest.mark.parametrize("what", ["signed out", "switched off"])
 async def test_an_open_page_is_told_nothing_more_once_its_person_is_gone(what: str) -> None:
     page = socket(await database_sync_to_async(sign_in)("ada", is_staff=True))
-    connected, _ = await page.connect(timeout=5)
+    connected, _ = await page.connect(timeout=30)
     assert connected
     await receive(page)
     rows: Any = Session.objects.all() if what == "signed out" else User.objects.all()
     await database_sync_to_async(rows.delete if what == "signed out" else lambda: rows.update(is_active=False))()
     assert await expect_close(page) == SIGNED_OUT
-    await page.disconnect()
+    await page.disconnect(timeout=30)

@@ -16,6 +16,7 @@ from websockets.sync.client import connect
 from tests.contract.waiting import wait_until
 from tests.control_process import ServerProcess, free_port, serve
 
+pytestmark = pytest.mark.timeout(240)
 APPLICATION = str(Path(__file__).with_name("flow_application.py"))
 FLAT_MB = 24.0
 """Far below what 3 s of an endless sender cost without flow control (hundreds of MB), far above noise."""
@@ -85,7 +86,10 @@ def test_a_client_that_never_reads_its_socket_costs_no_memory(tmp_path: Path) ->
 
 def test_a_client_that_floods_a_slow_application_is_held_back(tmp_path: Path) -> None:
     frame = b"y" * 60_000
-    with running(tmp_path) as server, connect(f"ws://127.0.0.1:{server.port}/slow", close_timeout=0.1) as client:
+    with (
+        running(tmp_path) as server,
+        connect(f"ws://127.0.0.1:{server.port}/slow", open_timeout=30, close_timeout=0.1) as client,
+    ):
         client.socket.setblocking(True)
         client.socket.settimeout(0.5)
         before, sent = server.rss_mb(), 0
@@ -149,7 +153,7 @@ def test_a_stop_lets_the_request_that_runs_finish(tmp_path: Path) -> None:
 
 
 def test_a_stop_closes_sockets_with_going_away(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(f"ws://127.0.0.1:{server.port}/slow") as client:
+    with running(tmp_path) as server, connect(f"ws://127.0.0.1:{server.port}/slow", open_timeout=30) as client:
         assert server.terminate() == 0
         with pytest.raises(ConnectionClosed) as closed:
             client.recv(timeout=30)

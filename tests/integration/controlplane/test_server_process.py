@@ -10,14 +10,21 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.control_process import ROOT, free_port, serve_control
+from tests.contract.waiting import wait_until
+from tests.control_process import ROOT, ServerProcess, free_port, serve_control
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
+
+
+def look_at_health(server: ServerProcess) -> tuple[int, object]:
+    """Return status and words of its health, which counts as away what does not answer within a second or three."""
+    answer = httpx.get(f"{server.url}/healthz", timeout=30)
+    return answer.status_code, answer.json()
 
 
 def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: Path) -> None:
     with serve_control(tmp_path / "control.log") as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        assert client.get("/healthz").json()["ok"] is True
+        wait_until(lambda: client.get("/healthz").json()["ok"], what="its health is good")
         assert "Sign in" in client.get("/sign-in/").text
         assert client.get("/static/muster/admin.css").status_code == 200
         assert client.get("/static/unfold/css/styles.css").status_code == 200
@@ -29,16 +36,15 @@ def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: P
 def test_without_its_database_it_says_503_and_lives(tmp_path: Path) -> None:
     nowhere = f"postgresql://muster@127.0.0.1:{free_port()}/muster"
     with serve_control(tmp_path / "control.log", env={"DATABASE_URL": nowhere}) as server:
-        answer = httpx.get(f"{server.url}/healthz", timeout=30)
-        assert answer.status_code == 503
-        assert answer.json() == {"ok": False, "service": "control", "database": "unreachable", "redis": "ok"}
+        said = {"ok": False, "service": "control", "database": "unreachable", "redis": "ok"}
+        wait_until(lambda: look_at_health(server) == (503, said), what="it misses its database, and nothing else")
 
 
 def test_without_redis_it_is_degraded_and_not_down(tmp_path: Path) -> None:
     nowhere = f"redis://127.0.0.1:{free_port()}/0"
     with serve_control(tmp_path / "control.log", env={"REDIS_URL": nowhere}) as server:
-        answer = httpx.get(f"{server.url}/healthz", timeout=30)
-        assert (answer.status_code, answer.json()["redis"]) == (200, "unreachable")
+        said = {"ok": True, "service": "control", "database": "ok", "redis": "unreachable"}
+        wait_until(lambda: look_at_health(server) == (200, said), what="it misses Redis, and nothing else")
 
 
 def test_a_busy_port_is_one_line_and_exit_status_one() -> None:
@@ -51,7 +57,7 @@ def test_a_busy_port_is_one_line_and_exit_status_one() -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
             check=False,
         )
     assert ended.returncode == 1

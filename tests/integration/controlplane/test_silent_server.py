@@ -58,8 +58,9 @@ from tests.integration.nodes.governed import approve_load, only_run
 
 COMMIT_LOCK = 77
 LOAD = "/v1/models/load"
-pytestmark = pytest.mark.timeout(180)
-SILENCE_S = 2.0
+pytestmark = pytest.mark.timeout(360)
+SILENCE_S = 4.0
+"""So long may the machine stand still while nobody has frozen anything."""
 CROWD = 20
 """Pages that are asked for at once, and once more. Each takes a thread; of others, which stay, there are fewer than 40."""
 
@@ -131,7 +132,7 @@ def test_every_thread_of_a_bound_process_gives_a_frozen_server_up_and_asks_a_tha
 
 @pytest.mark.usefixtures("bound_process", "team")
 def test_silence_ends_the_wait_for_a_row_that_somebody_holds_and_not_a_long_answer(servers: EmbeddedServers) -> None:
-    pieces = "SELECT repeat('x', 20000), pg_sleep(0.5) FROM generate_series(1, 5)"
+    pieces = f"SELECT repeat('x', 20000), pg_sleep(0.5) FROM generate_series(1, {2 * int(SILENCE_S) + 1})"
     with held(servers, "SELECT FROM controlplane_user FOR UPDATE"):
         blocked = in_thread(lambda: ask("SELECT id FROM controlplane_user FOR UPDATE"))
         talking = in_thread(lambda: ask(pieces))
@@ -212,6 +213,15 @@ def is_fine(get: Callable[[], httpx.Response]) -> bool:
     return get().status_code == 200
 
 
+def is_left(get: Callable[[], httpx.Response]) -> bool:
+    """Return whether a client with little patience left; one that stood still long enough finds the refusal instead."""
+    try:
+        assert get().status_code == 503
+    except httpx.ReadTimeout:
+        return True
+    return False
+
+
 def count_threads(control: ServerProcess) -> int:
     return int(psutil.Process(control.process.pid).num_threads())
 
@@ -246,7 +256,8 @@ class TestControlPlane:
             "health": lambda: script.get("/healthz"),
         }
         reads = {name: get for name, get in asked.items() if name != "change"}
-        assert {name: get().status_code for name, get in reads.items()} == dict.fromkeys(reads, 200)
+        for name, get in reads.items():
+            wait_for(partial(is_fine, get), what=name)
         before = count_threads(control)
         with ExitStack() as opened:
             clients = opened.enter_context(ThreadPoolExecutor(2 * CROWD))
@@ -261,8 +272,8 @@ class TestControlPlane:
             wait_for(is_caught_halfway, what="a request waits for its session")
             with frozen(servers):
                 impatient = httpx.Timeout(WITHIN_S, read=0.1)
-                leaving = [clients.submit(person.get, "/approvals/", timeout=impatient) for _ in range(CROWD)]
-                assert all(isinstance(future.exception(), httpx.ReadTimeout) for future in leaving)
+                leaving = [clients.submit(is_left, partial(person.get, "/approvals/", timeout=impatient)) for _ in range(CROWD)]
+                assert any(future.result() for future in leaving)
                 staying = [clients.submit(asked["page"]) for _ in range(CROWD)]
                 waiting = {name: clients.submit(get) for name, get in asked.items()}
                 said = {name: future.result() for name, future in waiting.items()}
@@ -292,6 +303,10 @@ class TestControlPlane:
         def open_page() -> Any:
             return connect(url, origin=Origin(control.url), additional_headers=headers, open_timeout=WITHIN_S)
 
+        def is_followed() -> bool:
+            with script.stream("GET", path) as answer:
+                return next(answer.iter_lines(), "") == "event: status"
+
         with ExitStack() as opened:
             page = opened.enter_context(open_page())
             assert "queued" in json.loads(page.recv(WITHIN_S))
@@ -305,10 +320,8 @@ class TestControlPlane:
                 assert (closed_with(page), page_of_now.result()) == (TRY_AGAIN_LATER, TRY_AGAIN_LATER)
                 assert cut.result()[-1] == ""  # ended as a whole, after an event
                 assert (later.result().status_code, later.result().json()["error"]["retryable"]) == (503, True)
-        with ExitStack() as opened:
-            wait_for(lambda: "queued" in read_page(open_page), what="the page is live again")
-            lines = opened.enter_context(script.stream("GET", path)).iter_lines()
-            assert next(lines) == "event: status"
+        wait_for(lambda: "queued" in read_page(open_page), what="the page is live again")
+        wait_for(is_followed, what="the operation is followed again")
 
 
 # what was approved

@@ -188,7 +188,8 @@ def test_a_row_that_cannot_be_read_is_left_out_and_logged_once(targets: object, 
     catalogue = load()
     catalogue.apply_aliases(catalogue.load_aliases())
     assert set(catalogue.aliases_for("acme")) == {"y"}
-    assert [record.message.split()[0] for record in caplog.records] == ["alias.unreadable"]
+    said = [record.message.split()[0] for record in caplog.records]
+    assert [event for event in said if event.startswith("alias.")] == ["alias.unreadable"]
 
 
 def test_models_behind_aliases_say_whether_they_can_answer_now() -> None:

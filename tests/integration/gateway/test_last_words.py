@@ -25,9 +25,11 @@ from tests.integration.gateway.test_client_surfaces import CHAT, MESSAGES, RESPO
 from tests.integration.gateway.test_odd_moments import allow_keeping
 from tests.integration.gateway.test_pipeline import SSE, Gateway, Make, Rows, make_gateway
 from tests.integration.gateway.test_silent_database import until
+from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 
 __all__ = ["make_gateway"]
 
+pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
 ANSWER = json.dumps(WHOLE).encode()
 DOCUMENT = [{"role": "user", "content": [{"type": "document", "source": {"type": "file", "file_id": "f"}}]}]
 """What no chat completion can carry."""
@@ -145,6 +147,10 @@ async def test_a_wait_that_no_fallback_can_end_is_over_in_time(make_gateway: Mak
     await first.done()
 
 
+def find_chats(link: FakeLink) -> list[FakeStream]:
+    return [one for one in link.streams if one.request.path == CHAT]
+
+
 async def test_requests_that_find_a_path_unknown_one_after_the_other_are_all_asked_again_in_chat(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link(slots=2)
@@ -153,9 +159,8 @@ async def test_requests_that_find_a_path_unknown_one_after_the_other_are_all_ask
     for stream, request in zip(list(link.streams), requests, strict=True):
         assert stream.request.path == "/v1/messages"
         stream.answer(b"Not Found", status=404)
-        for _ in range(10):
-            await asyncio.sleep(0)
-        for again in [one for one in link.streams if one.request.path == CHAT]:
+        await request.client.wait(lambda: find_chats(link) or request.task.done())  # noqa: B023  # awaited within the turn
+        for again in find_chats(link):
             again.answer(ANSWER)
         await request.done()
         assert request.client.status == 200

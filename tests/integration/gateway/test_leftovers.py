@@ -19,6 +19,7 @@ from nodes.links import EndKind
 from tests.integration.gateway.test_pipeline import ANSWER, SSE, Gateway, Request
 from tests.unit.nodes.link_fakes import FakeStream
 
+pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
 Rows = psycopg.Connection[tuple[object, ...]]
 Story = Callable[[Gateway], Awaitable[None]]
 BODY_BYTES = 1_000_000

@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from gateway import keeping
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
 from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry
@@ -23,6 +24,7 @@ from gateway.pipeline import Pipeline
 from gateway.records import RecordWriter
 from gateway.routing import Alias
 from gateway.values import Caller, Limits, Priority, Timeouts
+from nodes import offload
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.states import HealthPolicy
@@ -31,9 +33,11 @@ from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 from wire.credentials import CredentialKind, mint_credential
 from wire.ids import parse_id
 
+pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
 Rows = psycopg.Connection[tuple[object, ...]]
 CHAT = SURFACES["/v1/chat/completions"]
 SSE = {"content-type": "text/event-stream"}
+DATABASE_S = 30.0
 ANSWER = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}'
 
 
@@ -53,7 +57,7 @@ class Gateway:
         priority: Priority = Priority.NORMAL,
     ) -> None:
         self.rows = rows
-        self.timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts or Timeouts(no_node_wait_s=29.0, stream_ping_s=60.0)  # longer than a machine stands still
         self.limits = Limits()
         self.registry = LinkRegistry()
         gateway_id = uuid.uuid4()
@@ -103,6 +107,7 @@ class Gateway:
 
     def link(self, *models: str, slots: int = 1, paths: set[str] | None = None) -> FakeLink:
         link = FakeLink(*models or ("m",), slots=slots)
+        link.stale_after_s = link.offline_after_s = 600.0  # nobody says for it that it is there
         if paths is not None:
             link.endpoints = {model: frozenset(paths) for model in link.models}
         self.registry.add(link)
@@ -152,7 +157,10 @@ class Request:
 
 
 @pytest.fixture
-async def make_gateway(rows: Rows) -> AsyncIterator[Callable[..., Gateway]]:
+async def make_gateway(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Gateway]]:
+    """Makes gateways whose database may be slow, for that is not the subject, and lets nothing of them outlive the test."""
+    monkeypatch.setattr(offload, "DATABASE_S", DATABASE_S)
+    monkeypatch.setattr(keeping, "_DATABASE_S", DATABASE_S)
     made: list[Gateway] = []
 
     def make(**options: Any) -> Gateway:
@@ -164,6 +172,9 @@ async def make_gateway(rows: Rows) -> AsyncIterator[Callable[..., Gateway]]:
         assert all(link.active == 0 for link in gateway.registry)
         assert gateway.dispatcher.depth == 0
         await gateway.records.stop()
+    async with asyncio.timeout(DATABASE_S):
+        while offload._room._value < offload.MAX_WAITING:  # what nobody waits for any more may still be written
+            await asyncio.sleep(0.005)
 
 
 Make = Callable[..., Gateway]

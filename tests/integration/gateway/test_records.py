@@ -21,6 +21,7 @@ from nodes.postgres import Patience
 from wire.contract import RequestState
 from wire.ids import new_uuid7
 
+pytestmark = pytest.mark.timeout(240)  # above the sum of the waits and the start of a server
 Rows = psycopg.Connection[tuple[object, ...]]
 GATEWAY = uuid.UUID(int=1)
 ACCEPT_S = 30.0
@@ -126,7 +127,7 @@ async def test_only_the_newest_content_is_written(writer: RecordWriter, rows: Ro
     for attempt in range(1, 50):
         record.attempts = attempt
         writer.touch(record)
-    assert writer.pending == 1
+    assert writer.pending <= 1  # 0 when the thread came by, as it does once a second
     await written(writer)
     assert read(rows, record, "attempts") == (49,)
 
@@ -329,6 +330,7 @@ async def test_while_the_database_is_away_requests_are_refused_and_nothing_is_lo
     await asyncio.gather(*(writer.accept(record) for record in running))
     rows.close()
     private_servers.postgres.kill()
+    private_servers.postgres.server.clear_leftovers()  # a backend outlives it for a moment, and would still take a request
     try:
         refused = make_record()
         with pytest.raises(RecordsUnavailable) as caught:
@@ -382,6 +384,8 @@ async def test_a_commit_whose_connection_dies_promises_nothing_and_leaves_no_ope
 async def test_a_connection_that_died_while_nobody_used_it_costs_no_request(writer: RecordWriter, rows: Rows) -> None:
     await writer.accept(make_record())
     rows.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'muster-records'")
+    left = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'muster-records'"
+    await until(lambda: rows.execute(left).fetchone() is None)
     record = make_record()
     await writer.accept(record)
     assert read(rows, record) == ("queued",)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tests.integration.gateway.test_pipeline import ANSWER, Gateway, Make, make_gateway
 
 __all__ = ["make_gateway"]
+
+pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
 
 
 async def until_record(gateway: Gateway, columns: str, *wanted: object) -> None:

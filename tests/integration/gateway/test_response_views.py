@@ -85,19 +85,19 @@ async def place() -> AsyncIterator[Place]:
     views = [(pattern, cast("Any", application)) for pattern, application in make_response_routes(GatewayRuntime())]
     routes = [re_path(f"^{pattern}$", view) for pattern, view in views]
     application = ProtocolTypeRouter({"http": URLRouter(routes)})
-    config = uvicorn.Config(application, port=0, lifespan="off", log_level="error", ws="none")
+    config = uvicorn.Config(application, port=0, lifespan="off", log_level="error", ws="none", timeout_keep_alive=60)
     async with run_server(uvicorn.Server(config)) as port:
         yield Place(f"http://127.0.0.1:{port}/v1", *keys)
     await sync_to_async(connections.close_all)()
 
 
 def make_client(place: Place, key: str = "") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=place.url, api_key=key or place.key, max_retries=0, timeout=10)
+    return openai.AsyncOpenAI(base_url=place.url, api_key=key or place.key, max_retries=0, timeout=30)
 
 
 async def ask(place: Place, method: str, path: str, key: str = "") -> httpx.Response:
     headers = {"authorization": f"Bearer {key or place.key}"}
-    async with httpx.AsyncClient(timeout=10) as client:
+    async with httpx.AsyncClient(timeout=30) as client:
         return await client.request(method, f"{place.url}/responses/{path}", headers=headers)
 
 

@@ -18,7 +18,7 @@ from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
 from wire.credentials import CredentialKind, parse_keyid
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
 
 ACTOR = "user:ada"
 
@@ -130,5 +130,4 @@ async def test_stopping_leaves_no_task_behind() -> None:
     before = asyncio.all_tasks()
     async with run_gateway():
         assert len(asyncio.all_tasks()) > len(before)
-    await asyncio.sleep(0)
-    assert asyncio.all_tasks() == before
+    await until(lambda: asyncio.all_tasks() == before)

@@ -8,6 +8,7 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,9 +83,10 @@ def expire(response_id: str) -> None:
 def wait_for_lock(thread: threading.Thread) -> None:
     """Return once the thread's connection waits for a lock of ours, or the thread is through."""
     deadline = time.monotonic() + 30
-    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
     with connection.cursor() as cursor:
         while thread.is_alive() and time.monotonic() < deadline:
+            cursor.execute("SELECT pg_stat_clear_snapshot()")  # a transaction sees what it saw first
             cursor.execute(waiting)
             if cursor.fetchone() != (0,):
                 return
@@ -187,6 +189,16 @@ def test_nothing_is_written_once_the_caller_has_given_up() -> None:
 
     assert not is_found("resp_1")
     assert is_found("resp_2")
+
+
+def test_what_is_written_after_the_caller_has_given_up_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_keeper()
+    clock = iter([0.0, 10.0])  # the process stands still behind its first look
+    monkeypatch.setattr(responses_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(ResponseNotKept):
+        keep("resp_1", give_up_at=5.0)
+
+    assert not is_found("resp_1")
 
 
 @pytest.mark.django_db(transaction=True)

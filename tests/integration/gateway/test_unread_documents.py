@@ -12,6 +12,7 @@ from tests.integration.gateway.test_pipeline import Make, make_gateway
 
 __all__ = ["make_gateway"]
 
+pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
 CHAT = "/v1/chat/completions"
 PDF = "JVBERi0xLjQ="
 HELLO = {"role": "user", "content": "Hello"}

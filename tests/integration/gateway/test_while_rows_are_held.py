@@ -24,7 +24,7 @@ from gateway.values import Limits
 from nodes.offload import run_upkeep
 from nodes.services.sessions import close_session
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
 
 ACTOR = "user:ada"
 
@@ -43,9 +43,8 @@ def make_key() -> tuple[ApiKey, str]:
 
 @sync_to_async
 def make_other_process(**columns: object) -> uuid.UUID:
-    process = GatewayProcess.objects.create(host="h", pid=1, heartbeat_at=Now())
-    GatewayProcess.objects.filter(pk=process.pk).update(**columns)
-    return process.pk
+    # In one statement: between two of them a sweep would see a process that has not stopped yet.
+    return GatewayProcess.objects.create(host="h", pid=1, heartbeat_at=Now(), **columns).pk
 
 
 @pytest.fixture

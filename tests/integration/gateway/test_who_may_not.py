@@ -52,10 +52,10 @@ async def store() -> AsyncIterator[httpx.AsyncClient]:
     # Channels routes ASGI applications where Django's types expect views.
     views = [(pattern, cast("Any", application)) for pattern, application in make_response_routes(GatewayRuntime())]
     application = ProtocolTypeRouter({"http": URLRouter([re_path(f"^{pattern}$", view) for pattern, view in views])})
-    config = uvicorn.Config(application, port=0, lifespan="off", log_level="error", ws="none")
+    config = uvicorn.Config(application, port=0, lifespan="off", log_level="error", ws="none", timeout_keep_alive=60)
     async with run_server(uvicorn.Server(config)) as port:
         url, headers = f"http://127.0.0.1:{port}/v1/responses/", {"authorization": f"Bearer {key}"}
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as client:
             yield client
     await sync_to_async(connections.close_all)()
 

@@ -25,14 +25,18 @@ GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 class Door:
     """A running server and its port."""
 
-    def __init__(self, server: uvicorn.Server, port: int) -> None:
+    def __init__(self, server: uvicorn.Server, port: int, protocol: type[GatewayHttpProtocol]) -> None:
         self.server = server
         self.port = port
+        self.protocol = protocol
 
     @asynccontextmanager
-    async def visit(self) -> AsyncIterator[Visitor]:
-        """Open a connection; close it at the end."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+    async def visit(self, first: bytes = b"") -> AsyncIterator[Visitor]:
+        """Open a connection; close it at the end. What is said ``first`` is there before the server's clock for it runs."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection.sendall(first)
+        connection.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=connection)
         try:
             yield Visitor(reader, writer)
         finally:
@@ -80,7 +84,7 @@ async def serve(
     *,
     header_s: float = 10.0,
     body_s: float = 10.0,
-    keep_alive_s: int = 5,
+    keep_alive_s: int = 60,
     linger_s: float = 30.0,
     linger_idle_s: float = 10.0,
     linger_bytes: int = 2**27,
@@ -109,7 +113,7 @@ async def serve(
     )
     server = uvicorn.Server(config)
     async with run_server(server) as port:
-        yield Door(server, port)
+        yield Door(server, port, Protocol)
 
 
 def handle_of(scope: Scope) -> Handle:

@@ -27,8 +27,7 @@ async def test_headers_that_do_not_come_in_time_get_a_408_in_the_contracts_shape
 
 
 async def test_the_deadline_of_headers_runs_again_for_the_next_request_on_a_connection() -> None:
-    async with serve(hello, header_s=0.5) as door, door.visit() as visitor:
-        await visitor.say(GET)
+    async with serve(hello, header_s=0.5) as door, door.visit(GET) as visitor:
         assert (await visitor.answer())[2] == b"hello"
         await visitor.say(b"GET /y HT")
         assert (await visitor.answer())[0] == 408
@@ -59,8 +58,8 @@ async def test_a_long_answer_outlives_both_deadlines_once_the_request_is_whole()
         await go.wait()
         await hello(scope, receive_nothing, send)
 
-    async with serve(slow, header_s=0.3, body_s=0.3) as door, door.visit() as visitor:
-        await visitor.say(b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab")
+    whole = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab"
+    async with serve(slow, header_s=0.3, body_s=0.3) as door, door.visit(whole) as visitor:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.6):
                 await visitor.reader.read(1)
@@ -105,8 +104,7 @@ async def test_an_error_never_lands_in_the_middle_of_another_answer() -> None:
 
     async with serve(stream, header_s=0.5) as door:
         for next_request in (b"GET /late HT", b"nonsense\r\n\r\n"):
-            async with door.visit() as visitor:
-                await visitor.say(GET)
+            async with door.visit(GET) as visitor:
                 assert (await visitor.head())[0] == 200
                 await streaming.wait()
                 await visitor.say(next_request)

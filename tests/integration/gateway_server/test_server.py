@@ -24,7 +24,7 @@ GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 class Runtime:
     """What the server asks of a gateway, without one."""
 
-    def __init__(self, *, grace_s: float = 10.0) -> None:
+    def __init__(self, *, grace_s: float = 60.0) -> None:
         self.timeouts = Timeouts(shutdown_grace_s=grace_s)
         self.running_requests = 0
         self.is_stopping = False
@@ -73,7 +73,7 @@ async def serve(runtime: Runtime, app: Any) -> AsyncIterator[tuple[GatewayServer
         lifespan="off",
         interface="asgi3",
         log_config=None,
-        timeout_graceful_shutdown=2,
+        timeout_graceful_shutdown=20,
     )
     server = GatewayServer(config, cast("GatewayRuntime", runtime))
     async with run_server(server) as port:

@@ -45,7 +45,7 @@ async def serve(app: App) -> AsyncIterator[str]:
 
 
 def dial(url: str, **options: Any) -> connect:
-    return connect(url, compression=None, max_size=64 * MEGABYTE, **options)
+    return connect(url, compression=None, max_size=64 * MEGABYTE, open_timeout=30, **options)
 
 
 async def accept(receive: Any, send: Any) -> None:
@@ -98,7 +98,7 @@ async def test_a_fragment_may_split_a_character() -> None:
 async def test_small_messages_keep_their_place_behind_a_large_one() -> None:
     async def app(scope: Scope, receive: Any, send: Any) -> None:
         await accept(receive, send)
-        outbox = Outbox(send, limit_bytes=100 * MEGABYTE, timeout_s=10, on_stuck=lambda reason: None)
+        outbox = Outbox(send, limit_bytes=100 * MEGABYTE, timeout_s=30, on_stuck=lambda reason: None)
         for number in range(3):
             outbox.put({"type": "websocket.send", "bytes": bytes(8 * MEGABYTE)}, 8 * MEGABYTE)
             outbox.put({"type": "websocket.send", "text": str(number)}, 1)
@@ -132,7 +132,7 @@ async def test_writing_to_a_worker_that_closed_is_a_refused_write_not_a_crash(si
         await accept(receive, send)
         while (await receive())["type"] != "websocket.disconnect":
             pass
-        outbox = Outbox(send, limit_bytes=100 * MEGABYTE, timeout_s=10, on_stuck=stuck.put_nowait)
+        outbox = Outbox(send, limit_bytes=100 * MEGABYTE, timeout_s=30, on_stuck=stuck.put_nowait)
         outbox.put({"type": "websocket.send", "bytes": bytes(size)}, size)
 
     async with serve(app) as url:
@@ -147,7 +147,7 @@ async def test_a_worker_that_reads_nothing_is_cut_off_by_a_close() -> None:
 
     async def app(scope: Scope, receive: Any, send: Any) -> None:
         await accept(receive, send)
-        outbox = Outbox(send, limit_bytes=100 * MEGABYTE, timeout_s=10, on_stuck=lambda reason: None)
+        outbox = Outbox(send, limit_bytes=100 * MEGABYTE, timeout_s=30, on_stuck=lambda reason: None)
         while not outbox.is_blocked:
             outbox.put({"type": "websocket.send", "bytes": bytes(MEGABYTE)}, MEGABYTE)
         outbox.stop()

@@ -11,6 +11,7 @@ from controlplane.models import User
 from governance import services
 from governance.models import ApproverKey, Operation, PolicyVersion
 from governance.services import ApproverChoice, Proposer
+from tests.contract.waiting import wait_until
 from tests.unit.wire.passkeys import SoftPasskey
 from wire.optoken.approval import encode_bytes, read_statement
 
@@ -76,6 +77,8 @@ class Team:
         for member in self.members[1:3] or self.members:
             member.approve(operation)
         services.run_due()
+        # A control plane that runs beside the test may have taken it.
+        wait_until(lambda: not operation.runs.filter(ended_at=None).exists(), what="the policy is in force")
         found = services.active_policy()
         assert found is not None
         return found[0]

@@ -239,6 +239,7 @@ class Approvals(RuleBasedStateMachine):
 
 
 @pytest.mark.django_db
+@pytest.mark.timeout(240)
 def test_no_order_of_events_breaks_the_rules() -> None:
     Approvals.team = make_governed("ana", "ben", "cleo", "dan")
     with fake_boxes() as box:

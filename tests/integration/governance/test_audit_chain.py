@@ -20,6 +20,7 @@ from governance.audit import record_event
 from governance.audit.reading import check_tail
 from governance.checkpoints import checkpoint_if_due, make_checkpoint
 from governance.models import AuditCheckpoint, AuditEntry, AuditEvent
+from tests.contract.waiting import wait_until
 from tests.integration.governance.audit_rows import (
     LOG_KEY,
     TABLES,
@@ -33,7 +34,7 @@ from tests.integration.governance.audit_rows import (
 from wire import auditlog
 from wire.auditlog import Kind, Status, Verifier, read_records
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
 APPENDERS = int(os.environ.get("MUSTER_TEST_APPENDERS", "64"))
 EVENTS_EACH = int(os.environ.get("MUSTER_TEST_EVENTS_EACH", "12"))
 INSERT = """
@@ -63,12 +64,13 @@ def test_an_entry_comes_with_the_commit_and_not_before() -> None:
     assert judge().status is Status.GOOD
 
 
+@pytest.mark.timeout(240)
 def test_many_appenders_at_once_make_one_chain_in_the_order_of_their_commits() -> None:
-    start = threading.Barrier(APPENDERS)
+    start, may_wait_s = threading.Barrier(APPENDERS), 90
 
     def append_some(number: int) -> None:
         with psycopg.connect(database_url()) as session:
-            start.wait(30)
+            start.wait(may_wait_s)
             for event in range(EVENTS_EACH):
                 session.execute(INSERT, [f"{number}"])
                 if event % 3 == 0:
@@ -86,6 +88,12 @@ def test_many_appenders_at_once_make_one_chain_in_the_order_of_their_commits() -
     assert (verdict.status, verdict.size) == (Status.GOOD, APPENDERS * kept)
 
 
+def is_blocked(pid: int) -> bool:
+    """Return whether the server's process ``pid`` waits for a lock."""
+    with raw_connection() as session:
+        return session.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", [pid]).fetchone() == (True,)
+
+
 def test_whoever_appends_never_waits_for_a_row_while_others_wait_for_the_chain() -> None:
     # Each writes its event first and then touches the row that the other's foreign key check needs at commit.
     with raw_connection() as setup:
@@ -99,10 +107,7 @@ def test_whoever_appends_never_waits_for_a_row_while_others_wait_for_the_chain()
             other.execute("SELECT * FROM chain_parent WHERE id = 1 FOR UPDATE")
             other.execute(INSERT, ["other"])
             waiting = pool.submit(one.commit)
-            with raw_connection() as watch:
-                pid = one.info.backend_pid
-                while watch.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", [pid]).fetchone() != (True,):
-                    watch.rollback()
+            wait_until(lambda: is_blocked(one.info.backend_pid), what="the commit waits for the row")
             pool.submit(other.commit).result(30)
             waiting.result(30)
     finally:
@@ -127,24 +132,32 @@ def test_an_appender_with_an_old_snapshot_fails_whole_and_leaves_no_fork() -> No
 
 def test_a_process_killed_while_it_appends_leaves_a_whole_chain() -> None:
     command = [sys.executable, "-m", "tests.integration.governance.audit_process"]
+    name = f"killed {os.getpid()}"
     environment = {**os.environ, "DATABASE_URL": database_url(), "DJANGO_SETTINGS_MODULE": "controlplane.settings"}
+    environment["PGAPPNAME"] = name
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         told = 0
         try:
             while told < 40:
                 told = int(process.stdout.readline())
+            assert count_backends(name) == 1
         finally:
             process.kill()
         process.wait(10)
-    with raw_connection() as session:
-        alive = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%%test.append%%' AND pid <> pg_backend_pid()"
-        while session.execute(alive).fetchone() != (0,):
-            session.rollback()
+    wait_until(lambda: count_backends(name) == 0, what="the server is through with what the process had begun")
     verdict = judge()
     assert verdict.status is Status.GOOD
     assert verdict.size == AuditEvent.objects.count() >= told
     assert sizes() == list(range(1, verdict.size + 1))
+
+
+def count_backends(name: str) -> int:
+    """Return how many connections of the program ``name`` the server knows."""
+    with raw_connection() as session:
+        found = session.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name = %s", [name]).fetchone()
+        assert found is not None
+        return int(str(found[0]))
 
 
 def test_a_role_that_may_only_insert_and_select_still_appends_and_can_do_no_more() -> None:

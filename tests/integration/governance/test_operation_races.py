@@ -15,18 +15,25 @@ from django.utils import timezone
 from governance import services
 from governance.errors import GovernanceError, TooManyOpen
 from governance.models import AuditEvent, Decision, Operation, OperationRun
+from governance.services import runs
 from governance.services.proposals import MAX_OPEN
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunState
 from tests.integration.governance.fake_box import fake_boxes, propose_load
 from tests.integration.governance.team import Team, make_due, make_governed, make_key, propose_token
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 
 
 @pytest.fixture
 def team() -> Team:
     return make_governed("ana", "ben", "cleo", "dan")
+
+
+@pytest.fixture(autouse=True)
+def long_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody take over from a worker that only stands still, as the machine may."""
+    monkeypatch.setattr(runs, "LEASE", timedelta(minutes=10))
 
 
 def at_once(*jobs: Callable[[], object]) -> list[object]:

@@ -6,11 +6,15 @@ import uuid
 from pathlib import Path
 
 import pytest
+from django.core.checks.registry import registry
 from django.core.management import call_command
+from django.core.management.base import SystemCheckError
+from django.test import override_settings
 
 from controlplane.launcher.credentials import require_credentials
 from controlplane.launcher.files import read_json
 from controlplane.management.commands.bootstrap import ACTOR, MODEL, USERNAME, make_credentials
+from controlplane.management.service_command import SETTINGS_CHECKS
 from controlplane.models import User
 from gateway.services import disallow_model, is_model_allowed, revoke_api_key
 from governance.services import revoke_admin_token, verify_admin_token
@@ -118,3 +122,16 @@ def test_under_a_policy_a_revoked_admin_token_is_not_made_anew_and_the_rest_stil
     revoke_admin_token(token_id=token.pk, actor=ACTOR)
     assert _bootstrap(path)["admin_token"] == ""
     assert require_credentials(path).admin_token == ""
+
+
+@override_settings(CORS_ORIGINS=("chat.example.com",))
+def test_a_wrong_setting_ends_it_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(SystemCheckError, match="MUSTER_CORS_ORIGINS"):
+        call_command("bootstrap", credentials=tmp_path / "credentials.json", skip_checks=False)
+    assert not (tmp_path / "credentials.json").exists()
+
+
+def test_commands_look_at_the_settings_of_every_app_of_ours() -> None:
+    ours = {"controlplane", "gateway", "governance", "nodes"}
+    checks = [check for check in registry.get_checks() if check.__module__.partition(".")[0] in ours]
+    assert {tag for check in checks for tag in check.tags} == set(SETTINGS_CHECKS)

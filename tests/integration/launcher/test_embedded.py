@@ -19,6 +19,7 @@ from controlplane.launcher.embedded import EmbeddedServers, Postgres
 from controlplane.launcher.embedded.servers import RunningServer
 from controlplane.launcher.processes import find_by_directory, identify, wait_gone
 
+pytestmark = pytest.mark.timeout(180)
 RECOVERY_S = 30.0
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows whose process is whose")
 
@@ -66,18 +67,16 @@ def test_postgres_runs_as_an_unprivileged_user(servers: EmbeddedServers) -> None
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can try it as somebody else")
 def test_another_user_cannot_connect(servers: EmbeddedServers) -> None:
-    child = os.fork()
-    if child == 0:
-        os.setgroups([])
-        os.setgid(12345)
-        os.setuid(12345)
-        try:
-            psycopg.connect(servers.database_url)
-        except psycopg.OperationalError:
-            os._exit(7)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 7
+    program = (
+        "import os, sys, psycopg\n"
+        "os.setgroups([]), os.setgid(12345), os.setuid(12345)\n"
+        "try:\n    psycopg.connect(sys.argv[1])\n"
+        "except psycopg.OperationalError:\n    sys.exit(7)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, servers.database_url], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (7, "")
 
 
 def test_committed_rows_survive_kill_9_and_the_server_is_back_in_time(servers: EmbeddedServers) -> None:

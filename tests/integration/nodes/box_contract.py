@@ -60,4 +60,4 @@ def run_box_contract() -> Iterator[BoxContract]:
             yield contract
         finally:
             server.should_exit = True
-            thread.join(timeout=10)
+            thread.join(timeout=30)

@@ -215,6 +215,7 @@ def test_a_worker_that_died_with_the_call_leaves_an_outcome_that_nobody_knows(te
 
 def test_a_command_without_a_worker_is_found_by_the_sweep(team: Team, box: BoxContract) -> None:
     called = Called(team, box.url)
+    NodeCommand.objects.update(updated_at=timezone.now() + timedelta(minutes=1))  # however slow the machine is: just now
     assert find_unattended() == []
     NodeCommand.objects.update(updated_at=timezone.now() - timedelta(seconds=6))
     assert find_unattended() == [called.run.pk]

@@ -11,7 +11,7 @@ import pytest
 from pytest_django import Settings
 
 from nodes.models import Node, NodePresence, Reach
-from nodes.services import probe_direct_nodes
+from nodes.services import probe, probe_direct_nodes
 from tests.integration.nodes.factories import make_node
 
 pytestmark = pytest.mark.django_db
@@ -48,6 +48,12 @@ def answering() -> Iterator[tuple[type[_Answering], int]]:
 def loopback_allowed(settings: Settings) -> None:
     """Boxes of these tests live on loopback."""
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The servers of these tests answer at once, on a machine that may stand still for a moment."""
+    monkeypatch.setattr(probe, "_PROBE_TIMEOUT_S", 30.0)
 
 
 def _direct_node(url: str) -> Node:

@@ -11,10 +11,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import psycopg
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connections
+from django.db import connection, connections
 
+from nodes import offload
 from nodes.consumers import WorkerEndpoint
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
@@ -41,6 +43,13 @@ async def _close_connections() -> AsyncIterator[None]:
     """Give back the connection of the thread in which the ORM ran for the test itself."""
     yield
     await sync_to_async(connections.close_all)()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database that a busy machine keeps waiting is not away."""
+    monkeypatch.setattr(offload, "DATABASE_S", 30.0)
+    monkeypatch.setitem(connections.settings["default"]["OPTIONS"], "connect_timeout", "30")
 
 
 class Door:
@@ -497,12 +506,14 @@ async def test_the_owner_takes_the_box_back_at_once_and_for_good() -> None:
         await socket.acknowledged()
         (link,) = door.links
         rows = await sync_to_async(load_node_rows)()
-        socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
-        await socket.wait(lambda: link.policy.reclaimed)
-        assert link.wanted_mode is not None
-        door.keeper.apply(rows, targets={}, peers={})  # rows from before the owner spoke
-        assert link.policy.reclaimed
-        assert link.policy.drain_deadline_at is not None
+        with psycopg.connect(**connection.get_connection_params()) as other:
+            other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here the owner's word cannot be stored
+            socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
+            await socket.wait(lambda: link.policy.reclaimed)
+            assert link.wanted_mode is not None
+            door.keeper.apply(rows, targets={}, peers={})  # rows from before the owner spoke
+            assert link.policy.reclaimed
+            assert link.policy.drain_deadline_at is not None
         await socket.wait(lambda: link.wanted_mode is None)
         assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
         door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})

@@ -101,7 +101,7 @@ class ApiBox:
 @contextmanager
 def run_api_box(
     folder: Path, *options: str, env: Mapping[str, str] | None = None, models: tuple[str, ...] = (), has_op_key: bool = True,
-    waits: bool = True,
+    waits: bool = True, program: str = "runner",
 ) -> Iterator[ApiBox]:  # fmt: skip
     """Start ``python -m runner --standalone`` and yield it once it serves, or, not ``waits``, once its port answers.
 
@@ -123,7 +123,7 @@ def run_api_box(
         surroundings["VERIFIED_OP_TOKEN_KEY_PATH"] = str(key_path)
     surroundings |= env or {}
     log = folder / f"box-{time.monotonic_ns()}.log"
-    command = [sys.executable, "-W", "error", "-m", "runner", "--standalone", "--api-port", "0", "--data", str(folder / "data")]
+    command = [sys.executable, "-W", "error", "-m", program, "--standalone", "--api-port", "0", "--data", str(folder / "data")]
     with log.open("wb") as sink:
         process = subprocess.Popen([*command, "--threads", "1", *options], env=surroundings, stdout=sink, stderr=sink)
     try:
@@ -166,9 +166,10 @@ def wait_serving(box: ApiBox) -> None:
 def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     give_up_at = time.monotonic() + DEADLINE_S
     while True:
+        has_ended = process.poll() is not None  # asked before its log is read, which then holds its last words
         text = log.read_text(encoding="utf-8")
         if found := _READY.search(text):
             return found[1]
-        assert process.poll() is None, f"the runner ended with {process.returncode}:\n{text}"
+        assert not has_ended, f"the runner ended with {process.returncode}:\n{text}"
         assert time.monotonic() < give_up_at, f"the runner does not listen:\n{text}"
         time.sleep(0.01)

@@ -27,7 +27,10 @@ class ContractSlot:
 
 @dataclass
 class ContractModel:
-    """One model of the router. ``load_s``: how long a load takes. ``exit_code``: what its loads end with, None = they work."""
+    """One model of the router. ``load_s``: how long a load takes. ``exit_code``: what its loads end with, None = they work.
+
+    ``needs_listener``: a load goes on when somebody listens to its progress.
+    """
 
     status: str = "unloaded"
     failed: bool = False
@@ -35,6 +38,7 @@ class ContractModel:
     exit_code: int | None = None
     refuses_unload: bool = False
     evicted: bool = False
+    needs_listener: bool = False
     slots: list[ContractSlot] = field(default_factory=lambda: [ContractSlot() for _ in range(SLOTS)])
 
 
@@ -106,6 +110,8 @@ class RouterContract:
 
     async def _load(self, name: str) -> None:
         model = self.models[name]
+        while model.needs_listener and not self._events:
+            await asyncio.sleep(0.01)
         for step in range(1, 5):
             await asyncio.sleep(model.load_s / 4)
             if model.status != "loading":

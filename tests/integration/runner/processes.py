@@ -16,6 +16,8 @@ import psutil
 from tests.integration.runner.scripted_gateway import DEADLINE_S, TOKEN
 
 ROOT = Path(__file__).resolve().parents[3]
+PATIENT = "tests.integration.runner.patient_runner"
+"""The runner for tests of what its first registration says of its models."""
 
 
 class RunningBox:

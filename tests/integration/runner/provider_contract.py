@@ -34,11 +34,12 @@ def drop(request: web.Request) -> web.StreamResponse:
 
 @dataclass
 class ProviderContract:
-    """``moods`` are what the next requests meet, first one first; without any they are answered."""
+    """``moods`` are what the next requests meet, first one first; without any they are answered, once ``may_answer`` is set."""
 
     key: str = KEY
     names: tuple[str, ...] = (NAME, "provider-small")
     moods: list[Mood] = field(default_factory=list)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     pause_s: float = 0.0
     token_s: float = 0.0
     breaks_after: int | None = None
@@ -51,6 +52,9 @@ class ProviderContract:
     lists: int = 0
     running: int = 0
     url: str = ""
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[ProviderContract]:
@@ -88,6 +92,7 @@ class ProviderContract:
         self.seen_headers.append({name.lower(): text for name, text in request.headers.items()})
         self.running += 1
         try:
+            await self.may_answer.wait()
             await asyncio.sleep(self.pause_s)
             return await (self._stream(request, body) if body.get("stream") else self._whole(body))
         finally:

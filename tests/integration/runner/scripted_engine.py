@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -23,6 +24,7 @@ class ScriptedEngine:
         self.gone = asyncio.Event()
         self.url = ""
         self.runner: web.AppRunner | None = None
+        self._place = hold_port()
 
     async def _list(self, request: web.Request) -> web.Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -40,22 +42,35 @@ class ScriptedEngine:
             self.gone.set()
             raise
 
-    async def start(self, port: int = 0) -> None:
-        """Listen on a loopback port."""
+    async def start(self) -> None:
+        """Listen on the port that is its own, on loopback."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self._list)
         app.router.add_post("/{tail:.*}", self._answer)
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", port)
+        site = web.TCPSite(self.runner, "127.0.0.1", self._place.getsockname()[1], reuse_address=True)
         await site.start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """Close the port and every connection."""
+        """Listen no more and close every connection; who connects is refused."""
         if self.runner is not None:
             await self.runner.cleanup()
             self.runner = None
+
+    async def close(self) -> None:
+        """Stop, and let others have the port."""
+        await self.stop()
+        self._place.close()
+
+
+def hold_port() -> socket.socket:
+    """Return what keeps a loopback port from being given to others, while nothing listens on it too: a bound socket."""
+    place = socket.socket()
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    place.bind(("127.0.0.1", 0))
+    return place
 
 
 async def answer_json(_request: web.Request, _body: bytes) -> web.StreamResponse:
@@ -71,4 +86,4 @@ async def run_engine() -> AsyncIterator[ScriptedEngine]:
     try:
         yield engine
     finally:
-        await engine.stop()
+        await engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -76,7 +77,8 @@ class OpenStream:
         pieces: list[bytes] = []
         while (frame := await self.next()).kind == frames.DATA:
             pieces.append(frame.payload)
-            await self.credit(len(frame.payload))
+            with contextlib.suppress(ConnectionClosed):  # the box may have sent all and left
+                await self.credit(len(frame.payload))
         assert frame.kind == frames.END
         return Answer(head.status, head.headers, pieces, frames.decode_end(frame.payload))
 
@@ -203,10 +205,11 @@ class ScriptedGateway:
         return _connection.respond(self.refusal, "no\n") if self.refusal is not None else None
 
     async def _welcome(self, socket: ServerConnection) -> None:
+        # Before it is turned away too: a box that writes to a connection that is gone does not read why it was closed.
+        first = bridge.decode_worker_message(await socket.recv())
         if self.close_code is not None:
             await socket.close(self.close_code, self.close_reason)
             return
-        first = bridge.decode_worker_message(await socket.recv())
         assert isinstance(first, bridge.Register)
         request = socket.request
         assert request is not None
@@ -224,8 +227,10 @@ class ScriptedGateway:
             await box.send(ack)
         self.arrivals.put_nowait(box)
         pinger = asyncio.create_task(self._ping(socket))
-        await box.serve()
-        pinger.cancel()
+        try:
+            await box.serve()
+        finally:
+            pinger.cancel()
 
     async def _ping(self, socket: ServerConnection) -> None:
         while self.pings and self.acks:

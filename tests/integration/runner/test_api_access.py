@@ -13,7 +13,8 @@ import httpx
 import msgspec
 import pytest
 
-from tests.integration.runner.api_process import ApiBox, run_api_box
+from tests.control_process import free_port
+from tests.integration.runner.api_process import DEADLINE_S, ApiBox, run_api_box
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -119,14 +120,15 @@ def test_with_a_key_every_route_but_health_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_metrics_move_to_their_own_port_or_are_switched_off(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with run_api_box(tmp_path, env={"METRICS_PORT": str(port)}) as running:
+    base = f"http://127.0.0.1:{(port := free_port())}"
+    with (
+        run_api_box(tmp_path, env={"METRICS_PORT": str(port)}) as running,
+        httpx.Client(base_url=base, timeout=DEADLINE_S, trust_env=False) as client,
+    ):
         assert running.client.get("/metrics").status_code == 404
-        base = f"http://127.0.0.1:{port}"
-        assert "vllm_queue_depth 0.0" in httpx.get(f"{base}/metrics", trust_env=False).text
-        assert httpx.get(f"{base}/v1/models", trust_env=False).status_code == 404
-        assert httpx.get(f"{base}/metrics", headers={"host": "evil.example"}, trust_env=False).status_code == 403
+        assert "vllm_queue_depth 0.0" in client.get("/metrics").text
+        assert client.get("/v1/models").status_code == 404
+        assert client.get("/metrics", headers={"host": "evil.example"}).status_code == 403
     with run_api_box(tmp_path, env={"ENABLE_METRICS": "false"}) as running:
         assert running.client.get("/metrics").status_code == 404
 
@@ -171,12 +173,14 @@ def test_settings_are_read_again_and_conflicts_change_nothing(tmp_path: Path) ->
 
 def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with run_api_box(tmp_path, "--backend", url, waits=False) as running:
+        url, until = f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "go"
+        program = "tests.integration.runner.held_runner"
+        with run_api_box(tmp_path, "--backend", url, env={"HELD_UNTIL": str(until)}, waits=False, program=program) as running:
             reply = running.client.get("/v1/capabilities")
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
             assert int(reply.headers["retry-after"]) >= 1
             health = running.client.get("/health")
             assert (health.status_code, health.json()["reasons"]) == (503, ["the box is starting"])
             assert running.client.get("/").status_code == 200
+            until.touch()
             running.wait_for(lambda: running.client.get("/v1/capabilities").json(), lambda body: "runnerType" in body)

@@ -49,7 +49,8 @@ async def serve(
         httpx.AsyncClient(base_url=box.url, timeout=DEADLINE_S, trust_env=False, limits=NO_KEEP_ALIVE) as client,
     ):
         async with asyncio.timeout(DEADLINE_S):
-            while (await client.get("/health")).status_code != 200:
+            # A box whose server does not list its models in time serves without them at first.
+            while (await client.get("/health")).json()["modelsLoaded"] != len(engine.models):
                 await asyncio.sleep(0.01)
         yield box, client
 

@@ -33,6 +33,8 @@ from wire.ids import new_uuid7
 from wire.optoken import encode_token
 from wire.optoken.receipt import read_receipt
 
+pytestmark = pytest.mark.timeout(180)
+
 
 class Ear:
     """A gateway that listens."""

@@ -11,7 +11,7 @@ import pytest
 from runner.operations import trust
 from runner.operations.policies import FORGOTTEN, WAITING
 from tests.integration.runner.governed_box import Control, enrol, options_of
-from tests.integration.runner.processes import run_box
+from tests.integration.runner.processes import eventually, run_box
 from tests.integration.runner.scripted_gateway import run_gateway
 from tests.unit.runner.box_approvals import Fleet, Issuer
 from tests.unit.runner.test_box_witness import FORK, LOG, offer_of
@@ -120,6 +120,8 @@ async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: 
         # A gateway that lost the socket meanwhile asks again and hears the end.
         last = control.command("model-load", {"modelId": "b"})
         await box.send(last)
+        # Of what a box has not read when its socket breaks, it knows nothing.
+        await eventually(lambda: control.statuses(last.op_id), "the box has begun")
         await box.socket.close()
         later = Control(await gateway.accept(), fleet)
         end = await later.query(last.op_id)

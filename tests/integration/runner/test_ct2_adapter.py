@@ -28,6 +28,8 @@ from tests.integration.runner.engine_talk import (
 )
 from tests.models.make import ct2_model_dir
 
+pytestmark = pytest.mark.timeout(180)
+
 QUESTION = "What is Muster?"
 
 

@@ -18,6 +18,8 @@ from tests.integration.runner.engine_cases_exllamav3 import QUESTION, exllama_pl
 from tests.integration.runner.engine_suite import wait_until
 from tests.integration.runner.engine_talk import ask_chat, ask_json, client_session, json_call, loaded, text_of_chat
 
+pytestmark = pytest.mark.timeout(180)
+
 
 def question(tenant: str, **fields: object) -> Call:
     messages = [{"role": "user", "content": QUESTION}]
@@ -66,6 +68,7 @@ async def test_requests_of_one_tenant_run_together_and_another_tenant_waits_its_
                     async def are_in(count: int) -> bool:
                         return (await engine.stats()).running == count
 
+                    assert await wait_until(partial(are_in, 1))  # the slot of an answer is free a moment after its end
                     other = asyncio.create_task(ask_json(engine, question("beta")))
                     assert await wait_until(partial(are_in, 2))
                     late = asyncio.create_task(ask_json(engine, question("alpha")))

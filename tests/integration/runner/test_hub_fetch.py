@@ -18,6 +18,8 @@ from runner.library.transfer import Patience
 from tests.integration.runner.hub_server import COMMIT, HubServer, serve_hub
 from tests.integration.runner.processes import eventually
 
+pytestmark = pytest.mark.timeout(180)
+
 TINY = Path(__file__).resolve().parents[3] / "runner" / "tiny" / "muster-tiny-q8_0.gguf"
 QUICK = Patience(connect_s=30, silence_s=30, first_pause_s=0.01, attempts=3)
 REPO = "acme/tiny"

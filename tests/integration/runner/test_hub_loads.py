@@ -13,6 +13,8 @@ from runner.pool import LoadOrder, LoadResult, ModelState
 from tests.integration.runner.hub_server import HubServer, serve_hub
 from tests.integration.runner.test_pool_lifecycle import answer, assembled, find
 
+pytestmark = pytest.mark.timeout(180)
+
 REPO = "acme/tiny"
 FILE = "tiny-q8_0.gguf"
 MODEL = f"{REPO}/{FILE}"

@@ -11,7 +11,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from runner.ledger import Ledger, OpAlreadyDone, TaskState, approvals
+
+pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 30.0

@@ -22,10 +22,17 @@ from tests.integration.runner import engine_suite
 from tests.integration.runner.engine_cases_llama_server import QUESTION, server_plan
 from tests.integration.runner.engine_cases_llamacpp import ENDLESS
 from tests.integration.runner.engine_cases_llamacpp import QUESTION as LONG_QUESTION
-from tests.integration.runner.engine_suite import EngineUnderTest, ask, chat_call, openai_cached_tokens, wait_until
+from tests.integration.runner.engine_suite import (
+    EngineUnderTest,
+    ask,
+    assert_health,
+    chat_call,
+    openai_cached_tokens,
+    wait_until,
+)
 from tests.integration.runner.llama_server_contract import RouterContract, run_router
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 
 @pytest_asyncio.fixture
@@ -64,7 +71,7 @@ def ignore(_progress: Progress) -> None:
 
 
 async def test_a_routers_progress_is_passed_on(router: RouterContract, client: aiohttp.ClientSession) -> None:
-    router.models["tiny"].load_s = 0.4
+    router.models["tiny"].needs_listener = True
     reported: list[Progress] = []
     engine = LlamaServer(server_plan(router.url), client)
     await engine.load(reported.append)
@@ -83,7 +90,7 @@ async def test_a_model_that_is_loaded_already_is_not_loaded_again(
     engine = LlamaServer(server_plan(router.url), client)
     await engine.load(ignore)
     assert router.told == []
-    assert await engine.health() is Health.OK
+    await assert_health(engine, Health.OK)
 
 
 async def test_requests_reach_the_router_under_its_own_name_for_the_model(
@@ -134,7 +141,7 @@ async def test_an_unload_that_the_router_refuses_is_an_error_and_the_model_stays
     router.models["tiny"].refuses_unload = True
     with pytest.raises(EngineError, match="the instance does not react"):
         await engine.unload(gently=True)
-    assert await engine.health() is Health.OK
+    await assert_health(engine, Health.OK)
     router.models["tiny"].refuses_unload = False
     await engine.unload(gently=True)
     assert router.models["tiny"].status == "unloaded"
@@ -144,7 +151,7 @@ async def test_a_model_that_somebody_else_unloads_is_noticed(router: RouterContr
     engine = LlamaServer(server_plan(router.url), client)
     await engine.load(ignore)
     router.models["tiny"].status = "unloaded"
-    assert await engine.health() is Health.UNREACHABLE
+    await assert_health(engine, Health.UNREACHABLE)
 
 
 # ---- the key and the address ----
@@ -211,7 +218,7 @@ async def test_a_plain_server_is_not_ours_to_stop(client: aiohttp.ClientSession)
             await engine.unload(gently=True)
         assert await ask(engine, chat_call("tiny", LONG_QUESTION, max_tokens=4))
         await engine.unload(gently=False)
-        assert await engine.health() is Health.UNREACHABLE
+        await assert_health(engine, Health.UNREACHABLE)
         await engine.unload(gently=True)
 
 
@@ -252,6 +259,6 @@ async def test_a_server_that_died_is_noticed(client: aiohttp.ClientSession) -> N
     async with plain_server() as url:
         engine = LlamaServer(server_plan(url), client)
         await engine.load(ignore)
-        assert await engine.health() is Health.OK
-    assert await engine.health() is Health.UNREACHABLE
+        await assert_health(engine, Health.OK)
+    await assert_health(engine, Health.UNREACHABLE)
     assert (await engine.stats()).running is None

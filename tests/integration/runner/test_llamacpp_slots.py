@@ -28,7 +28,7 @@ from runner.engines.port import (
 from tests.integration.runner.engine_cases_llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.integration.runner.engine_suite import EngineUnderTest, ask, assert_freed_by_leaving, first_bytes, wait_until
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 PROMPT = QUESTION * 3
 MESSAGE = [{"role": "user", "content": PROMPT}]
@@ -217,7 +217,11 @@ async def test_a_flush_while_a_request_runs_is_refused_and_erases_nothing() -> N
             assert outcome.result is FlushResult.REFUSED_BUSY
             assert outcome.detail
             assert (await engine.flush(FlushRequest(FlushScope.TENANT, tenant="beta"))).entries_removed == 1
-        assert (await engine.flush(FlushRequest(FlushScope.ALL))).result is FlushResult.FLUSHED
+
+        async def is_flushed() -> bool:
+            return (await engine.flush(FlushRequest(FlushScope.ALL))).result is FlushResult.FLUSHED
+
+        assert await wait_until(is_flushed), "the engine has let go of a client that has left"
 
 
 # ---- clients that leave ----

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 MIB = 1024 * 1024
 
+pytestmark = pytest.mark.timeout(240)
+
 PROGRAM = """
 import os, sys
 import msgspec
@@ -95,7 +97,7 @@ def engine() -> Iterator[psutil.Popen]:
         yield process
     finally:
         process.stdin.close()
-        process.wait(10)
+        process.wait(30)
         process.stdout.close()
 
 

@@ -120,7 +120,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
 @contextlib.contextmanager
 def full_disk(tmp_path: Path) -> Iterator[None]:
     """Neither tasks nor observations can be written meanwhile; spent tokens can."""
-    other = sqlite3.connect(tmp_path / "data" / FILE_NAME, isolation_level=None)
+    other = sqlite3.connect(tmp_path / "data" / FILE_NAME, isolation_level=None, timeout=30)
     other.execute("CREATE TRIGGER full_tasks BEFORE INSERT ON tasks BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
     other.execute("CREATE TRIGGER full_seen BEFORE INSERT ON observations BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
     try:
@@ -189,7 +189,7 @@ async def test_an_unload_a_load_and_a_flush_go_on_when_their_caller_leaves(desk:
     flushing = asyncio.create_task(desk.flush(scope="all"))
     await eventually(lambda: "flush" in engine.steps, "the flush is at it")
     await leave(flushing)
-    waiting = asyncio.create_task(find(desk.parts, "a").queue.enter(tenant="t1", priority="normal", timeout_s=5))
+    waiting = asyncio.create_task(find(desk.parts, "a").queue.enter(tenant="t1", priority="normal", timeout_s=30))
     engine.may_flush.set()
     find(desk.parts, "a").queue.leave(await waiting)
 

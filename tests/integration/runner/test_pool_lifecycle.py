@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,6 +38,10 @@ QUESTION = (
     b'{"model":"%b","max_tokens":%d,"ignore_eos":true,"stream":true,"messages":'
     b'[{"role":"user","content":"Explain the gateway, please, in many words."}]}'
 )
+WEIGHTY = b'"n_probs":1000,'
+"""Makes an answer of many megabytes: no buffer takes the rest of one that nobody reads, however long that lasts."""
+
+pytestmark = pytest.mark.timeout(180)
 
 
 def write_models(folder: Path, *names: str) -> Path:
@@ -81,8 +85,21 @@ def pids_of(model: Model) -> list[int]:
     return [pid for replica in model.replicas for pid in replica.supervisor.engine.pids]
 
 
-def ask(model_id: str, *, tenant: str = "t1", tokens: int = 4) -> Inference:
+def on_engine(model: Model, found: list[int], signum: signal.Signals) -> Callable[[Progress], None]:
+    """Return what hears of a load and signals its engine's process as soon as that is there: ``load`` still waits for it."""
+
+    def hear(_progress: Progress) -> None:
+        if not found and (pids := pids_of(model)):
+            os.kill(pids[0], signum)
+            found.extend(pids)
+
+    return hear
+
+
+def ask(model_id: str, *, tenant: str = "t1", tokens: int = 4, is_weighty: bool = False) -> Inference:
     body = QUESTION % (model_id.encode(), tokens)
+    if is_weighty:
+        body = b"{" + WEIGHTY + body[1:]
     return Inference("POST", "/v1/chat/completions", {"content-type": "application/json"}, body, model_id, tenant)
 
 
@@ -116,16 +133,13 @@ async def test_a_load_reports_progress_serves_and_is_measured(parts: Parts) -> N
 
 async def test_what_a_load_took_makes_the_next_prediction_closer(parts: Parts) -> None:
     first = await load(parts, "a")
-    await parts.pool.unloader.unload("a")
+    unloaded = await parts.pool.unloader.unload("a")
     second = await load(parts, "b")
     assert first.memory_bytes
-    assert first.predicted_bytes
-    assert second.memory_bytes
-    assert second.predicted_bytes
-    before = abs(first.predicted_bytes - first.memory_bytes) / first.memory_bytes
-    after = abs(second.predicted_bytes - second.memory_bytes) / second.memory_bytes
-    assert after < before
-    assert after < 0.4  # shared pages are counted by share, so the figure moves with what else runs
+    # Not measured against the second load: shared pages are counted by share, so what that takes moves with what else runs.
+    took = max(first.memory_bytes, unloaded.before_bytes)
+    assert first.predicted_bytes != took
+    assert second.predicted_bytes == took
 
 
 async def test_a_second_load_of_the_same_model_is_the_same_load(parts: Parts) -> None:
@@ -167,7 +181,7 @@ async def test_a_gentle_unload_lets_a_running_answer_end_and_refuses_those_that_
 
 async def test_a_forced_unload_cuts_what_runs_and_says_how_much(parts: Parts) -> None:
     await load(parts, "a", gguf_n_ctx=2048)
-    async with parts.door.open(ask("a", tokens=2000)) as running:
+    async with parts.door.open(ask("a", tokens=2000, is_weighty=True)) as running:
         assert running.chunks is not None
         chunks = running.chunks
         await anext(chunks)
@@ -181,19 +195,22 @@ async def test_a_forced_unload_cuts_what_runs_and_says_how_much(parts: Parts) ->
 
 async def test_two_loads_that_race_for_the_same_memory_one_wins_and_the_other_is_told_what_would_help(tmp_path: Path) -> None:
     async with assembled(tmp_path, "--memory-budget-mb", "70") as parts:
-        results = await asyncio.gather(load(parts, "a"), load(parts, "b"), return_exceptions=True)
-        won = [result for result in results if isinstance(result, LoadResult)]
+        loader = parts.pool.loader
+        # Neither is carried out before both are decided: what a load takes may be less than what is set aside for it.
+        results = await asyncio.gather(*(loader.order(name, overrides={}) for name in ("a", "b")), return_exceptions=True)
+        won = [result for result in results if isinstance(result, LoadOrder)]
         lost = [result for result in results if isinstance(result, InsufficientMemory)]
         assert (len(won), len(lost)) == (1, 1)
         required, free = lost[0].details["requiredMB"], lost[0].details["freeMB"]
         assert isinstance(required, int)
         assert isinstance(free, int)
         assert required > free
-        loser = "b" if won[0].model_id == "a" else "a"
+        winner = (await loader.carry_out(won[0], lambda _: None)).model_id
+        loser = "b" if winner == "a" else "a"
         assert find(parts, loser).state is ModelState.UNLOADED
         # What it was told does help: evicting the winner makes room.
-        assert (await load(parts, loser, evict=won[0].model_id)).evicted == won[0].model_id
-        assert find(parts, won[0].model_id).state is ModelState.UNLOADED
+        assert (await load(parts, loser, evict=winner)).evicted == winner
+        assert find(parts, winner).state is ModelState.UNLOADED
 
 
 async def test_a_load_that_cannot_fit_even_after_the_eviction_evicts_nothing(tmp_path: Path) -> None:
@@ -221,13 +238,10 @@ async def test_a_damaged_file_is_refused_with_the_reason_and_gives_its_memory_ba
 async def test_an_engine_killed_in_the_middle_of_its_load_leaves_a_failed_model_and_no_process(parts: Parts) -> None:
     order = await parts.pool.loader.order("a", overrides={})
     assert isinstance(order, LoadOrder)
-    loading = asyncio.create_task(parts.pool.loader.carry_out(order, lambda _: None))
-    model = find(parts, "a")
-    await eventually(lambda: pids_of(model), "the engine process is there")
-    pids = pids_of(model)
-    os.kill(pids[0], signal.SIGKILL)
+    model, pids = order.model, list[int]()
     with pytest.raises(EngineError):
-        await loading
+        await parts.pool.loader.carry_out(order, on_engine(model, pids, signal.SIGKILL))
+    assert pids
     assert model.state is ModelState.FAILED
     assert model.last_error
     assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -237,10 +251,9 @@ async def test_an_engine_killed_in_the_middle_of_its_load_leaves_a_failed_model_
 async def test_a_cancelled_load_leaves_nothing(parts: Parts) -> None:
     order = await parts.pool.loader.order("a", overrides={})
     assert isinstance(order, LoadOrder)
-    loading = asyncio.create_task(parts.pool.loader.carry_out(order, lambda _: None))
-    model = find(parts, "a")
-    await eventually(lambda: pids_of(model), "the engine process is there")
-    pids = pids_of(model)
+    model, pids = order.model, list[int]()
+    loading = asyncio.create_task(parts.pool.loader.carry_out(order, on_engine(model, pids, signal.SIGSTOP)))
+    await eventually(lambda: pids, "the engine process is there")
     with pytest.raises(ModelLoading):
         await parts.pool.unloader.unload("a")
     await parts.pool.unloader.unload("a", force=True)

@@ -41,6 +41,8 @@ if sys.argv[1:] == ["exit"]:
 child.wait()
 """
 
+pytestmark = pytest.mark.timeout(180)
+
 Start = Callable[..., tuple[subprocess.Popen[bytes], int]]
 
 
@@ -65,7 +67,7 @@ def start() -> Iterator[Start]:
         with process:
             pass  # closes its input and waits for it
         try:
-            psutil.Process(child).wait(10)
+            psutil.Process(child).wait(30)
         except psutil.NoSuchProcess:
             pass
 
@@ -97,7 +99,7 @@ def test_several_roots_are_measured_together_and_each_process_once(start: Start,
 
 def test_a_process_that_outlives_its_engine_is_still_found(start: Start, telemetry: Telemetry) -> None:
     process, child = start(ORPHAN, "exit")
-    process.wait(10)
+    process.wait(30)
     assert telemetry.measure([process.pid]).pids == (child,)
 
 
@@ -126,12 +128,16 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 
 
 def test_the_host_is_read_as_the_kernel_tells(telemetry: Telemetry) -> None:
-    before = psutil.virtual_memory()
-    reading = telemetry.sample()
-    if reading.kind == "gpu":
-        pytest.skip("this machine has GPUs, so the reading is not that of its host")
-    memory = psutil.virtual_memory()
-    assert 0 < reading.total_mb <= memory.total // MIB
-    assert reading.used_mb + reading.free_mb == reading.total_mb
-    assert reading.free_mb <= max(before.available, memory.available) // MIB + 512
+    give_up_at = time.monotonic() + 30
+    while True:
+        before = psutil.virtual_memory().available
+        reading = telemetry.sample()
+        if reading.kind == "gpu":
+            pytest.skip("this machine has GPUs, so the reading is not that of its host")
+        after = psutil.virtual_memory().available
+        assert 0 < reading.total_mb <= psutil.virtual_memory().total // MIB
+        assert reading.used_mb + reading.free_mb == reading.total_mb
+        if reading.free_mb <= max(before, after) // MIB + 512:
+            break
+        assert time.monotonic() < give_up_at, "more is free than the kernel says, and not for a moment only"
     assert abs(reading.at - time.time()) < 60.0

@@ -157,16 +157,18 @@ async def test_a_stream_that_breaks_off_is_an_error_and_is_not_begun_again() -> 
 
 async def test_silence_ends_after_the_timeout_and_is_not_tried_again() -> None:
     async with loaded(ProviderContract(pause_s=3600), remote_timeout_s=1, remote_max_retries=3) as (engine, provider):
-        with pytest.raises(aiohttp.SocketTimeoutError):
+        with pytest.raises(aiohttp.ServerTimeoutError):
             await ask(engine)
-        assert provider.tries == 1
+        assert provider.tries <= 1, "0 when the time was over before it was there: that is not tried again either"
 
 
 async def test_silence_in_the_middle_of_a_stream_ends_after_the_timeout() -> None:
     call = chat_call("cloud-large", "Hello", stream=True)
-    async with loaded(ProviderContract(token_s=3600), remote_timeout_s=1) as (engine, _), engine.stream(call) as response:
+    async with loaded(ProviderContract(token_s=3600), remote_timeout_s=1) as (engine, _):
+        # Around the whole: on a machine that stands still, that second can be over before the answer begins.
         with pytest.raises(aiohttp.ServerTimeoutError):
-            await response.read()
+            async with engine.stream(call) as response:
+                await response.read()
 
 
 # ---- trying again ----

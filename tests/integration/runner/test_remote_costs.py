@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +20,10 @@ from runner.parts import Parts, assemble
 from runner.serving.request import Inference
 from tests.integration.runner.engine_cases_remote import KEY_NAME, key_in_environment
 from tests.integration.runner.engine_suite import wait_until
-from tests.integration.runner.provider_contract import NAME, ProviderContract, refuse
+from tests.integration.runner.processes import eventually, run_box
+from tests.integration.runner.provider_contract import KEY, NAME, ProviderContract, refuse
+from tests.integration.runner.scripted_gateway import run_gateway
+from wire import bridge
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -28,20 +32,25 @@ COST = 20 * 2 + 1 * 10
 STREAM_COST = 20 * 2 + 8 * 10
 
 
+def write_settings(folder: Path, url: str, *, cap: float | None = None) -> None:
+    """Have a box with this data folder load the model of the provider at ``url``."""
+    model = {
+        "backend": "openai_compatible", "remote_base_url": url, "remote_api_key_env": KEY_NAME,
+        "remote_model": NAME, "enabled": True, "target_inflight": 2,
+    }  # fmt: skip
+    remote = {
+        "currency": "EUR",
+        "monthly_cap": {"default": cap},
+        "prices": {"cloud-large": {"input_per_million": 2, "output_per_million": 10}},
+    }
+    (folder / "settings.json").write_text(json.dumps({"engine": {"models": {"cloud-large": model}, "remote": remote}}))
+
+
 @asynccontextmanager
 async def a_box(folder: Path, provider: ProviderContract, *, cap: float | None = None) -> AsyncIterator[Parts]:
     """Yield a box that has loaded the provider's model."""
     async with provider.serve() as served, aiohttp.ClientSession(auto_decompress=False) as client:
-        model = {
-            "backend": "openai_compatible", "remote_base_url": served.url, "remote_api_key_env": KEY_NAME,
-            "remote_model": NAME, "enabled": True, "target_inflight": 2,
-        }  # fmt: skip
-        remote = {
-            "currency": "EUR",
-            "monthly_cap": {"default": cap},
-            "prices": {"cloud-large": {"input_per_million": 2, "output_per_million": 10}},
-        }
-        (folder / "settings.json").write_text(json.dumps({"engine": {"models": {"cloud-large": model}, "remote": remote}}))
+        write_settings(folder, served.url, cap=cap)
         config = read_config(["--standalone", "--data", str(folder)], {})
         with key_in_environment():
             async with assemble(config, client, on_change=lambda: None, on_load=lambda: None) as box:
@@ -132,3 +141,27 @@ async def test_nothing_leaves_the_box_without_consent_or_beyond_the_cap(tmp_path
             await ask(box, max_tokens=100)
         assert caught.value.details["spent"] == COST / 1e6
         assert provider.tries == 1
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_what_was_paid_for_still_reaches_its_gateway_when_the_box_is_told_to_leave(
+    tmp_path: Path, *, is_streamed: bool
+) -> None:
+    provider = ProviderContract()
+    provider.may_answer.clear()
+    async with run_gateway() as gateway, provider.serve() as served:
+        write_settings(tmp_path, served.url)
+        env = {KEY_NAME: KEY, "MODEL_BASE_PATH": str(tmp_path)}
+        async with run_box(tmp_path, gateway.url, "--data", str(tmp_path), env=env) as process:
+            box = await gateway.accept()
+            await eventually(lambda: "cloud-large" in box.models(), "the model is declared")
+            body = {"model": "cloud-large", "messages": [], "stream": is_streamed, "allow_remote": True, "max_tokens": 4}
+            stream = await box.open(body, model="cloud-large")
+            await eventually(lambda: provider.running == 1, "the provider has the request")
+            process.signal(signal.SIGTERM)
+            await box.expect(bridge.Draining)
+            provider.may_answer.set()
+            answer = await stream.finish()
+            assert (answer.status, answer.end.error) == (200, "")
+            assert await process.exit_status() == 0

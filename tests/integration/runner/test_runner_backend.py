@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from tests.integration.runner.processes import eventually, run_box
+from tests.integration.runner.processes import PATIENT, eventually, run_box
 from tests.integration.runner.scripted_engine import run_engine
 from tests.integration.runner.scripted_gateway import ConnectedBox, run_gateway
 from wire import bridge, frames
@@ -55,7 +55,7 @@ async def test_gateways_are_told_of_a_llama_server_by_whom_its_models_belong_to(
 async def test_what_gateways_are_to_translate_is_kept_back_from_them(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_engine() as engine:
         for options, is_told in (([], False), (["--translate", "messages,responses"], True)):
-            async with run_box(tmp_path, gateway.url, "--backend", engine.url, *options):
+            async with run_box(tmp_path, gateway.url, "--backend", engine.url, *options, program=PATIENT):
                 box = await gateway.accept()
                 told = {path for replica in box.register.replicas for path in replica.endpoints}
                 assert ("/v1/chat/completions" in told) is is_told
@@ -169,7 +169,6 @@ async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_
     async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
         box = await gateway.accept()
         await box.declares("alpha", "beta")
-        port = int(engine.url.rpartition(":")[2])
         await engine.stop()
 
         end = await (await box.open(STREAMED)).expect_end()
@@ -177,7 +176,7 @@ async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_
         assert end.error in {"engine_failed", "busy"}, "the second when the box has noticed before"
         assert end.retryable
         await box.declares()
-        await engine.start(port)
+        await engine.start()
         await box.declares("alpha", "beta")
 
 
@@ -217,7 +216,7 @@ async def test_an_answer_without_credit_is_not_read_from_the_server(tmp_path: Pa
         engine.handler = pour
         box = await gateway.accept()
         await box.declares("alpha", "beta")
-        stream = await box.open({"model": "alpha"}, window_bytes=100_000)
+        stream = await box.open({"model": "alpha"}, window_bytes=100_000, deadline_ms=170_000)
         received = 0
         while received < 100_000:
             frame = await stream.next()
@@ -236,12 +235,12 @@ async def test_an_answer_without_credit_is_not_read_from_the_server(tmp_path: Pa
 
 async def test_a_server_that_is_not_there_yet_is_found_later(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_engine() as engine:
-        port = int(engine.url.rpartition(":")[2])
         await engine.stop()
-        async with run_box(tmp_path, gateway.url, "--backend", engine.url, "--models", "mine") as process:
+        wanted = ["--backend", engine.url, "--models", "mine"]
+        async with run_box(tmp_path, gateway.url, *wanted, program=PATIENT) as process:
             box = await gateway.accept()
             assert box.register.models == []
             assert box.register.replicas[0].state == "failed"
             await eventually(lambda: "cannot use" in process.log_text(), "the reason is logged")
-            await engine.start(port)
+            await engine.start()
             await box.declares("mine")

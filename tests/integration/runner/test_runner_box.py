@@ -10,14 +10,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.runner.processes import RunningBox, eventually, is_alive, run_box
+from tests.integration.runner.processes import PATIENT, RunningBox, eventually, is_alive, run_box
 from tests.integration.runner.scripted_gateway import TOKEN, ConnectedBox, run_gateway
 from wire import bridge, frames
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 QUESTION: dict[str, object] = {"messages": [{"role": "user", "content": "What is a generator?"}], "temperature": 0}
-LONG = QUESTION | {"stream": True, "max_tokens": 1900, "ignore_eos": True}
+LONG = QUESTION | {"stream": True, "max_tokens": 1900, "ignore_eos": True, "n_probs": 1000}
+"""Many megabytes with the probabilities: no buffer takes the rest of what nobody reads, so it cannot have ended."""
 
 
 def read_events(body: bytes) -> list[dict[str, object]]:
@@ -37,7 +38,7 @@ async def slots_taken(box: ConnectedBox, *, at_most: int) -> None:
 
 
 async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--provider", "home lab"):
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--provider", "home lab", program=PATIENT):
         box = await gateway.accept()
         assert box.secret == TOKEN
         assert box.path == "/v1/worker/connect?provider=home%20lab"
@@ -178,6 +179,7 @@ async def test_a_refused_credential_is_explained_in_one_line_and_not_hammered(tm
         gateway.close_code = 1008
         async with run_box(tmp_path, gateway.url) as process:
             await eventually(lambda: "refuses this box's credential" in process.log_text(), "the refusal is explained")
+            assert "retry_s=30" in process.log_text()
             assert gateway.attempts == 1
             assert TOKEN not in process.log_text()
 
@@ -188,6 +190,7 @@ async def test_a_second_box_with_a_taken_name_says_what_would_help_and_does_not_
         async with run_box(tmp_path, gateway.url) as process:
             await eventually(lambda: "start one of them with another --name" in process.log_text(), "the refusal is explained")
             assert "credential; check --token" not in process.log_text()
+            assert "retry_s=30" in process.log_text()
             assert gateway.attempts == 1
 
 
@@ -290,6 +293,7 @@ async def test_the_gateways_of_the_ack_are_dialled_too(tmp_path: Path) -> None:
         async with run_box(tmp_path, first.url):
             one, two = await first.accept(), await second.accept()
             assert one.register.instance_id == two.register.instance_id
+            await two.declares("muster-tiny")
             assert (await (await two.open(QUESTION | {"max_tokens": 2})).finish()).status == 200
             assert first.arrivals.empty()
 
@@ -312,7 +316,10 @@ async def test_graceful_shutdown_finishes_what_runs_and_the_box_dials_again(tmp_
 async def test_a_file_that_is_no_model_is_reported_with_the_engines_own_words(tmp_path: Path) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"GGUF" + bytes(100))
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--model-path", str(bad)) as process:
+    async with (
+        run_gateway() as gateway,
+        run_box(tmp_path, gateway.url, "--model-path", str(bad), program=PATIENT) as process,
+    ):
         box = await gateway.accept()
         assert box.register.models == []
         assert box.register.replicas[0].state == "failed"

@@ -14,6 +14,7 @@ from runner.engines.tabbyapi import TabbyApiEngine
 from runner.errors import EngineError
 from tests.integration.runner.engine_cases_tabbyapi import keys_in_environment, tabby_plan
 from tests.integration.runner.engine_talk import ask_chat, client_session, json_call
+from tests.integration.runner.scripted_engine import hold_port
 from tests.integration.runner.tabbyapi_contract import TabbyContract
 
 
@@ -135,12 +136,9 @@ async def test_an_unknown_model_is_the_servers_own_words() -> None:
 
 
 async def test_a_server_that_is_not_there_is_an_error_and_unreachable() -> None:
-    with keys_in_environment():
-        async with TabbyContract().serve() as server, client_session() as client:
-            engine = TabbyApiEngine(tabby_plan(server.url), client)
-            await engine.load(ignore)
+    with keys_in_environment(), hold_port() as place:
         async with client_session() as client:
-            late = TabbyApiEngine(tabby_plan(server.url), client)
+            late = TabbyApiEngine(tabby_plan(f"http://127.0.0.1:{place.getsockname()[1]}"), client)
             with pytest.raises(EngineError):
                 await late.load(ignore)
             assert await late.health() is Health.UNREACHABLE

@@ -29,10 +29,12 @@ from runner.engines.port import (
     Progress,
 )
 from runner.engines.tgi import TgiEngine
-from runner.engines.tgi_launcher import build_command, build_environment, free_ports
+from runner.engines.tgi_launcher import build_command, build_environment, free_ports, lowest_given_port
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
 from tests.integration.runner.engine_cases_tgi import CAUSE, SERVER, launched_plan
 from tests.integration.runner.engine_suite import ask, assert_gone, chat_call, first_bytes, process_tree
+
+pytestmark = pytest.mark.timeout(180)
 
 CALL = chat_call("tiny", "What is a lambda?", max_tokens=2)
 KEY_VARIABLE = "TGI_KEY_OF_TEST"
@@ -216,6 +218,13 @@ async def test_a_shard_that_cannot_start_gives_its_reason(tmp_path: Path, client
     engine = TgiEngine(launched_plan(tmp_path, fail=CAUSE), client)
     with pytest.raises(EngineError, match=r"could not load tiny: torch\.OutOfMemoryError: CUDA out of memory"):
         await engine.load(lambda _progress: None)
+
+
+def test_the_ports_of_a_launcher_are_none_that_others_are_given_meanwhile() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    if (lowest := lowest_given_port()) > 21_000:
+        assert all(20_000 <= port < lowest for port in ports)
 
 
 def test_a_plan_becomes_the_launchers_flags() -> None:

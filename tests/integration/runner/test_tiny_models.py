@@ -85,6 +85,7 @@ def _make_in(home: Path, path: str) -> None:
     Path(path).write_text(str(whisper_dir()), encoding="utf-8")
 
 
+@pytest.mark.timeout(300)
 def test_two_processes_that_make_the_same_model_at_once_get_the_same_whole_folder(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -93,7 +94,7 @@ def test_two_processes_that_make_the_same_model_at_once_get_the_same_whole_folde
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(30)
+        worker.join(120)
         assert worker.exitcode == 0
     assert len({(tmp_path / f"{n}.txt").read_text(encoding="utf-8") for n in range(2)}) == 1
     assert [entry.name for entry in home.iterdir()] == ["tiny-whisper-ct2"]

@@ -208,7 +208,7 @@ def serving(engine: GatedEngine) -> Model:
 
 
 async def test_few_are_counted_at_once_and_a_tenant_may_not_fill_the_line() -> None:
-    engine, counting = CountingEngine(), Counting()
+    engine, counting = CountingEngine(), Counting(limit_s=30)
     model = serving(engine)
     asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant="greedy"))) for _ in range(AT_ONCE + 16)]
     await eventually(lambda: engine.counting == AT_ONCE, "as many count as may")
@@ -237,7 +237,7 @@ async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it
 
 
 async def test_a_client_that_leaves_takes_no_turn_with_it() -> None:
-    engine, counting = CountingEngine(), Counting()
+    engine, counting = CountingEngine(), Counting(limit_s=30)
     model = serving(engine)
     asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant=str(number)))) for number in range(AT_ONCE)]
     await eventually(lambda: engine.counting == AT_ONCE, "as many count as may")

@@ -21,6 +21,8 @@ from tests.integration.runner.engine_suite import wait_until
 from tests.integration.runner.engine_talk import client_session, loaded, read_events
 from tests.models.make import speech_wav, whisper_dir
 
+pytestmark = pytest.mark.timeout(180)
+
 SAID = "the box dials out and serves a model"
 
 

@@ -106,6 +106,8 @@ class Server:
         self.loras: set[str] = {entry["name"] for entry in args.lora_modules}
         self.is_asleep = False
         self.seen: list[dict[str, Any]] = []
+        self.begun: list[int] = []
+        """The priorities of requests in the order in which they got their slot."""
         self.queried = self.hit = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -116,7 +118,7 @@ class Server:
             web.post("/v1/messages", answer), web.post("/v1/embeddings", answer), web.post("/tokenize", self._tokenize),
             web.post("/reset_prefix_cache", control), web.post("/sleep", control), web.post("/wake_up", control),
             web.post("/v1/load_lora_adapter", self._lora), web.post("/v1/unload_lora_adapter", self._lora),
-            web.get("/seen", self._seen),
+            web.get("/seen", self._seen), web.get("/begun", self._begun),
         ]  # fmt: skip
 
     async def watch_worker(self) -> None:
@@ -132,6 +134,9 @@ class Server:
 
     async def _seen(self, _request: web.Request) -> web.Response:
         return web.json_response(self.seen)
+
+    async def _begun(self, _request: web.Request) -> web.Response:
+        return web.json_response(self.begun)
 
     async def _models(self, _request: web.Request) -> web.Response:
         entries = [{"id": self.args.served_model_name, "max_model_len": int(self.args.max_model_len or CONTEXT)}]
@@ -187,6 +192,7 @@ class Server:
             await asyncio.sleep(0.02)
         priority = int(request.headers.get("x-vllm-priority", body.get("priority", 0)))
         async with self.slots.hold(priority):
+            self.begun.append(priority)
             return await self._generate(request, body)
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -27,6 +27,7 @@ while sys.stdin.readline():
 """
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize(("how", "suffix"), [("samples", ".stacks"), ("calls", ".pstats")])
 def test_a_profile_names_what_burns_the_time(tmp_path: Path, how: str, suffix: str) -> None:
     (tmp_path / "burning.py").write_text(PROGRAM)
@@ -35,14 +36,14 @@ def test_a_profile_names_what_burns_the_time(tmp_path: Path, how: str, suffix: s
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     child = Child("profiled", argv, log_dir=tmp_path, env=env, talks=True)
     try:
-        assert child.read_line(20) == "up"
+        assert child.read_line(30) == "up"
         os.kill(child.popen.pid, signal.SIGUSR1)
         child.send_line("go")
-        assert child.read_line(20) == "burnt"
+        assert child.read_line(30) == "burnt"
         os.kill(child.popen.pid, signal.SIGUSR2)
         # The program waits in a system call; its handler runs as soon as that returns.
         child.send_line("go")
-        child.wait_until(path.exists, "it was to write the profile", 20)
+        child.wait_until(path.exists, "it was to write the profile", 30)
     finally:
         child.stop()
     by_total = sorted(read_hotspots(path, units=1), key=lambda spot: spot.total_share, reverse=True)

@@ -74,7 +74,12 @@ def test_a_whole_chat_answer_of_the_box_keeps_its_stamp_and_its_size_in_translat
 async def serve_stream(pieces: list[bytes]) -> AsyncIterator[int]:
     """Answer every request on a port with ``pieces``, one write each."""
 
+    answering: set[asyncio.Task[None]] = set()
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        answering.add(task)
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 await reader.readexactly(int(re.findall(rb"(?i)content-length: (\d+)", head)[0]))
@@ -87,6 +92,7 @@ async def serve_stream(pieces: list[bytes]) -> AsyncIterator[int]:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         yield server.sockets[0].getsockname()[1]
+        await asyncio.gather(*answering)  # their client has gone, and each of them finds that out
 
 
 async def load(tools: Tools, path: str, pieces: list[bytes]) -> LoadResult:

@@ -51,7 +51,7 @@ async def test_nobody_waits_at_the_gate_of_a_lost_connection() -> None:
     waiting = asyncio.create_task(gate.wait_open())
 
     gate.stopProducing()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 30)
     gate.pauseProducing()
 
     assert await is_open(gate)
@@ -79,7 +79,7 @@ async def test_a_message_that_is_waited_for_arrives() -> None:
 
     queue.put_nowait({"type": "websocket.disconnect"})
 
-    assert await asyncio.wait_for(waiting, 1) == {"type": "websocket.disconnect"}
+    assert await asyncio.wait_for(waiting, 30) == {"type": "websocket.disconnect"}
 
 
 @pytest.mark.parametrize("extra", [0, 200])

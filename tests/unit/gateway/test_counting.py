@@ -16,8 +16,9 @@ from pytest_django import Settings
 
 from gateway.catalogue import ModelEntry
 from gateway.checks import check_settings
-from gateway.counting import Count, Source, TokenCounter
-from gateway.counting.boxes import DEADLINE_MS, MAX_ANSWER_BYTES, MAX_COUNTED_BYTES, ask_box, find_counting
+from gateway.counting import Count, Source, TokenCounter, bounds
+from gateway.counting import counter as counter_module
+from gateway.counting.boxes import MAX_ANSWER_BYTES, MAX_COUNTED_BYTES, ask_box, find_counting
 from gateway.counting.folders import CACHED, TokenizerFolders, find_folder, load_tokenizer
 from gateway.counting.templates import MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS, ChatTemplate, TemplateFailed
 from gateway.counting.values import (
@@ -34,6 +35,8 @@ from nodes.states import TOKENIZE
 from tests.models.make import hf_model_dir
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 
+PATIENT_MS = 60_000
+
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "λ"}'}}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
@@ -43,6 +46,14 @@ TALK: list[dict[str, object]] = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "A function without a name."},
 ]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be given up because this machine stood still. What does too much is given up by the number of its steps."""
+    monkeypatch.setattr(bounds, "RENDER_S", 60.0)
+    monkeypatch.setattr(counter_module, "THREAD_S", 60.0)
+    monkeypatch.setattr(counter_module, "DEADLINE_MS", PATIENT_MS)
 
 
 def chat(*messages: Mapping[str, object], **fields: object) -> bytes:
@@ -149,6 +160,14 @@ def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_th
     with pytest.raises(TemplateFailed) as failed:
         template.render(prompt())
     assert str(failed.value) == ""
+
+
+def test_a_template_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% for message in messages %}{{ message.role }}{% endfor %}", {})
+    assert template.render(prompt(say("x"))) == "user"
+    monkeypatch.setattr(bounds, "RENDER_S", -1.0)
+    with pytest.raises(TemplateFailed):
+        template.render(prompt(say("x")))
 
 
 def test_what_a_client_hands_to_a_template_cannot_take_the_place_of_what_is_ours() -> None:
@@ -329,7 +348,7 @@ def registry_of(*links: FakeLink) -> LinkRegistry:
 
 
 async def stream_of(link: FakeLink) -> FakeStream:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not link.streams:
             await asyncio.sleep(0)
     return link.streams[0]
@@ -343,7 +362,7 @@ def test_boxes_that_say_that_they_count_are_asked_the_least_loaded_first() -> No
     assert find_counting(registry, "unknown") == []
 
 
-async def ask(link: FakeLink, *, deadline_ms: int = DEADLINE_MS) -> int | None:
+async def ask(link: FakeLink, *, deadline_ms: int = PATIENT_MS) -> int | None:
     return await ask_box(link, model="m", body=b"{}", tenant="t", request_id="req_1", deadline_ms=deadline_ms)
 
 
@@ -352,7 +371,7 @@ async def test_a_box_is_asked_without_a_slot_and_its_count_is_taken() -> None:
     asked = asyncio.create_task(ask(link))
     stream = await stream_of(link)
     request = stream.request
-    assert (request.path, request.tenant, request.is_streaming, request.deadline_ms) == (TOKENIZE, "t", False, DEADLINE_MS)
+    assert (request.path, request.tenant, request.is_streaming, request.deadline_ms) == (TOKENIZE, "t", False, PATIENT_MS)
     assert link.active == 0
     stream.answer(b'{"count": 4', b'2, "max_model_len": null}')
     assert await asked == 42
@@ -431,7 +450,8 @@ async def test_a_box_is_asked_where_no_tokenizer_can_be_used_and_an_operator_hea
             asked = asyncio.create_task(count(counter, tokenizer=tokenizer))
             (await stream_of(link)).answer(b'{"count": 42}')
             assert await asked == Count(42, Source.ENGINE, node=link.node_name)
-    assert len(caplog.records) == (1 if tokenizer else 0)
+    said = [record for record in caplog.records if record.name == "muster.gateway"]
+    assert len(said) == (1 if tokenizer else 0)
 
 
 async def test_without_a_folder_of_tokenizers_none_is_looked_for(root: Path) -> None:

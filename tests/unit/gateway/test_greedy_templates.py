@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.counting import bounds
 from gateway.counting.bounds import measure
 from gateway.counting.templates import ChatTemplate, TemplateFailed
 from gateway.counting.values import ChatPrompt
@@ -17,6 +18,12 @@ PROMPT = ChatPrompt([{"role": "user", "content": "Hello"}], None, {}, 0)
 DOUBLED = "{% set a = [1, 2] %}" + "{% set a = [a, a] %}" * 40
 TEXT = "{% set t = 'abcdefgh' %}" + "{% set t = t ~ t %}" * 16  # half a megabyte
 ROOM_BYTES = 512 * 1024 * 1024
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be given up because this machine stood still: what does too much is given up for what it does."""
+    monkeypatch.setattr(bounds, "RENDER_S", 60.0)
 
 
 @pytest.fixture

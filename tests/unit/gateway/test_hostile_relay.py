@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_ends_a_wait_for_work_and_the_work() -> None:
     client.leave()
     with pytest.raises(ClientLeft):
         await waiting
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await ended.wait()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.launcher import locks
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently, read_holder
 
@@ -48,12 +49,28 @@ def test_a_holder_killed_with_9_holds_nothing(tmp_path: Path) -> None:
             pass
 
 
-def test_waiting_for_a_lock_ends_when_the_time_is_over(tmp_path: Path) -> None:
+class Clock:
+    """Stands in for ``time``: it passes while somebody sleeps, and only then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_waiting_for_a_lock_ends_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lock"
+    clock = Clock()
+    monkeypatch.setattr(locks, "time", clock)
     waited_for: list[str] = []
     with FileLock(path), pytest.raises(LockHeld):
-        acquire_patiently(FileLock(path), deadline_s=0.05, on_wait=waited_for.append)
+        acquire_patiently(FileLock(path), deadline_s=5.0, on_wait=waited_for.append)
     assert waited_for == [str(os.getpid())]
+    assert 5.0 <= clock.now < 6.0
 
 
 def test_a_missing_file_has_no_holder(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.launcher.ports import claim_port
+from controlplane.launcher import readiness
 from controlplane.launcher.readiness import answers_ok, describe_unreachable, fetch, lists_model, log_says
+from tests.unit.closed_port import closed_port
 
 
 class _Gateway(BaseHTTPRequestHandler):
@@ -28,7 +29,9 @@ class _Gateway(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def gateway_port() -> Iterator[int]:
+def gateway_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A server that answers, however long this machine stands still before it does."""
+    monkeypatch.setattr(readiness, "_TIMEOUT_S", 30.0)
     with ThreadingHTTPServer(("127.0.0.1", 0), _Gateway) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -40,7 +43,8 @@ def gateway_port() -> Iterator[int]:
 def test_a_part_is_ready_when_it_answers_200(gateway_port: int) -> None:
     assert answers_ok("127.0.0.1", gateway_port, "/health")
     assert not answers_ok("127.0.0.1", gateway_port, "/v1/models")
-    assert not answers_ok("127.0.0.1", claim_port("127.0.0.1", 0, option="--port"), "/health")
+    with closed_port() as port:
+        assert not answers_ok("127.0.0.1", port, "/health")
 
 
 def test_a_model_counts_when_the_holder_of_the_key_sees_it(gateway_port: int) -> None:
@@ -50,7 +54,8 @@ def test_a_model_counts_when_the_holder_of_the_key_sees_it(gateway_port: int) ->
 
 
 def test_nobody_there_is_no_answer() -> None:
-    assert fetch("127.0.0.1", claim_port("127.0.0.1", 0, option="--port"), "/") is None
+    with closed_port() as port:
+        assert fetch("127.0.0.1", port, "/") is None
 
 
 def test_a_server_that_answers_is_reachable(gateway_port: int) -> None:
@@ -64,8 +69,9 @@ def test_a_missing_socket_is_said(url: str) -> None:
 
 
 def test_a_closed_port_is_said() -> None:
-    port = claim_port("127.0.0.1", 0, option="--port")
-    assert f"nothing answers at 127.0.0.1 port {port}" in describe_unreachable(f"redis://127.0.0.1:{port}", default_port=1)
+    with closed_port() as port:
+        said = describe_unreachable(f"redis://127.0.0.1:{port}", default_port=1)
+    assert f"nothing answers at 127.0.0.1 port {port}" in said
 
 
 def test_only_new_words_in_a_log_count(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def test_each_scope_that_is_begun_early_exists() -> None:
 
 def test_bytecode_is_kept_although_the_environment_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")  # so that it is put back as it was, also where it was not set
+    monkeypatch.delenv("PYTHONPYCACHEPREFIX")
     monkeypatch.setattr(sys, "pycache_prefix", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     (tmp_path / "imported.py").write_text("")
@@ -90,6 +91,7 @@ def test_who_lets_bytecode_be_written_keeps_it_where_it_was(tmp_path: Path, monk
     assert sys.pycache_prefix is None
 
 
+@pytest.mark.timeout(150)
 def test_leaking_tests_fail_and_skipped_pages_fail_in_ci(tmp_path: Path) -> None:
     (tmp_path / "test_sample.py").write_text(_LEAKING)
     command = [

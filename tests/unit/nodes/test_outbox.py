@@ -54,7 +54,7 @@ def make_outbox(server: Server, events: Events, *, limit: int = 1000, timeout_s:
 
 async def until(condition: Callable[[], object]) -> None:
     """Wait until the loop made ``condition`` true."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0)
 
@@ -171,7 +171,7 @@ async def test_a_server_that_yields_to_the_loop_is_waited_for() -> None:
         await asyncio.sleep(0)
         taken.append(message["n"])
 
-    outbox = Outbox(send, limit_bytes=100, timeout_s=5, on_stuck=lambda reason: None)
+    outbox = Outbox(send, limit_bytes=100, timeout_s=30, on_stuck=lambda reason: None)
     for number in range(4):
         outbox.put({"n": number}, 1)
     await until(lambda: not outbox.is_blocked)
@@ -188,7 +188,7 @@ async def test_an_error_thrown_into_a_waiting_server_reaches_its_handlers() -> N
         except ConnectionResetError:
             seen.append("handled")
 
-    outbox = Outbox(send, limit_bytes=100, timeout_s=5, on_stuck=seen.append)
+    outbox = Outbox(send, limit_bytes=100, timeout_s=30, on_stuck=seen.append)
     outbox.put({"n": 0}, 1)
     future.set_exception(ConnectionResetError())
     await until(lambda: not outbox.is_blocked)

@@ -35,7 +35,7 @@ class Visit:
 
     async def wait_closed(self) -> None:
         """Wait until the gateway has closed the connection."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             try:
                 while await self.reader.read(65536):
                     pass

@@ -17,8 +17,8 @@ from runner.ledger.database import LOCK_NAME
 from tests.unit.runner.ledger_files import T0, Clock, opened
 
 
-def ledger_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ledger")]
+def ledger_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("ledger")}
 
 
 def damaged_files(directory: Path) -> list[Path]:
@@ -117,17 +117,16 @@ async def test_a_place_that_cannot_hold_a_ledger_is_named(tmp_path: Path) -> Non
 
 
 async def test_a_failed_start_leaves_neither_thread_nor_lock(tmp_path: Path) -> None:
+    before = ledger_threads()
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(LedgerError):
         await Ledger.open(tmp_path)
     (tmp_path / FILE_NAME).rmdir()
     async with opened(tmp_path):
         pass
-    for _ in range(1000):
-        if not ledger_threads():
-            break
-        await asyncio.sleep(0.005)
-    assert not ledger_threads()
+    async with asyncio.timeout(30):
+        while not ledger_threads() <= before:
+            await asyncio.sleep(0.005)
 
 
 async def test_a_closed_ledger_says_so(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ async def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest
             impatient.setattr(ledger_module, "ANSWER_S", 0.05)
             try:
                 with pytest.raises(LedgerError, match="did not answer"):
-                    await ledger._run(lambda _: release.wait(10))
+                    await ledger._run(lambda _: release.wait(30))
             finally:
                 release.set()
         assert await ledger.spent("t", "2026-11") == 0
@@ -175,7 +174,7 @@ async def test_the_queue_in_front_of_the_file_is_bounded(tmp_path: Path, monkeyp
     monkeypatch.setattr(ledger_module, "MAX_WAITING", 5)
     release = threading.Event()
     async with opened(tmp_path) as ledger:
-        blocked = asyncio.create_task(ledger._run(lambda _: release.wait(10)))
+        blocked = asyncio.create_task(ledger._run(lambda _: release.wait(30)))
         waiting = [asyncio.create_task(ledger.spent("t", "2026-11")) for _ in range(4)]
         await asyncio.sleep(0)
         try:

@@ -90,7 +90,7 @@ async def run(gateway: Gateway, serve: Serve) -> Relay:
     """Have the stream served to its end."""
     relay = Relay(serve.open)
     relay.open(gateway.stream, b"{}", gateway.send)
-    await asyncio.wait_for(relay.wait_idle(), 5)
+    await asyncio.wait_for(relay.wait_idle(), 30)
     assert relay.load == 0
     return relay
 
@@ -181,7 +181,7 @@ async def test_a_cancelled_stream_is_ended_by_its_session_alone() -> None:
     serve.pieces, serve.waits = [b"data: 1\n\n"], asyncio.Event()
     relay = Relay(serve.open)
     relay.open(gateway.stream, b"{}", gateway.send)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while frames.DATA not in gateway.kinds:
             await asyncio.sleep(0)
         gateway.session.receive_bytes(frames.encode_frame(frames.CANCEL, 1, 1, b"enough"))
@@ -196,4 +196,5 @@ async def test_a_socket_that_is_lost_ends_the_work(caplog: pytest.LogCaptureFixt
     serve.pieces, gateway.is_lost = [b"data: 1\n\n"], True
     with caplog.at_level(logging.ERROR):
         await run(gateway, serve)
-    assert (gateway.frames, serve.closed, caplog.text) == ([], 1, "")
+    assert (gateway.frames, serve.closed) == ([], 1)
+    assert [record for record in caplog.records if record.name.startswith("runner")] == []

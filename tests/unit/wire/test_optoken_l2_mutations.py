@@ -21,8 +21,8 @@ from wire.optoken.approval import ApprovalError, decode_bytes, encode_bytes
 from wire.optoken.proposal import DEFAULT_CLASSES
 
 ROUNDS = 5000
-MAX_S = 10.0
-"""Of processor time, for each half."""
+MAX_S = 60.0
+"""Of processor time, for each half: about twenty times what it takes, since a busy machine makes the same work dearer."""
 
 THREE = make_policy(PEOPLE, classes={"model-load": {**DEFAULT_CLASSES["model-load"], "threshold": 3}})
 ADA = PEOPLE[0]
@@ -183,6 +183,7 @@ def meaning(token: object) -> object:
     return dict(read.claims), mac, read.extra["statement"], ordered
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("mutations", [OF_STRANGERS, OF_THE_ISSUER], ids=["strangers", "issuer"])
 @pytest.mark.parametrize("rounds", [ROUNDS], ids=str)
 def test_of_thousands_of_mutated_tokens_only_those_of_the_same_meaning_are_accepted(mutations: Any, rounds: int) -> None:
