@@ -13,8 +13,16 @@ from django.db import OperationalError, connection
 from psycopg.errors import DeadlockDetected
 from pytest_django import DjangoDbBlocker
 
+from tests.services_plugin import THROWN_AWAY_VARIABLE
+
 # A module of checks that several test modules import: its asserts should say what they compared.
 pytest.register_assert_rewrite("tests.integration.runner.engine_suite")
+
+
+@pytest.fixture(scope="session")
+def django_db_keepdb() -> bool:
+    """Leave the database where it is when its server ends with the run: dropping it fails while a connection to it lingers."""
+    return os.environ.get(THROWN_AWAY_VARIABLE) == "1"
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,8 @@ def free_port() -> int:
 def database_url_of_tests() -> str:
     """Return the URL of the database that the running test sees."""
     values = connection.settings_dict
-    query = {"host": values["HOST"], **({"port": values["PORT"]} if values["PORT"] else {})}
+    query = {"host": values["HOST"], "connect_timeout": values["OPTIONS"]["connect_timeout"]}
+    query |= {"port": values["PORT"]} if values["PORT"] else {}
     return f"postgresql://{quote(values['USER'])}:{quote(values['PASSWORD'])}@/{values['NAME']}?{urlencode(query)}"
 
 

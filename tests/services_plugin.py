@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -25,6 +25,8 @@ from controlplane.launcher.environment import VENV
 
 DATABASE_VARIABLE = "MUSTER_TEST_DATABASE_URL"
 REDIS_VARIABLE = "MUSTER_TEST_REDIS_URL"
+THROWN_AWAY_VARIABLE = "MUSTER_TEST_SERVERS_END_WITH_RUN"
+"""Set where the servers are the run's own: what is left in them goes with them."""
 _HIGHEST_REDIS_DATABASE = 15
 _SHARED = ("tests/browser/", "tests/contract/")
 _OWN_SYSTEM = ("tests/contract/test_governed_fleet.py", "tests/contract/test_kill_matrix.py")
@@ -48,8 +50,9 @@ def _start() -> None:
         atexit.register(_stop)
         _servers.start()
         os.environ[DATABASE_VARIABLE] = _servers.database_url
+        os.environ[THROWN_AWAY_VARIABLE] = "1"
         os.environ[REDIS_VARIABLE] = _servers.redis_url
-    os.environ["DATABASE_URL"] = os.environ[DATABASE_VARIABLE]
+    os.environ["DATABASE_URL"] = patient_url(os.environ[DATABASE_VARIABLE])
     os.environ["REDIS_URL"] = redis_url_of_worker(os.environ[REDIS_VARIABLE], os.environ.get("PYTEST_XDIST_WORKER", ""))
     os.environ["MUSTER_SECRET_KEY"] = "the secret of the tests, which protects nothing"
 
@@ -59,6 +62,13 @@ def _stop() -> None:
     if _servers is not None:
         _servers.stop()
         _servers = None
+
+
+def patient_url(url: str) -> str:
+    """Return the URL of a database with half a minute to connect in, unless it says how long: machines of tests stand still."""
+    parts = urlsplit(url)
+    query = {"connect_timeout": "30", **dict(parse_qsl(parts.query))}
+    return urlunsplit(parts._replace(query=urlencode(query)))
 
 
 def redis_url_of_worker(url: str, worker: str) -> str:

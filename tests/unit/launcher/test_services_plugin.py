@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.environment import ROOT
-from tests.services_plugin import LONGEST, SharedServerScheduling, keep_bytecode, rank_test, redis_url_of_worker
+from tests.services_plugin import LONGEST, SharedServerScheduling, keep_bytecode, patient_url, rank_test, redis_url_of_worker
 
 _LEAKING = """
 import pytest
@@ -111,3 +111,15 @@ def test_leaking_tests_fail_and_skipped_pages_fail_in_ci(tmp_path: Path) -> None
     assert answer.stdout.count("an async test commits for real") >= 2
     assert "1 × no browser" in answer.stdout
     assert "CI: browser tests were skipped" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("url", "patient"),
+    [
+        ("postgresql://u:p@h:1/db", "postgresql://u:p@h:1/db?connect_timeout=30"),
+        ("postgresql://u:p@/db?host=%2Ftmp%2Fa", "postgresql://u:p@/db?connect_timeout=30&host=%2Ftmp%2Fa"),
+        ("postgresql://h/db?connect_timeout=2", "postgresql://h/db?connect_timeout=2"),
+    ],
+)
+def test_databases_of_tests_have_time_to_let_a_process_in_unless_the_url_says_how_long(url: str, patient: str) -> None:
+    assert patient_url(url) == patient
