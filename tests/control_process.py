@@ -21,8 +21,11 @@ from django.db import connection
 ROOT = Path(__file__).resolve().parents[1]
 READY_WITHIN_S = 90.0
 STOPPED_WITHIN_S = 60.0
-PORTS = range(10_000, 16_000)
-"""Below what systems hand out by themselves: no connection, and nobody who binds port 0, gets one of these by chance."""
+PORTS = range(10_081, 16_000)
+"""Below what systems hand out by themselves: no connection, and nobody who binds port 0, gets one of these by chance.
+
+Browsers open no page at port 10080.
+"""
 
 
 @dataclass(frozen=True)

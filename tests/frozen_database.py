@@ -57,11 +57,15 @@ def frozen(servers: EmbeddedServers) -> Iterator[None]:
 
 def freeze(servers: EmbeddedServers) -> list[int]:
     """Stop the server with all its processes; return their ids, for ``thaw``."""
-    parent = servers.postgres.pid
-    stop_at_once(parent)  # first: it starts no others then
-    stopped = [parent, *children_of(parent)]
-    for pid in stopped[1:]:
-        stop_at_once(pid)
+    stopped = [servers.postgres.pid]
+    try:
+        stop_at_once(stopped[0])  # first: it starts no others then
+        stopped += children_of(stopped[0])
+        for pid in stopped[1:]:
+            stop_at_once(pid)
+    except BaseException:
+        thaw(stopped)  # nobody else would
+        raise
     return stopped
 
 

@@ -261,7 +261,8 @@ def open_fleet(directory: Path | None = None) -> Iterator[Fleet]:
         place.chmod(0o755)  # as root PostgreSQL runs as another user
         ready_file = place / "ready.json"
         command = [sys.executable, str(ROOT / "muster"), "up", "--data", str(place / "data"), "--ready-file", str(ready_file)]
-        command += ["--port", str(_free_port()), "--gateway-port", str(_free_port())]
+        port, gateway_port = _find_ports(2)
+        command += ["--port", str(port), "--gateway-port", str(gateway_port)]
         with (place / "up.log").open("ab") as log:
             process = subprocess.Popen(
                 command, cwd=ROOT, env={**_clean_environment(), **GENEROUS}, stdin=subprocess.DEVNULL, stdout=log,
@@ -297,10 +298,13 @@ def _keyid(key: Ed25519PrivateKey) -> str:
     return hashlib.sha256(spki).hexdigest()[:32]
 
 
-def _free_port() -> int:
-    """Return a port that nothing listens on, of those that no connection, and nobody who binds port 0, gets by chance."""
+def _find_ports(count: int) -> list[int]:
+    """Return ports that nothing listens on, of those that no connection, and nobody who binds port 0, gets by chance."""
+    found: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
-    raise BenchmarkError(f"no port of {PORTS} is free")
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise BenchmarkError(f"fewer than {count} ports of {PORTS} are free")

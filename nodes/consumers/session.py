@@ -275,10 +275,12 @@ class BoxSession:
             self.endpoint.registry.update_models(link, models, endpoints)
 
     def _change_mode(self, link: RelayLink, effect: ModeRequested) -> None:
-        """The owner at the box decides: stop giving it work now, write it down beside."""
+        """The owner at the box decides: give it no work, or work again, from now on; write it down beside."""
         link.policy.reclaimed = effect.mode == NodeMode.SPARE_OFF.value
         if link.policy.reclaimed:
             link.policy.drain_deadline_at = time.monotonic() + self.endpoint.health.reclaim_grace_s
+        elif not link.policy.draining:
+            link.policy.drain_deadline_at = None
         self.endpoint.registry.announce(link)
         is_storing, link.wanted_mode = link.wanted_mode is not None, effect
         if not is_storing:

@@ -98,7 +98,7 @@ class LinkKeeper:
     def _forgive_own_silence(self, now: float) -> None:
         """While this process stood still (stopped, swapped out, its machine asleep) no box was silent: nobody listened."""
         stood_s, self._looked_at = now - self._looked_at, now
-        if stood_s < _STOOD_S:
+        if stood_s < _STOOD_S or not len(self.registry):  # a gateway that starts has no boxes, and ticks later
             return
         logger.warning("gateway.stood_still seconds=%.1f", stood_s)
         for link in self.registry:

@@ -130,8 +130,8 @@ def press(page: Page, name: str, *, exact: bool = False) -> None:
     button.click()
 
 
-def find_violations(page: Page) -> list[str]:
-    """Return what axe-core finds that is serious, in the light, and of colours in the dark."""
+def find_violations(page: Page, part: str = "#content") -> list[str]:
+    """Return what axe-core finds in a part of the page that is serious, in the light, and of colours in the dark."""
     page.wait_for_load_state()
     page.evaluate(AXE)
     found = []
@@ -139,7 +139,7 @@ def find_violations(page: Page) -> list[str]:
         page.evaluate(f"document.documentElement.classList.toggle('dark', {str(scheme == 'dark').lower()})")
         page.evaluate("document.getAnimations().forEach((change) => change.cancel())")  # colours half-way are nobody's
         result: dict[str, Any] = page.evaluate(
-            f"axe.run('#content', {{...{rules}, resultTypes: ['violations'], preload: false}})"
+            f"axe.run('{part}', {{...{rules}, resultTypes: ['violations'], preload: false}})"
         )
         found += [
             f"{scheme}: {violation['id']} {node['target']} {node['failureSummary']}"

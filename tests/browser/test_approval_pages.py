@@ -330,6 +330,19 @@ def test_what_a_failure_does_to_a_batch_is_signed_and_batches_of_the_first_forma
     assert ben.complaints == []
 
 
+def test_the_page_of_an_operation_says_since_when_nothing_has_come(site: Site, team: Team, operation: Operation) -> None:
+    ben = site.visit_as(team[1].user)
+    ben.page.route_web_socket(re.compile("/ws/"), lambda _socket: None)
+    ben.page.route(re.compile("/live$"), lambda _route: None)
+    ben.page.clock.install()
+    ben.open(path_of(operation))
+    with ben.page.expect_request(re.compile("/live$")):
+        ben.page.clock.fast_forward(16_000)
+    expect(ben.page.get_by_role("status").filter(has_text="nothing has come from the control plane since")).to_be_visible()
+    assert find_violations(ben.page, is_dark_too=True) == []
+    assert ben.complaints == []
+
+
 def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Site, team: Team) -> None:
     operation = in_database(lambda: propose_raise(team))
     otto = site.visit_as(in_database(lambda: User.objects.create_user("otto")))

@@ -48,9 +48,10 @@ const poll = async () => {
     isPolling = true;
     try {
         const answer = await fetch(page.dataset.poll, { signal: AbortSignal.timeout(PATIENCE_MS) });
-        if (answer.ok && !isConnected) {
+        const pushed = answer.ok ? await answer.json() : null;
+        if (pushed !== null && !isConnected) {
             silence.heard();
-            show((await answer.json()).html);
+            show(pushed.html);
         }
     } catch {
         // The next one may get through.

@@ -131,7 +131,7 @@ async def test_repeated_failed_auth_attempts_are_rate_limited_by_client_identity
         blocked = partial(is_blocked_after_three_failures, lab, address, secret)
         await eventually(blocked, what="an address that showed three wrong secrets is blocked")
     elsewhere = await lab.worker(unique("m"))
-    assert elsewhere.close_code is None
+    assert elsewhere.kinds[0] == "register_ack"  # since when a machine that stood still may have cost it its socket
 
 
 async def test_failed_auth_rate_limit_entries_expire_and_allow_a_later_valid_connection(

@@ -535,6 +535,28 @@ async def test_of_two_quick_decisions_of_the_owner_the_last_one_stands() -> None
         assert not link.policy.reclaimed
 
 
+async def test_work_on_a_box_that_is_lent_again_is_not_ended_with_the_grace_of_before() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        with psycopg.connect(**connection.get_connection_params()) as other:
+            other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here no row can say what the owner said
+            socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
+            await socket.wait(lambda: link.policy.reclaimed)
+            link.policy.drain_deadline_at = time.monotonic()  # the grace is over
+            socket.say(bridge.ModeChange(mode="spare_on", reason="done"))
+            await socket.wait(lambda: not link.policy.reclaimed)
+            sink = Sink()
+            link.active += 1
+            link.open_stream(a_request(), sink)
+            door.keeper.tick()
+            assert sink.heard == []
+        await socket.wait(lambda: link.wanted_mode is None)
+
+
 async def test_an_operators_decision_reaches_a_box_whose_owner_said_nothing() -> None:
     _, secret = await enrol()
     door = Door()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -25,6 +26,7 @@ class ScriptedEngine:
         self.url = ""
         self.runner: web.AppRunner | None = None
         self._place = hold_port()
+        self._port: int = self._place.getsockname()[1]
 
     async def _list(self, request: web.Request) -> web.Response:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -49,7 +51,9 @@ class ScriptedEngine:
         app.router.add_post("/{tail:.*}", self._answer)
         self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self._place.getsockname()[1], reuse_address=True)
+        if sys.platform != "linux":
+            self._place.close()  # elsewhere it would keep the port from us too
+        site = web.TCPSite(self.runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 

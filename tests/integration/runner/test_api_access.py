@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.control_process import free_port
-from tests.integration.runner.api_process import DEADLINE_S, ApiBox, run_api_box
+from tests.integration.runner.api_process import DEADLINE_S, NO_KEEP_ALIVE, ApiBox, run_api_box
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -123,7 +123,7 @@ def test_metrics_move_to_their_own_port_or_are_switched_off(tmp_path: Path) -> N
     base = f"http://127.0.0.1:{(port := free_port())}"
     with (
         run_api_box(tmp_path, env={"METRICS_PORT": str(port)}) as running,
-        httpx.Client(base_url=base, timeout=DEADLINE_S, trust_env=False) as client,
+        httpx.Client(base_url=base, timeout=DEADLINE_S, trust_env=False, limits=NO_KEEP_ALIVE) as client,
     ):
         assert running.client.get("/metrics").status_code == 404
         assert "vllm_queue_depth 0.0" in client.get("/metrics").text

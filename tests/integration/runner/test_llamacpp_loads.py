@@ -37,6 +37,13 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have time for what a child still has to say: on a busy machine the usual seconds pass too soon."""
+    monkeypatch.setattr(child, "LAST_WORDS_S", 30.0)
+    monkeypatch.setattr(llamacpp, "_LOG_LIMIT_S", 30.0)
+
+
 def ignore(_progress: Progress) -> None:
     """Take progress that is of no interest."""
 
@@ -177,7 +184,7 @@ async def test_a_child_that_reads_for_long_is_seen_reading(tmp_path: Path, clien
     with pytest.raises(asyncio.CancelledError):
         await loading
     assert all(0.0 <= share <= 0.99 for share in shares)
-    assert shares[-1] > 0.0
+    assert max(shares) > 0.0, "the child itself begins with 0, which may come last"
 
 
 async def test_a_context_of_no_given_length_is_the_models_own_where_that_is_short(client: aiohttp.ClientSession) -> None:
