@@ -49,7 +49,6 @@ async def _close_connections() -> AsyncIterator[None]:
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A database that a busy machine keeps waiting is not away."""
     monkeypatch.setattr(offload, "DATABASE_S", 30.0)
-    monkeypatch.setitem(connections.settings["default"]["OPTIONS"], "connect_timeout", "30")
 
 
 class Door:
