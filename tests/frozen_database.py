@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
+import psutil
 import psycopg
 from django.core.management import call_command
 from django.db import connection, connections
@@ -17,6 +15,7 @@ from pytest_django import DjangoDbBlocker
 
 from controlplane.env import read_database
 from controlplane.launcher.embedded import EmbeddedServers
+from tests.standing_still import standing_still
 
 WITHIN_S = 30.0
 
@@ -48,63 +47,8 @@ def private_database(blocker: DjangoDbBlocker) -> Iterator[EmbeddedServers]:
 @contextmanager
 def frozen(servers: EmbeddedServers) -> Iterator[None]:
     """Stop the server with all its processes, as a hypervisor does, and let them go on after the block."""
-    stopped = freeze(servers)
-    try:
+    with standing_still(psutil.Process(servers.postgres.pid)):
         yield
-    finally:
-        thaw(stopped)
-
-
-def freeze(servers: EmbeddedServers) -> list[int]:
-    """Stop the server with all its processes; return their ids, for ``thaw``."""
-    stopped = [servers.postgres.pid]
-    try:
-        stop_at_once(stopped[0])  # first: it starts no others then
-        stopped += children_of(stopped[0])
-        for pid in stopped[1:]:
-            stop_at_once(pid)
-    except BaseException:
-        thaw(stopped)  # nobody else would
-        raise
-    return stopped
-
-
-def stop_at_once(pid: int) -> None:
-    """Stop a process and return once it stands: until it comes to see the signal it may still answer, or start another."""
-
-    def is_stopped() -> bool:
-        os.kill(pid, signal.SIGSTOP)
-        return read_state(pid) in "TtZX"
-
-    wait_for(is_stopped, what=f"process {pid} stands still")
-
-
-def read_state(pid: int) -> str:
-    """Return the letter that /proc has for the state of a process, X when there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
-
-
-def thaw(stopped: list[int]) -> None:
-    """Let the processes go on. One that had ended before is gone as soon as its parent, which goes on last, looks after it."""
-    for pid in reversed(stopped):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-
-
-def children_of(parent: int) -> list[int]:
-    """Return the processes that this one has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(after_name[1]) == parent:
-            found.append(int(stat.parent.name))
-    return found
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from tests.contract.lab import OPEN_STATES, Lab, chat_body
 from tests.contract.scripted_worker import ScriptedWorker, delta_text
 from tests.contract.stack import ROOT, Stack, run_stack
 from tests.contract.waiting import eventually, wait_until
+from tests.standing_still import standing_still
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,8 +42,6 @@ OUTLASTS_S = BACK_WITHIN_S + SERVES_WITHIN_S + 30.0
 ACCEPTED_WITHIN_S = 4.0
 """Longer than a machine stands still for, and less than the database has to be silent for to be taken for gone."""
 LOAD_TOKENS = 50
-
-STANDING = {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
 
 PARTS = {
     "node": ("-m runner",),
@@ -262,29 +261,6 @@ async def test_after_kill_9_every_request_has_one_final_state_and_the_system_ser
             assert (asked[-1]["status"], asked[-1]["attempts"] > 1) == ("completed", True)
 
 
-@contextlib.contextmanager
-def frozen(stack: Stack, part: str) -> Iterator[None]:
-    """Stop a part and everything below it without ending it, and let it all go on after the block."""
-    stopped = [stack.part(*PARTS[part])]
-    try:
-        stand_still(stopped[0])  # first: it starts no others then
-        stopped += stopped[0].children(recursive=True)
-        for one in stopped[1:]:
-            stand_still(one)
-        yield
-    finally:
-        for one in reversed(stopped):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.resume()
-
-
-def stand_still(process: psutil.Process) -> None:
-    """Stop a process and return once it stands, or has ended: until it comes to see the signal it may still answer."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.suspend()
-        wait_until(lambda: process.status() in STANDING, what=f"{process} stands still", pause_s=0.01)
-
-
 async def is_written(lab: Lab, model: str, state: str) -> bool:
     """Return whether the one request of a model stands in that state in the database."""
     return [row["status"] for row in await lab.records(model)] == [state]
@@ -298,7 +274,7 @@ async def test_while_the_database_does_not_answer_new_requests_are_refused_and_s
     job = await worker.job()
     # With nothing under way, the next request's row is sent and its fate is unknown: the gateway has to close it later.
     await eventually(lambda: is_written(lab, model, "running"), what="the running stream's row")
-    with frozen(lab.stack, "postgres"):
+    with standing_still(lab.stack.part(*PARTS["postgres"])):
         assert_failure(await lab.ask(model, "new"), 503, "NO_AVAILABLE_NODE")
         await worker.chunk(job, delta_text(job, "still flowing"))
         await stream.until(b"still flowing")
@@ -315,7 +291,7 @@ async def test_while_valkey_does_not_answer_requests_are_served(doomed: Lab) -> 
     lab = doomed
     model = await lab.model()
     worker = await lab.worker(model, name="frozen-valkey")
-    with frozen(lab.stack, "valkey"):
+    with standing_still(lab.stack.part(*PARTS["valkey"])):
         for number in range(3):
             reply = lab.ask(model, f"{number}")
             await worker.answer(await worker.job())

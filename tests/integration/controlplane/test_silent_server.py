@@ -42,12 +42,10 @@ from tests.control_process import ServerProcess, serve_control, serve_worker
 from tests.frozen_database import (
     WITHIN_S,
     count_blocked,
-    freeze,
     frozen,
     held,
     in_thread,
     private_database,
-    thaw,
     wait_for,
     wait_for_the_abandoned,
 )
@@ -55,6 +53,7 @@ from tests.integration.governance.team import Team, make_due, make_governed, pro
 from tests.integration.nodes.box_contract import run_box_contract
 from tests.integration.nodes.factories import ACTOR, make_node, make_presence
 from tests.integration.nodes.governed import approve_load, only_run
+from tests.standing_still import go_on, stop_tree
 
 COMMIT_LOCK = 77
 LOAD = "/v1/models/load"
@@ -394,11 +393,11 @@ def test_a_box_that_was_called_when_the_database_froze_is_not_called_again(
     servers: EmbeddedServers, team: Team, settings: Settings
 ) -> None:
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
-    stopped: list[int] = []
+    stopped: list[psutil.Process] = []
 
     class Freezing(JSONResponse):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            stopped.extend(freeze(servers))
+            stopped.extend(stop_tree(psutil.Process(servers.postgres.pid)))
             await super().__call__(scope, receive, send)
 
     with run_box_contract() as box:
@@ -412,7 +411,7 @@ def test_a_box_that_was_called_when_the_database_froze_is_not_called_again(
         try:
             assert isinstance(in_thread(lambda: call_direct_box(run_id)).exception(WITHIN_S), OperationalError)
         finally:
-            thaw(stopped)
+            go_on(stopped)
         assert stopped
         wait_for_the_abandoned(servers)
         row = NodeCommand.objects.get(pk=run_id)
