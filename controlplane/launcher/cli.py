@@ -88,9 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     test.add_argument(
         "--clients", action="store_true", help="only the tests with the official Node SDKs (installs them, 0.1 GB)"
     )
-    _add(
-        commands, "check", "format, lint, types, layers, migrations, then the tests", _run_check
-    ).usage = "./muster check [pytest argument ...]"
+    _add(commands, "check", "format, lint, types, import contracts, migrations", _run_check)
     _add(commands, "bench", "measure what the gateway costs", _run_bench).usage = "./muster bench [argument ...]"
     _add(
         commands, "conformance", "check a server against what OpenAI's and Anthropic's clients require of it", _run_conformance
@@ -247,11 +245,11 @@ def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> 
     return run_tests(rest, fast=options.fast, vllm=options.vllm, clients=options.clients)
 
 
-def _run_check(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
+def _run_check(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
     from controlplane.launcher.develop import run_check
 
-    return run_check(rest)
+    return run_check()
 
 
 def _run_bench(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:

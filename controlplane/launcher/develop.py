@@ -46,8 +46,8 @@ def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False, clien
     return status
 
 
-def run_check(arguments: Sequence[str]) -> int:
-    """Run every check and then the tests, all of them even when one fails. Returns 1 when any failed."""
+def run_check() -> int:
+    """Run every check that is no test, all of them even when one fails. Returns 1 when any failed."""
     python = sys.executable
     binaries = os.path.dirname(python)
     steps = {
@@ -62,9 +62,6 @@ def run_check(arguments: Sequence[str]) -> int:
         say(f"── {name}: {' '.join(os.path.basename(word) if word == command[0] else word for word in command)}")
         began = time.monotonic()
         results[name] = _run(command, {**_environment(), "MUSTER_SECRET_KEY": "check"}), time.monotonic() - began
-    say("── tests")
-    began = time.monotonic()
-    results["tests"] = run_tests(arguments, fast=False), time.monotonic() - began
     for name, (status, seconds) in results.items():
         say(f"{'ok    ' if status == 0 else 'FAILED'} {name:<12} {seconds:6.1f} s")
     return 1 if any(status for status, _ in results.values()) else 0
