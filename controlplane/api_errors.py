@@ -42,6 +42,11 @@ _LOOK_FIRST = (
 )
 
 logger = logging.getLogger(__name__)
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +74,9 @@ class ApiError:
 
 def error_type(status: int) -> str:
     """Return OpenAI's word for the class of error that an HTTP status stands for."""
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        return "rate_limit_error"
-    return "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "server_error"
+    return _TYPES.get(status, "invalid_request_error")
 
 
 def render_exception(error: Exception, context: dict[str, Any]) -> Response | None:  # Any: Django REST framework's signature

@@ -18,6 +18,8 @@ _ANTHROPIC_TYPES = {
     529: "overloaded_error",
 }
 """Anthropic API reference, "Errors"."""
+_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""What is not the caller's ``invalid_request_error``: LiteLLM takes every error with that word for a bad request."""
 
 
 class GatewayError(Exception):
@@ -30,12 +32,14 @@ class GatewayError(Exception):
     anthropic_type: str = "api_error"
     state: RequestState = RequestState.FAILED
     default_message: str = "Internal server error processing request"
+    default_retry_after_s: float | None = None
+    """What Retry-After says unless the one who raises it knows better."""
 
     def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
         self.message = message or self.default_message
         super().__init__(self.message)
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = retry_after_s if retry_after_s is not None else self.default_retry_after_s
 
 
 class BadRequest(GatewayError):
@@ -69,6 +73,7 @@ class RouteNotFound(BadRequest):
 
     code = ErrorCode.NOT_FOUND
     status = 404
+    type = "not_found_error"
     anthropic_type = "not_found_error"
     default_message = "There is no such endpoint here. GET /v1/models lists what can be used."
 
@@ -85,10 +90,11 @@ class InvalidApiKey(GatewayError):
     code = ErrorCode.INVALID_API_KEY
     status = 401
     retryable = False
-    type = "invalid_request_error"
+    type = "authentication_error"
     anthropic_type = "authentication_error"
     state = RequestState.REJECTED
-    default_message = "API key is invalid. Send it as 'Authorization: Bearer mst_…'."
+    default_message = "API key is invalid. Incorrect API key provided: send a valid one as 'Authorization: Bearer mst_…'."
+    """The first sentence is the contract's, the words after it are those by which LiteLLM knows what happened."""
 
 
 class InvalidAdminToken(GatewayError):
@@ -109,7 +115,7 @@ class ModelUnknown(GatewayError):
     code = ErrorCode.MODEL_NOT_ALLOWED
     status = 404
     retryable = False
-    type = "invalid_request_error"
+    type = "not_found_error"
     anthropic_type = "not_found_error"
     state = RequestState.REJECTED
 
@@ -118,6 +124,7 @@ class ModelNotAllowed(ModelUnknown):
     """The model is known, but not allow-listed or not for this key."""
 
     status = 400
+    type = "invalid_request_error"
     anthropic_type = "invalid_request_error"
 
 
@@ -172,6 +179,7 @@ class ResponseNotFound(BadRequest):
 
     code = ErrorCode.RESPONSE_NOT_FOUND
     status = 404
+    type = "not_found_error"
     anthropic_type = "not_found_error"
 
 
@@ -255,6 +263,7 @@ class QueueTimeout(GatewayError):
     status = 504
     anthropic_type = "timeout_error"
     default_message = "Request timed out waiting for worker"
+    default_retry_after_s = 5
 
 
 class RequestTimeout(QueueTimeout):
@@ -283,7 +292,7 @@ class EngineRefused(GatewayError):
         self.retryable = status >= 500 or status in (408, 409, 429)
         if status < 500:
             self.code = ErrorCode.RATE_LIMITED if status == 429 else ErrorCode.BAD_REQUEST
-            self.type = "rate_limit_error" if status == 429 else "invalid_request_error"
+            self.type = _OPENAI_TYPES.get(status, "invalid_request_error")
         self.anthropic_type = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
 
 

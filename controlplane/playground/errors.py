@@ -65,3 +65,4 @@ class GatewaySilent(PlaygroundError):
 
     code = ErrorCode.REQUEST_TIMEOUT
     status = HTTPStatus.GATEWAY_TIMEOUT.value
+    retry_after_s = 5

@@ -45,7 +45,11 @@ class AccessGuard:
     def _check(self, path: str, headers: Headers) -> None:
         if self._key:
             if path not in OPEN_PATHS and not self._has_key(headers):
-                raise AccessRefused("Send the API key of this box as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'.")
+                # LiteLLM takes a 401 for what it is by the words "Incorrect API key provided".
+                raise AccessRefused(
+                    "Incorrect API key provided: send the API key of this node as 'Authorization: Bearer KEY' "
+                    "or as 'x-api-key: KEY'."
+                )
             return
         self._refuse_pages(headers)
 

@@ -73,7 +73,7 @@ class Broken(RequestRefused):
 
 def render(refusal: RequestRefused, *, path: str, model: str | None = None, headers: dict[str, str] | None = None) -> Response:
     """Return the answer to a request for ``path`` that is refused."""
-    body = _pool_body(refusal, model) if path.startswith(ADMIN_PREFIX) else refusal_body(refusal)
+    body = _pool_body(refusal, model) if path.startswith(ADMIN_PREFIX) else refusal_body(refusal, endpoint=path)
     sent = {"content-type": "application/json", "cache-control": "no-store"} | (headers or {})
     if refusal.retry_after_s is not None:
         sent["retry-after"] = str(max(1, math.ceil(refusal.retry_after_s)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from runner.engines.port import MESSAGES
 from runner.errors import RequestRefused
 
 _TYPES = {
@@ -15,9 +16,13 @@ _TYPES = {
 }
 
 
-def refusal_body(refusal: RequestRefused) -> bytes:
-    """Return ``{"error": {code, message, type, param, retryable, …}}`` with the details of the refusal beside them."""
-    return msgspec.json.encode({"error": refusal_fields(refusal)})
+def refusal_body(refusal: RequestRefused, *, endpoint: str = "") -> bytes:
+    """Return ``{"error": {code, message, type, param, retryable, …}}`` with the details of the refusal beside them.
+
+    ``endpoint``: the path that was asked; on /v1/messages Anthropic's ``"type": "error"`` stands outside.
+    """
+    outside = {"type": "error"} if endpoint == MESSAGES else {}
+    return msgspec.json.encode({**outside, "error": refusal_fields(refusal)})
 
 
 def refusal_fields(refusal: RequestRefused) -> dict[str, object]:

@@ -48,7 +48,7 @@ def assert_failure(reply: Reply, status: int, code: str, message: str | None = N
     if code in RETRYABLE:
         assert error["retryable"] is RETRYABLE[code], error
     assert reply.headers.get("x-request-id"), reply.headers
-    if status in {429, 503}:
+    if status in {429, 503, 504}:
         assert int(reply.headers["retry-after"]) >= 1, reply.headers
 
 

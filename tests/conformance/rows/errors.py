@@ -72,25 +72,29 @@ def _check(answer: Answer, path: str, status: int, openai_type: str, anthropic_t
     return error
 
 
-@_for_dialects("wrong_key", "a wrong key: 401, invalid_request_error / authentication_error", "SDKs raise AuthenticationError")
+@_for_dialects("wrong_key", "a wrong key: 401, authentication_error", "SDKs and LiteLLM raise AuthenticationError")
 async def _wrong_key(target: Target, path: str) -> None:
     headers = {"x-api-key": _WRONG_KEY} if path == MESSAGES else {"authorization": f"Bearer {_WRONG_KEY}"}
     answer = await target.send(target.ask_json(path, _body(target, path), headers))
-    error = _check(answer, path, 401, "invalid_request_error", "authentication_error")
+    error = _check(answer, path, 401, "authentication_error", "authentication_error")
     if _WRONG_KEY in error["message"].text():
         raise Violation("the message repeats the key")
+    if "Incorrect API key provided" not in error["message"].text():
+        raise Violation(f"LiteLLM looks for 'Incorrect API key provided', not for {error['message'].shown}")
 
 
 @_for_dialects("no_key", "no key: 401", "SDKs raise AuthenticationError")
 async def _no_key(target: Target, path: str) -> None:
     answer = await target.send(target.ask_json(path, _body(target, path), {"authorization": None, "x-api-key": None}))
-    _check(answer, path, 401, "invalid_request_error", "authentication_error")
+    _check(answer, path, 401, "authentication_error", "authentication_error")
 
 
-@_for_dialects("unknown_model", "an unknown model: 404, the model named", "SDKs raise NotFoundError")
+@_for_dialects(
+    "unknown_model", "an unknown model: 404, not_found_error, the model named", "SDKs and LiteLLM raise NotFoundError"
+)
 async def _unknown_model(target: Target, path: str) -> None:
     answer = await target.send(target.ask_json(path, {**_body(target, path), "model": "nobody-has-this"}))
-    error = _check(answer, path, 404, "invalid_request_error", "not_found_error")
+    error = _check(answer, path, 404, "not_found_error", "not_found_error")
     if "nobody-has-this" not in error["message"].text():
         raise Violation(f"the message does not name the model: {error['message'].shown}")
 

@@ -53,7 +53,13 @@ def test_a_defect_of_ours_is_not_described_to_the_caller() -> None:
 
 @pytest.mark.parametrize(
     ("status", "word"),
-    [(400, "invalid_request_error"), (401, "invalid_request_error"), (429, "rate_limit_error"), (503, "server_error")],
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (429, "rate_limit_error"),
+        (503, "server_error"),
+    ],
 )
 def test_the_type_is_the_word_openai_clients_know(status: int, word: str) -> None:
     assert error_type(status) == word

@@ -10,15 +10,15 @@ import httpx2
 import openai
 import pytest
 
-from gateway.dialects import SURFACES
+from gateway.dialects import SURFACES, Surface
 from gateway.dialects.refusal import ANTHROPIC_TYPES
-from gateway.errors import ClientLeft, EngineRefused, GatewayError, ModelNotAllowed
+from gateway.errors import ClientLeft, EngineRefused, GatewayError, InvalidApiKey, ModelNotAllowed, ModelUnknown
 
 EXPECTED = {
     400: ("invalid_request_error", "invalid_request_error"),
-    401: ("invalid_request_error", "authentication_error"),
+    401: ("authentication_error", "authentication_error"),
     403: ("invalid_request_error", "permission_error"),
-    404: ("invalid_request_error", "not_found_error"),
+    404: ("not_found_error", "not_found_error"),
     405: ("invalid_request_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
@@ -130,3 +130,24 @@ def test_a_response_that_failed_before_it_began_begins_and_fails(error: GatewayE
     assert response["error"]["code"] in RESPONSES_CODES
     is_tried_again = response["error"]["code"] in CODES_AGENTS_RETRY
     assert is_tried_again == (error.status >= 500 or error.status == 429)
+
+
+@pytest.mark.parametrize("surface", SURFACES.values(), ids=lambda surface: surface.path)
+def test_litellm_takes_a_wrong_key_and_an_unknown_model_for_what_they_are(surface: Surface) -> None:
+    """Its client looks for ``invalid_request_error`` in the text of an error before it looks at the status."""
+    for error, kind, code in (
+        (InvalidApiKey(), "authentication_error", "INVALID_API_KEY"),
+        (ModelUnknown("The model 'x' does not exist."), "not_found_error", "MODEL_NOT_ALLOWED"),
+    ):
+        text = surface.render_error(error, "req_1").decode()
+        said = json.loads(text)["error"]
+        assert (said["type"], said["code"]) == (kind, code)
+        assert "invalid_request_error" not in text
+    assert "Incorrect API key provided" in surface.render_error(InvalidApiKey(), "req_1").decode()
+
+
+@each_error
+def test_whoever_may_come_back_is_told_when(error: GatewayError) -> None:
+    if error.status == 504 and not isinstance(error, EngineRefused):
+        assert error.retry_after_s is not None
+        assert error.retry_after_s >= 1

@@ -46,8 +46,8 @@ def test_a_context_that_is_too_small_has_its_own_code_and_the_words_that_claude_
     ("status", "anthropic_type", "openai_type", "retryable"),
     [
         (400, "invalid_request_error", "invalid_request_error", False),
-        (401, "authentication_error", "invalid_request_error", False),
-        (404, "not_found_error", "invalid_request_error", False),
+        (401, "authentication_error", "authentication_error", False),
+        (404, "not_found_error", "not_found_error", False),
         (413, "request_too_large", "invalid_request_error", False),
         (429, "rate_limit_error", "rate_limit_error", True),
         (500, "api_error", "server_error", True),
