@@ -16,8 +16,7 @@ from django.db import Error as DatabaseFailure
 from django.template.loader import render_to_string
 
 from controlplane.models import User
-from controlplane.overview import count_live, read_live_overview
-from gateway.services.traffic import Traffic, read_traffic
+from controlplane.overview import SlowFacts, count_live, read_live_overview, read_slow_facts
 from governance.errors import OperationNotFound
 from governance.hints import HINT_GROUP
 from governance.services import read_operation
@@ -30,7 +29,7 @@ from nodes.services.boxes import read_box
 PUSH_EVERY_S = 2.0
 PUSH_CHANGES_EVERY_S = 0.5
 """While a model is loaded: what the box says of it is written about once a second."""
-TRAFFIC_AGE_S = 30.0
+SLOW_FACTS_AGE_S = 30.0
 """Sums over the last hour read every record of it."""
 MIN_PAUSE_S = 0.25
 """A storm of hints costs at most four looks a second and page."""
@@ -112,16 +111,16 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
 
 
 class OverviewConsumer(PushConsumer):
-    """The counters of the first page, what is wrong now, and the boxes, as the same HTML that the page came with."""
+    """The counters of the first page, what needs attention, and the nodes, as the same HTML that the page came with."""
 
-    _traffic: Traffic | None = None
-    _traffic_at: float = 0.0
+    _slow: SlowFacts | None = None
+    _slow_at: float = 0.0
 
     def look(self) -> tuple[Pushed, float]:
-        """Return how things stand; the sums over the last hour are up to TRAFFIC_AGE_S old."""
-        if self._traffic is None or time.monotonic() - self._traffic_at > TRAFFIC_AGE_S:
-            self._traffic, self._traffic_at = read_traffic(), time.monotonic()
-        overview = read_live_overview(self._traffic)
+        """Return how things stand; what is read slowly is up to SLOW_FACTS_AGE_S old."""
+        if self._slow is None or time.monotonic() - self._slow_at > SLOW_FACTS_AGE_S:
+            self._slow, self._slow_at = read_slow_facts(), time.monotonic()
+        overview = read_live_overview(self._slow)
         html = render_to_string("admin/muster/overview_live.html", {"overview": overview})
         return {**count_live(overview), "html": html}, PUSH_EVERY_S
 

@@ -122,6 +122,12 @@ def count_replicas(presence: NodePresence | None) -> Counter[str]:
     return Counter(state for state in states if state in _STATES)
 
 
+def list_failures(presence: NodePresence | None) -> tuple[tuple[str, str], ...]:
+    """Return model and reason of each replica that failed; the reason is empty when the node gives none."""
+    replicas = _read_replicas(presence) if presence is not None else ()
+    return tuple((replica.model, replica.detail) for replica in replicas if replica.state == _FAILED)
+
+
 def describe_counts(counts: Counter[str]) -> str:
     """Return ``2 loaded, 1 loading``; empty when there is nothing to say."""
     return ", ".join(f"{counts[state]} {state}" for state in _STATES if counts[state])

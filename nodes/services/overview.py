@@ -12,20 +12,22 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from nodes.errors import BadRequest, NodeNotFound
-from nodes.models import Node, NodePresence, ProviderState
-from nodes.services.boxes import count_replicas, describe_counts
+from nodes.models import Node, NodePresence, ProviderState, Reach
+from nodes.services.boxes import count_replicas, describe_counts, list_failures
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import heartbeat_age_s, judge_status, status_expression
 from nodes.states import Freshness, freshness_windows, judge_freshness
+from wire.bridge import MUSTER_V1
 from wire.contract import NodeStatus
 from wire.ids import parse_id
 
 
 @dataclass(frozen=True, slots=True)
 class NodeHealth:
-    """One box as the first page sees it. ``age_s`` is None for a box that was never heard.
+    """One node as the first page sees it. ``age_s`` and ``heard_at`` are None for a node that was never heard.
 
-    ``models`` says how many it has loaded and is loading; empty when it does not say.
+    ``models`` says how many it has loaded and is loading; empty when it does not say. ``failed``: model and reason of each
+    replica that failed. ``could_take_operations``: it is a runner of ours that dials in, so only its start keeps it from them.
     """
 
     name: str
@@ -37,11 +39,31 @@ class NodeHealth:
     models: str
     last_error: str
     id: uuid.UUID | None = None
+    heard_at: datetime | None = None
+    is_enabled: bool = True
+    """Whether its provider is switched on."""
+    model_names: tuple[str, ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    is_loading: bool = False
+    probe_error: str = ""
+    op_level: str = ""
+    could_take_operations: bool = False
+    policy_version: int = 0
+    policy_error: str = ""
+    witness_alarm: str = ""
+    clock_skew_ms: int | None = None
+    rival_seen_at: datetime | None = None
+    rival_address: str = ""
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether requests may be sent to it now."""
+        return self.is_enabled and self.status in {NodeStatus.AVAILABLE, NodeStatus.BUSY}
 
 
 @dataclass(frozen=True, slots=True)
 class FleetOverview:
-    """Every box of a provider that was not deleted, by name."""
+    """Every node of a provider that was not deleted, by name."""
 
     nodes: tuple[NodeHealth, ...]
 
@@ -54,10 +76,15 @@ class FleetOverview:
         """How many boxes were heard recently enough not to count as lost."""
         return sum(node.status is not NodeStatus.OFFLINE for node in self.nodes)
 
+    @property
+    def served_models(self) -> frozenset[str]:
+        """The models of nodes that take work."""
+        return frozenset(model for node in self.nodes if node.takes_work for model in node.model_names)
+
 
 def read_fleet() -> FleetOverview:
     """Return the health of every box in one query."""
-    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence").order_by("name")
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence", "provider").order_by("name")
     return FleetOverview(tuple(_describe(node, clock_of(node)) for node in with_clock(rows)))
 
 
@@ -88,6 +115,7 @@ def _describe(node: Node, now: datetime) -> NodeHealth:
     stale_after_s, offline_after_s = freshness_windows(
         settings.NODE_HEALTH, protocol=presence.protocol if presence is not None else ""
     )
+    counts = count_replicas(presence)
     return NodeHealth(
         name=node.name,
         status=judge_status(node, presence, now=now),
@@ -95,9 +123,23 @@ def _describe(node: Node, now: datetime) -> NodeHealth:
         age_s=age_s,
         active_requests=presence.active_requests if presence is not None else 0,
         max_concurrent=node.max_concurrent,
-        models=describe_counts(count_replicas(presence)),
+        models=describe_counts(counts),
         last_error=presence.last_error if presence is not None else "",
         id=node.pk,
+        heard_at=presence.last_heartbeat_at if presence is not None else None,
+        is_enabled=node.provider.state == ProviderState.ENABLED,
+        model_names=tuple(node.model_names),
+        failed=list_failures(presence) if counts["failed"] else (),
+        is_loading=counts["loading"] > 0,
+        probe_error=presence.probe_error if presence is not None and node.reach == Reach.DIRECT else "",
+        op_level=node.op_level,
+        could_take_operations=node.reach == Reach.RELAY and presence is not None and presence.protocol == MUSTER_V1,
+        policy_version=node.policy_version,
+        policy_error=node.policy_error,
+        witness_alarm=node.witness_alarm,
+        clock_skew_ms=node.clock_skew_ms,
+        rival_seen_at=node.rival_seen_at,
+        rival_address=node.rival_address,
     )
 
 

@@ -1,84 +1,224 @@
-"""What the first page calls wrong."""
+"""What the first page says needs attention: a table of one fact that is not as it should be, and the line that says so."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import uuid
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from controlplane.overview import Problem, find_problems
+import pytest
+
+from controlplane.overview import (
+    CASES,
+    MAX_OF_A_CASE,
+    MAX_PROBLEMS,
+    Facts,
+    PolicyFact,
+    Severity,
+    SlowFacts,
+    find_problems,
+)
+from gateway.services.overview import ExpiringKey, GatewayHealth
 from gateway.services.traffic import Minute, OpenRequests, Traffic
 from gateway.services.waiting import Wait, WaitingModel
 from nodes.services.overview import FleetOverview, NodeHealth
 from nodes.states import Freshness
 from wire.contract import NodeStatus
 
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 IDLE = OpenRequests(queued=0, running=0, oldest_wait_s=0.0)
+NODE_ID = uuid.UUID("01890000-0000-7000-8000-000000000001")
+MISSING = Wait("no box", "No node has big.", "Start one that has it.")
 
 
-def node(
-    name: str = "box",
-    status: NodeStatus = NodeStatus.AVAILABLE,
-    freshness: Freshness = Freshness.FRESH,
-    age_s: float | None = 1.0,
-    last_error: str = "",
-) -> NodeHealth:
-    return NodeHealth(name, status, freshness, age_s, active_requests=0, max_concurrent=1, models="", last_error=last_error)
+def node(name: str = "rig", status: NodeStatus = NodeStatus.AVAILABLE, **changes: Any) -> NodeHealth:
+    """A node that does well, but for ``changes``."""
+    values: dict[str, Any] = {
+        "freshness": Freshness.FRESH, "age_s": 1.0, "active_requests": 0, "max_concurrent": 1, "models": "", "last_error": "",
+        "id": NODE_ID, "model_names": ("tiny",), "op_level": "L2", "policy_version": 1, "could_take_operations": True,
+    }  # fmt: skip
+    return NodeHealth(name, status, **(values | changes))
 
 
 def traffic(requests: int = 100, faults: int = 0) -> Traffic:
-    minute = Minute(datetime(2026, 11, 21, tzinfo=UTC), requests, faults)
+    minute = Minute(NOW, requests, faults)
     return Traffic(requests, faults, p50_ms=1, p95_ms=2, prompt_tokens=0, completion_tokens=0, minutes=(minute,))
 
 
-def texts(fleet: FleetOverview, open_requests: OpenRequests = IDLE, hour: Traffic | None = None) -> list[str]:
-    return [problem.what for problem in find_problems(fleet, open_requests, hour or traffic())]
+def facts(*nodes: NodeHealth, slow: SlowFacts | None = None, **changes: Any) -> Facts:
+    """An installation in which all is well, but for what is given."""
+    healthy = SlowFacts(traffic(), {"tiny": 5}, PolicyFact(1, NOW + timedelta(days=400)))
+    values: dict[str, Any] = {
+        "fleet": FleetOverview(nodes or (node(),)), "open_requests": IDLE, "slow": slow or healthy, "now": NOW,
+        "gateways": (GatewayHealth("gate:7", NOW, 1.0),),
+    }  # fmt: skip
+    return Facts(**(values | changes))
 
 
-def test_nothing_is_wrong_while_a_box_takes_work() -> None:
-    assert texts(FleetOverview((node(),))) == []
+def slow(**changes: Any) -> SlowFacts:
+    return replace(facts().slow, **changes)
 
 
-def test_an_empty_installation_says_what_to_do_first() -> None:
-    assert texts(FleetOverview(())) == ["No box has connected yet."]
+def silent(name: str = "attic") -> NodeHealth:
+    heard_at = NOW - timedelta(hours=2)
+    return node(name, NodeStatus.OFFLINE, freshness=Freshness.OFFLINE, age_s=7200.0, heard_at=heard_at)
 
 
-def test_a_box_that_went_silent_is_named_with_its_silence() -> None:
-    silent = node("attic", NodeStatus.OFFLINE, Freshness.OFFLINE, age_s=7200.0)
-
-    assert "attic has been silent for 2 h." in texts(FleetOverview((node(), silent)))
+def test_nothing_needs_attention_while_all_is_well() -> None:
+    assert find_problems(facts()) == ()
 
 
-def test_a_stale_box_is_named_before_it_counts_as_lost() -> None:
-    stale = node("late", NodeStatus.AVAILABLE, Freshness.STALE, age_s=12.0)
+TABLE: dict[str, tuple[Facts, str, Severity]] = {
+    "no gateway": (facts(gateways=()), "No gateway runs.", Severity.DOWN),
+    "a gateway that fell silent": (
+        facts(gateways=(GatewayHealth("gate:7", NOW, 1.0), GatewayHealth("gate:8", NOW - timedelta(minutes=3), 180.0))),
+        "The gateway gate:8 writes no heartbeat.",
+        Severity.IMPAIRED,
+    ),
+    "no node": (facts(fleet=FleetOverview(())), "No node has connected yet.", Severity.DOWN),
+    "nodes that only drain": (facts(node(status=NodeStatus.DRAINING)), "No node takes work.", Severity.DOWN),
+    "nodes of a provider that is off": (facts(node(is_enabled=False)), "No node takes work.", Severity.DOWN),
+    "a model without a node that clients ask for": (
+        facts(slow=slow(allowed={"big": 3}), unserved={"big": MISSING}),
+        "No node answers for big, and clients sent 3 requests for it in the last hour.",
+        Severity.DOWN,
+    ),
+    "a model without a node that nobody asks for": (
+        facts(slow=slow(allowed={"big": 0}), unserved={"big": MISSING}),
+        "Clients may use big, and no node answers for it.",
+        Severity.NOTICE,
+    ),
+    "faults": (facts(slow=slow(traffic=traffic(faults=20))), "20 % of the last hour's requests went wrong.", Severity.IMPAIRED),
+    "a node in error": (
+        facts(node(), node("gpu1", NodeStatus.ERROR, last_error="CUDA out of memory")),
+        "gpu1 reports an error.",
+        Severity.IMPAIRED,
+    ),
+    "a late node": (
+        facts(node("late", freshness=Freshness.STALE, age_s=12.0)), "late was last seen 12 s ago.", Severity.IMPAIRED,
+    ),
+    "a silent node": (facts(node(), silent()), "attic has been silent for 2 h.", Severity.IMPAIRED),
+    "a node that was never seen": (
+        facts(node(), node("new", NodeStatus.OFFLINE, freshness=Freshness.OFFLINE, age_s=None)),
+        "new was never seen.",
+        Severity.IMPAIRED,
+    ),
+    "a URL that does not answer": (
+        facts(node(probe_error="no answer within 3 s")),
+        "rig sends heartbeats, but its URL does not answer.",
+        Severity.IMPAIRED,
+    ),
+    "a dead backend": (facts(node(failed=(("tiny", "connection refused"),))), "tiny failed on rig.", Severity.IMPAIRED),
+    "a node without a model": (facts(node(), node("bare", model_names=())), "bare has no model.", Severity.NOTICE),
+    "an audit log that does not fit": (
+        facts(node(witness_alarm="two logs")), "rig does not trust the audit log.", Severity.DOWN,
+    ),
+    "a refused policy": (facts(node(policy_error="not signed")), "rig refuses what governs it.", Severity.IMPAIRED),
+    "two nodes with one name": (
+        facts(node(rival_seen_at=NOW - timedelta(hours=3), rival_address="10.0.0.9")),
+        "Two nodes call themselves rig.",
+        Severity.IMPAIRED,
+    ),
+    "Valkey": (facts(slow=slow(is_redis_reachable=False)), "Valkey does not answer the control plane.", Severity.IMPAIRED),
+    "a clock that is off": (facts(node(clock_skew_ms=90_000)), "The clock of rig is 90 s behind.", Severity.NOTICE),
+    "a clock too far off": (facts(node(clock_skew_ms=-300_000)), "The clock of rig is 5 min ahead.", Severity.IMPAIRED),
+    "a policy that ends soon": (
+        facts(slow=slow(policy=PolicyFact(4, NOW + timedelta(days=3)))),
+        "The approval policy, version 4, expires on 2026-11-24.",
+        Severity.NOTICE,
+    ),
+    "a policy that ended": (
+        facts(slow=slow(policy=PolicyFact(4, NOW))),
+        "The approval policy, version 4, expired on 2026-11-21.",
+        Severity.DOWN,
+    ),
+    "a node that trusts no policy": (facts(node(policy_version=0)), "rig trusts no policy.", Severity.NOTICE),
+    "a node started without --data": (facts(node(op_level="", policy_version=0)), "rig takes no operations.", Severity.NOTICE),
+    "a key that ends soon": (
+        facts(slow=slow(keys=(ExpiringKey(NODE_ID, "ci", NOW + timedelta(days=2)),))),
+        "The API key ci expires on 2026-11-23 12:00 UTC.",
+        Severity.NOTICE,
+    ),
+}  # fmt: skip
 
-    assert texts(FleetOverview((node(), stale))) == ["late was last heard 12 s ago."]
+
+@pytest.mark.parametrize("case", TABLE)
+def test_one_thing_that_is_wrong_is_one_line_with_a_way_to_mend_it(case: str) -> None:
+    given, what, severity = TABLE[case]
+
+    (problem,) = find_problems(given)
+
+    assert (problem.what, problem.severity) == (what, severity)
+    assert problem.url or problem.what.startswith("Valkey")
+    assert bool(problem.link) == bool(problem.url)
 
 
-def test_a_box_that_reports_an_error_shows_its_own_words() -> None:
-    broken = node("gpu1", NodeStatus.ERROR, last_error="CUDA out of memory")
-    problems = find_problems(FleetOverview((node(), broken)), IDLE, traffic())
+QUIET = {
+    "a few faults of few requests": facts(slow=slow(traffic=traffic(requests=10, faults=4))),
+    "a small share of faults": facts(slow=slow(traffic=traffic(requests=100, faults=4))),
+    "a rival of last week": facts(node(rival_seen_at=NOW - timedelta(days=7))),
+    "a clock that is a little off": facts(node(clock_skew_ms=900)),
+    "no policy, hence none to trust": facts(node(policy_version=0), slow=slow(policy=None)),
+    "a worker of another make, which takes no operations": facts(node(op_level="", could_take_operations=False)),
+    "a node that loads its first model": facts(node(), node("bare", model_names=(), is_loading=True)),
+    "a model that is being loaded": facts(unserved={"big": Wait("loading", "rig is loading big.", "It starts then.")}),
+    "a model that is served meanwhile": facts(unserved={"big": Wait("starting", "rig has big.", "", is_starting=True)}),
+    "what a silent node said before": facts(node(), replace(silent(), clock_skew_ms=900_000)),
+}
 
-    assert [(problem.what, problem.advice) for problem in problems] == [("gpu1 reports an error.", "CUDA out of memory")]
+
+@pytest.mark.parametrize("case", QUIET)
+def test_what_is_no_problem_is_not_listed(case: str) -> None:
+    assert [problem.what for problem in find_problems(QUIET[case]) if problem.what != "attic has been silent for 2 h."] == []
 
 
-def test_a_fleet_that_only_drains_takes_no_work() -> None:
-    assert texts(FleetOverview((node(status=NodeStatus.DRAINING),))) == ["No box takes work."]
+def test_a_queue_needs_attention_only_when_its_head_has_waited() -> None:
+    wait = Wait("boxes full", "Every node is full.", "Add one.")
 
-
-def test_a_queue_is_wrong_only_when_its_head_has_waited() -> None:
-    fleet, open_requests = FleetOverview((node(),)), OpenRequests(queued=3, running=8, oldest_wait_s=9.0)
-    wait = Wait("boxes full", "Every box is full.", "Add one.")
-
-    assert find_problems(fleet, open_requests, traffic(), [WaitingModel("tiny", 40, 1.0, wait)]) == ()
-    problems = find_problems(
-        fleet, open_requests, traffic(), [WaitingModel("tiny", 3, 9.0, wait), WaitingModel("big", 1, 4.0, wait)]
+    assert find_problems(facts(waits=[WaitingModel("tiny", 40, 1.0, wait)])) == ()
+    problems = find_problems(facts(waits=[WaitingModel("tiny", 3, 9.0, wait), WaitingModel("big", 1, 4.0, wait)]))
+    assert (problems[0].what, problems[0].advice) == (
+        "3 wait for tiny, the first for 9\u00a0s.",
+        "Every node is full. Add one.",
     )
-    assert problems[0] == Problem("3 wait for tiny, the first for 9\u00a0s.", "Every box is full. Add one.")
     assert problems[1].what == "1 waits for big, for 4\u00a0s."
 
 
-def test_a_few_faults_are_no_alarm_and_a_share_of_them_is() -> None:
-    fleet = FleetOverview((node(),))
+def test_since_when_a_node_is_silent_is_said_by_the_clock() -> None:
+    (problem,) = find_problems(facts(node(), silent()))
 
-    assert texts(fleet, hour=traffic(requests=10, faults=4)) == []
-    assert texts(fleet, hour=traffic(requests=100, faults=4)) == []
-    assert texts(fleet, hour=traffic(requests=100, faults=20)) == ["20 % of the last hour's requests went wrong."]
+    assert problem.since == NOW - timedelta(hours=2)
+
+
+def test_the_most_urgent_stands_first() -> None:
+    given = facts(node(model_names=(), policy_version=0), silent(), gateways=())
+
+    severities = [problem.severity for problem in find_problems(given)]
+
+    assert severities == sorted(severities)
+    assert set(severities) == set(Severity)
+
+
+def test_many_of_one_kind_are_counted_and_hide_nothing_else() -> None:
+    given = facts(node(clock_skew_ms=90_000), *(silent(f"rig{number}") for number in range(50)))
+
+    problems = find_problems(given)
+
+    assert len(problems) == MAX_OF_A_CASE + 1
+    assert problems[MAX_OF_A_CASE - 1].beyond == 50 - MAX_OF_A_CASE
+    assert problems[-1].what.startswith("The clock of rig")
+
+
+def test_everything_at_once_is_counted_in_full_on_a_list_that_stays_short() -> None:
+    ill: dict[str, Any] = {
+        "model_names": (), "failed": (("a", ""), ("b", ""), ("c", "")), "witness_alarm": "w", "policy_error": "p",
+        "clock_skew_ms": 90_000, "rival_seen_at": NOW, "probe_error": "e", "policy_version": 0,
+    }  # fmt: skip
+    given = facts(*(node(f"rig{number}", **ill) for number in range(7)), gateways=())
+
+    problems = find_problems(given)
+    said = [problem for case in CASES for problem in case(given)]
+
+    assert len(problems) == MAX_PROBLEMS
+    assert sum(1 + problem.beyond for problem in problems) == len(said)

@@ -1,0 +1,79 @@
+"""What the operators' first page says of gateways, allowed models and keys. Reads only."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from django.db.models import Count, F
+from django.db.models.functions import Now
+from django.utils import timezone
+
+from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord
+
+GATEWAY_SILENT_S = 10.0
+GATEWAY_FORGOTTEN = timedelta(days=1)
+"""A gateway process that has been silent for so long is history."""
+KEY_WARNING = timedelta(days=7)
+ASKED_WITHIN = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHealth:
+    """A gateway process that was not stopped, as its heartbeats show it. ``silent_s``: since the last one."""
+
+    name: str
+    heard_at: datetime
+    silent_s: float
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was heard recently enough not to count as lost."""
+        return self.silent_s < GATEWAY_SILENT_S
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiringKey:
+    """An API key that is in use and ends soon."""
+
+    key_id: uuid.UUID
+    name: str
+    expires_at: datetime
+
+
+def read_gateways() -> tuple[GatewayHealth, ...]:
+    """Return the gateway processes that should serve, in one query.
+
+    A process that died wrote no end. It counts until it is forgotten, or until one that started later took its place: on the
+    same host, under the same internal address.
+    """
+    rows = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=Now() - GATEWAY_FORGOTTEN)
+    processes = list(rows.annotate(silence=Now() - F("heartbeat_at")).order_by("host", "pid"))
+    newest: dict[tuple[str, str], datetime] = {}
+    for process in processes:
+        place = process.host, process.internal_url
+        newest[place] = max(newest.get(place, process.started_at), process.started_at)
+    found = []
+    for process in processes:
+        health = GatewayHealth(str(process), process.heartbeat_at, process.silence.total_seconds())
+        was_replaced = newest[process.host, process.internal_url] > max(process.started_at, process.heartbeat_at)
+        if health.is_alive or not was_replaced:
+            found.append(health)
+    return tuple(found)
+
+
+def count_asked_models() -> dict[str, int]:
+    """Return every allowed model with the requests for it within ASKED_WITHIN, in two queries."""
+    names = Model.objects.filter(allowed=True).values_list("name", flat=True)
+    recent = RequestRecord.objects.filter(created_at__gte=timezone.now() - ASKED_WITHIN).values_list("model")
+    asked = dict(recent.annotate(requests=Count("pk")).order_by())
+    return {name: asked.get(name, 0) for name in names}
+
+
+def read_expiring_keys() -> tuple[ExpiringKey, ...]:
+    """Return the keys that end within KEY_WARNING and were used within it, the first to end first; one query."""
+    now = timezone.now()
+    usable = ApiKey.objects.filter(revoked_at=None, last_used_at__gte=now - KEY_WARNING)
+    rows = usable.filter(expires_at__range=(now, now + KEY_WARNING)).order_by("expires_at")
+    return tuple(ExpiringKey(*row) for row in rows.values_list("pk", "name", "expires_at"))
