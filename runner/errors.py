@@ -180,6 +180,12 @@ class InsufficientMemory(WrongState):
     code = "insufficient_memory"
 
 
+class LoadConflict(WrongState):
+    """It is loaded otherwise than asked for; ``details`` has ``conflicts`` with ``name``, ``inForce`` and ``asked`` of each."""
+
+    code = "load_conflict"
+
+
 class SettingsConflict(WrongState):
     """New settings would change a model that is loaded; ``details`` has ``conflicts``."""
 

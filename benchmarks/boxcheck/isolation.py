@@ -107,7 +107,7 @@ async def _transcribe(bench: Workbench, box: Box, candidate: Candidate) -> dict[
         passed=all(reply.status == 200 and reply.headers.get(CACHED) == "0" for reply in replies),
     )
     outcome = await _flush(box, candidate, "all")
-    section.judge(f"{candidate.engine}: a flush says that it has no cache", passed=outcome == "not-supported", shown=outcome)
+    section.judge(f"{candidate.engine}: a flush says that it has no cache", passed=outcome == "nothing-kept", shown=outcome)
     return {"flush": outcome}
 
 
@@ -153,7 +153,7 @@ async def _ask_tenants(bench: Workbench, box: Box, candidate: Candidate) -> dict
     if not is_caching:
         section.judge(
             f"{name}: keeps no cache between requests, and a flush says so",
-            passed=all(outcome == "not-supported" for outcome, _, _ in after.values()),
+            passed=all(outcome == "nothing-kept" for outcome, _, _ in after.values()),
         )
     else:
         section.judge(f"{name}: the same tenant reuses its prompt", passed=warm > 0, shown=f"{warm} tokens")

@@ -114,9 +114,12 @@ class OperationsState(msgspec.Struct, kw_only=True, rename=spec_name):
 
 
 class CapabilitiesAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
-    """``GET /v1/capabilities``."""
+    """``GET /v1/capabilities``. ``runnerType``: the engines that serve, with their versions (``vllm-0.6.0``, several joined by
+    ``+``), and ``runnerVersion`` where none does; ``runnerVersion``: this program.
+    """
 
     runner_type: str
+    runner_version: str
     runner_id: str
     models: Models
     resources: Resources
@@ -217,7 +220,7 @@ class UnloadAnswer(msgspec.Struct, kw_only=True, rename=spec_name):
 
 
 class FlushedModel(msgspec.Struct, kw_only=True, rename=spec_name):
-    """``outcome`` is flushed, refused-busy, reloaded or not-supported; null = the engine does not tell."""
+    """``outcome`` is flushed, nothing-kept, refused-busy, reloaded or not-supported; null = the engine does not tell."""
 
     model_id: str
     outcome: str

@@ -33,6 +33,7 @@ from runner.telemetry import Reading
 from wire.bridge import GpuInfo
 
 LIFE_S = 5.0
+MAX_VERSION_CHARS = 40
 _Stats = dict[Replica, EngineStats]
 
 
@@ -70,7 +71,8 @@ class CapabilityReport:
         stats = dict(zip(replicas, await asyncio.gather(*(item.supervisor.engine.stats() for item in replicas)), strict=True))
         budget = parts.budget
         return CapabilitiesAnswer(
-            runner_type=f"muster-{AGENT_VERSION}",
+            runner_type=_join_engines(replicas) or f"muster-{AGENT_VERSION}",
+            runner_version=f"muster-{AGENT_VERSION}",
             runner_id=parts.governance.runner_id,
             models=Models(
                 loaded=[await self._describe(model, stats) for model in ready],
@@ -103,7 +105,7 @@ class CapabilityReport:
             context_length=context_of(first, stats.get(first), shape),
             loaded_at=None if model.loaded_at is None else int(model.loaded_at),
             gpu_memory_mb=None if memory is None else round(memory / MIB),
-            engine=first.supervisor.engine.name,
+            engine=_name_engine(first),
             replicas=len(model.replicas),
             endpoints=list(model.capabilities.endpoints),
             weights_mb=_sum_mb([replica.weights_bytes for replica in model.replicas]),
@@ -122,6 +124,18 @@ class CapabilityReport:
             audio_input=any(one.audio_input for one in each),
             function_calling=any(one.function_calling for one in each),
         )
+
+
+def _name_engine(replica: Replica) -> str:
+    """Return ``vllm-0.6.0``; the engine's name alone where its version is not known. Foreign servers word the version."""
+    version = replica.capabilities.version
+    kept = "".join(letter if letter.isascii() and letter.isprintable() and letter != " " else "-" for letter in version)
+    return "-".join(filter(None, (replica.supervisor.engine.name, kept[:MAX_VERSION_CHARS])))
+
+
+def _join_engines(replicas: list[Replica]) -> str:
+    """Return the engines that serve, each once and in the order of their names; empty when none does."""
+    return "+".join(sorted({_name_engine(replica) for replica in replicas}))
 
 
 def _describe_operations(standing: Standing) -> OperationsState:

@@ -18,13 +18,11 @@ from runner.api.lifecycle import TOKEN_FIELD, answer, without_token
 from runner.api.refusals import ModelLoadFailed
 from runner.api.shapes import Shapes
 from runner.definitions.overrides import describe, load_constraints, load_recommendations
-from runner.errors import InvalidLoadRequest, InvalidRequest
+from runner.errors import InvalidRequest
 from runner.operations.bodies import LoadBody, Reply, UnloadBody
 from runner.parts import MIB, Parts
-from runner.pool import Model, ModelState
+from runner.pool import Model
 from runner.pool.loading import is_elsewhere
-
-_FREE = frozenset({ModelState.UNLOADED, ModelState.FAILED})
 
 
 class PoolAdmin:
@@ -63,8 +61,6 @@ class PoolAdmin:
             raise InvalidRequest("modelId is another model than that of the path.", param="modelId")
         await self._parts.seek(name)
         model = self._parts.pool.registry.find(name)
-        if overrides and model.state not in _FREE:
-            raise InvalidLoadRequest(f"{name} is {model.state}: unload it before it is loaded with other values.")
         body = LoadBody(modelId=name, overrides=overrides, verifiedOpToken=fields.get(TOKEN_FIELD))
         reply = await self._parts.operations.load(body, {**overrides, "modelId": name})
         task_id = reply.body.get("taskId")

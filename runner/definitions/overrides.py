@@ -150,6 +150,42 @@ def make_plan(
     )
 
 
+def find_conflicts(
+    plan: LoadPlan, asked: Mapping[str, object], *, replicas: int, context_tokens: int | None, files: str | None
+) -> dict[str, tuple[object, object]]:
+    """Return what is asked for otherwise than ``plan``, by which the model is loaded: name to (in force, asked).
+
+    ``asked``: overrides as ``check_overrides`` returned them; what they do not name may be anything. ``context_tokens``: what
+    one request has, as the engine says; ``files``: the quantisation of the files. None = not known, which nothing equals.
+    """
+    found: dict[str, tuple[object, object]] = {}
+    for name, value in asked.items():
+        field = find_field(plan.backend, name)
+        default = field.default if field is not None else None
+        held: object
+        match name:
+            case "replicas":
+                held = replicas
+            case "target_inflight":
+                held = plan.slots
+            case "gpuMemoryBudgetMB":
+                held = plan.memory_budget_mb
+            case "quantization":
+                held = plan.quantization or files
+                if held is not None and _is_quantization(str(held), str(value)):
+                    continue
+            case "maxContextLength":
+                held = plan.context_tokens or context_tokens
+            case _:
+                held = plan.options.get(name)
+                if held is None and name == CONTEXT_FIELDS.get(plan.backend):
+                    held = context_tokens
+        held, wanted = (default if held is None else held), (default if value is None else value)
+        if held != wanted:
+            found[name] = (held, wanted)
+    return found
+
+
 def plan_key(plan: LoadPlan) -> str:
     """Return 16 hex digits that are the same for plans that take the same memory, whenever and wherever they are made."""
     options = {name: value for name, value in plan.options.items() if _changes_memory(plan.backend, name, value)}
@@ -168,13 +204,17 @@ def check_quantization(plan: LoadPlan, files: str | None) -> None:
     if wanted is None or files is None or plan.backend in {"ct2", "whisper"}:  # CTranslate2 converts any to any
         return
     found = _FILE_WORDS.get(files.lower(), files.lower())
-    is_same = found == wanted or wanted.startswith(f"{found}-")
-    if not is_same and not (plan.backend == "vllm" and {found, wanted} <= _UNQUANTISED):
+    if not _is_quantization(files, wanted) and not (plan.backend == "vllm" and {found, wanted} <= _UNQUANTISED):
         raise InvalidLoadRequest(
             f"quantization: {_shown(wanted)} was asked for, but the files of {plan.model_id} are {files}; "
             "leave quantization out, or fetch files of that kind.",
             param="quantization",
         )
+
+
+def _is_quantization(files: str, wanted: str) -> bool:
+    found = _FILE_WORDS.get(files.lower(), files.lower())
+    return found == wanted or wanted.startswith(f"{found}-")
 
 
 def describe(definition: ModelDefinition) -> dict[str, object]:

@@ -19,8 +19,10 @@ def _capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
     context_tokens = info.get("context_tokens")
     return Capabilities(
         endpoints=(CHAT, COMPLETIONS, TOKENIZE) if has_chat else (COMPLETIONS, TOKENIZE),
+        version=str(info.get("version", "")),
         max_inflight=plan.slots,
         context_tokens=context_tokens if isinstance(context_tokens, int) else None,
+        keeps_nothing=True,
         isolates_tenants=True,
         reports_progress=True,
         counts_tokens=True,
@@ -30,6 +32,7 @@ def _capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
 KIND = LibraryKind(
     name="ct2",
     module="runner.engines.children.ct2",
+    distribution="ctranslate2",
     title="CTranslate2",
     needs="a folder with a CTranslate2 model.bin",
     settings=_settings,

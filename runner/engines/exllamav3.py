@@ -50,7 +50,7 @@ class ExLlamaV3Engine:
 
     def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
         self._plan = plan
-        self._child = LibraryChild("runner.engines.children.exllamav3", client)
+        self._child = LibraryChild("runner.engines.children.exllamav3", client, distribution="exllamav3")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -58,6 +58,7 @@ class ExLlamaV3Engine:
         has_chat = self._child.info.get("chat", True) is True
         return Capabilities(
             endpoints=(CHAT, COMPLETIONS, TOKENIZE) if has_chat else (COMPLETIONS, TOKENIZE),
+            version=str(self._child.info.get("version", "")),
             max_inflight=self._plan.slots,
             context_tokens=self._child.context_tokens,
             prefix_caching=True,

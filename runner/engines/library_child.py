@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import importlib.metadata
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -46,10 +48,13 @@ class _Numbers(msgspec.Struct):
 
 
 class LibraryChild:
-    """One child at a time, with a new random key for each. ``module`` is a program of ``runner.engines.children``."""
+    """One child at a time, with a new random key for each. ``module`` is a program of ``runner.engines.children``,
+    ``distribution`` the package whose library it holds.
+    """
 
-    def __init__(self, module: str, client: aiohttp.ClientSession) -> None:
+    def __init__(self, module: str, client: aiohttp.ClientSession, *, distribution: str) -> None:
         self._module = module
+        self._distribution = distribution
         self._child = Child(module.rpartition(".")[2])
         self.server = HttpServer(client)
 
@@ -60,7 +65,7 @@ class LibraryChild:
 
     @property
     def info(self) -> Mapping[str, object]:
-        """What the child said about itself when it was ready."""
+        """What the child said about itself when it was ready, and the ``version`` of its library where one is installed."""
         return self._child.info
 
     async def start(self, settings: Mapping[str, object], report: Report) -> None:
@@ -68,6 +73,7 @@ class LibraryChild:
         key = secrets.token_urlsafe(24)
         url = await self._child.start_ours(self._module, {**settings, "key": key}, report, limit_s=LOAD_LIMIT_S)
         self.server.base_url, self.server.headers = url, {"Authorization": f"Bearer {key}"}
+        self._child.info["version"] = await asyncio.to_thread(_installed_version, self._distribution)
 
     async def stop(self, *, gently: bool) -> None:
         """End the child; return when the process is gone."""
@@ -118,7 +124,8 @@ class LibraryChild:
 
 @dataclass(frozen=True, slots=True)
 class LibraryKind:
-    """What tells one library from another. ``module`` is its child program; ``title`` names it in messages.
+    """What tells one library from another. ``module`` is its child program, ``distribution`` its package; ``title`` names it
+    in messages.
 
     ``needs``: what ``plan.path`` must be, a folder with ``model.bin``. ``settings`` are those of its child beside the ones all
     have; ``capabilities`` are made from the plan and from what the child said about the model.
@@ -126,6 +133,7 @@ class LibraryKind:
 
     name: str
     module: str
+    distribution: str
     title: str
     needs: str
     settings: Callable[[LoadPlan], Mapping[str, object]]
@@ -144,7 +152,7 @@ class LibraryEngine:
     def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession, *, kind: LibraryKind) -> None:
         self._plan = plan
         self._kind = kind
-        self._child = LibraryChild(kind.module, client)
+        self._child = LibraryChild(kind.module, client, distribution=kind.distribution)
         self.name = kind.name
 
     @property
@@ -180,7 +188,7 @@ class LibraryEngine:
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         """Say that there is nothing to flush."""
         words = f"{self._kind.title} keeps nothing between requests, so there is no {request.scope} to flush"
-        return FlushOutcome(FlushResult.NOT_SUPPORTED, words)
+        return FlushOutcome(FlushResult.NOTHING_KEPT, words)
 
     async def stats(self) -> EngineStats:
         """Return running and waiting requests; the library tells no more."""
@@ -201,6 +209,13 @@ class LibraryEngine:
     async def wait_gone(self) -> None:
         """Return when the child has exited."""
         await self._child.wait_gone()
+
+
+def _installed_version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def read_option(options: Mapping[str, object], name: str, kind: type[Value]) -> Value | None:

@@ -206,6 +206,7 @@ class LlamaServer:
             # A call to /v1/messages cannot be pinned: it would read the slots of others.
             endpoints=(CHAT, COMPLETIONS, RESPONSES, *([] if self._slots else [MESSAGES]), TOKENIZE),
             private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by
+            version=properties.build_info,
             max_inflight=properties.total_slots,
             context_tokens=properties.context_tokens,
             prefix_caching=True,

@@ -67,6 +67,7 @@ class Properties(msgspec.Struct):
     default_generation_settings: SlotSettings = SlotSettings()
     chat_template_caps: TemplateAbilities = TemplateAbilities()
     modalities: Modalities = Modalities()
+    build_info: str = ""
 
     @property
     def context_tokens(self) -> int | None:

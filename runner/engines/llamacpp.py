@@ -169,6 +169,7 @@ class LlamaCpp:
         properties = await self._slots.read_properties()
         self._capabilities = replace(
             self._capabilities,
+            version=properties.build_info,
             context_tokens=properties.context_tokens,
             function_calling=properties.chat_template_caps.supports_tools and CHAT in self._capabilities.endpoints,
             vision_input=properties.modalities.vision,
@@ -226,8 +227,9 @@ def weight_files(path: Path) -> list[Path]:
 def _first_capabilities(plan: LoadPlan) -> Capabilities:
     if plan.options.get("gguf_embedding") is True:
         return Capabilities(
-            (EMBEDDINGS, TOKENIZE), max_inflight=plan.slots, streaming=False, reports_progress=True, counts_tokens=True
-        )
+            (EMBEDDINGS, TOKENIZE), max_inflight=plan.slots, streaming=False, keeps_nothing=True, reports_progress=True,
+            counts_tokens=True,
+        )  # fmt: skip
     return Capabilities(
         (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
         private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 import aiohttp
 import msgspec
@@ -36,6 +37,10 @@ class _ModelList(msgspec.Struct):
     data: list[_ModelEntry]
 
 
+class _Build(msgspec.Struct):
+    build_info: str = ""
+
+
 class OpenAIServer:
     """The adapter. Its health check lists the models, so one that comes or goes is seen within ``poll_s``.
 
@@ -44,8 +49,6 @@ class OpenAIServer:
 
     poll_s = 5.0
     restart_max_s = 2.0
-    capabilities = Capabilities(endpoints=())
-    """Which paths such a server answers only it can say, so every one that is for inference is passed on."""
     pids: tuple[int, ...] = ()
 
     def __init__(
@@ -53,6 +56,8 @@ class OpenAIServer:
     ) -> None:
         self.name = "openai"
         """``llama-server`` where the list of models tells: gateways keep from it what it would leave out without a word."""
+        self.capabilities = Capabilities(endpoints=())
+        """Which paths such a server answers only it can say, so every one that is for inference is passed on."""
         self._server = HttpServer(client)
         self._server.base_url = url
         self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -123,5 +128,14 @@ class OpenAIServer:
             found = ("llama-server" if is_llama else "openai", names)
             if found != (self.name, self._listed):
                 self.name, self._listed = found
+                self.capabilities = replace(self.capabilities, version=await self._ask_build() if is_llama else "")
                 self._on_models()
         return status
+
+    async def _ask_build(self) -> str:
+        """Return the build that a llama-server says it is, empty where it does not."""
+        try:
+            status, body = await self._server.ask("GET", "/props")
+            return msgspec.json.decode(body, type=_Build).build_info if status == 200 else ""
+        except (EngineError, msgspec.DecodeError, UnicodeDecodeError):
+            return ""

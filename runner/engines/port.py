@@ -46,12 +46,16 @@ class Capabilities:
     """
 
     endpoints: tuple[str, ...]
+    version: str = ""
+    """The engine's own version as it or its package says it, empty = neither does."""
     private_endpoints: tuple[str, ...] = ()
     """Those of ``endpoints`` that the engine answers not quite as clients expect: a gateway does better to translate."""
     max_inflight: int | None = None
     context_tokens: int | None = None
     streaming: bool = True
     prefix_caching: bool = False
+    keeps_nothing: bool = False
+    """It is certain that nothing of a request is kept for another: there is nothing to flush, and no answer reuses anything."""
     reports_cached_tokens: bool = False
     isolates_tenants: bool = False
     engine_priority: bool = False
@@ -83,12 +87,16 @@ class FlushScope(StrEnum):
 
 
 class FlushResult(StrEnum):
-    """How a flush ended. FLUSHED is said only after the adapter has seen for itself that nothing is reused."""
+    """How a flush ended. FLUSHED is said only after the adapter has seen for itself that nothing is reused.
+
+    NOTHING_KEPT: the engine has no cache for that scope, so nothing is left there either. NOT_SUPPORTED: something may be left.
+    """
 
     FLUSHED = "flushed"
     REFUSED_BUSY = "refused-busy"
     RELOADED = "reloaded"
     NOT_SUPPORTED = "not-supported"
+    NOTHING_KEPT = "nothing-kept"
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,9 +97,11 @@ class TgiEngine:
         is_caching = not self._is_ours or self._plan.options.get("tgi_prefix_caching") is True
         return Capabilities(
             endpoints=(CHAT, COMPLETIONS, TOKENIZE),
+            version=self._info.version,
             max_inflight=None if self._is_ours else self._info.max_concurrent_requests,
             context_tokens=self._info.max_total_tokens,
             prefix_caching=is_caching,
+            keeps_nothing=not is_caching,
             isolates_tenants=not is_caching,
             reports_progress=self._is_ours,
             counts_tokens=True,
@@ -158,10 +160,10 @@ class TgiEngine:
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         """Say that there is no such thing."""
         del request
-        detail = "TGI has no call that clears its cache: unload and load the model"
-        if not self.capabilities.prefix_caching:
+        if self.capabilities.keeps_nothing:
             detail = "TGI runs without prefix caching here: nothing is kept between requests"
-        return FlushOutcome(FlushResult.NOT_SUPPORTED, detail)
+            return FlushOutcome(FlushResult.NOTHING_KEPT, detail)
+        return FlushOutcome(FlushResult.NOT_SUPPORTED, "TGI has no call that clears its cache: unload and load the model")
 
     async def stats(self) -> EngineStats:
         """Return the numbers of ``/metrics``; tokens count what the running batch may grow to."""

@@ -22,7 +22,9 @@ def _capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
     translates = info.get("multilingual", True) is True
     return Capabilities(
         endpoints=(TRANSCRIPTIONS, TRANSLATIONS) if translates else (TRANSCRIPTIONS,),
+        version=str(info.get("version", "")),
         max_inflight=plan.slots,
+        keeps_nothing=True,
         isolates_tenants=True,
         reports_progress=True,
         audio_input=True,
@@ -32,6 +34,7 @@ def _capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
 KIND = LibraryKind(
     name="whisper",
     module="runner.engines.children.whisper",
+    distribution="faster-whisper",
     title="Whisper",
     needs="a folder with a Whisper model.bin of CTranslate2",
     settings=_settings,

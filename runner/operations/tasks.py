@@ -330,11 +330,12 @@ class Operations:
         ]
         entries = [outcome.entries_removed for _, outcome in outcomes if outcome.entries_removed is not None]
         freed = [outcome.memory_freed_mb for _, outcome in outcomes if outcome.memory_freed_mb is not None]
-        done = {FlushResult.FLUSHED, FlushResult.RELOADED}
+        done = {FlushResult.FLUSHED, FlushResult.RELOADED, FlushResult.NOTHING_KEPT}
         return Reply(
             200,
             {
-                "flushed": bool(outcomes) and all(outcome.result in done for _, outcome in outcomes),
+                # With nothing loaded nothing is kept either.
+                "flushed": all(outcome.result in done for _, outcome in outcomes),
                 "entriesRemoved": sum(entries) if entries else None, "memoryFreedMB": sum(freed) if freed else None,
                 "models": [flush_fields(model_id, outcome) for model_id, outcome in outcomes],
             },

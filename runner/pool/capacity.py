@@ -105,15 +105,7 @@ class Capacity:
             ],
         )
         if isinstance(verdict, DoesNotFit):
-            raise InsufficientMemory(
-                f"{model.model_id} needs {_mib(verdict.required_bytes * replicas)} MiB and {_mib(max(0, free))} MiB are free. "
-                + " ".join(suggestion.text for suggestion in verdict.suggestions),
-                details={
-                    "requiredMB": _mib(verdict.required_bytes * replicas),
-                    "freeMB": _mib(max(0, free)),
-                    "suggestions": [suggestion.as_dict() for suggestion in verdict.suggestions],
-                },
-            )
+            raise _refusal(model.model_id, plan, verdict, replicas=replicas, free_bytes=max(0, free))
         return prediction.estimate.total_bytes * replicas
 
     async def measure(self, replica: Replica) -> None:
@@ -164,6 +156,25 @@ class Capacity:
             await self._ledger.add_observation(observation)
         except LedgerError as error:
             log.warning("observation was not written down model=%s error=%s", observation.model_id, error)
+
+
+def _refusal(model_id: str, plan: LoadPlan, verdict: DoesNotFit, *, replicas: int, free_bytes: int) -> InsufficientMemory:
+    """Return what a load that does not fit is answered: what it may have is the smaller of what is free and its own budget."""
+    required, available = _mib(verdict.required_bytes * replicas), verdict.free_bytes * replicas // MIB
+    budget_mb = plan.memory_budget_mb
+    words = f"{available} MiB are free"
+    if budget_mb is not None and budget_mb * replicas < free_bytes // MIB:
+        each = f" for each of {replicas} replicas" if replicas > 1 else ""
+        words = f"its gpuMemoryBudgetMB allows {budget_mb} MiB{each}, of {free_bytes // MIB} MiB that are free"
+    return InsufficientMemory(
+        " ".join([f"{model_id} needs {required} MiB and {words}.", *(suggestion.text for suggestion in verdict.suggestions)]),
+        details={
+            "requiredMB": required,
+            "freeMB": available,
+            **({} if budget_mb is None else {"gpuMemoryBudgetMB": budget_mb}),
+            "suggestions": [suggestion.as_dict() for suggestion in verdict.suggestions],
+        },
+    )
 
 
 def _freed_by(evictee: Model) -> int:

@@ -11,11 +11,21 @@ from pathlib import Path, PurePath
 import msgspec
 
 from runner.definitions.definition import ModelDefinition
-from runner.definitions.overrides import check_overrides, make_plan
+from runner.definitions.fields import CONTEXT_FIELDS
+from runner.definitions.overrides import check_overrides, find_conflicts, make_plan
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.port import Engine
 from runner.engines.supervisor import Supervisor
-from runner.errors import AttachedModel, CorruptModel, EngineError, ModelLoading, ModelUnloading, RunnerError, WrongState
+from runner.errors import (
+    AttachedModel,
+    CorruptModel,
+    EngineError,
+    LoadConflict,
+    ModelLoading,
+    ModelUnloading,
+    RunnerError,
+    WrongState,
+)
 from runner.pool.capacity import Capacity, Prediction
 from runner.pool.model import LoadProgress, Model, Replica
 from runner.pool.registry import Registry
@@ -88,19 +98,20 @@ class Loader:
         check_overrides(model.definition, overrides)
 
     async def order(self, model_id: str, *, overrides: Mapping[str, object], evict: str | None = None) -> LoadOrder | Model:
-        """Check a load and reserve its memory; returns the model itself when it is loaded or being loaded already.
+        """Check a load and reserve its memory; returns the model itself when it is loaded, or being loaded, as asked for.
 
-        Raises UnknownModel, AttachedModel, ModelUnloading, InvalidLoadRequest, InsufficientMemory, WrongState for settings that
-        changed meanwhile, ModelLoading for an ``evict`` that is on its way in, and RunnerError for damaged files.
+        Raises LoadConflict when it is loaded otherwise, UnknownModel, AttachedModel, ModelUnloading, InvalidLoadRequest,
+        InsufficientMemory, WrongState for settings that changed meanwhile, ModelLoading for an ``evict`` that is on its way in,
+        and RunnerError for damaged files.
         """
         model = self._registry.find(model_id)
         _refuse_attached(model)
-        if _is_there(model):
-            return model
-        _refuse_unloading(model)
-        evictee = self._registry.find(evict) if evict is not None and evict != model_id else None
         definition = model.definition
         wanted = check_overrides(definition, overrides)
+        if _is_there(model):
+            return _refuse_other_load(model, wanted, overrides)
+        _refuse_unloading(model)
+        evictee = self._registry.find(evict) if evict is not None and evict != model_id else None
         path = await self._locate(definition)
         must_fetch = path is None and not is_elsewhere(model.definition)
         plan = self._plan(definition, wanted, path)
@@ -110,7 +121,7 @@ class Loader:
         # From here to the end nothing waits: two loads that race for the same memory are decided one after the other.
         model = self._registry.find(model_id)  # meanwhile it may have been forgotten, and another be known by its name
         if _is_there(model):
-            return model
+            return _refuse_other_load(model, wanted, overrides)
         _refuse_unloading(model)
         if model.definition != definition:
             raise WrongState(f"The settings of {model_id} changed while its load was checked; load it again.")
@@ -122,6 +133,7 @@ class Loader:
         )  # fmt: skip
         model.reserved_bytes, model.predicted_bytes = reserved, reserved or None
         model.overrides, model.load = dict(wanted), LoadProgress(expected_s=prediction.expected_s)
+        model.plan, model.files_quantization = plan, prediction.shape.quantization if prediction.shape else None
         model.apply(ModelEvent.LOAD)
         return LoadOrder(model, model.load, plan, replicas, prediction, evictee, must_fetch)
 
@@ -166,6 +178,7 @@ class Loader:
     def start_wanted(self, model: Model, plan: LoadPlan) -> None:
         """Load, in the background and until it serves, a model that the owner's settings switch on."""
         progress = model.load = LoadProgress()
+        model.plan = plan
         model.apply(ModelEvent.LOAD)
 
         def follow() -> None:
@@ -231,6 +244,8 @@ class Loader:
             evictee=order.evictee, found=self._registry.found,
         )  # fmt: skip
         order.model.reserved_bytes, order.model.predicted_bytes = reserved, reserved or None
+        order.model.plan = plan
+        order.model.files_quantization = prediction.shape.quantization if prediction.shape else None
         return plan, prediction
 
     async def _recognise(self, model: Model) -> ModelDefinition:
@@ -281,6 +296,32 @@ def is_elsewhere(definition: ModelDefinition) -> bool:
 
 def _is_there(model: Model) -> bool:
     return model.state in {ModelState.LOADED, ModelState.LOADING}
+
+
+def _refuse_other_load(model: Model, wanted: Mapping[str, object], given: Mapping[str, object]) -> Model:
+    """Return a model that is there as ``wanted``. Raises LoadConflict otherwise; ``given``: the names that the caller used."""
+    if model.plan is None:
+        return model
+    told = model.replicas[0].context_tokens if model.replicas else None
+    found = find_conflicts(
+        model.plan, wanted, replicas=_replicas(model.definition, model.overrides), context_tokens=told,
+        files=model.files_quantization,
+    )  # fmt: skip
+    if not found:
+        return model
+    context_field = CONTEXT_FIELDS.get(model.definition.backend)
+    named = {"maxContextLength" if name == context_field and name not in given else name: pair for name, pair in found.items()}
+    words = ", ".join(f"{name} {_say(held)} instead of {_say(asked)}" for name, (held, asked) in named.items())
+    raise LoadConflict(
+        f"{model.model_id} is {model.state} with {words}; nothing was changed. Unload it before it is loaded otherwise.",
+        details={
+            "conflicts": [{"name": name, "inForce": held, "asked": asked} for name, (held, asked) in named.items()],
+        },
+    )
+
+
+def _say(value: object) -> str:
+    return "nothing set" if value is None else str(value)
 
 
 def _refuse_attached(model: Model) -> None:

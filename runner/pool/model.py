@@ -80,6 +80,9 @@ class Model:
         self.state = ModelState.UNLOADED
         self.replicas: list[Replica] = []
         self.overrides: dict[str, object] = {}
+        self.plan: LoadPlan | None = None
+        """What it is loaded by, or being loaded by; None = it is not, or it is a model of the server given with --backend."""
+        self.files_quantization: str | None = None
         self.load: LoadProgress | None = None
         self.load_task: asyncio.Task[object] | None = None
         self.last_error: str | None = None

@@ -134,7 +134,7 @@ class Unloader:
         await stop_replicas(model, gently=not forced.is_set())
         await _wait_any(model.queue.wait_idle(), limit_s=CUT_S)
         after = await self._capacity.measure_roots(roots)
-        model.predicted_bytes, model.loaded_at, model.overrides = None, None, {}
+        model.predicted_bytes, model.loaded_at, model.overrides, model.plan = None, None, {}, None
         model.apply(ModelEvent.VANISH)
         log.info("model unloaded model=%s freed_mb=%s", model.model_id, (before - after) >> 20)
         return UnloadResult(model.model_id, before, after, cut, was_loaded=True)
@@ -200,7 +200,13 @@ async def stop_replicas(model: Model, *, gently: bool) -> None:
 
 def _join(outcomes: list[FlushOutcome]) -> FlushOutcome:
     """Return one outcome for all replicas: the least that was reached, the sums of what was counted."""
-    order = [FlushResult.REFUSED_BUSY, FlushResult.NOT_SUPPORTED, FlushResult.RELOADED, FlushResult.FLUSHED]
+    order = [
+        FlushResult.REFUSED_BUSY,
+        FlushResult.NOT_SUPPORTED,
+        FlushResult.RELOADED,
+        FlushResult.FLUSHED,
+        FlushResult.NOTHING_KEPT,
+    ]
     worst = min(outcomes, key=lambda outcome: order.index(outcome.result))
     entries = [outcome.entries_removed for outcome in outcomes if outcome.entries_removed is not None]
     freed = [outcome.memory_freed_mb for outcome in outcomes if outcome.memory_freed_mb is not None]

@@ -228,6 +228,9 @@ class Serving:
             numbers.reported_gpu_ms = float(gpu_ms) if gpu_ms.replace(".", "", 1).isdigit() else None
         if is_stream:
             headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
+            abilities = replica.capabilities
+            if abilities.keeps_nothing or (abilities.isolates_tenants and request.cache_mode == "none"):
+                headers |= {"x-cache-hit": "false", "x-cache-tokens-reused": "0"}
             reader = StreamReader(drops_usage=drops_usage)
             answer.chunks = _stream_events(replica, request, response, answer, reader, began=began)
             return answer

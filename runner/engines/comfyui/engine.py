@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -70,7 +71,7 @@ class ComfyUiEngine:
         self._server: ComfyServer | None = None
         self._site: ImageSite | None = None
         self.capabilities = Capabilities(
-            endpoints=(IMAGES,), max_inflight=plan.slots, engine_priority=True, reports_progress=True
+            endpoints=(IMAGES,), max_inflight=plan.slots, keeps_nothing=True, engine_priority=True, reports_progress=True
         )
 
     @property
@@ -84,7 +85,7 @@ class ComfyUiEngine:
         workflow = await self._read_workflow()
         server = ComfyServer(self._client, read_url(self._plan, example="http://127.0.0.1:8188"), bearer(self._plan))
         report(Progress("asking the server"))
-        await server.version()
+        version = await server.version()
         checkpoint = await self._check_nodes(server, workflow)
         if (LOADER, "ckpt_name") in workflow.checkpoint_inputs:
             # From here on the server may hold the model, so an unload has to ask it to let go.
@@ -98,6 +99,7 @@ class ComfyUiEngine:
         await site.start()
         self._door.base_url, self._door.headers = site.url, {"Authorization": f"Bearer {site.key}"}
         self._server, self._site = server, site
+        self.capabilities = replace(self.capabilities, version=version)
         report(Progress("ready", 1.0))
 
     async def unload(self, *, gently: bool) -> None:
@@ -117,7 +119,7 @@ class ComfyUiEngine:
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         """Say that there is no such thing."""
         del request
-        return FlushOutcome(FlushResult.NOT_SUPPORTED, "image models have no KV cache; unload frees what the server keeps")
+        return FlushOutcome(FlushResult.NOTHING_KEPT, "image models have no KV cache; unload frees what the server keeps")
 
     async def stats(self) -> EngineStats:
         """Return how many prompts run and wait on the server, everybody's."""

@@ -125,7 +125,9 @@ class VllmEngine:
             await self.unload(gently=False)
             raise
         self._server = server
-        self._capabilities = replace(self._capabilities, context_tokens=await self._ask_context(server))
+        self._capabilities = replace(
+            self._capabilities, context_tokens=await self._ask_context(server), version=await _ask_version(server)
+        )
         report(Progress("ready", 1.0))
 
     async def unload(self, *, gently: bool) -> None:
@@ -152,7 +154,7 @@ class VllmEngine:
         """Clear the whole cache, or make what one tenant or tag has cached unreachable. Raises EngineError."""
         server = self._loaded()
         if not self.capabilities.flushes_cache:
-            return FlushOutcome(FlushResult.NOT_SUPPORTED, "a model that embeds keeps nothing between requests")
+            return FlushOutcome(FlushResult.NOTHING_KEPT, "a model that embeds keeps nothing between requests")
         if request.scope in {FlushScope.TENANT, FlushScope.TAG}:
             self._salts.forget(request)
             # Blocks are found by the salt alone, so with the old one gone there is no request that could find them.
@@ -310,6 +312,7 @@ def _describe(plan: LoadPlan, *, sees_pictures: bool) -> Capabilities:
         endpoints=(EMBEDDINGS, TOKENIZE) if is_pooling else (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
         streaming=not is_pooling,
         prefix_caching=is_caching,
+        keeps_nothing=not is_caching,
         reports_cached_tokens=is_caching,
         isolates_tenants=True,
         engine_priority=True,
@@ -321,6 +324,19 @@ def _describe(plan: LoadPlan, *, sees_pictures: bool) -> Capabilities:
         vision_input=sees_pictures,
         function_calling=bool(plan.options.get("vllm_tool_call_parser")),
     )
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+async def _ask_version(server: HttpServer) -> str:
+    """Return what ``GET /version`` says, empty where it says nothing."""
+    try:
+        status, body = await server.ask("GET", "/version")
+        return msgspec.json.decode(body, type=_Version).version if status == 200 else ""
+    except (EngineError, msgspec.DecodeError, UnicodeDecodeError):
+        return ""
 
 
 class _Listed(msgspec.Struct):

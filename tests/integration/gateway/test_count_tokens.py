@@ -35,7 +35,6 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.states import TOKENIZE
 from runner.definitions.plan import LoadPlan
-from runner.engines.openai_server import OpenAIServer
 from runner.engines.port import Capabilities
 from runner.engines.remote import RemoteEngine
 from runner.engines.tabbyapi import TabbyApiEngine
@@ -145,7 +144,7 @@ async def test_without_a_box_that_counts_it_is_an_estimate_and_says_so(setting: 
     [
         RemoteEngine(LoadPlan("m", "openai_compatible", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
         TabbyApiEngine(LoadPlan("m", "tabbyapi", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
-        OpenAIServer.capabilities,
+        Capabilities(endpoints=()),
     ],
     ids=["a provider", "TabbyAPI", "a server that says nothing"],
 )

@@ -43,7 +43,7 @@ async def open_comfyui(_folder: Path, client: aiohttp.ClientSession) -> AsyncIte
             broken=ComfyUiEngine(comfy_plan(server.url, "broken"), client),
             broken_words="HeaderTooLarge",
             running=running,
-            flushes=frozenset({FlushResult.NOT_SUPPORTED}),
+            flushes=frozenset({FlushResult.NOTHING_KEPT}),
         )
 
 

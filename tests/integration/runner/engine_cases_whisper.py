@@ -74,7 +74,7 @@ async def open_whisper(folder: Path, client: aiohttp.ClientSession) -> AsyncIter
         long=audio_call(long_wav(), language="en", stream="true"),
         broken=WhisperEngine(whisper_plan(broken), client),
         broken_words="^half cannot be loaded: .*invalid payload size",
-        flushes=frozenset({FlushResult.NOT_SUPPORTED}),
+        flushes=frozenset({FlushResult.NOTHING_KEPT}),
     )
 
 

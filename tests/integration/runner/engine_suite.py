@@ -342,6 +342,8 @@ async def check_a_flush_is_honest_about_what_it_did(subject: EngineUnderTest) ->
     if outcome.result is FlushResult.NOT_SUPPORTED:
         assert outcome.detail, "why not, and what would do instead"
         assert not subject.engine.capabilities.flushes_cache
+    elif outcome.result is FlushResult.NOTHING_KEPT:
+        assert subject.engine.capabilities.keeps_nothing
     elif subject.cached is not None:
         assert subject.cached(again) > 0, "the prompt is too short to show reuse"
         assert subject.cached(await ask(subject.engine, call)) == 0

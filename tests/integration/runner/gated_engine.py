@@ -73,6 +73,8 @@ class GatedEngine:
         del request
         self.steps.append("flush")
         await self.may_flush.wait()
+        if self.capabilities.keeps_nothing:
+            return FlushOutcome(FlushResult.NOTHING_KEPT, "there is no cache")
         return FlushOutcome(FlushResult.FLUSHED if self.flushes else FlushResult.NOT_SUPPORTED)
 
     async def stats(self) -> EngineStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,14 +61,15 @@ def test_capabilities_has_every_field_of_the_specification(box: ApiBox) -> None:
     reply = box.client.get("/v1/capabilities")
     assert reply.headers["cache-control"] == "max-age=5"
     body = reply.json()
-    assert body["runnerType"].startswith("muster-")
+    assert body["runnerVersion"].startswith("muster-")
     assert body["runnerId"]
     loaded = {entry["id"]: entry for entry in body["models"]["loaded"]}["a"]
     assert loaded["quantization"] == "q8_0"
     assert loaded["contextLength"] >= 512
     assert loaded["loadedAt"] > 1_700_000_000
     assert loaded["gpuMemoryMB"] > 0
-    assert loaded["engine"] == "llamacpp"
+    assert re.fullmatch(r"llamacpp-\S+", loaded["engine"]), "the build that llama.cpp says it is"
+    assert body["runnerType"] == loaded["engine"]
     assert "/v1/chat/completions" in loaded["endpoints"]
     assert body["models"]["loading"] == []
     assert {"b", "team/c"} <= set(body["models"]["available"])
@@ -308,8 +310,10 @@ def test_llm_pools_admin_lists_loads_and_unloads_with_its_own_words(box: ApiBox)
     assert body["load_recommendations"]["kv_cache"]["recommended_pairs"][0]["gguf_type_k"] == "f16"
     listed = {entry["name"]: entry for entry in box.client.get("/v1/admin/models").json()["models"]}
     assert listed["team/c"].keys() == body.keys()
-    again = box.client.post(f"{path}/load", json={"gguf_n_ctx": 512, "verifiedOpToken": token})
-    assert (again.status_code, again.json()["detail"]["code"]) == (400, "invalid_load_request")
+    for context, expected in ((768, (200, None)), (512, (409, "load_conflict"))):
+        token = box.token(Operation.MODEL_LOAD, "team/c")
+        again = box.client.post(f"{path}/load", json={"gguf_n_ctx": context, "verifiedOpToken": token})
+        assert (again.status_code, again.json().get("detail", {}).get("code")) == expected
     memory = box.client.get("/v1/admin/gpu-memory").json()
     assert {"gpus", "models", "error"} == set(memory)
     gone = box.client.post(f"{path}/unload", json={"verifiedOpToken": box.token(Operation.MODEL_UNLOAD, "team/c")})

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from runner.engines.port import CHAT, Capabilities
 from runner.errors import (
     EngineError,
     InsufficientMemory,
+    LoadConflict,
     OperationInterrupted,
     OpTokenRefused,
     RunnerError,
@@ -287,6 +289,57 @@ async def test_a_refused_load_spends_its_token_and_says_why(tmp_path: Path) -> N
         assert (find(desk.parts, "a").state, desk.bench.engines) == (ModelState.UNLOADED, [])
 
 
+async def test_a_load_beyond_its_own_budget_names_the_budget_and_what_it_allows(desk: Desk) -> None:
+    with pytest.raises(InsufficientMemory) as refused:
+        await desk.load("a", gpuMemoryBudgetMB=1)
+    assert refused.value.details["freeMB"] == refused.value.details["gpuMemoryBudgetMB"] == 1
+    assert "its gpuMemoryBudgetMB allows 1 MiB, of " in refused.value.message
+
+
+OTHERWISE: list[tuple[dict[str, Any], dict[str, Any], dict[str, tuple[object, object]]]] = [
+    ({"maxContextLength": 1024}, {"maxContextLength": 512}, {"maxContextLength": (1024, 512)}),
+    ({}, {"maxContextLength": 512}, {"maxContextLength": (None, 512)}),
+    ({}, {"gpuMemoryBudgetMB": 900}, {"gpuMemoryBudgetMB": (None, 900)}),
+    ({}, {"quantization": "fp16"}, {"quantization": ("q8_0", "fp16")}),
+    ({}, {"overrides": {"gguf_type_k": "q8_0"}}, {"gguf_type_k": ("f16", "q8_0")}),
+    ({"overrides": {"target_inflight": 2}}, {"overrides": {"target_inflight": 3}}, {"target_inflight": (2, 3)}),
+]
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize(("first", "second", "differing"), OTHERWISE)
+async def test_a_load_of_a_model_that_is_there_otherwise_is_refused_with_what_is_in_force(
+    desk: Desk, first: dict[str, Any], second: dict[str, Any], differing: dict[str, tuple[object, object]], *, is_done: bool
+) -> None:
+    desk.bench.prepare = lambda engine: None if is_done else engine.may_load.clear()
+    reply = await desk.load("a", **first)
+    if is_done:
+        await desk.finish(reply)
+    with pytest.raises(LoadConflict) as refused:
+        await desk.load("a", **second)
+    found = refused.value.details["conflicts"]
+    assert isinstance(found, list)
+    assert {entry["name"]: (entry["inForce"], entry["asked"]) for entry in found} == differing
+    assert find(desk.parts, "a").state is (ModelState.LOADED if is_done else ModelState.LOADING)
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"maxContextLength": 1024}, {"maxContextLength": 1024}),
+        ({"maxContextLength": 1024, "gpuMemoryBudgetMB": 900}, {}),
+        ({}, {"quantization": "q8_0", "overrides": {"gguf_flash_attn": "auto", "target_inflight": 1, "replicas": 1}}),
+    ],
+)
+async def test_a_load_of_a_model_that_is_there_as_asked_for_changes_nothing(
+    desk: Desk, first: dict[str, Any], again: dict[str, Any]
+) -> None:
+    await desk.finish(await desk.load("a", **first))
+    reply = await desk.load("a", **again)
+    assert (reply.status, reply.body["alreadyLoaded"]) == (200, True)
+    assert [engine.steps.count("load") for engine in desk.bench.engines] == [1]
+
+
 async def test_a_load_that_cannot_be_written_down_is_not_begun(desk: Desk, tmp_path: Path) -> None:
     with full_disk(tmp_path), pytest.raises(Unavailable):
         await desk.load("a")
@@ -364,6 +417,25 @@ async def test_a_flush_that_names_a_model_leaves_the_others_alone(desk: Desk) ->
         assert isinstance(models, list)
         assert [entry["modelId"] for entry in models] == ["a"]
     assert [engine.steps.count("flush") for engine in desk.bench.engines] == [2, 0]
+
+
+@pytest.mark.parametrize("scope", [{"scope": "all"}, {"scope": "tenant", "tenantId": "t"}, {"scope": "tag", "tag": "s"}])
+async def test_an_engine_that_keeps_nothing_does_not_make_a_flush_incomplete(desk: Desk, scope: dict[str, str]) -> None:
+    def keep_nothing(engine: GatedEngine) -> None:
+        engine.capabilities = Capabilities((CHAT,), keeps_nothing=True)
+
+    await desk.finish(await desk.load("a"))
+    desk.bench.prepare = keep_nothing
+    await desk.finish(await desk.load("b"))
+    reply = await desk.flush(**scope)
+    models = reply.body["models"]
+    assert isinstance(models, list)
+    assert [entry["outcome"] for entry in models] == ["flushed", "nothing-kept"]
+    assert reply.body["flushed"] is True
+
+
+async def test_with_nothing_loaded_nothing_is_left_after_a_flush(desk: Desk) -> None:
+    assert (await desk.flush(scope="all")).body["flushed"] is True
 
 
 async def test_a_flush_of_everything_passes_over_a_model_that_goes_meanwhile(desk: Desk) -> None:

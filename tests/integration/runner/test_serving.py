@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -411,3 +412,25 @@ async def test_a_loaded_model_keeps_its_own_queue_when_a_server_lists_its_name(p
     parts.refresh_attached()
     await eventually(lambda: parts.pool.registry.ready_ids() == ["a", "alpha"], "beta is withdrawn")
     assert (model.queue, model.definition.backend, len(model.replicas)) == (queue, "gguf", 1)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "cache_mode", "is_told"),
+    [
+        (Capabilities((CHAT,), keeps_nothing=True), "auto", True),
+        (Capabilities((CHAT,), prefix_caching=True, isolates_tenants=True), "none", True),
+        (Capabilities((CHAT,), prefix_caching=True, isolates_tenants=True), "auto", False),
+        (Capabilities((CHAT,)), "none", False),
+        (Capabilities((CHAT,), is_remote=True), "auto", False),
+    ],
+)
+async def test_the_head_of_a_stream_says_that_nothing_is_reused_exactly_where_nothing_can_be(
+    parts: Parts, engine: ScriptedEngine, capabilities: Capabilities, cache_mode: Any, *, is_told: bool
+) -> None:
+    engine.handler = streamed(WORD, DONE)
+    find(parts, "alpha").replicas[0].supervisor.engine.capabilities = capabilities  # type: ignore[misc]  # of the attached server
+    request = replace(ask(stream=True), cache_mode=cache_mode, allow_remote=True)
+    async with parts.door.open(request) as answer:
+        told = {name: value for name, value in answer.headers.items() if name.startswith("x-cache-")}
+        assert told == ({"x-cache-hit": "false", "x-cache-tokens-reused": "0"} if is_told else {})
+        assert b": x-cache-hit=false; x-cache-tokens-reused=0;" in await read(answer)

@@ -35,6 +35,7 @@ from runner.errors import EngineError, EngineUnavailable, InvalidRequest, Modali
 from tests.integration.runner.engine_cases_vllm import CAUSE, QUESTION, contract_model, contract_plan, contract_python
 from tests.integration.runner.engine_suite import ask, assert_gone, chat_call, first_bytes, openai_cached_tokens, wait_until
 from tests.integration.runner.processes import eventually
+from tests.integration.runner.vllm_contract import VERSION
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -335,4 +336,9 @@ async def test_a_model_that_embeds_offers_that_alone(tmp_path: Path) -> None:
         assert await ask(engine, Call("POST", EMBEDDINGS, {"content-type": "application/json"}, body))
         with pytest.raises(ModalityUnsupported):
             await ask(engine, replace(CALL, path=CHAT))
-        assert (await engine.flush(FlushRequest(FlushScope.ALL))).result is FlushResult.NOT_SUPPORTED
+        assert (await engine.flush(FlushRequest(FlushScope.ALL))).result is FlushResult.NOTHING_KEPT
+
+
+async def test_the_server_says_which_version_it_is(tmp_path: Path) -> None:
+    async with loaded(tmp_path) as engine:
+        assert engine.capabilities.version == VERSION

@@ -23,6 +23,7 @@ from typing import Any
 
 from aiohttp import web
 
+VERSION = "0.32.0"
 BLOCK = 16
 CONTEXT = 512
 TOKEN_S = 0.005
@@ -113,7 +114,8 @@ class Server:
     def routes(self) -> list[web.RouteDef]:
         answer, control = self._answer, self._control
         return [
-            web.get("/health", self._health), web.get("/metrics", self._metrics), web.get("/v1/models", self._models),
+            web.get("/health", self._health), web.get("/version", self._version), web.get("/metrics", self._metrics),
+            web.get("/v1/models", self._models),
             web.post("/v1/chat/completions", answer), web.post("/v1/completions", answer), web.post("/v1/responses", answer),
             web.post("/v1/messages", answer), web.post("/v1/embeddings", answer), web.post("/tokenize", self._tokenize),
             web.post("/reset_prefix_cache", control), web.post("/sleep", control), web.post("/wake_up", control),
@@ -131,6 +133,9 @@ class Server:
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=503 if self.worker.poll() is not None else 200)
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"version": VERSION})
 
     async def _seen(self, _request: web.Request) -> web.Response:
         return web.json_response(self.seen)

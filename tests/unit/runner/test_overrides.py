@@ -18,6 +18,7 @@ from runner.definitions.kinds import MAX_INTEGER
 from runner.definitions.overrides import (
     check_overrides,
     check_quantization,
+    find_conflicts,
     load_constraints,
     load_recommendations,
     make_plan,
@@ -479,3 +480,31 @@ def test_a_gguf_load_may_repeat_the_quantisation_that_listings_show_and_not_anot
         check_quantization(plan, "q4_k_m")
     with pytest.raises(InvalidLoadRequest, match="quantization"):
         check_overrides(definition, {"quantization": "q8 0; rm"})
+
+
+IN_FORCE: list[tuple[Backend, dict[str, object], dict[str, object], set[str]]] = [
+    ("gguf", {}, {}, set()),
+    ("gguf", {}, {"maxContextLength": 4096}, set()),
+    ("gguf", {}, {"maxContextLength": 2048}, {"gguf_n_ctx"}),
+    ("gguf", {"maxContextLength": 2048}, {"gguf_n_ctx": 2048}, set()),
+    ("gguf", {}, {"gguf_type_k": "f16", "gguf_flash_attn": "auto", "replicas": 1}, set()),
+    ("gguf", {}, {"quantization": "q8_0"}, set()),
+    ("gguf", {}, {"quantization": "fp16"}, {"quantization"}),
+    ("gguf", {"gpuMemoryBudgetMB": 100}, {"gpuMemoryBudgetMB": 100}, set()),
+    ("gguf", {"gpuMemoryBudgetMB": 100}, {"gpuMemoryBudgetMB": 200, "replicas": 2}, {"gpuMemoryBudgetMB", "replicas"}),
+    ("vllm", {"vllm_max_pixels": 200704}, {"vllm_max_pixels": None}, {"vllm_max_pixels"}),
+    ("vllm", {"vllm_max_pixels": None}, {"vllm_max_pixels": None}, set()),
+    ("exllamav3", {"maxContextLength": 512}, {"maxContextLength": 512}, set()),
+    ("exllamav3", {"maxContextLength": 512}, {"maxContextLength": 1024}, {"maxContextLength"}),
+    ("ct2", {"quantization": "fp16"}, {"quantization": "bf16"}, {"quantization"}),
+]
+
+
+@pytest.mark.parametrize(("backend", "loaded", "asked", "differing"), IN_FORCE)
+def test_a_second_load_differs_in_what_it_names_and_what_is_otherwise_in_force(
+    backend: Backend, loaded: dict[str, object], asked: dict[str, object], differing: set[str]
+) -> None:
+    definition = model(backend, replica_max=2)
+    wanted = check_overrides(definition, asked)
+    found = find_conflicts(plan_of(definition, loaded), wanted, replicas=1, context_tokens=4096, files="Q8_0")
+    assert found.keys() == differing
