@@ -5,6 +5,7 @@ Label values are bounded: models are the owner's, tenants are counted by name up
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import psutil
@@ -12,6 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from runner import AGENT_VERSION
+from runner.engines.exposition import show_series
+from runner.engines.port import MetricsSource
 from runner.errors import RunnerError
 from runner.parts import MIB, Parts
 from runner.pool import Model, ModelState
@@ -27,21 +30,36 @@ _PREFIX = "muster_runner"
 async def write_metrics(parts: Parts, accept: str) -> tuple[bytes, str]:
     """Return the metrics and their content type, in the format that ``accept`` asks for."""
     reading = await parts.look()
+    engines = await _read_engines(parts.pool.registry.models)
     try:
         spending = await parts.costs.summary()
     except RunnerError:  # the ledger is out of order, which must not blind whoever looks after the box
         spending = None
     encode, content_type = choose_encoder(accept)
-    return encode(_Collector(parts, reading, spending)), content_type
+    return encode(_Collector(parts, reading, spending, engines)), content_type
+
+
+async def _read_engines(models: list[Model]) -> list[Metric]:
+    """Return what the engines of loaded models count; all are asked at once, and one that is late is left out."""
+    asked = [
+        (model.model_id, index, engine)
+        for model in models
+        if model.is_ready
+        for index, replica in enumerate(model.replicas)
+        if isinstance(engine := replica.supervisor.engine, MetricsSource)
+    ]
+    texts = await asyncio.gather(*(engine.read_metrics() for _, _, engine in asked))
+    return show_series((model, index, text) for (model, index, _), text in zip(asked, texts, strict=True))
 
 
 class _Collector:
     """What ``prometheus_client`` writes out."""
 
-    def __init__(self, parts: Parts, reading: Reading, spending: CostSummary | None) -> None:
+    def __init__(self, parts: Parts, reading: Reading, spending: CostSummary | None, engines: list[Metric]) -> None:
         self._parts = parts
         self._reading = reading
         self._spending = spending
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family."""
@@ -54,6 +72,7 @@ class _Collector:
         yield from _operations(self._parts)
         if self._spending is not None:
             yield from _money(self._spending)
+        yield from self._engines
         info = GaugeMetricFamily(f"{_PREFIX}_info", "Which program this is", labels=["version", "runner_id"])
         info.add_metric([AGENT_VERSION, self._parts.governance.runner_id], 1)
         yield info

@@ -89,6 +89,14 @@ class HttpServer:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"{path} was not answered: {error}") from None
 
+    async def read_metrics(self) -> str:
+        """Return ``/metrics`` as text, empty when it is not answered with 200 in time."""
+        try:
+            status, text = await self.ask("GET", "/metrics")
+        except EngineError:
+            return ""
+        return text.decode("utf-8", "replace") if status == 200 else ""
+
     async def check(self, path: str = "/health") -> Health:
         """Ask ``path`` once: 200 is health, another answer or none in time is silence, no connection is unreachable."""
         try:

@@ -130,6 +130,10 @@ class LlamaServer:
         except EngineError:
             return EngineStats()
 
+    async def read_metrics(self) -> str:
+        """Return the server's ``/metrics``, an empty text when they do not come; a router's would be of another model."""
+        return await self._server.read_metrics() if self._is_loaded and self._router is None else ""
+
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a call, pinned to a slot of its tenant's where the server keeps slots apart.

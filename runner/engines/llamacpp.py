@@ -140,6 +140,10 @@ class LlamaCpp:
             return EngineStats()
         return replace(stats, kv_bytes=self._kv_bytes, weights_bytes=self._weights_bytes)
 
+    async def read_metrics(self) -> str:
+        """Return llama.cpp's ``/metrics``, an empty text when they do not come."""
+        return await self._server.read_metrics() if self._child.is_running else ""
+
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a call, pinned to a slot of its tenant's where it generates. Raises aiohttp.ClientError, OSError."""

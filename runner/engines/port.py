@@ -20,7 +20,7 @@ from runner.definitions.plan import LoadPlan, Progress, Report
 __all__ = [
     "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "POOL_RESPONSES", "RESPONSES", "TOKENIZE", "TRANSCRIPTIONS",
     "CacheMode", "Call", "Capabilities", "Engine", "EngineStats", "FlushOutcome", "FlushRequest", "FlushResult", "FlushScope",
-    "Health", "LoadPlan", "Priority", "Progress", "Report", "TokenCounter",
+    "Health", "LoadPlan", "MetricsSource", "Priority", "Progress", "Report", "TokenCounter",
 ]  # fmt: skip
 
 CHAT = "/v1/chat/completions"
@@ -220,3 +220,11 @@ class TokenCounter(Protocol):
         ``fields`` are the members of a chat completion's body, or have a text as ``prompt`` in place of ``messages``.
         Raises InvalidRequest when the engine does not accept them, and EngineError when it does not answer within a minute.
         """
+
+
+@runtime_checkable
+class MetricsSource(Protocol):
+    """An engine that counts on its own what the runner cannot see from outside, such as the time to the first token."""
+
+    async def read_metrics(self) -> str:
+        """Return its metrics in Prometheus' text format, an empty text when it does not answer in time. Never raises."""

@@ -181,6 +181,10 @@ class TgiEngine:
             kv_used_tokens=samples.count("tgi_batch_current_max_tokens"),
         )
 
+    async def read_metrics(self) -> str:
+        """Return TGI's ``/metrics``, an empty text when they do not come."""
+        return await self._server.read_metrics() if self._is_loaded else ""
+
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request. Raises aiohttp.ClientError, OSError, and RequestRefused for an error answer in TGI's own shape."""

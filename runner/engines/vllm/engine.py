@@ -174,6 +174,10 @@ class VllmEngine:
         except EngineError:
             return EngineStats()
 
+    async def read_metrics(self) -> str:
+        """Return vLLM's ``/metrics``, an empty text when they do not come."""
+        return "" if self._server is None else await self._server.read_metrics()
+
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request under the salt and priority of its tenant. Raises aiohttp.ClientError, OSError, RequestRefused."""

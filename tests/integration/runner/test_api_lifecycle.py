@@ -285,6 +285,8 @@ def test_metrics_are_prometheus_text_with_the_names_of_the_specification(box: Ap
     assert {"vllm_cache_hit_rate", "vllm_queue_depth", "vllm_gpu_memory_used", "vllm_inference_duration_seconds"} <= set(
         families
     )
+    mine = [s for s in families["llamacpp:tokens_predicted"].samples if s.labels == {"model": "a", "replica": "0"}]
+    assert [sample.value > 0 for sample in mine] == [True], "what the engine counts itself"
     durations = [s for s in families["vllm_inference_duration_seconds"].samples if s.name.endswith("_count")]
     assert all(sample.value >= 1 for sample in durations if sample.labels == {"model": "a"})
     held = {s.labels["kind"]: s.value for s in families["muster_runner_model_memory_bytes"].samples if s.labels["model"] == "a"}

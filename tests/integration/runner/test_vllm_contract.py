@@ -16,6 +16,7 @@ import aiohttp
 import psutil
 import pytest
 
+from runner.engines.exposition import show_series
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -342,3 +343,21 @@ async def test_a_model_that_embeds_offers_that_alone(tmp_path: Path) -> None:
 async def test_the_server_says_which_version_it_is(tmp_path: Path) -> None:
     async with loaded(tmp_path) as engine:
         assert engine.capabilities.version == VERSION
+
+
+async def test_its_own_series_are_shown_as_those_of_the_model(tmp_path: Path) -> None:
+    async with loaded(tmp_path) as engine:
+        await ask(engine, CALL)
+        shown = {family.name: family for family in show_series([("tiny", 0, await engine.read_metrics())])}
+        first_token = shown["vllm:time_to_first_token_seconds"]
+        assert first_token.type == "histogram"
+        assert {(sample.name.rpartition("_")[2], sample.labels.get("le")): sample.value for sample in first_token.samples} == {
+            ("bucket", "0.001"): 0.0, ("bucket", "+Inf"): 1.0, ("count", None): 1.0, ("sum", None): 0.5,
+        }  # fmt: skip
+        assert [(s.labels, s.value) for s in shown["vllm:num_preemptions"].samples] == [
+            ({"model": "tiny", "replica": "0", "engine": "0"}, 3.0)
+        ]
+        assert shown["vllm:request_success"].samples[0].labels["finished_reason"] == "stop"
+        assert "vllm:num_requests_waiting" in shown
+        assert "vllm:num_preemptions_created" not in shown
+    assert await engine.read_metrics() == ""

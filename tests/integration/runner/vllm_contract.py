@@ -254,6 +254,21 @@ class Server:
             f"vllm:prefix_cache_queries_total{{{labels}}} {float(self.queried)}\n"
             f"vllm:prefix_cache_hits_total{{{labels}}} {float(self.hit)}\n"
             f"vllm:cache_config_info{{{config}}} 1.0\n"
+            "# HELP vllm:num_preemptions_total Cumulative number of preemption from the engine.\n"
+            "# TYPE vllm:num_preemptions_total counter\n"
+            f"vllm:num_preemptions_total{{{labels}}} 3.0\n"
+            "# HELP vllm:num_preemptions_created Cumulative number of preemption from the engine.\n"
+            "# TYPE vllm:num_preemptions_created gauge\n"
+            f"vllm:num_preemptions_created{{{labels}}} 1.7e+09\n"
+            "# HELP vllm:request_success_total Count of successfully processed requests.\n"
+            "# TYPE vllm:request_success_total counter\n"
+            f'vllm:request_success_total{{{labels},finished_reason="stop"}} {float(len(self.seen))}\n'
+            "# HELP vllm:time_to_first_token_seconds Histogram of time to first token in seconds.\n"
+            "# TYPE vllm:time_to_first_token_seconds histogram\n"
+            f'vllm:time_to_first_token_seconds_bucket{{{labels},le="0.001"}} 0.0\n'
+            f'vllm:time_to_first_token_seconds_bucket{{{labels},le="+Inf"}} {float(len(self.seen))}\n'
+            f"vllm:time_to_first_token_seconds_count{{{labels}}} {float(len(self.seen))}\n"
+            f"vllm:time_to_first_token_seconds_sum{{{labels}}} 0.5\n"
         )
         return web.Response(text=text)
 
