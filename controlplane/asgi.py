@@ -22,9 +22,10 @@ from channels.auth import AuthMiddlewareStack
 from channels.routing import ProtocolTypeRouter, URLRouter
 from channels.security.websocket import AllowedHostsOriginValidator
 from django.db import Error as DatabaseFailure
-from django.urls import path
+from django.urls import path, re_path
 
 from controlplane.live import TRY_AGAIN_LATER, BoxConsumer, OperationConsumer, OverviewConsumer
+from gateway.refusing import refuse_unknown_socket
 
 Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open
 AsgiApplication = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
@@ -62,23 +63,23 @@ def turn_away_without_database(application: AsgiApplication) -> AsgiApplication:
     return guarded
 
 
+def for_operators(consumer: AsgiApplication) -> AsgiApplication:
+    """Return a page's socket behind everything that says who may open it."""
+    guarded: AsgiApplication = AllowedHostsOriginValidator(turn_away_without_database(AuthMiddlewareStack(consumer)))
+    return isolate_threads(guarded)
+
+
+# The path is looked at first: one that does not exist is 404 for everybody.
 application = ProtocolTypeRouter(
     {
         "http": _http_application,
-        "websocket": isolate_threads(
-            AllowedHostsOriginValidator(
-                turn_away_without_database(
-                    AuthMiddlewareStack(
-                        URLRouter(
-                            [
-                                path("ws/overview", OverviewConsumer.as_asgi()),
-                                path("ws/nodes/<uuid:node_id>", BoxConsumer.as_asgi()),
-                                path("ws/operations/<uuid:operation_id>", OperationConsumer.as_asgi()),
-                            ]
-                        )
-                    )
-                ),
-            )
+        "websocket": URLRouter(
+            [
+                path("ws/overview", for_operators(OverviewConsumer.as_asgi())),
+                path("ws/nodes/<uuid:node_id>", for_operators(BoxConsumer.as_asgi())),
+                path("ws/operations/<uuid:operation_id>", for_operators(OperationConsumer.as_asgi())),
+                re_path("(?s:.*)", refuse_unknown_socket),
+            ]
         ),
     }
 )

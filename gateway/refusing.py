@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from gateway.client import ClientConnection, Header
+from gateway.client import ClientConnection, Header, Receive, Scope, Send
 from gateway.dialects import Surface
-from gateway.errors import GatewayError
+from gateway.dialects.surface import DEFAULT_SURFACE
+from gateway.errors import GatewayError, RouteNotFound
 from gateway.values import InferenceRequest
 
 
@@ -37,3 +38,18 @@ def send_error(client: ClientConnection, surface: Surface, error: GatewayError, 
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     client.respond(error.status, headers, surface.render_error(error, request_id))
+
+
+async def refuse_unknown_socket(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer an upgrade on a path that has no socket with 404, as an ASGI application.
+
+    A server without ASGI's extension for it can only turn the upgrade away (403).
+    """
+    await receive()  # the upgrade itself
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close"})
+        return
+    error = RouteNotFound("There is no WebSocket at this path. Nodes connect to /v1/worker/connect of a gateway.")
+    head = [(b"content-type", b"application/json")]
+    await send({"type": "websocket.http.response.start", "status": error.status, "headers": head})
+    await send({"type": "websocket.http.response.body", "body": DEFAULT_SURFACE.render_error(error, "")})

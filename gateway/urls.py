@@ -14,6 +14,7 @@ from django.urls import URLPattern, re_path
 from gateway.client import HeaderView, Receive, Scope, Send
 from gateway.cors import is_preflight
 from gateway.dialects import SURFACES
+from gateway.refusing import refuse_unknown_socket
 from gateway.runtime import GatewayRuntime
 from gateway.views.admin import AdminViews
 from gateway.views.base import Application, Handler, make_endpoint, make_preflight
@@ -54,7 +55,7 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
         _route("(?s:.*)", everything),
     ]
     preflight = make_preflight(runtime) if settings.CORS_ORIGINS else None
-    sockets = [_route("v1/worker/connect", runtime.workers)]
+    sockets = [_route("v1/worker/connect", runtime.workers), _route("(?s:.*)", refuse_unknown_socket)]
     return ProtocolTypeRouter(
         {"http": _ExactFirstRouter(http, exact=inference, preflight=preflight), "websocket": URLRouter(sockets)}
     )

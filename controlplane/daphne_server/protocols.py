@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from typing import Any
 
+from autobahn.websocket.types import ConnectionDeny
 from daphne.http_protocol import HTTPFactory, WebRequest
 from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol
 
@@ -108,6 +110,16 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
         """Let whoever waits at the gate go: the client left."""
         self.gate.stopProducing()
         super().connectionLost(reason)
+
+    def handle_reply(self, message: dict[str, Any]) -> None:
+        """Take a message of the application; stock Daphne knows no answer to an upgrade but 101, 403 and 500."""
+        if message["type"] != "websocket.http.response.start":
+            super().handle_reply(message)
+            return
+        handshake = self.handshake_deferred
+        del self.handshake_deferred
+        handshake.errback(ConnectionDeny(code=message["status"], reason=HTTPStatus(message["status"]).phrase))
+        self.server.protocol_disconnected(self)
 
     def serverClose(self, code: int | None = None) -> None:  # noqa: N802  # Daphne's interface
         """Close as the application says. Stock Daphne raises for codes of the protocol itself, such as 1013, and stays open."""

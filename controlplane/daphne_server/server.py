@@ -81,6 +81,8 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         is_socket = scope["type"] == "websocket"
         inbox: asyncio.Queue[dict[str, Any]] = PausingQueue(protocol.transport) if is_socket else asyncio.Queue()
         scope.setdefault("asgi", {"version": "3.0"})
+        if is_socket:
+            scope.setdefault("extensions", {})["websocket.http.response"] = {}
         application = self.application(scope=scope, receive=inbox.get, send=partial(self.handle_reply, protocol))
         self.connections[protocol]["application_instance"] = asyncio.ensure_future(application)
         return inbox

@@ -13,11 +13,16 @@ CHUNK = b"x" * 16384
 
 
 async def application(scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-    """Route by path: /endless, /slow, /sleep, /echo."""
+    """Route by path: /endless, /slow, /sleep, /echo; a socket at /nowhere is answered with 404."""
     if scope["type"] == "http":
         await answer(scope["path"], receive, send)
     elif scope["type"] == "websocket":
         await receive()
+        if scope["path"] == "/nowhere":
+            assert "websocket.http.response" in scope["extensions"]
+            await send({"type": "websocket.http.response.start", "status": 404, "headers": []})
+            await send({"type": "websocket.http.response.body", "body": b"{}"})
+            return
         await send({"type": "websocket.accept"})
         await (push_endlessly(send) if scope["path"] == "/endless" else read_slowly(receive))
 

@@ -141,3 +141,13 @@ async def test_the_state_of_a_box_is_for_those_who_may_see_its_page(who: str) ->
 
     assert not connected
     await page.disconnect(timeout=30)
+
+
+@pytest.mark.parametrize("path", ["/ws/nothing", "/ws/nodes/not-an-id", "/", "/nodes/connect"])
+@pytest.mark.parametrize("origin", ["http://localhost:8000", ""])
+async def test_an_unknown_socket_path_is_not_found_wherever_it_is_asked_from(path: str, origin: str) -> None:
+    page = socket(origin=origin, path=path)
+    page.scope["extensions"] = {"websocket.http.response": {}}
+    await page.send_input({"type": "websocket.connect"})
+    started = await page.receive_output(timeout=30)
+    assert (started["type"], started["status"]) == ("websocket.http.response.start", 404)

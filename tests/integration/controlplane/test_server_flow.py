@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from tests.contract.waiting import wait_until
@@ -159,6 +159,14 @@ def test_a_stop_closes_sockets_with_going_away(tmp_path: Path) -> None:
             client.recv(timeout=30)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1001
+
+
+def test_an_application_may_answer_an_upgrade_with_a_status_of_its_own(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        with pytest.raises(InvalidStatus) as caught, connect(f"ws://127.0.0.1:{server.port}/nowhere", open_timeout=30):
+            pass
+        assert caught.value.response.status_code == 404
+        assert get(server, "/echo").endswith(b"read 0")
 
 
 def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:

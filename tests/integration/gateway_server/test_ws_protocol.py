@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,9 +13,11 @@ import pytest
 import uvicorn
 import websockets
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
+from gateway.refusing import refuse_unknown_socket
 from nodes.links.outbox import Outbox
 from tests.integration.gateway_server.serving import run_server
 
@@ -180,3 +183,15 @@ async def test_a_close_reaches_the_worker_with_code_and_reason(code: int) -> Non
         with pytest.raises(websockets.ConnectionClosed):
             await client.recv()
         assert (client.close_code, client.close_reason) == (code, "why")
+
+
+async def test_an_unknown_socket_path_is_not_found_in_the_words_of_the_api() -> None:
+    async with serve(refuse_unknown_socket) as url:
+        with pytest.raises(InvalidStatus) as caught:
+            async with dial(url):
+                pass
+    response = caught.value.response
+    assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
+    error = json.loads(response.body)["error"]
+    assert (error["code"], error["retryable"]) == ("NOT_FOUND", False)
+    assert "/v1/worker/connect" in error["message"]
