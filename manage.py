@@ -6,9 +6,12 @@ from __future__ import annotations
 import os
 import sys
 
+from controlplane.env import report_setting_errors
+
 
 def main() -> None:
     """Run one management command."""
+    report_setting_errors()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     from django.core.management import execute_from_command_line
 

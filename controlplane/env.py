@@ -6,7 +6,9 @@ Standard library only: the launcher uses it before anything is installed.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import TracebackType
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 _BOUNDS = {
@@ -17,10 +19,32 @@ _BOUNDS = {
     "tcp_user_timeout": "10000",
 }
 """libpq's, in seconds, the last in milliseconds: a server or network that is gone must not hang us. The URL may differ."""
+LOG_LEVELS = {
+    "trace": "DEBUG",
+    "debug": "DEBUG",
+    "info": "INFO",
+    "warn": "WARNING",
+    "warning": "WARNING",
+    "error": "ERROR",
+    "critical": "CRITICAL",
+}
+"""Words for a log level, in any case, and what Python calls each. ``runner.config.options`` has the same for a node."""
 
 
 class SettingError(ValueError):
     """A variable holds something that cannot be used; the text says which and what would do."""
+
+
+def report_setting_errors() -> None:
+    """Let a process that a SettingError ends say one line instead of a traceback. Entry points call it before settings load."""
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, SettingError):
+            sys.stderr.write(f"muster: {error}\n")
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = report
 
 
 def read_text(name: str, default: str = "") -> str:
@@ -75,6 +99,17 @@ def read_bool(name: str, *, default: bool) -> bool:
     if raw in {"0", "false", "no", "off"}:
         return False
     raise SettingError(f"{name} must be one of 1/true/yes/on or 0/false/no/off, not {raw!r}")
+
+
+def read_log_level(name: str, default: str = "INFO") -> str:
+    """Return Python's name of the log level in the variable. Raises SettingError."""
+    raw = read_text(name).strip()
+    if not raw:
+        return default
+    level = LOG_LEVELS.get(raw.lower())
+    if level is None:
+        raise SettingError(f"{name} must be one of {', '.join(LOG_LEVELS)}, not {raw!r}")
+    return level
 
 
 def read_list(name: str, default: list[str] | None = None) -> list[str]:

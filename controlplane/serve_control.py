@@ -10,6 +10,8 @@ import logging
 import os
 import sys
 
+from controlplane.env import report_setting_errors
+
 DESCRIPTION = "Serve Muster's control plane: the operators' pages and the REST API."
 MAX_SOCKET_MESSAGE_BYTES = 64 * 1024
 """Operators' pages send nothing; this only bounds what a broken one could."""
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns 0 after a stop that was asked for, 1 when the address cannot be used."""
     arguments = read_arguments(argv)
+    report_setting_errors()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     from controlplane.daphne_server import FlowControlledServer  # chooses the reactor, so it comes before Django
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
+from controlplane.env import report_setting_errors
+
 
 def main() -> None:
     """Parse the command line, set Django up, serve."""
@@ -12,6 +14,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8080)
     arguments = parser.parse_args()
+    report_setting_errors()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     import django
 

@@ -12,11 +12,15 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
+from controlplane.env import read_log_level, report_setting_errors
+
+report_setting_errors()
 # The control plane runs Django's checks at its start. Here they would load every URL and page just to look at them.
 os.environ.setdefault("CELERY_SKIP_CHECKS", "1")
 
-from celery import bootsteps
+from celery import bootsteps, signals
 from celery.apps.worker import Worker
 from celery.beat import Scheduler, Service
 
@@ -81,18 +85,22 @@ class ReconcilerStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery s
 def main(argv: list[str]) -> int:
     """Run until SIGTERM. Tasks are short and few, so two threads do: no second copy of Django in memory."""
     parser = argparse.ArgumentParser(prog="python -m controlplane.serve_worker", description="Run Muster's background work.")
-    parser.parse_args(argv)
+    parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write the process id here once tasks are taken")
+    ready_file: Path | None = parser.parse_args(argv).ready_file
     app.steps["worker"].add(BeatThread)
     app.steps["worker"].add(ReconcilerStep)
     worker = app.Worker(
         hostname=f"worker@{os.uname().nodename}",
         pool="threads",
         concurrency=2,
-        loglevel=os.environ.get("MUSTER_LOG_LEVEL", "INFO").upper(),
+        loglevel=read_log_level("MUSTER_LOG_LEVEL"),
         without_gossip=True,
         without_mingle=True,
         without_heartbeat=True,
     )
+    if ready_file is not None:
+        # Strongly held: Celery keeps only a weak reference to a receiver unless told otherwise.
+        signals.worker_ready.connect(lambda **_: ready_file.write_text(f"{os.getpid()}\n", encoding="ascii"), weak=False)
     worker.start()
     return int(worker.exitcode or 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from django.templatetags.static import static
 
-from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_text
+from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_log_level, read_text
 from gateway.values import Limits, Timeouts
 from governance.states import ApprovalState, RunState
 from nodes.states import HealthPolicy, SocketPolicy
@@ -211,7 +211,7 @@ LOGGING = {
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "root": {"handlers": ["stderr"], "level": read_text("MUSTER_LOG_LEVEL", "INFO").upper()},
+    "root": {"handlers": ["stderr"], "level": read_log_level("MUSTER_LOG_LEVEL")},
     # uvicorn logs the query string of worker sockets, where a legacy worker puts its secret.
     "loggers": {
         "uvicorn.error": {"level": "WARNING"},

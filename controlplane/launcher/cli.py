@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from controlplane.env import SettingError
 from controlplane.launcher import environment
 from controlplane.launcher.console import complain
 from controlplane.launcher.errors import LauncherError
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, rest = _parse(arguments)
         return int(options.run(options, rest, arguments))
-    except LauncherError as error:
+    except (LauncherError, SettingError) as error:
         complain(str(error))
         return 1
     except KeyboardInterrupt:

@@ -32,7 +32,10 @@ class PartSpec:
 
 @dataclass(slots=True)
 class Part:
-    """A part with its process. ``restart_at`` (monotonic) is set while it is down and waits for its next start."""
+    """A part with its process. ``restart_at`` (monotonic) is set while it is down and waits for its next start.
+
+    ``late_said_at`` (monotonic): when the person was last told that it is not ready yet.
+    """
 
     spec: PartSpec
     log_path: Path
@@ -40,6 +43,7 @@ class Part:
     process: subprocess.Popen[bytes] | None = None
     identity: str = ""
     started_at: float = 0.0
+    late_said_at: float = 0.0
     is_ready: bool = False
     restart_at: float | None = None
 
@@ -50,7 +54,7 @@ class Part:
         with open_log(self.log_path) as log:
             self.process = spawn(self.spec.command(), log)
         self.identity = identify(self.process.pid) or ""
-        self.started_at = time.monotonic()
+        self.started_at = self.late_said_at = time.monotonic()
         self.is_ready = False
         self.restart_at = None
 

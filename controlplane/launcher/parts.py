@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from controlplane.env import read_text
+from controlplane.env import read_float, read_text
 from controlplane.launcher import readiness
 from controlplane.launcher.credentials import Credentials
 from controlplane.launcher.embedded import EmbeddedServer, Postgres, Valkey
@@ -21,19 +22,23 @@ RUN_ID_VARIABLE = "MUSTER_RUN_ID"
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # only translated
 # The C allocator otherwise keeps up to eight arenas per core, each with memory that no other thread can use.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
-# A box must not hold what only the control plane may know.
-_NOT_FOR_THE_NODE = {
-    name + suffix
-    for name in (
-        "DATABASE_URL",
-        "REDIS_URL",
-        "MUSTER_SECRET_KEY",
-        "MUSTER_CLUSTER_SECRET",
-        "MUSTER_LOG_KEY",
-        "MUSTER_MAIL_PASSWORD",
-    )
-    for suffix in ("", "_FILE")
-}
+_NOT_FOR_THE_NODE = (
+    *("MUSTER_", "DATABASE_URL", "REDIS_URL", "DJANGO_"),
+    *("MODEL_BASE_PATH", "VERIFIED_OP_TOKEN_", "OP_TOKEN_", "MAX_QUEUE_DEPTH", "QUEUE_TIMEOUT_MS", "ENABLE_", "METRICS_PORT"),
+    *("DEFAULT_RATE_LIMIT", "TENANT_", "LOG_LEVEL", "LOG_FORMAT", "LLM_POOL_"),
+)
+"""Beginnings of variables of the shell that the local node does not get: what only the control plane may know, and what the
+person set for another node. Either would have it serve other models, join another group or obey other people. Variables of the
+machine and its engines (``CUDA_VISIBLE_DEVICES``, ``HF_HOME``, proxies) go through. A test compares
+this with what a runner reads."""
+FOR_THE_NODE = (
+    "MUSTER_LOG_LEVEL",
+    "MUSTER_OFFLINE_AFTER_S",
+    "MUSTER_RUNNER_DRAIN_S",
+    "MUSTER_OPS_PER_HOUR",
+    "MUSTER_VLLM_PYTHON",
+)
+"""What the local node takes from the shell all the same: settings of the installation and of this machine."""
 TINY_MODEL = ROOT / "runner" / "tiny" / "muster-tiny-q8_0.gguf"
 
 
@@ -161,25 +166,21 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
         name="gateway" if index == 0 else f"gateway-{index + 1}",
         command=lambda: _python(["-m", "controlplane.serve_gateway", *arguments], environment),
         is_ready=lambda _pid: readiness.answers_ok(where.near_host, port, "/health"),
-        # Streams in flight may finish: the gateway's own grace period (MUSTER_SHUTDOWN_GRACE_S) and a little more.
-        stop_deadline_s=float(environment.get("MUSTER_SHUTDOWN_GRACE_S") or 30.0) + 5.0,
+        # Streams in flight may finish: the gateway's own grace period and a little more.
+        stop_deadline_s=read_gateway_grace_s() + 5.0,
     )
 
 
 def worker_spec(installation: Installation) -> PartSpec:
     """Return the Celery worker with beat inside it."""
-    log_path = installation.place.logs / "worker.log"
-    logged_before = 0
-
-    def mark_log() -> None:
-        nonlocal logged_before
-        logged_before = log_path.stat().st_size if log_path.exists() else 0
-
+    ready_file = installation.place.run / "worker.ready"
+    arguments = ["-m", "controlplane.serve_worker", "--ready-file", str(ready_file)]
     return PartSpec(
         name="worker",
-        command=lambda: _python(["-m", "controlplane.serve_worker"], installation.pageless_environment()),
-        is_ready=lambda _pid: readiness.log_says(log_path, "ready.", since=logged_before),
-        before_start=mark_log,
+        command=lambda: _python(arguments, installation.pageless_environment()),
+        is_ready=lambda pid: readiness.names_process(ready_file, pid),
+        # Its id may come again after a reboot, and this file with it.
+        before_start=lambda: ready_file.unlink(missing_ok=True),
         stop_deadline_s=15.0,
     )
 
@@ -191,12 +192,17 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
     # Named outright: with a folder of models beside it, the runner would begin with none.
     arguments += ["--model-path", str(TINY_MODEL), "--model-name", credentials.model]
     arguments += ["--threads", str(max(1, min(2, (os.cpu_count() or 1) - 1))), "--data", str(place.node)]
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_THE_NODE}
-    environment["MODEL_BASE_PATH"] = str(place.models)
-    # The credential goes by variable: a command line is there for everybody to read.
-    environment |= {**_ALLOCATOR, "MUSTER_TOKEN": credentials.local_node_token, "PYTHONUNBUFFERED": "1"}
-    environment[RUN_ID_VARIABLE] = installation.run_id
-    drain_s = float(environment.setdefault("MUSTER_RUNNER_DRAIN_S", "10"))
+    drain_s = read_node_drain_s()
+    environment = {
+        **_ALLOCATOR,
+        **node_environment(os.environ),
+        "MODEL_BASE_PATH": str(place.models),
+        # The credential goes by variable: a command line is there for everybody to read.
+        "MUSTER_TOKEN": credentials.local_node_token,
+        "MUSTER_RUNNER_DRAIN_S": str(drain_s),
+        RUN_ID_VARIABLE: installation.run_id,
+        "PYTHONUNBUFFERED": "1",
+    }
     return PartSpec(
         name="node",
         command=lambda: _python(arguments, environment),
@@ -205,6 +211,21 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
         ),
         stop_deadline_s=drain_s + 5.0,
     )
+
+
+def node_environment(shell: Mapping[str, str]) -> dict[str, str]:
+    """Return what the local node gets of the variables of the shell."""
+    return {name: value for name, value in shell.items() if name in FOR_THE_NODE or not name.startswith(_NOT_FOR_THE_NODE)}
+
+
+def read_node_drain_s() -> float:
+    """Return how long the local node finishes what runs when it is stopped. Raises SettingError."""
+    return read_float("MUSTER_RUNNER_DRAIN_S", 10.0, minimum=0.05)
+
+
+def read_gateway_grace_s() -> float:
+    """Return how long a gateway finishes what runs when it is stopped. Raises SettingError."""
+    return read_float("MUSTER_SHUTDOWN_GRACE_S", 30.0)
 
 
 def bootstrap_command(installation: Installation) -> Command:

@@ -7,8 +7,6 @@ import socket
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-from controlplane.launcher.logs import read_tail
-
 _TIMEOUT_S = 1.0
 _LARGEST_ANSWER_BYTES = 1024 * 1024
 
@@ -52,9 +50,12 @@ def lists_model(host: str, port: int, *, api_key: str, model: str) -> bool:
         return False
 
 
-def log_says(path: Path, words: str, *, since: int) -> bool:
-    """Return whether ``words`` stand in what was logged after byte ``since``."""
-    return words in read_tail(path, since=since)
+def names_process(path: Path, pid: int) -> bool:
+    """Return whether process ``pid`` wrote its id into ``path``; what an earlier process left there does not count."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip() == str(pid)
+    except OSError:
+        return False
 
 
 def describe_unreachable(url: str, *, default_port: int) -> str:

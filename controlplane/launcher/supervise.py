@@ -25,12 +25,16 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """The children of one ``up``. ``on_change`` is called whenever a process id changed."""
+    """The children of one ``up``. ``on_change`` is called whenever a process id changed.
 
-    def __init__(self, logs: Path, on_change: Callable[[], None]) -> None:
+    A part that is not ready ``late_after_s`` seconds after its start is named, and again after each such time.
+    """
+
+    def __init__(self, logs: Path, on_change: Callable[[], None], *, late_after_s: float = 10.0) -> None:
         self.parts: dict[str, Part] = {}
         self._logs = logs
         self._on_change = on_change
+        self._late_after_s = late_after_s
         self._stop_signals_seen = 0
         self._rotated_at = time.monotonic()
         self._wake_read, self._wake_write = _make_pipe()
@@ -75,7 +79,10 @@ class Supervisor:
                 elif part.backoff.failures >= _STARTUP_FAILURES:
                     raise LauncherError(f"{name} keeps dying: {read_last_line(part.log_path)} (all of it: {part.log_path})")
                 elif part.process and time.monotonic() - part.started_at > part.spec.start_deadline_s:
-                    raise LauncherError(f"{name} is not ready after {part.spec.start_deadline_s:.0f} s; see {part.log_path}")
+                    raise LauncherError(
+                        f"{name} is not ready after {part.spec.start_deadline_s:.0f} s. "
+                        f"Last line: {read_last_line(part.log_path)} (all of it: {part.log_path})"
+                    )
             if waiting:
                 self.sleep(_PROBE_PAUSE_S)
 
@@ -102,12 +109,22 @@ class Supervisor:
                 changed = self._restart(name, part) or changed
             elif part.process is not None and not part.is_ready and part.backoff.failures and part.probe():
                 progress(f"{name} is back (process {part.process.pid})")
+            self._say_when_late(part)
         if changed:
             self._on_change()
         if time.monotonic() - self._rotated_at > _ROTATE_EVERY_S:
             self._rotated_at = time.monotonic()
             for part in self.parts.values():
                 rotate(part.log_path)
+
+    def _say_when_late(self, part: Part) -> None:
+        """Tell the person which part is awaited, and what it said last."""
+        now = time.monotonic()
+        if part.process is None or part.is_ready or now - part.late_said_at < self._late_after_s:
+            return
+        part.late_said_at = now
+        waited_s = now - part.started_at
+        progress(f"Still waiting for {part.spec.name} after {waited_s:.0f} s. Last line: {read_last_line(part.log_path)}")
 
     def stop(self, order: Sequence[Sequence[str]]) -> None:
         """Stop the parts, one group of names after the other; a second signal from the person shortens the patience."""

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controlplane.env import SettingError, read_database, read_text
+from controlplane.env import read_database, read_log_level, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import complain, elapsed_s, progress, say
 from controlplane.launcher.credentials import Credentials, require_credentials
@@ -26,7 +26,10 @@ from controlplane.launcher.readiness import describe_unreachable
 from controlplane.launcher.supervise import Supervisor
 
 _BOOTSTRAP_DEADLINE_S = 300.0
-_TICK_S = 3.0
+_TICK_S, _REPEAT_S = 3.0, 10.0
+"""How long the person waits for the next line about the database: one that is new, and the same again."""
+EXAMPLE_QUESTION = "Tell me a story."
+"""The same in README.md and in the playground."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,9 @@ class UpOptions:
 def run_up(options: UpOptions) -> int:
     """Start everything, supervise it until Ctrl-C or SIGTERM, stop it in order. Returns the exit status.
 
-    Raises LauncherError; nothing is left running then either.
+    Raises LauncherError and SettingError; nothing is left running then either.
     """
+    _check_settings()
     data = prepare_data(options.data)
     lock = FileLock(lock_path(data))
     try:
@@ -61,6 +65,14 @@ def run_up(options: UpOptions) -> int:
         return _run_locked(options, data)
     finally:
         lock.release()
+
+
+def _check_settings() -> None:
+    """Read what the launcher itself uses, so that a mistake is said before anything starts. Raises SettingError."""
+    read_log_level("MUSTER_LOG_LEVEL")
+    parts.read_gateway_grace_s()
+    parts.read_node_drain_s()
+    read_database(read_text("DATABASE_URL") or "postgresql:///")
 
 
 def _run_locked(options: UpOptions, data: Path) -> int:
@@ -135,10 +147,10 @@ class _Session:
         )
         self._bootstrap()
         self.credentials = require_credentials(self.place.credentials)
-        self._start_parts(self.credentials)
+        is_served = self._start_parts(self.credentials)
         self.is_ready = True
         self.publish()
-        self._announce(self.credentials)
+        self._announce(self.credentials, is_served=is_served)
 
     def publish(self) -> None:
         """Write down what runs: for the next ``up``, for ``manage`` and ``down``, and for whoever reads the ready file."""
@@ -166,11 +178,7 @@ class _Session:
 
     def _start_servers(self) -> tuple[str, str]:
         """Start the embedded servers that no variable replaces; return DATABASE_URL and REDIS_URL."""
-        try:
-            urls = {"postgres": read_text("DATABASE_URL"), "valkey": read_text("REDIS_URL")}
-            read_database(urls["postgres"] or "postgresql:///")
-        except SettingError as error:
-            raise LauncherError(str(error)) from None
+        urls = {"postgres": read_text("DATABASE_URL"), "valkey": read_text("REDIS_URL")}
         self.place.make_socket_directory()
         embedded: tuple[tuple[str, EmbeddedServer], ...] = tuple(
             zip(("postgres", "valkey"), parts.embedded_servers(self.place), strict=True)
@@ -213,20 +221,28 @@ class _Session:
             )
 
     def _await_bootstrap(self, process: subprocess.Popen[bytes], log_path: Path, before: int) -> int:
-        began = shown_at = time.monotonic()
+        began = said_at = time.monotonic()
+        said = ""
         while (status := process.poll()) is None:
             self.supervisor.check()
             self.supervisor.sleep(0.05)
             now = time.monotonic()
             if now - began > _BOOTSTRAP_DEADLINE_S:
                 raise LauncherError(f"preparing the database takes more than {_BOOTSTRAP_DEADLINE_S:.0f} s; see {log_path}")
-            if now - shown_at > _TICK_S:
-                shown_at = now
-                lines = read_tail(log_path, since=before).split("\n")
-                progress(f"  {lines[-1].strip() or (lines[-2].strip() if len(lines) > 1 else 'loading')}"[:100])
+            if now - said_at > _TICK_S:
+                lines = [line.strip() for line in read_tail(log_path, since=before).splitlines() if line.strip()]
+                last = lines[-1][:100] if lines else "nothing in its log"
+                if last != said and lines:
+                    progress(f"  {last}")
+                elif now - said_at > _REPEAT_S:
+                    progress(f"Still preparing the database after {now - began:.0f} s. Last line: {last}")
+                else:
+                    continue
+                said, said_at = last, now
         return status
 
-    def _start_parts(self, credentials: Credentials) -> None:
+    def _start_parts(self, credentials: Credentials) -> bool:
+        """Start the parts and wait for them. Returns whether the local node serves its model."""
         gateways = parts.gateway_specs(self.installation)
         specs = [*gateways, parts.control_spec(self.installation), parts.worker_spec(self.installation)]
         progress(f"Starting {', '.join(spec.name for spec in specs)}")
@@ -241,21 +257,20 @@ class _Session:
             progress("Starting node")
             self.supervisor.start([parts.node_spec(self.installation, credentials)])
         self.supervisor.wait_ready([spec.name for spec in specs if spec not in gateways], say_ready)
-        if self.options.with_node:
-            self._await_node(credentials)
+        return self.options.with_node and self._await_node(credentials)
 
-    def _await_node(self, credentials: Credentials) -> None:
+    def _await_node(self, credentials: Credentials) -> bool:
         try:
             self.supervisor.wait_ready(["node"], lambda name: progress(f"{name} serves {credentials.model}"))
         except LauncherError as error:
             # A fleet does not depend on this one box, nor on its model being on the allow-list.
             complain(f"the local node does not serve {credentials.model}: {error}. Going on without it")
+            return False
+        return True
 
-    def _announce(self, credentials: Credentials) -> None:
+    def _announce(self, credentials: Credentials, *, is_served: bool) -> None:
         where = self.addresses
         password = credentials.password or "(the one you set)"
-        body = f'{{"model":"{credentials.model}","stream":true,"messages":[{{"role":"user","content":"Tell me a story"}}]}}'
-        curl = f"curl -N {where.gateway_url}/v1/chat/completions -H 'Authorization: Bearer {credentials.api_key}'"
         for line in (
             "",
             f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
@@ -266,11 +281,29 @@ class _Session:
             f"  Demo API key   {credentials.api_key}",
             f"  Logs           {self.place.logs}",
             "",
-            "Try it:",
-            f"  {curl} -H 'Content-Type: application/json' -d '{body}'",
+            *self._suggest(credentials, is_served=is_served),
             "",
         ):
             say(line)
+
+    def _suggest(self, credentials: Credentials, *, is_served: bool) -> list[str]:
+        """Return what to do next; a request for a model only when somebody serves it."""
+        url = f"{self.addresses.gateway_url}/v1"
+        key = f"  export MUSTER_API_KEY={credentials.api_key}"
+        authorization = '-H "Authorization: Bearer $MUSTER_API_KEY"'
+        if not is_served:
+            return [
+                "No node serves a model yet. Connect one: ./muster node --help. Then see what is served:",
+                key,
+                f"  curl {url}/models {authorization}",
+            ]
+        question = f'[{{"role": "user", "content": "{EXAMPLE_QUESTION}"}}]'
+        body = f'{{"model": "{credentials.model}", "stream": true, "messages": {question}}}'
+        return [
+            "Try it:",
+            key,
+            f"  curl -N {url}/chat/completions {authorization} -H 'Content-Type: application/json' -d '{body}'",
+        ]
 
     def _name_limits(self) -> list[str]:
         """Return what to say of the address that people open."""
@@ -302,8 +335,6 @@ def describe_installation(
 def _read_secret(variable: str, path: Path) -> str:
     try:
         return read_text(variable) or read_or_create_secret(path)
-    except SettingError as error:
-        raise LauncherError(str(error)) from None
     except OSError as error:
         raise LauncherError(f"cannot keep a secret in {path}: {error.strerror}") from None
 

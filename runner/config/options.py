@@ -9,7 +9,16 @@ from urllib.parse import SplitResult, urlsplit
 
 from runner.errors import ConfigError
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_LEVELS = {
+    "trace": "debug",
+    "debug": "debug",
+    "info": "info",
+    "warn": "warning",
+    "warning": "warning",
+    "error": "error",
+    "critical": "critical",
+}
+"""Words for a log level, in any case, and what we call each. ``controlplane.env`` has the same for the server."""
 
 EPILOG = """\
 Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,

@@ -49,7 +49,9 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> RunnerConfig:
     cores = os.cpu_count() or 1
     log_level = options.text("log_level", options.variable("LOG_LEVEL")).lower()
     if log_level and log_level not in LOG_LEVELS:
-        raise ConfigError(f"--log-level must be one of {', '.join(LOG_LEVELS)}, not {log_level!r}")
+        raise ConfigError(
+            f"--log-level (MUSTER_LOG_LEVEL, LOG_LEVEL) must be one of {', '.join(LOG_LEVELS)}, not {log_level!r}"
+        )
     log_format = options.variable("LOG_FORMAT", "text").lower()
     if log_format not in {"text", "json"}:
         raise ConfigError(f"LOG_FORMAT must be text or json, not {log_format!r}")
@@ -69,7 +71,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> RunnerConfig:
         api=_read_api(options, is_alone=is_alone),
         operations=_read_operations(options, files=files),
         files=files,
-        log_level=log_level or None,
+        log_level=LOG_LEVELS[log_level] if log_level else None,
         log_json=log_format == "json",
         timeouts=_read_timeouts(options),
         environment=dict(env),

@@ -18,7 +18,7 @@ from tests.conformance.table import Row, Surface, list_rows
 from tests.conformance.target import EMBEDDINGS, IMAGES, MODELS, RERANK, TRANSCRIPTIONS, Target
 from tests.conformance.verdicts import Finding, Verdict, Violation
 
-KEY_VARIABLE = "MUSTER_KEY"
+KEY_VARIABLE = "MUSTER_API_KEY"
 _CANNOT_RUN = 2
 _OTHER_MODELS = {"embeddings": EMBEDDINGS, "rerank": RERANK, "audio": TRANSCRIPTIONS, "images": IMAGES}
 _EPILOG = f"""\

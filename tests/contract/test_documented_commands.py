@@ -68,7 +68,7 @@ def test_a_documented_command_does_what_the_page_says(language: str, code: str, 
     # Not the servers of the other tests: a reader has none of these set.
     foreign = ("DATABASE_URL", "REDIS_URL", "DJANGO_", "MUSTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    secrets = {"MUSTER_KEY": served.ready.api_key, "MUSTER_ADMIN_TOKEN": served.ready.admin_token}
+    secrets = {"MUSTER_API_KEY": served.ready.api_key, "MUSTER_ADMIN_TOKEN": served.ready.admin_token}
     ran = subprocess.run(
         [*interpreter, fill_in(code, served)],
         cwd=ROOT,

@@ -14,6 +14,7 @@ from django.db import transaction
 
 from controlplane.launcher.files import read_json
 from controlplane.launcher.places import default_data, installation_path
+from controlplane.launcher.up import EXAMPLE_QUESTION
 from controlplane.management.commands.invite import create_person, let_propose
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from controlplane.models import User
@@ -75,7 +76,7 @@ def print_steps(guests: list[Guest], *, model: str, data: Path) -> str:
     chosen = "" if data == default_data() else f" --data {shlex.quote(str(data))}"
     running = read_json(installation_path(data))
     gateway, key = running.get("gateway_url", "GATEWAY"), running.get("api_key", "KEY")
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Tell me a story"}]}, separators=(",", ":"))
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}, separators=(",", ":"))
     invited = [f"     {guest.username:5} {guest.invitation or 'has a passkey already'}" for guest in guests]
     lines = [
         f"Three people and the model {model} are ready. Nobody alone can load it; two of three can. Step by step:",

@@ -53,7 +53,8 @@ class Installation:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env=_environment(),
+                # As quiet as possible: no part may be judged by what it logs.
+                env={**_environment(), "MUSTER_LOG_LEVEL": "critical"},
                 start_new_session=True,
             )
         process = self.process
@@ -137,7 +138,10 @@ def test_the_ready_file_is_private_and_names_everything(installation: Installati
     assert installation.ready_file.stat().st_mode & 0o777 == 0o600
     _wait(lambda: _answers(ready["control_url"] + "/healthz"), BACK_S, installation.said)
     _wait(lambda: _answers(ready["gateway_url"] + "/health"), BACK_S, installation.said)
-    assert f"-H 'Authorization: Bearer {ready['api_key']}'" in installation.said()
+    assert f"export MUSTER_API_KEY={ready['api_key']}" in installation.said()
+    # Nobody serves a model here, so nobody is told to ask one.
+    assert f'{ready["gateway_url"]}/v1/models -H "Authorization: Bearer $MUSTER_API_KEY"' in installation.said()
+    assert "chat/completions" not in installation.said()
     # Browsers bind a passkey to a name: what people are told to open is no address.
     assert ready["public_url"] == ready["control_url"].replace("127.0.0.1", "localhost")
     assert f"{ready['public_url']}/admin/" in installation.said()

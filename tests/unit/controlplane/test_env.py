@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from controlplane.env import SettingError, read_bool, read_database, read_float, read_int, read_list, read_text
+from controlplane.env import (
+    LOG_LEVELS,
+    SettingError,
+    read_bool,
+    read_database,
+    read_float,
+    read_int,
+    read_list,
+    read_log_level,
+    read_text,
+)
 
+ROOT = Path(__file__).resolve().parents[3]
 NAME = "MUSTER_A_SETTING"
 
 
@@ -86,3 +100,40 @@ def test_a_database_is_named_by_host_or_by_socket() -> None:
 def test_another_kind_of_database_is_refused() -> None:
     with pytest.raises(SettingError, match="postgresql://"):
         read_database("sqlite:///db.sqlite3")
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("", "INFO"), ("warn", "WARNING"), ("WARNING", "WARNING"), ("Trace", "DEBUG"), (" debug ", "DEBUG"), ("error", "ERROR"),
+        ("CRITICAL", "CRITICAL"),
+    ],
+)  # fmt: skip
+def test_a_log_level_has_its_usual_words_in_any_case(monkeypatch: pytest.MonkeyPatch, text: str, level: str) -> None:
+    monkeypatch.setenv(NAME, text)
+    assert read_log_level(NAME) == level
+
+
+def test_a_word_that_is_no_log_level_is_answered_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAME, "verbose")
+    with pytest.raises(SettingError) as refusal:
+        read_log_level(NAME)
+    assert str(refusal.value) == f"{NAME} must be one of {', '.join(LOG_LEVELS)}, not 'verbose'"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["-m", "controlplane.serve_control", "--port", "0"],
+        ["-m", "controlplane.serve_gateway", "--port", "0"],
+        ["-m", "controlplane.serve_worker"],
+        ["manage.py", "check"],
+    ],
+)
+def test_a_setting_that_cannot_be_used_stops_every_program_with_one_line(program: list[str]) -> None:
+    environment = {**os.environ, "MUSTER_LOG_LEVEL": "verbose"}
+    ended = subprocess.run(
+        [sys.executable, *program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == f"muster: MUSTER_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not 'verbose'\n"

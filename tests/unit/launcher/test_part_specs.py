@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from controlplane.launcher.credentials import Credentials
-from controlplane.launcher.parts import TINY_MODEL, Addresses, Installation, node_spec
+from controlplane.launcher.parts import (
+    FOR_THE_NODE,
+    TINY_MODEL,
+    Addresses,
+    Installation,
+    node_environment,
+    node_spec,
+    worker_spec,
+)
 from controlplane.launcher.places import Place
+from runner.config import read_config
 
 CREDENTIALS = Credentials(
     username="admin", password="", admin_token="", api_key="mst_x", model="muster-tiny", worker_secret="msw_a",
@@ -59,3 +70,67 @@ def test_the_local_node_gets_no_secret_of_the_control_plane(tmp_path: Path, monk
     environment = node_spec(make_installation(tmp_path), CREDENTIALS).command().env
     assert not {f"{name}{suffix}" for name in secrets for suffix in ("", "_FILE")} & set(environment)
     assert environment["MUSTER_TOKEN"] == "msw_c"
+
+
+class _Recorded(Mapping[str, str]):
+    """An environment that remembers which variables were looked for."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--backend", "http://127.0.0.1:1"]])
+def test_no_variable_that_a_runner_reads_reaches_the_local_node_from_the_shell(arguments: list[str]) -> None:
+    read = _Recorded({"MUSTER_GATEWAY": "http://127.0.0.1:1", "MUSTER_TOKEN": "msw_x", "MUSTER_API_PORT": "0"})
+    read_config(arguments, read)
+    open_ended = {"TENANT_WEIGHT_a", "TENANT_RATE_LIMIT_a", "DEFAULT_RATE_LIMIT", "ENABLE_MULTI_TENANT"}
+    of_the_machine = {"CUDA_VISIBLE_DEVICES", "HF_HOME"}
+    assert {"MUSTER_TOKEN", "MUSTER_PROVIDER", "MUSTER_NAME", "OP_TOKEN_LEVEL"} <= read.names
+    shell = dict.fromkeys(read.names | open_ended, "x")
+    assert set(node_environment(shell)) == of_the_machine & read.names | set(FOR_THE_NODE) & read.names
+
+
+def test_the_local_node_gets_what_belongs_to_the_machine() -> None:
+    shell = {
+        "PATH": "/bin",
+        "LC_ALL": "C",
+        "https_proxy": "http://p",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "HF_TOKEN": "t",
+        "VLLM_X": "y",
+    }
+    assert node_environment(shell) == shell
+
+
+def test_a_shell_that_was_set_up_for_another_node_changes_nothing_for_the_local_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = node_spec(make_installation(tmp_path), CREDENTIALS).command().env
+    for name in ("MUSTER_BACKEND_URL", "MUSTER_PROVIDER", "MUSTER_TOKEN", "MUSTER_TOKEN_FILE", "MUSTER_NAME", "OP_TOKEN_LEVEL"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert node_spec(make_installation(tmp_path), CREDENTIALS).command().env == plain
+
+
+def test_the_worker_is_ready_when_it_says_so_itself_and_not_by_its_log(tmp_path: Path) -> None:
+    spec = worker_spec(make_installation(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker.log").write_text("worker ready.\n")
+    assert not spec.is_ready(12)
+    options = dict(itertools.pairwise(spec.command().argv))
+    Path(options["--ready-file"]).write_text("12\n")
+    assert spec.is_ready(12)
+    assert spec.before_start is not None
+    spec.before_start()
+    assert not spec.is_ready(12)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher import readiness
-from controlplane.launcher.readiness import answers_ok, describe_unreachable, fetch, lists_model, log_says
+from controlplane.launcher.readiness import answers_ok, describe_unreachable, fetch, lists_model, names_process
 from tests.unit.closed_port import closed_port
 
 
@@ -74,8 +74,11 @@ def test_a_closed_port_is_said() -> None:
     assert f"nothing answers at 127.0.0.1 port {port}" in said
 
 
-def test_only_new_words_in_a_log_count(tmp_path: Path) -> None:
-    log = tmp_path / "worker.log"
-    log.write_text("worker ready.\n")
-    assert log_says(log, "ready.", since=0)
-    assert not log_says(log, "ready.", since=log.stat().st_size)
+def test_a_part_is_ready_when_it_wrote_its_own_id(tmp_path: Path) -> None:
+    path = tmp_path / "worker.ready"
+    assert not names_process(path, 12)
+    path.write_text("")
+    assert not names_process(path, 12)
+    path.write_text("12\n")
+    assert names_process(path, 12)
+    assert not names_process(path, 1)

@@ -120,6 +120,38 @@ def test_a_part_that_is_never_ready_is_given_up(supervisor: Supervisor) -> None:
         supervisor.wait_ready(["part"], lambda _name: None)
 
 
+def test_a_part_that_is_late_is_named_with_its_last_line_until_it_is_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervisor = Supervisor(tmp_path, on_change=lambda: None, late_after_s=0.1)
+    said: list[str] = []
+
+    def is_ready(_pid: int) -> bool:
+        said.append(capsys.readouterr().out)
+        lines = [line for line in "".join(said).splitlines() if "Still waiting for part after " in line]
+        return len(lines) >= 2 and lines[-1].endswith(" s. Last line: reading the weights")
+
+    try:
+        supervisor.start([_spec("part", f"print('reading the weights', flush=True); {_RUN}", is_ready=is_ready)])
+        _run_until(supervisor, lambda: "reading" in (tmp_path / "part.log").read_text())
+        supervisor.wait_ready(["part"], lambda _name: None)
+        assert supervisor.parts["part"].is_ready
+    finally:
+        supervisor.stop([("part",)])
+
+
+def test_a_part_that_was_ready_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    supervisor = Supervisor(tmp_path, on_change=lambda: None, late_after_s=0.0)
+    try:
+        supervisor.start([_spec("part", _RUN)])
+        supervisor.wait_ready(["part"], lambda _name: None)
+        capsys.readouterr()
+        supervisor.check()
+        assert capsys.readouterr().out == ""
+    finally:
+        supervisor.stop([("part",)])
+
+
 def test_a_signal_ends_the_watch(supervisor: Supervisor) -> None:
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)}
     try:

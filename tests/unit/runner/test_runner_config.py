@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from controlplane import env as server_env
 from runner.config import TINY_MODEL_PATH, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
+from runner.config.options import LOG_LEVELS
 from runner.errors import ConfigError
 
 MINIMAL = ["--gateway", "http://127.0.0.1:8080", "--token", "msw_x"]
@@ -93,7 +95,7 @@ def test_gateway_addresses_are_normalised(url: str, normal: str) -> None:
         (["--gateway", "http://h", "--token", "bad token"], "--token holds characters"),
         ([*MINIMAL, "--max-concurrent", "0"], "--max-concurrent must be a whole number from 1"),
         ([*MINIMAL, "--max-concurrent", "many"], "not 'many'"),
-        ([*MINIMAL, "--log-level", "loud"], "--log-level must be one of"),
+        ([*MINIMAL, "--log-level", "loud"], "must be one of trace, debug"),
         ([*MINIMAL, "--engine", "vllm"], "--engine must be llamacpp"),
         ([*MINIMAL, "--model-path", "/nowhere.gguf"], "there is no file /nowhere.gguf"),
         ([*MINIMAL, "--backend", "ftp://h"], "--backend must look like"),
@@ -220,3 +222,11 @@ def test_the_level_is_the_strongest_unless_its_owner_hands_out_a_key(
 ) -> None:
     wanted = read_config(["--standalone", "--data", str(tmp_path)], env).operations
     assert (wanted.level, wanted.is_level_given, wanted.ops_per_hour) == (level, is_given, 60)
+
+
+def test_a_log_level_has_the_words_that_the_server_knows() -> None:
+    assert {word: level.upper() for word, level in LOG_LEVELS.items()} == server_env.LOG_LEVELS
+    for word, level in LOG_LEVELS.items():
+        assert read_config(["--standalone"], {"MUSTER_LOG_LEVEL": word.upper()}).log_level == level
+    with pytest.raises(ConfigError, match=r"MUSTER_LOG_LEVEL.* must be one of trace, debug, .*, not 'verbose'"):
+        read_config(["--standalone"], {"MUSTER_LOG_LEVEL": "verbose"})
