@@ -310,6 +310,8 @@ EMAIL_TIMEOUT = 10
 NODE_MODEL_CHECK = "gateway.services.is_model_allowed"
 # Who counts live requests of a box, for what approvers read.
 NODE_TRAFFIC = "gateway.services.traffic.read_traffic_of_node"
+# Who knows what gateways still run on a draining node.
+NODE_DRAIN_FACTS = "gateway.services.traffic.read_drain_facts"
 
 UNFOLD = {
     "SITE_TITLE": "Muster",

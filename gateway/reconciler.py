@@ -7,6 +7,7 @@ import time
 
 from django.db import connection, transaction
 
+from gateway.values import DEAD_AFTER_S
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 
 BATCH_ROWS = 1000
@@ -51,7 +52,7 @@ UPDATE gateway_requestrecord AS record
 """  # noqa: S608  # a constant
 
 
-def close_orphaned_requests(*, dead_after_s: float = 10.0, confirm_s: float = 2.0) -> int:
+def close_orphaned_requests(*, dead_after_s: float = DEAD_AFTER_S, confirm_s: float = 2.0) -> int:
     """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
 
     Whoever seems silent is looked at once more, ``confirm_s`` seconds later: after a database that stood still (frozen with its

@@ -43,8 +43,9 @@ from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
 from nodes.offload import run_pulse, run_upkeep
 from nodes.presence import presence_reports
+from nodes.services.drains import write_drain_counts
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
-from nodes.states import NodeRow
+from nodes.states import DrainCount, NodeRow
 from wire.ids import new_uuid7
 
 logger = logging.getLogger("muster.gateway")
@@ -107,6 +108,7 @@ class GatewayRuntime:
         self._keys_full_at = 0.0
         self._resolving: asyncio.Task[None] | None = None
         self._refresh = asyncio.Event()
+        self._drains_told: list[DrainCount] = []
 
     def is_known_model(self, name: str) -> bool:
         """Whether any box ever declared the model or an operator named it."""
@@ -200,11 +202,15 @@ class GatewayRuntime:
             if turn:
                 await asyncio.sleep(_PRESENCE_S)
             news_only = turn % _PRESENCE_FULL_EVERY != 0
-            if news_only and not any(isinstance(link, RelayLink) and link.has_news for link in self.registry):
+            drains = self.keeper.list_drains()
+            has_news = drains != self._drains_told or any(
+                isinstance(link, RelayLink) and link.has_news for link in self.registry
+            )
+            if news_only and not has_news:
                 continue
             used, self.keys.used = self.keys.used, {}
             try:
-                await run_upkeep(self._write_back, used, news_only=news_only)
+                await run_upkeep(self._write_back, used, drains, news_only=news_only)
             except (DatabaseError, InterfaceError, OSError) as error:
                 self.keys.used = used | self.keys.used
                 logger.warning("gateway.report_failed error=%s", type(error).__name__)
@@ -342,8 +348,11 @@ class GatewayRuntime:
         # By the database's clock, by which it is judged: that of this machine may be wrong.
         GatewayProcess.objects.filter(pk=self.gateway_id).update(heartbeat_at=Now())
 
-    def _write_back(self, used: dict[uuid.UUID, float], *, news_only: bool) -> None:
+    def _write_back(self, used: dict[uuid.UUID, float], drains: list[DrainCount], *, news_only: bool) -> None:
         write_presences(presence_reports(self.registry, news_only=news_only), gateway_id=self.gateway_id)
+        if drains != self._drains_told:
+            write_drain_counts(drains, gateway_id=self.gateway_id)
+            self._drains_told = drains
         store_key_use(used)
 
     def _register_process(self) -> None:

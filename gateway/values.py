@@ -10,6 +10,9 @@ import msgspec
 
 from gateway.whole_numbers import WholeNumber
 
+DEAD_AFTER_S = 10.0
+"""A gateway that wrote no heartbeat for so long is taken for dead."""
+
 
 class Priority(StrEnum):
     """How a box orders what waits on it."""

@@ -36,15 +36,18 @@ def _check_model_check() -> list[CheckMessage]:
 
 
 def _check_traffic() -> list[CheckMessage]:
-    path = settings.NODE_TRAFFIC
-    if not path:
-        return []
     hint = "Name a function of (node id, model or None) that returns live requests and their tenants; or leave it empty."
+    problems = _check_function("NODE_TRAFFIC", settings.NODE_TRAFFIC, hint=hint) if settings.NODE_TRAFFIC else []
+    hint = "Name a function of (node id, time) that returns nodes.services.drains.DrainFacts."
+    return [*problems, *_check_function("NODE_DRAIN_FACTS", settings.NODE_DRAIN_FACTS, hint=hint)]
+
+
+def _check_function(setting: str, path: str, *, hint: str) -> list[CheckMessage]:
     try:
         found = import_string(path)
     except ImportError as error:
-        return [Error(f"NODE_TRAFFIC names {path!r}, which cannot be imported: {error}", hint=hint, id="nodes.E005")]
-    return [] if callable(found) else [Error(f"NODE_TRAFFIC names {path!r}, which is no function.", hint=hint, id="nodes.E005")]
+        return [Error(f"{setting} names {path!r}, which cannot be imported: {error}", hint=hint, id="nodes.E005")]
+    return [] if callable(found) else [Error(f"{setting} names {path!r}, which is no function.", hint=hint, id="nodes.E005")]
 
 
 def _check_direct_hosts() -> list[CheckMessage]:

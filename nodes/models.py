@@ -83,6 +83,12 @@ class Node(models.Model):
     draining = models.BooleanField(default=False)
     drain_deadline_at = models.DateTimeField(null=True, blank=True, help_text="When in-flight work is ended as interrupted")
     drain_reason = models.CharField(max_length=200, blank=True)
+    draining_since = models.DateTimeField(null=True, blank=True, help_text="When the drain or reclaim in force began; names it")
+    drain_actor = models.CharField(max_length=200, blank=True, default="", db_default="")
+    drained_at = models.DateTimeField(null=True, blank=True, help_text="When nothing ran on the node any more")
+    drain_interrupted = models.PositiveIntegerField(
+        default=0, db_default=0, help_text="Requests that the drain or reclaim interrupted"
+    )
     epoch = models.BigIntegerField(default=0, help_text="Rises with each session; older sessions are fenced")
     instance_id = models.CharField(max_length=64, blank=True)
     former_instances = ArrayField(models.CharField(max_length=64), default=list, db_default=[], blank=True)
@@ -145,6 +151,24 @@ class NodePresence(models.Model):
 
     def __str__(self) -> str:
         return str(self.node_id)
+
+
+class NodeDrainCount(models.Model):
+    """What one gateway still runs on a draining node. A row with the node's ``draining_since`` also says that this gateway
+    places nothing there any more; a gateway without one has not heard of the drain yet.
+    """
+
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="drain_counts")
+    gateway_id = models.UUIDField()
+    draining_since = models.DateTimeField()
+    active = models.PositiveIntegerField(default=0)
+    updated_at = models.DateTimeField(default=timezone.now)
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["node", "gateway_id"], name="node_drain_count_once_a_gateway")]
+
+    def __str__(self) -> str:
+        return f"{self.active} on {self.node_id}"
 
 
 class NodeOpKey(models.Model):

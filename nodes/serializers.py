@@ -9,7 +9,7 @@ from typing import Any
 from rest_framework import serializers
 
 from nodes.models import Node, NodePresence
-from nodes.services import Heartbeat, Registration, judge_status
+from nodes.services import Heartbeat, Registration, is_drained, judge_status
 from nodes.services.clock import clock_of
 from wire.contract import NodeMode, NodeStatus
 
@@ -147,6 +147,9 @@ class NodeSerializer(serializers.Serializer[Node]):
     cordoned = serializers.BooleanField()
     draining = serializers.BooleanField()
     drain_deadline_at = serializers.DateTimeField(allow_null=True)
+    drained = serializers.BooleanField(help_text="Nothing runs on the draining or reclaimed node: it is safe to power off")
+    drained_at = serializers.DateTimeField(allow_null=True)
+    drain_interrupted = serializers.IntegerField(help_text="Requests that the drain or reclaim interrupted")
     reach = serializers.ChoiceField(choices=["relay", "direct"])
     connected = serializers.BooleanField()
     provider = serializers.CharField()
@@ -182,6 +185,9 @@ class NodeSerializer(serializers.Serializer[Node]):
             "cordoned": instance.cordoned,
             "draining": instance.draining,
             "drain_deadline_at": print_time(instance.drain_deadline_at),
+            "drained": is_drained(instance, presence),
+            "drained_at": print_time(instance.drained_at),
+            "drain_interrupted": instance.drain_interrupted,
             "reach": instance.reach,
             "connected": live.connected,
             "provider": instance.provider.name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 
 from wire.bridge import BRIDGE_V1
@@ -109,6 +110,8 @@ class NodeRow:
     draining: bool
     drain_reason: str
     drain_remaining_s: float | None
+    draining_since: datetime | None
+    """Names the drain or reclaim in force; None = none is."""
     epoch: int
     instance_id: str
     heartbeat_age_s: float | None
@@ -124,6 +127,15 @@ class NodeRow:
     """Tokens that one request may have, by model, as far as the box says."""
     engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Names of the engines that serve a model, as far as the box says."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrainCount:
+    """Requests that a gateway runs on a draining node, and which drain it knows of (``Node.draining_since``)."""
+
+    node_id: uuid.UUID
+    draining_since: datetime
+    active: int
 
 
 def freshness_windows(policy: HealthPolicy, *, protocol: str) -> tuple[float, float]:

@@ -19,8 +19,10 @@ logger = logging.getLogger(__name__)
 def sweep_nodes() -> None:
     """Bring the rows of silent boxes in line with their age. Idempotent; a lost ring does no harm."""
     report = sweep_presence()
-    if report.went_offline or report.drains_ended:
-        logger.info("nodes_swept went_offline=%d drains_ended=%d", report.went_offline, report.drains_ended)
+    if report.went_offline or report.drains_ended or report.drained:
+        logger.info(
+            "nodes_swept went_offline=%d drains_ended=%d drained=%d", report.went_offline, report.drains_ended, report.drained
+        )
 
 
 @shared_task(name="nodes.tasks.probe_direct_nodes")  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -85,8 +85,8 @@ class Box:
 
     @property
     def load(self) -> int:
-        """Requests that run or wait on this box for its gateways."""
-        return self.relay.load
+        """Requests that run or wait on this node: those of its gateways, and those of its own port."""
+        return self.relay.load + self.parts.serving.own_load
 
     def describe(self) -> Register:
         """Return the registration of a new session."""
@@ -275,13 +275,13 @@ class Box:
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         self.is_leaving = True
-        log.info("leaving load=%s limit_s=%s", self.parts.serving.load, self._config.timeouts.drain_s)
+        log.info("leaving load=%s limit_s=%s", self.load, self._config.timeouts.drain_s)
         for link in self._links.values():
             link.post(Draining(reason="the box is shutting down"))
         idle, rush = asyncio.create_task(self._wait_idle()), asyncio.create_task(hurry.wait())
         await asyncio.wait({idle, rush}, timeout=self._config.timeouts.drain_s, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
-            log.warning("leaving with requests unfinished load=%s", self.parts.serving.load)
+            log.warning("leaving with requests unfinished load=%s", self.load)
         idle.cancel()
         rush.cancel()
         await asyncio.gather(*(link.flush(FAREWELL_S) for link in self._links.values()))

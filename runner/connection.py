@@ -76,7 +76,7 @@ class Host(Protocol):
 
     @property
     def load(self) -> int:
-        """Requests being served for all gateways."""
+        """Requests being served: for all gateways, and on the node's own port."""
 
     @property
     def is_leaving(self) -> bool:

@@ -6,11 +6,15 @@ import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from django.conf import settings
 from django.db import connection
 from django.db.models import Count, Min, Q
+from django.db.models.functions import Now
 from django.utils import timezone
 
-from gateway.models import RequestRecord
+from gateway.models import GatewayProcess, RequestRecord
+from gateway.values import DEAD_AFTER_S
+from nodes.services.drains import DrainFacts
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 WINDOW_MINUTES = 60
@@ -72,6 +76,19 @@ def read_traffic_of_node(node_id: uuid.UUID, model: str | None) -> tuple[int, in
         running = running.filter(model=model)
     found = running.aggregate(requests=Count("pk"), tenants=Count("tenant", distinct=True))
     return found["requests"], found["tenants"]
+
+
+def read_drain_facts(node_id: uuid.UUID, since: datetime) -> DrainFacts:
+    """Return what the gateways know of a node that drains ``since``; for ``nodes.services.drains``."""
+    alive = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=Now() - timedelta(seconds=DEAD_AFTER_S))
+    running, _tenants = read_traffic_of_node(node_id, None)
+    interrupted = RequestRecord.objects.filter(
+        created_at__gte=since - timedelta(seconds=settings.GATEWAY_TIMEOUTS.request_s),  # names the partitions to look in
+        finished_at__gte=since,
+        node_id=node_id,
+        state=RequestState.INTERRUPTED.value,
+    )
+    return DrainFacts(frozenset(alive.values_list("pk", flat=True)), running, interrupted.count())
 
 
 _TOTALS = """

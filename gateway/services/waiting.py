@@ -18,6 +18,7 @@ MAX_WAITING_MODELS = 8
 _MAX_NAMED = 3
 _BRIEF = {
     Obstacle.DRAINING: "draining",
+    Obstacle.DRAINED: "drained",
     Obstacle.CORDONED: "cordoned",
     Obstacle.PROVIDER_OFF: "provider off",
     Obstacle.TAKEN_BACK: "taken back",
@@ -115,7 +116,7 @@ def _advise(model: str, box: ServingBox) -> str:
     match box.obstacle:
         case Obstacle.PROVIDER_OFF:
             return f"Enable the provider {box.provider}, or load {model} on a box of another one."
-        case Obstacle.DRAINING:
+        case Obstacle.DRAINING | Obstacle.DRAINED:
             return f"Undrain {box.name}, or load {model} on another box."
         case Obstacle.CORDONED:
             return f"Uncordon {box.name}, or load {model} on another box."

@@ -10,10 +10,10 @@ from django.conf import settings
 from django.template.loader import render_to_string
 
 from governance.errors import UnknownOperation
-from governance.models import Freeze, Notice, Operation, OperationRun
+from governance.models import AuditEvent, Freeze, Notice, Operation, OperationRun
 from governance.registry import find_kind
-from governance.services.notices import RUN_EVENTS
-from wire.ids import format_id
+from governance.services.notices import FLEET_EVENTS, RUN_EVENTS
+from wire.ids import format_id, parse_id
 from wire.optoken.approval import digest_words, read_statement
 
 
@@ -29,6 +29,8 @@ class Message:
 def write_message(notice: Notice) -> Message:
     """Return what the notice says as things stand now. Raises ApprovalError when the stored statement was tampered with."""
     event, _, which = notice.event.partition(".")
+    if event in FLEET_EVENTS:
+        return _write_fleet_event(notice, event, AuditEvent.objects.get(pk=int(which)))
     if notice.operation is None:
         return _write_freeze(notice, event)
     operation = notice.operation
@@ -72,6 +74,20 @@ def _write_freeze(notice: Notice, event: str) -> Message:
     by = freeze.frozen_by if freeze is not None else ""
     body: dict[str, object] = {"id": str(notice.pk), "event": event, "operation": None, "link": link, "frozenBy": by}
     return Message(*_render(event, {"event": event, "freeze": freeze, "link": link}), body=body)
+
+
+def _write_fleet_event(notice: Notice, event: str, audited: AuditEvent) -> Message:
+    link = f"{settings.PUBLIC_URL.rstrip('/')}/admin/nodes/node/{parse_id('node', audited.target)}/change/"
+    body: dict[str, object] = {
+        "id": str(notice.pk),
+        "event": event,
+        "operation": None,
+        "node": {"id": audited.target, "name": audited.detail["name"]},
+        "at": int(audited.at.timestamp()),
+        "interrupted": audited.detail["interrupted"],
+        "link": link,
+    }
+    return Message(*_render(event, {"event": audited, "link": link}), body=body)
 
 
 def _render(event: str, context: Mapping[str, object]) -> tuple[str, str]:

@@ -9,14 +9,16 @@ from django.contrib.auth import get_user_model
 from django.db.models import Q
 from django.utils import timezone
 
-from governance.models import Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
+from governance.models import AuditEvent, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
 from wire.optoken.approval import BREAK_GLASS, Policy, read_policy
 
 RUN_EVENTS = frozenset({"succeeded", "failed", "unknown"})
 _OF_REQUESTER_AND_SIGNERS = RUN_EVENTS | {"approved", "rejected", "expired", "blocked"}
 _OF_EVERY_APPROVER = frozenset({"break_glass", "review_overdue", "frozen"})
 NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "expiring_50", "expiring_90"}
-"""Each has a template of its name in ``templates/notices``."""
+FLEET_EVENTS = frozenset({"drained"})
+"""What is told of a node, as its audit event says."""
+"""These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
 
 
 def notify(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> int:
@@ -30,6 +32,16 @@ def notify(operation: Operation | None, event: str, *, run: OperationRun | None 
         raise ValueError(f"there is no notice {event!r}")
     name = f"{event}.{run.use}.{run.position}" if run is not None else event
     return _add(_list_concerned(operation, event), name, operation=operation)
+
+
+def notify_of_event(audited: AuditEvent, event: str, *, usernames: Iterable[str]) -> int:
+    """Tell these users, and every webhook, what an audit event says of a node; return how many are told.
+
+    ``event``: one of FLEET_EVENTS. Runs in the transaction that wrote ``audited``. Raises ValueError for another event.
+    """
+    if event not in FLEET_EVENTS:
+        raise ValueError(f"there is no notice {event!r}")
+    return _add(usernames, f"{event}.{audited.pk}", operation=None)
 
 
 def _list_concerned(operation: Operation | None, event: str) -> set[str]:

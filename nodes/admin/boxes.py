@@ -24,9 +24,11 @@ from nodes.services import (
     count_replicas,
     describe_box,
     describe_counts,
+    describe_drain,
     describe_gpus,
     drain_node,
     heartbeat_age_s,
+    is_drained,
     judge_status,
     set_op_key,
     status_expression,
@@ -49,7 +51,9 @@ STATUS_COLOURS = {
     NodeStatus.DRAINING.value: "warning",
     NodeStatus.ERROR.value: "danger",
     NodeStatus.OFFLINE.value: "default",
+    "drained": "primary",
 }
+"""By the words of the contract, and ours for a draining node on which nothing runs."""
 
 _RIVAL_SHOWN_S = 86_400.0
 
@@ -126,8 +130,11 @@ def _uncordon(node: Node, actor: str, values: Values) -> str:
 
 
 def _drain(node: Node, actor: str, values: Values) -> str:
-    drained = drain_node(node_id=node.pk, actor=actor, reason=values["reason"], timeout_s=values["timeout_s"])
-    return f"{node.name} is draining; what still runs at {drained.drain_deadline_at:%H:%M:%S} UTC is interrupted."
+    changed = drain_node(node_id=node.pk, actor=actor, reason=values["reason"], timeout_s=values["timeout_s"])
+    return (
+        f"{node.name} is draining; what still runs at {changed.drain_deadline_at:%H:%M:%S} UTC is interrupted. Its status "
+        "becomes drained when nothing runs on it any more and it is safe to power off."
+    )
 
 
 def _offer_drain(node: Node, values: Values) -> Offer:
@@ -177,7 +184,7 @@ class NodeAdmin(ShowingAdmin):
     refusals = (NodeError, GovernanceError)
     fieldsets = (
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_rival")}),
-        ("Decided", {"fields": ("mode", "show_held_back", "drain_deadline_at", "drain_reason")}),
+        ("Decided", {"fields": ("mode", "show_held_back", "show_drain", "drain_deadline_at", "drain_reason")}),
         (
             "Governance",
             {
@@ -265,8 +272,10 @@ class NodeAdmin(ShowingAdmin):
 
     @column("Status", label=STATUS_COLOURS)
     def show_status(self, node: Node) -> str:
-        """Return the contract status at this moment."""
-        return judge_status(node, _presence(node), now=clock_of(node)).value
+        """Return the contract status at this moment, or that a draining node is drained."""
+        presence = _presence(node)
+        status = judge_status(node, presence, now=clock_of(node))
+        return "drained" if status is NodeStatus.DRAINING and is_drained(node, presence) else status.value
 
     @column("Heartbeat", ordering="presence__last_heartbeat_at")
     def show_heartbeat(self, node: Node) -> str:
@@ -293,11 +302,27 @@ class NodeAdmin(ShowingAdmin):
         """Return name, use and memory of its GPUs."""
         return describe_gpus(node, _presence(node)) or "-"
 
-    @column("Held back", label={"cordoned": "warning", "draining": "warning", "cordoned, draining": "warning"})
+    @column(
+        "Held back",
+        label={
+            "cordoned": "warning",
+            "draining": "warning",
+            "cordoned, draining": "warning",
+            "drained": "primary",
+            "cordoned, drained": "primary",
+        },
+    )
     def show_held_back(self, node: Node) -> str:
         """Return what operators decided against new work on it."""
-        words = [word for word, is_so in (("cordoned", node.cordoned), ("draining", node.draining)) if is_so]
+        drain = "drained" if is_drained(node, _presence(node)) else "draining"
+        words = [word for word, is_so in (("cordoned", node.cordoned), (drain, node.draining)) if is_so]
         return ", ".join(words)
+
+    @column("Drain")
+    def show_drain(self, node: Node) -> str:
+        """Return how a drain or reclaim stands: what still runs, or since when nothing does."""
+        words = describe_drain(node, _presence(node))
+        return f"{words} (asked for by {node.drain_actor})" if words and node.drain_actor else words or "-"
 
     @column("Last error")
     def show_error(self, node: Node) -> str:

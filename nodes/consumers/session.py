@@ -143,10 +143,11 @@ class BoxSession:
         if not isinstance(effect, Registered):
             raise ProtocolError("the first frame must be register")
         async with self.endpoint.registering:
+            asked_at = time.monotonic()
             opened = await self._open_session(effect)
-            self._connect(effect, opened)
+            self._connect(effect, opened, asked_at=asked_at)
 
-    def _connect(self, effect: Registered, opened: sessions.OpenedSession) -> None:
+    def _connect(self, effect: Registered, opened: sessions.OpenedSession, *, asked_at: float) -> None:
         link = RelayLink(
             node_id=opened.node_id,
             node_name=opened.node_name,
@@ -170,6 +171,7 @@ class BoxSession:
         link.policy.cordoned = opened.cordoned
         link.policy.draining = opened.draining
         link.policy.reclaimed = opened.mode == NodeMode.SPARE_OFF.value
+        self.endpoint.keeper.welcome(link, asked_at=asked_at)
         self.link = link
         link.send_message(self._acknowledge(effect, opened))
         SESSIONS.labels(effect.protocol).inc()

@@ -15,7 +15,7 @@ from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.states import HealthPolicy, NodeRow
+from nodes.states import DrainCount, HealthPolicy, NodeRow
 from wire import bridge
 from wire.contract import NodeMode, NodeStatus
 
@@ -72,6 +72,21 @@ class LinkKeeper:
             self._apply_row(row, targets.get(row.node_id), peers)
         self.registry.announce(None)
         self.tick()
+
+    def list_drains(self) -> list[DrainCount]:
+        """Return how many requests run from here on each node that takes nothing new any more."""
+        links = ((row, self.registry.get(row.node_id)) for row in self.rows.values())
+        return [
+            DrainCount(row.node_id, row.draining_since, link.active if link is not None else 0)
+            for row, link in links
+            if row.draining_since is not None
+        ]
+
+    def welcome(self, link: Link, *, asked_at: float) -> None:
+        """Apply to a new link what rows say that were read after its session was asked for (time.monotonic())."""
+        row = self.rows.get(link.node_id)
+        if row is not None and self._read_at >= asked_at:
+            self._set_policy(link, row)
 
     def cut_off(self, credentials: Collection[int]) -> None:
         """Let go of every box that connected with one of these credentials: they were revoked."""

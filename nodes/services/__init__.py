@@ -5,6 +5,7 @@ from __future__ import annotations
 from nodes.services.boxes import count_replicas, describe_box, describe_counts
 from nodes.services.credentials import create_credential, find_credential, revoke_credential
 from nodes.services.direct_calls import ring_direct_box
+from nodes.services.drains import describe_drain, is_drained
 from nodes.services.governance import set_op_key, take_governance, take_report
 from nodes.services.health import describe_gpus, heartbeat_age_s, judge_status, should_drain, status_expression
 from nodes.services.lifecycle import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
@@ -35,12 +36,14 @@ __all__ = [
     "delete_provider",
     "describe_box",
     "describe_counts",
+    "describe_drain",
     "describe_gpus",
     "disable_provider",
     "drain_node",
     "enable_provider",
     "find_credential",
     "heartbeat_age_s",
+    "is_drained",
     "judge_status",
     "probe_direct_nodes",
     "read_policy_pins",

@@ -19,6 +19,7 @@ from governance.services import require_approval
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node
 from nodes.services.clock import read_clock
+from nodes.services.drains import begin_stop, end_stop
 from wire.contract import NodeMode
 
 MAX_REASON_CHARS = 200
@@ -60,6 +61,8 @@ def drain_node(
             "draining": True,
             "drain_deadline_at": _earlier(deadline, _reclaim_deadline(node)),
             "drain_reason": _checked_reason(reason),
+            "drain_actor": actor[:200],
+            **({} if node.draining else begin_stop()),
         }
 
     return _change(node_id, "node.drain", actor, decide)
@@ -73,7 +76,7 @@ def undrain_node(*, node_id: uuid.UUID, actor: str) -> Node:
             return {}
         if node.mode == NodeMode.SPARE_OFF.value:
             return {"draining": False}
-        return {"draining": False, "drain_deadline_at": None, "drain_reason": ""}
+        return {"draining": False, "drain_deadline_at": None, "drain_reason": "", **end_stop()}
 
     return _change(node_id, "node.undrain", actor, decide)
 
@@ -92,9 +95,10 @@ def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str) -> 
         if mode is NodeMode.SPARE_OFF:
             changes["drain_deadline_at"] = _earlier(deadline, node.drain_deadline_at if node.draining else None)
             changes["drain_reason"] = _checked_reason(reason)
+            if not node.draining:
+                changes |= begin_stop()
         elif not node.draining:
-            changes["drain_deadline_at"] = None
-            changes["drain_reason"] = ""
+            changes |= {"drain_deadline_at": None, "drain_reason": "", **end_stop()}
         return changes
 
     return _change(node_id, "node.set_mode", actor, decide)

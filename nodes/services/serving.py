@@ -13,6 +13,7 @@ from django.conf import settings
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.boxes import BoxView, describe_box
 from nodes.services.clock import clock_of, with_clock
+from nodes.services.drains import is_drained
 from nodes.services.health import heartbeat_age_s, judge_status
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.contract import NodeMode, NodeStatus
@@ -34,6 +35,7 @@ class Obstacle(StrEnum):
     PROVIDER_OFF = "belongs to a provider that is switched off"
     ERROR = "reports an error"
     DRAINING = "is being drained"
+    DRAINED = "was drained"
     CORDONED = "is cordoned"
     TAKEN_BACK = "was taken back by its owner"
     HOLDS_BACK = "says itself that it takes no work"
@@ -87,7 +89,7 @@ def find_obstacle(node: Node, presence: NodePresence | None, *, now: datetime) -
     if status is NodeStatus.ERROR:
         return Obstacle.ERROR
     if node.draining:
-        return Obstacle.DRAINING
+        return Obstacle.DRAINED if is_drained(node, presence) else Obstacle.DRAINING
     if node.cordoned:
         return Obstacle.CORDONED
     if node.mode == NodeMode.SPARE_OFF.value:

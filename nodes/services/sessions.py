@@ -279,6 +279,7 @@ def load_node_rows() -> list[NodeRow]:
                 draining=node.draining,
                 drain_reason=node.drain_reason,
                 drain_remaining_s=(deadline - now).total_seconds() if deadline is not None else None,
+                draining_since=node.draining_since,
                 epoch=node.epoch,
                 instance_id=node.instance_id,
                 heartbeat_age_s=max(0.0, (now - seen).total_seconds()) if seen is not None else None,

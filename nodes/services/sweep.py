@@ -7,16 +7,17 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import connection, transaction
-from django.db.models import Q
+from django.db.models import F, Q
 from django.db.models.functions import Coalesce
 
 from governance.audit import record_event
 from governance.hints import publish_hint
-from nodes.models import Node, NodePresence
+from nodes.models import Node, NodeDrainCount, NodePresence
 from nodes.services.clock import read_clock
+from nodes.services.drains import end_stop, mark_drained
 from nodes.states import freshness_windows
 from wire.bridge import BRIDGE_V1
-from wire.contract import NodeStatus
+from wire.contract import NodeMode, NodeStatus
 
 ACTOR = "system:sweep"
 LOCK_KEY = 0x6D757374_6E6F6465
@@ -33,6 +34,7 @@ class SweepReport:
     went_offline: int = 0
     drains_ended: int = 0
     deadlines_cleared: int = 0
+    drained: int = 0
 
 
 @transaction.atomic
@@ -43,7 +45,11 @@ def sweep_presence() -> SweepReport:
     now = read_clock()
     went_offline = _mark_offline(now)
     deadlines_cleared = _clear_deadlines(now)
-    return SweepReport(went_offline=went_offline, deadlines_cleared=deadlines_cleared, drains_ended=_end_drains())
+    drains_ended = _end_drains()
+    _name_drains(now)
+    return SweepReport(
+        went_offline=went_offline, deadlines_cleared=deadlines_cleared, drains_ended=drains_ended, drained=mark_drained()
+    )
 
 
 def _take_lock() -> bool:
@@ -92,12 +98,23 @@ def _end_drains() -> int:
     over = Node.objects.select_for_update(of=("self",)).filter(gone, draining=True, drain_deadline_at__isnull=True)
     ended = 0
     for node in over.order_by("pk"):
-        node.draining = False
-        node.drain_reason = ""
-        node.save(update_fields=["draining", "drain_reason", "updated_at"])
+        changes: dict[str, object] = {"draining": False, "drain_reason": ""}
+        if node.mode != NodeMode.SPARE_OFF.value:
+            changes |= end_stop()
+        for field, value in changes.items():
+            setattr(node, field, value)
+        node.save(update_fields=[*changes, "updated_at"])
         ended += 1
         _record(node, "node.drain_end")
     return ended
+
+
+def _name_drains(now: datetime) -> None:
+    """Name the drains that a release without ``draining_since`` began, and forget what was counted for drains that are over."""
+    stopping = Q(draining=True) | Q(mode=NodeMode.SPARE_OFF.value)
+    Node.objects.filter(stopping, draining_since=None).update(draining_since=now, updated_at=now)
+    Node.objects.filter(~stopping, draining_since__isnull=False).update(**end_stop(), updated_at=now)
+    NodeDrainCount.objects.exclude(draining_since=F("node__draining_since")).delete()
 
 
 def _clear_deadlines(now: datetime) -> int:

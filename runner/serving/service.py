@@ -96,7 +96,9 @@ class Serving:
         self._idle.set()
         self.tally = tally
         self.load = 0
-        """Requests that run or wait, from whichever door."""
+        """Requests that run or wait, from gateways and from the node's own port."""
+        self.own_load = 0
+        """Those among them that came to the node's own port."""
         self.is_stopping = False
 
     async def wait_idle(self) -> None:
@@ -170,7 +172,7 @@ class Serving:
         answer: Answer | None = None
         was_sent = False
         try:
-            self._change_load(1)
+            self._change_load(1, request)
             queue = model.queue
             turn = await queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
             try:
@@ -186,7 +188,7 @@ class Serving:
             finally:
                 queue.leave(turn)
         finally:
-            self._change_load(-1)
+            self._change_load(-1, request)
             if charge is not None:
                 await asyncio.shield(charge.settle(answer, was_sent=was_sent))
 
@@ -242,8 +244,9 @@ class Serving:
             answer.chunks = _stream_body(replica, request, response, answer, held, began=began)
         return answer
 
-    def _change_load(self, by: int) -> None:
+    def _change_load(self, by: int, request: Inference) -> None:
         self.load += by
+        self.own_load += 0 if request.on_socket else by
         if self.load:
             self._idle.clear()
         else:

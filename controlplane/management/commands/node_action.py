@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from nodes.services import cordon_node, drain_node, uncordon_node, undrain_node
+from nodes.services import cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
 from nodes.services.overview import find_node_id
 
 SIMPLE_ACTIONS = {"cordon": cordon_node, "uncordon": uncordon_node, "undrain": undrain_node}
@@ -30,4 +30,6 @@ class Command(ServiceCommand):
             node = drain_node(node_id=node_id, reason=options["reason"], timeout_s=options["timeout"], actor=ACTOR)
         else:
             node = SIMPLE_ACTIONS[action](node_id=node_id, actor=ACTOR)
-        return f"{action} {node.name}: cordoned={node.cordoned} draining={node.draining}"
+        said = f"{action} {node.name}: cordoned={node.cordoned} draining={node.draining}"
+        drain = describe_drain(node, getattr(node, "presence", None))
+        return f"{said} ({drain})" if drain else said

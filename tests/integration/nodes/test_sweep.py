@@ -56,7 +56,7 @@ def test_a_drain_ends_when_its_deadline_is_long_past_and_the_box_is_gone() -> No
     node = make_node()
     make_presence(node, age_s=60, reported_status="offline")
     drain_node(node_id=node.pk, actor=ACTOR, reason="fans")
-    assert sweep_presence() == SweepReport()
+    assert sweep_presence() == SweepReport(drained=1)
     Node.objects.update(drain_deadline_at=timezone.now() - timedelta(seconds=31))
     assert sweep_presence() == SweepReport(drains_ended=1, deadlines_cleared=1)
     node.refresh_from_db()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from http import HTTPStatus
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -57,6 +59,29 @@ async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_p
     assert answer.end.error == ""
     assert answer.end.usage is not None
     assert answer.end.usage.completion_tokens >= 20
+
+
+async def test_requests_of_its_own_port_are_in_the_load_that_a_node_reports_and_in_what_it_leaves_unfinished(
+    tmp_path: Path,
+) -> None:
+    own_port = ("--api-port", "0", "--data", str(tmp_path / "data"))
+    async with (
+        run_gateway() as gateway,
+        run_box(tmp_path, gateway.url, *own_port, env={"MUSTER_RUNNER_DRAIN_S": "0.1"}, program=PATIENT) as running,
+        httpx.AsyncClient(timeout=60, trust_env=False) as client,
+    ):
+        node = await gateway.accept()
+        listening = re.search(r"api listening url=(http://\S+)", running.log_text())
+        assert listening is not None, running.log_text()
+        body = LONG | {"model": "muster-tiny"}
+        async with client.stream("POST", f"{listening[1]}/v1/chat/completions", json=body) as reply:
+            assert reply.status_code == HTTPStatus.OK
+            seen = 0
+            while (await node.expect(bridge.Telemetry, skip=seen)).current_load != 1:
+                seen += 1
+            running.signal(signal.SIGTERM)
+            assert await running.exit_status() == 0
+        assert "leaving with requests unfinished load=1" in running.log_text()
 
 
 async def test_an_unstreamed_answer_keeps_its_bytes_and_reports_usage(tmp_path: Path) -> None:

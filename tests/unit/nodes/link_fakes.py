@@ -91,6 +91,7 @@ def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
         "draining": False,
         "drain_reason": "",
         "drain_remaining_s": None,
+        "draining_since": None,
         "epoch": 1,
         "instance_id": "",
         "heartbeat_age_s": 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from datetime import UTC, datetime
 
 import pytest
 
@@ -15,7 +16,7 @@ from nodes.links.outbox import AsgiMessage
 from nodes.links.port import LinkEnd
 from nodes.links.relay import RelayLink
 from nodes.session import OpenRequest, ServerSession
-from nodes.states import HealthPolicy, NodeRow, SocketPolicy
+from nodes.states import DrainCount, HealthPolicy, NodeRow, SocketPolicy
 from tests.unit.nodes.link_fakes import make_row
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
@@ -409,3 +410,26 @@ async def test_what_runs_over_http_goes_on_while_the_database_is_away_and_until_
     keeper.apply([silent], targets={node_id: TARGET} if is_direct else {}, peers={})
     assert setting.registry.get(node_id) is None
     await asyncio.sleep(0)
+
+
+async def test_a_gateway_says_of_each_draining_node_how_much_it_still_runs_there(setting: Setting) -> None:
+    busy, idle = setting.box(), setting.box()
+    since = datetime(2026, 1, 1, tzinfo=UTC)
+    run_on(busy.link)
+    elsewhere = uuid.uuid4()
+    draining = [make_row(node_id, draining_since=since) for node_id in (busy.link.node_id, elsewhere)]
+    setting.apply(*draining, make_row(idle.link.node_id))
+    assert setting.keeper.list_drains() == [
+        DrainCount(busy.link.node_id, since, 1),
+        DrainCount(elsewhere, since, 0),
+    ]
+
+
+@pytest.mark.parametrize("is_newer", [True, False])
+async def test_a_drain_that_was_read_while_a_session_was_being_opened_holds_for_it(setting: Setting, is_newer: bool) -> None:
+    late = Box(uuid.uuid4())
+    asked_at = time.monotonic()
+    row = make_row(late.link.node_id, draining=True, draining_since=datetime(2026, 1, 1, tzinfo=UTC))
+    setting.apply(row, read_at=asked_at + (1.0 if is_newer else -1.0))
+    setting.keeper.welcome(late.link, asked_at=asked_at)
+    assert late.link.policy.draining is is_newer
