@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import wraps
 from typing import Any
@@ -28,7 +28,7 @@ from gateway.services import ServiceError, list_tenants
 from gateway.services.offers import list_offers
 from gateway.services.requests import find_request
 from gateway.services.waiting import explain_waits
-from nodes.services.overview import list_served_models
+from nodes.services.overview import read_fleet
 from wire.ids import parse_id
 
 MAX_FORM_BYTES = 8 * 1024 * 1024
@@ -49,13 +49,16 @@ def show_playground(request: HttpRequest) -> HttpResponse:
     """Show the form. It works without a gateway; only sending needs one."""
     if not may_play(request):
         raise PermissionDenied
-    offers, served = list_offers(), list_served_models()
+    offers, fleet = list_offers(), read_fleet()
+    served = fleet.served_models
     tenants = [tenant.name for tenant in list_tenants() if tenant.is_active]
     context: dict[str, Any] = {  # Any: Django's template context
         **admin.site.each_context(request),
         "title": "Playground",
         "surfaces": SURFACES.values(),
         "models": [(name, name in served) for name in offers.models],
+        "chosen_model": choose_model(offers.models, free=fleet.free_models, served=served),
+        "is_any_served": not served.isdisjoint(offers.models),
         "aliases": offers.aliases,
         "may_lend": may_lend(request),
         "tenants": tenants,
@@ -65,6 +68,12 @@ def show_playground(request: HttpRequest) -> HttpResponse:
         "max_image_bytes": MAX_IMAGE_BYTES,
     }
     return TemplateResponse(request, "admin/muster/playground.html", context)
+
+
+def choose_model(names: Sequence[str], *, free: Collection[str], served: Collection[str]) -> str:
+    """Return the model that the page preselects: one with a free slot, else one that is served, else the first; "" of none."""
+    best = [name for name in names if name in free] or [name for name in names if name in served] or names
+    return next(iter(best), "")
 
 
 def _for_script(view: Answer) -> Answer:

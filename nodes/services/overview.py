@@ -81,6 +81,12 @@ class FleetOverview:
         """The models of nodes that take work."""
         return frozenset(model for node in self.nodes if node.takes_work for model in node.model_names)
 
+    @property
+    def free_models(self) -> frozenset[str]:
+        """The models of nodes that take work, were heard just now and have a free slot."""
+        free = (node for node in self.nodes if node.takes_work and node.active_requests < node.max_concurrent)
+        return frozenset(model for node in free if node.freshness is Freshness.FRESH for model in node.model_names)
+
 
 def read_fleet() -> FleetOverview:
     """Return the health of every box in one query."""
@@ -95,18 +101,6 @@ def read_served_models() -> frozenset[str]:
     nodes = Node.objects.filter(provider__state=ProviderState.ENABLED).annotate(status_now=status_now)
     names = nodes.filter(status_now__in=able).values_list("model_names", flat=True)
     return frozenset(name for declared in names for name in declared)
-
-
-def list_served_models() -> frozenset[str]:
-    """Return the models of boxes that take work now, as the boxes said last; one query."""
-    rows = with_clock(Node.objects.filter(provider__state=ProviderState.ENABLED)).select_related("presence")
-    taking = {NodeStatus.AVAILABLE, NodeStatus.BUSY}
-    return frozenset(
-        name
-        for node in rows
-        if judge_status(node, getattr(node, "presence", None), now=clock_of(node)) in taking
-        for name in node.model_names
-    )
 
 
 def _describe(node: Node, now: datetime) -> NodeHealth:

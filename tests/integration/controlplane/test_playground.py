@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from controlplane.playground.passage import MAX_ANSWERS, MAX_CHUNKS, Call, Passa
 from controlplane.playground.views import MAX_FORM_BYTES
 from gateway.models import ApiKey
 from gateway.routing import Target
-from gateway.services import allow_model, create_tenant, disable_tenant, revoke_api_key
+from gateway.services import allow_model, create_tenant, disable_tenant, disallow_model, revoke_api_key
 from gateway.services.aliases import create_alias
 from nodes.models import Node
 from tests.control_process import free_port
@@ -85,14 +86,41 @@ def test_the_page_offers_what_may_be_asked_for(operator: Client) -> None:
     make_presence(make_node("attic", model_names=[MODEL]))
     disable_tenant(name=create_tenant(name="closed", actor=ACTOR).name, actor=ACTOR)
     page = operator.get(PAGE).content.decode()
-    assert '<option value="tiny">tiny</option>' in page
-    assert "asleep (no box now)" in page
+    assert '<option value="tiny" selected>tiny</option>' in page
+    assert "asleep (no node now)" in page
     assert '<option value="gpt-4o-mini" data-tenant="">gpt-4o-mini → tiny</option>' in page
     assert '<option value="ours" data-tenant="default">' in page
     assert "<option selected>default</option>" in page
     assert "closed" not in page
     assert 'id="pg-key"' not in page
     assert f'href="{PAGE}"' in operator.get(reverse("admin:index")).content.decode()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen"),
+    [
+        ({"asleep": 60.0, "busy": 1.0, "free": 1.0}, "free"),
+        ({"asleep": 60.0, "busy": 1.0}, "busy"),
+        ({"asleep": 60.0}, "asleep"),
+    ],
+)
+def test_the_page_chooses_a_model_that_can_answer_now(operator: Client, nodes: dict[str, float], chosen: str) -> None:
+    for name in ("asleep", "busy", "free"):
+        allow_model(name=name, actor=ACTOR)
+    for name, age_s in nodes.items():
+        make_presence(make_node(name, model_names=[name]), age_s=age_s, active_requests=int(name == "busy"))
+
+    page = operator.get(PAGE).content.decode()
+
+    assert re.findall(r'<option value="([^"]*)" selected', page) == [chosen]
+    assert ("No node serves any of these models now" in page) == (chosen == "asleep")
+
+
+def test_a_page_without_a_model_says_how_to_get_one(operator: Client) -> None:
+    disallow_model(name=MODEL, actor=ACTOR)
+    page = operator.get(PAGE).content.decode()
+
+    assert "Clients may not use any model yet." in page
 
 
 def test_no_script_of_the_page_stands_in_it(operator: Client) -> None:
