@@ -35,6 +35,8 @@ from gateway.dialects.translation import Translation
 from gateway.dialects.unread_parts import name_unread_part
 from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
 from gateway.values import InferenceRequest
+from wire.bounds import BOUNDS, find_out_of_bounds
+from wire.unreadable import UNREADABLE
 
 _json = msgspec.json.Encoder()
 
@@ -100,7 +102,7 @@ class Surface:
             return self._parse_form(body, forwarded)
         _check_type(headers)
         fields = read_body(body)
-        read_fields(body)
+        self._check_bounds(read_fields(body))
         self.check(fields)
         check_model_name(fields.model, "model")
         limit, limit_field = fields.token_limit
@@ -141,6 +143,19 @@ class Surface:
             previous_response_id=fields.previous_response_id or "",
             is_pool_shaped=is_pool_shaped,
         )
+
+    def _check_bounds(self, fields: Mapping[str, msgspec.Raw]) -> None:
+        """Raise BadRequest for a number that the original refuses. ``fields``: the top level of the body as it came."""
+        given: dict[str, object] = {}
+        for name in BOUNDS.get(self.path, ()):
+            if name in fields:
+                try:
+                    given[name] = msgspec.json.decode(fields[name])
+                except UNREADABLE as error:
+                    raise BadRequest(f"The field '{name}' cannot be read: {error}.", param=name) from None
+        fault = find_out_of_bounds(self.path, given)
+        if fault is not None:
+            raise BadRequest(fault[1], param=fault[0])
 
     def rename(self, request: InferenceRequest, model: str) -> InferenceRequest:
         """Return the request for another model, whose name then stands in the body too."""

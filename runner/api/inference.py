@@ -20,7 +20,15 @@ from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, Reque
 from runner.parts import Parts
 from runner.serving.numbers import Numbers
 from runner.serving.refusal import refusal_fields
-from runner.serving.request import BodyFields, Inference, read_cache_mode, read_cache_tag, read_fields, read_priority
+from runner.serving.request import (
+    BodyFields,
+    Inference,
+    check_bounds,
+    read_cache_mode,
+    read_cache_tag,
+    read_fields,
+    read_priority,
+)
 from runner.serving.service import Answer
 
 log = logging.getLogger(__name__)
@@ -100,7 +108,8 @@ class InferenceEndpoint:
         check_media_type(request, "application/json")
         body = await read_body(request, most_bytes=JSON_BYTES, take=take)
         fields = read_fields(body)
-        parse_object(body)  # an engine may take the other one of two fields of the same name
+        # Parsed as a whole: an engine may take the other one of two fields of the same name.
+        check_bounds(request.scope["path"], parse_object(body))
         return body, fields
 
     async def _answer(self, inference: Inference, reply: _Reply) -> None:

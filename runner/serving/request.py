@@ -10,6 +10,7 @@ import msgspec
 
 from runner.engines.port import CacheMode, Priority
 from runner.errors import InvalidRequest
+from wire.bounds import find_out_of_bounds
 from wire.unreadable import UNREADABLE
 
 MAX_MODEL_CHARS = 200
@@ -71,6 +72,13 @@ def read_fields(body: bytes) -> BodyFields:
     if not 1 <= len(fields.model) <= MAX_MODEL_CHARS:
         raise InvalidRequest(f"The field 'model' must have 1 to {MAX_MODEL_CHARS} characters.", param="model")
     return fields
+
+
+def check_bounds(endpoint: str, fields: Mapping[str, object]) -> None:
+    """Raise InvalidRequest for a number that the endpoint's original refuses. ``fields``: the members of a JSON body."""
+    fault = find_out_of_bounds(endpoint, fields)
+    if fault is not None:
+        raise InvalidRequest(fault[1], param=fault[0])
 
 
 def read_cache_mode(text: str) -> CacheMode:

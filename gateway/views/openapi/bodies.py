@@ -26,16 +26,23 @@ from gateway.views.openapi.terms import (
     nullable,
     ref,
 )
+from wire.bounds import BOUNDS
 
 _FUNCTION = members("name", name=NAME, description=TEXT, parameters=OBJECT, strict=nullable(FLAG))
 _CALL = members(
     "id type function", id=NAME, type=const("function"), function=members("name arguments", name=NAME, arguments=TEXT)
 )
+
+
+def _bounded(path: str, name: str) -> Schema:
+    """Return the schema of a number that the surface refuses beyond its bounds."""
+    lowest, highest = BOUNDS[path][name]
+    return {**NUMBER, "minimum": lowest} if highest is None else {**NUMBER, "minimum": lowest, "maximum": highest}
+
+
 _SAMPLING: dict[str, Schema] = {
-    "temperature": nullable(NUMBER),
-    "top_p": nullable(NUMBER),
-    "presence_penalty": nullable(NUMBER),
-    "frequency_penalty": nullable(NUMBER),
+    name: nullable(_bounded("/v1/chat/completions", name))
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 }
 _STREAMED: dict[str, Schema] = {
     "stream": nullable(FLAG),
@@ -50,7 +57,7 @@ _CHAT = members(
     max_tokens=nullable(POSITIVE_LIMIT),
     max_completion_tokens=nullable(POSITIVE_LIMIT),
     stop=nullable(either(TEXT, listed(TEXT, most=4))),
-    n=nullable(POSITIVE),
+    n=nullable({**POSITIVE, "maximum": BOUNDS["/v1/chat/completions"]["n"][1]}),
     seed=nullable({"type": "integer"}),
     logprobs=nullable(FLAG),
     top_logprobs=nullable({**COUNT, "maximum": 20}),
@@ -135,8 +142,8 @@ _MESSAGES = members(
     max_tokens=POSITIVE_LIMIT,
     stream=FLAG,
     stop_sequences=listed(TEXT),
-    temperature=NUMBER,
-    top_p=NUMBER,
+    temperature=_bounded("/v1/messages", "temperature"),
+    top_p=_bounded("/v1/messages", "top_p"),
     top_k=COUNT,
     metadata=members(user_id=nullable(TEXT)),
     x_pool_options=ref("PoolOptions"),
@@ -185,8 +192,6 @@ _RESPONSE = members(
     input=either(NAME, listed(ref("InputItem"), least=1)),
     instructions=nullable(TEXT),
     max_output_tokens=nullable(POSITIVE_LIMIT),
-    temperature=nullable(NUMBER),
-    top_p=nullable(NUMBER),
     top_logprobs=nullable({**COUNT, "maximum": 20}),
     tools=nullable(listed(members("type name", type=const("function"), **_FUNCTION["properties"]))),
     tool_choice=nullable(choice("none", "auto")),
@@ -198,8 +203,6 @@ _RESPONSE = members(
     store={**nullable(FLAG), "description": "True only where the tenant keeps answers."},
     previous_response_id={**nullable(TEXT), "description": "Only where the tenant keeps answers."},
     user=nullable(TEXT),
-    presence_penalty=nullable(NUMBER),
-    frequency_penalty=nullable(NUMBER),
     max_tool_calls=nullable(COUNT),
     include=nullable(listed(TEXT)),
     truncation=nullable(choice("auto", "disabled")),
@@ -211,6 +214,7 @@ _RESPONSE = members(
     source_lang_code=_LANGUAGE,
     target_lang_code=_LANGUAGE,
     x_pool_options=ref("PoolOptions"),
+    **_SAMPLING,
 )
 
 _AUDIO = members(
