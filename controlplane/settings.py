@@ -11,6 +11,7 @@ from gateway.values import Limits, Timeouts
 from governance.states import ApprovalState, RunState
 from nodes.states import HealthPolicy, SocketPolicy
 from wire.contract import NodeMode, NodeStatus, RequestState
+from wire.engine_errors import MAX_QUOTE_CHARS
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -245,6 +246,8 @@ GATEWAY_LIMITS = Limits(
     max_requeues=read_int("MUSTER_MAX_REQUEUES", 3),
     max_stream_bytes=read_int("MUSTER_MAX_STREAM_BYTES", 256 * 1024 * 1024, minimum=1024),
     max_buffer_bytes=read_int("MUSTER_MAX_BUFFER_BYTES", 4 * 1024 * 1024, minimum=64 * 1024),
+    # Whether records and logs keep what an engine said when it failed or refused, without what it repeated of the request.
+    max_engine_error_chars=MAX_QUOTE_CHARS if read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True) else 0,
 )
 # Where other gateways reach this one, and the secret they show. Both empty = a single gateway.
 GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")

@@ -13,7 +13,7 @@ from gateway.admission import RateLimiter
 from gateway.errors import GatewayError, RateLimited, ShuttingDown
 from gateway.outcome import Served
 from gateway.records import MAX_COUNT, Record, RecordWriter
-from gateway.values import Caller, InferenceRequest
+from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
 from wire.contract import RequestState
 
 _CHARS_PER_TOKEN = 4
@@ -83,6 +83,11 @@ class Bookkeeper:
         record.state = RequestState.REJECTED
         self.records.add_final(record)
 
+    def count_refusal(self, error: GatewayError) -> None:
+        """Count a request that was not accepted."""
+        metrics.REFUSALS.labels(error.code).inc()
+        metrics.TALLY.count(judge_outcome(error.state, error.status) or RequestOutcome.FAILED)
+
     def forget_idle(self) -> None:
         """Drop what is remembered of callers that were refused nothing for a minute."""
         self._refusals.forget_idle()
@@ -98,13 +103,19 @@ class Bookkeeper:
         record.state = RequestState.QUEUED
         self.records.touch(record)
 
+    def note_start(self, record: Record) -> None:
+        """Write down that the node gets the request now: in the turn of the loop that assigned it, so both are one write."""
+        record.state = RequestState.RUNNING
+        self.records.touch(record)
+
     def seal(self, record: Record, ending: Ending) -> None:
         """Fill in how it ended. The state is set last: the writer may read the row at any moment."""
         if ending.error is not None:
             record.error_code = ending.error.code
             if record.status_code is None:
                 record.status_code = ending.error.status
-            metrics.ERRORS.labels(ending.error.code).inc()
+            is_refused = judge_outcome(ending.state, record.status_code) is RequestOutcome.REFUSED
+            (metrics.REFUSALS if is_refused else metrics.ERRORS).labels(ending.error.code).inc()
         record.finished_at = datetime.now(UTC)
         record.state = ending.state
         self.records.touch(record)
@@ -124,6 +135,7 @@ class Bookkeeper:
         metrics.TALLY.add(
             model=record.model,
             state=record.state,
+            outcome=judge_outcome(record.state, record.status_code) or RequestOutcome.FAILED,
             latency_s=elapsed,
             ttfb_s=record.ttfb_ms / 1000 if record.ttfb_ms is not None else None,
             queue_s=record.queue_ms / 1000 if record.queue_ms is not None else None,

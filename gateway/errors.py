@@ -6,6 +6,7 @@ The sentences are fixed where the relay contract fixes them; they never carry pr
 from __future__ import annotations
 
 from wire.contract import ErrorCode, RequestState
+from wire.engine_errors import Blame, judge_error
 
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -146,7 +147,6 @@ class ContextTooLong(BadRequest):
     """
 
     code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
-    state = RequestState.FAILED
     default_message = "The prompt and the answer do not fit into the model's context window."
 
     def __init__(
@@ -281,12 +281,23 @@ class ForwardedRequestFailed(GatewayError):
 
 
 class EngineRefused(GatewayError):
-    """An engine's own refusal (4xx) or failure (5xx), said in the caller's dialect with the engine's status and words."""
+    """An engine's own refusal (4xx) or failure (5xx), said in the caller's dialect with the engine's status and words.
+
+    ``blame``: whose fault it is, by default what the status says. Only what the caller can mend ends as a refused request.
+    """
 
     code = ErrorCode.FORWARDED_REQUEST_FAILED
     status = 502
 
-    def __init__(self, message: str, *, status: int, param: str | None = None, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        blame: Blame | None = None,
+    ) -> None:
         super().__init__(message, param=param, retry_after_s=retry_after_s)
         self.status = status
         self.retryable = status >= 500 or status in (408, 409, 429)
@@ -294,6 +305,7 @@ class EngineRefused(GatewayError):
             self.code = ErrorCode.RATE_LIMITED if status == 429 else ErrorCode.BAD_REQUEST
             self.type = _OPENAI_TYPES.get(status, "invalid_request_error")
         self.anthropic_type = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        self.state = RequestState.REJECTED if (blame or judge_error(status)) is Blame.CALLER else RequestState.FAILED
 
 
 class StreamTooLarge(ForwardedRequestFailed):

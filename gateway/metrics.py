@@ -1,6 +1,6 @@
 """Prometheus series of the gateway. Labels come from closed sets (states, codes, surfaces) and from allow-listed models.
 
-What changes once a request is kept in plain numbers by ``RequestTally`` and turned into series at a scrape: eleven
+What changes once a request is kept in plain numbers by ``RequestTally`` and turned into series at a scrape: twelve
 locked increments would cost more than relaying a chunk does. It is touched on the event loop thread only.
 """
 
@@ -13,11 +13,13 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.values import RequestOutcome
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BOUNDS = [*(str(bound) for bound in _SECONDS), "+Inf"]
 
-REFUSALS = Counter("muster_refusals_total", "Requests refused before acceptance", ["code"])
-ERRORS = Counter("muster_request_errors_total", "Accepted requests that ended with an error", ["code"])
+REFUSALS = Counter("muster_refusals_total", "Requests not accepted, or refused by the engine for what they hold", ["code"])
+ERRORS = Counter("muster_request_errors_total", "Accepted requests that failed or were left by their caller", ["code"])
 REDISPATCHES = Counter("muster_redispatches_total", "Requests sent to another node before their first byte", ["reason"])
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
@@ -64,6 +66,7 @@ class RequestTally(Collector):
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self._outcomes = dict.fromkeys(RequestOutcome, 0)
         self._models: dict[str, _ModelTally] = {}
 
     def add(
@@ -71,12 +74,14 @@ class RequestTally(Collector):
         *,
         model: str,
         state: str,
+        outcome: RequestOutcome,
         latency_s: float,
         ttfb_s: float | None,
         queue_s: float | None,
         tokens: tuple[int, int],
     ) -> None:
         """Count one request that reached its final state. ``tokens``: prompt, completion."""
+        self.count(outcome)
         tally = self._models.get(model)
         if tally is None:
             tally = self._models[model] = _ModelTally()
@@ -89,9 +94,17 @@ class RequestTally(Collector):
         tally.prompt_tokens += tokens[0]
         tally.completion_tokens += tokens[1]
 
+    def count(self, outcome: RequestOutcome) -> None:
+        """Count what became of a request, accepted or not."""
+        self._outcomes[outcome] += 1
+
     def collect(self) -> Iterator[Metric]:
         """Yield the series of a scrape."""
         yield GaugeMetricFamily("muster_requests_in_flight", "Accepted requests that are not final", self.in_flight)
+        outcomes = CounterMetricFamily("muster_request_outcomes", "Requests by what became of them", labels=["outcome"])
+        for outcome, count in self._outcomes.items():
+            outcomes.add_metric([outcome], count)
+        yield outcomes
         requests = CounterMetricFamily("muster_requests", "Requests that reached a final state", labels=["model", "state"])
         tokens = CounterMetricFamily("muster_tokens", "Tokens of completed requests", labels=["model", "kind"])
         latency = HistogramMetricFamily("muster_request_seconds", "Acceptance to last byte", labels=["model"])

@@ -7,6 +7,7 @@ from django.db import models
 
 from gateway.values import Priority
 from wire.contract import RequestState
+from wire.engine_errors import MAX_QUOTE_CHARS
 from wire.ids import format_id, new_uuid7
 
 
@@ -199,6 +200,13 @@ class RequestRecord(models.Model):
     state = models.CharField(max_length=12, choices=[(s.value, s.value) for s in RequestState])
     error_code = models.CharField(max_length=40, null=True, blank=True)
     status_code = models.PositiveSmallIntegerField(null=True, blank=True)
+    engine_error = models.CharField(
+        max_length=MAX_QUOTE_CHARS,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="What the engine said when it failed or refused, without what it repeated of the request",
+    )
     node_id = models.UUIDField(null=True, blank=True)
     node_name = models.CharField(max_length=120, blank=True, default="")
     attempts = models.PositiveSmallIntegerField(default=0)

@@ -31,6 +31,8 @@ class Served:
     """Characters of an unstreamed answer without usage, to estimate from."""
     has_failed: bool = False
     """The engine's stream held an error: the client was told by the engine itself."""
+    error: GatewayError | None = field(default=None, compare=False)
+    """What the engine refused the request with, in a status of 400 and above: the client was told that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from gateway.dialects.translation import Translation
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
     BadRequest,
+    ContextTooLong,
     EndpointNotAnswered,
+    EngineRefused,
     ForwardedRequestFailed,
     GatewayError,
     NoAvailableNode,
@@ -48,7 +51,10 @@ from gateway.relay import Exchange
 from gateway.values import Caller, InferenceRequest, Limits, Timeouts
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire.contract import RequestState
+from wire.engine_errors import quote_message
 from wire.ids import format_id, new_uuid7
+
+logger = logging.getLogger("muster.gateway")
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +118,7 @@ class Pipeline:
                 exchange = self._open_exchange(call, job, lease)
                 if exchange is None:
                     continue
+                self.books.note_start(record)
                 outcome = await exchange.run()
                 if not self._should_retry(call, outcome, job, lease):
                     break
@@ -135,7 +142,7 @@ class Pipeline:
             if record is not None:
                 self.books.finish(record, exchange, started, ending)
             elif ending.error is not None:
-                metrics.REFUSALS.labels(ending.error.code).inc()
+                self.books.count_refusal(ending.error)
 
     # stages
 
@@ -259,7 +266,7 @@ class Pipeline:
         name_model(record, job.request.model, asked_model=job.asked_model)
         record.node_id = lease.link.node_id
         record.node_name = lease.link.node_name
-        record.state = RequestState.RUNNING if job.request.is_streaming else RequestState.ASSIGNED
+        record.state = RequestState.ASSIGNED
         self.records.touch(record)
         return lease
 
@@ -372,9 +379,13 @@ class Pipeline:
     # endings
 
     async def _conclude(self, call: Call, job: Job, outcome: Outcome, record: Record) -> Ending:
+        if isinstance(outcome, Served | Broken) and isinstance(outcome.error, EngineRefused | ContextTooLong):
+            await self._quote_engine(job, outcome.error, record)
         match outcome:
             case Served():
                 record.status_code = outcome.status
+                if outcome.error is not None and outcome.error.state is RequestState.REJECTED:
+                    return Ending(RequestState.REJECTED, outcome.error)
                 if outcome.status < 400 and not outcome.has_failed:
                     return COMPLETED
                 return Ending(RequestState.FAILED, ForwardedRequestFailed())
@@ -396,3 +407,14 @@ class Pipeline:
                 raise AssertionError("a retry never concludes a request")
             case _:
                 assert_never(outcome)
+
+    async def _quote_engine(self, job: Job, error: GatewayError, record: Record) -> None:
+        """Keep and log what an engine said, without what it repeats of the request."""
+        if self.limits.max_engine_error_chars:
+            body = job.request.body
+            quoted = await run_beside(len(body), lambda: quote_message(error.message, body))
+            record.engine_error = quoted[: self.limits.max_engine_error_chars]
+        logger.warning(
+            "request.engine_error request=%s node=%s model=%s status=%d error=%s",
+            job.request_id, record.node_name, record.model, error.status, record.engine_error or "-",
+        )  # fmt: skip

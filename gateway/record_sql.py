@@ -21,6 +21,7 @@ _TYPES = {
     "state": "text",
     "error_code": "text",
     "status_code": "smallint",
+    "engine_error": "text",
     "node_id": "uuid",
     "node_name": "text",
     "attempts": "smallint",

@@ -76,6 +76,8 @@ class Record(msgspec.Struct, kw_only=True):
     ttfb_ms: int | None = None
     latency_ms: int | None = None
     finished_at: datetime | None = None
+    engine_error: str = ""
+    """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
     asked_model: str = ""
     """What the client asked for, where ``model`` (which answers) has another name."""
 

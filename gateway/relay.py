@@ -16,7 +16,15 @@ from gateway.dialects.pool_meta import PoolMeta
 from gateway.dialects.refusal import read_refusal
 from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
 from gateway.dispatch import Job, Lease
-from gateway.errors import ClientLeft, ForwardedRequestFailed, GatewayError, RequestInterrupted, RequestTimeout, StreamTooLarge
+from gateway.errors import (
+    ClientLeft,
+    EngineRefused,
+    ForwardedRequestFailed,
+    GatewayError,
+    RequestInterrupted,
+    RequestTimeout,
+    StreamTooLarge,
+)
 from gateway.heads import name_error_type, render_head
 from gateway.keepalive import KeepAlive
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
@@ -342,8 +350,9 @@ class Exchange:
             sent = request.body if self._translation is not None else None
             said = self._surface.render_refusal(self._status, body, self._job.request_id, translated=sent)
             self.is_delivered = True
-            self._client.respond(self._status, self._head(name_error_type(self._headers) if said is body else _JSON), said)
-            self._end(Served(self._status, None))
+            status = error.status if isinstance(error, EngineRefused) else self._status
+            self._client.respond(status, self._head(name_error_type(self._headers) if said is body else _JSON), said)
+            self._end(Served(status, None, error=error))
 
     def _finish(self, last: bytes, outcome: Served) -> None:
         self.last = last

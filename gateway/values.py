@@ -9,6 +9,8 @@ from enum import StrEnum
 import msgspec
 
 from gateway.whole_numbers import WholeNumber
+from wire.contract import RequestState
+from wire.engine_errors import MAX_QUOTE_CHARS
 
 DEAD_AFTER_S = 10.0
 """A gateway that wrote no heartbeat for so long is taken for dead."""
@@ -20,6 +22,38 @@ class Priority(StrEnum):
     HIGH = "high"
     NORMAL = "normal"
     LOW = "low"
+
+
+class RequestOutcome(StrEnum):
+    """What became of a request, in the words of pages and metrics."""
+
+    SERVED = "served"
+    REFUSED = "refused"
+    """The caller's mistake: counted apart, in no error rate and no alert."""
+    FAILED = "failed"
+    """A fault of the node, its engine or the gateway, or a lack of capacity."""
+    CANCELLED = "cancelled"
+    """The caller left."""
+
+
+_OUTCOMES = {
+    RequestState.COMPLETED: RequestOutcome.SERVED,
+    RequestState.FAILED: RequestOutcome.FAILED,
+    RequestState.INTERRUPTED: RequestOutcome.FAILED,
+    RequestState.CANCELLED: RequestOutcome.CANCELLED,
+}
+
+
+def judge_outcome(state: RequestState, status_code: int | None) -> RequestOutcome | None:
+    """Return what became of a request, None while it is open. ``status_code``: the HTTP status that its caller got.
+
+    A rejected request with a 4xx is the caller's mistake, its own limit (429) included. With a 5xx nobody could take it:
+    a full queue, or a database that is away.
+    """
+    if state is RequestState.REJECTED:
+        is_callers = status_code is not None and 400 <= status_code < 500
+        return RequestOutcome.REFUSED if is_callers else RequestOutcome.FAILED
+    return _OUTCOMES.get(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +88,8 @@ class Limits:
     max_stream_bytes: int = 256 * 1024 * 1024
     max_buffer_bytes: int = 4 * 1024 * 1024
     max_pending_records: int = 100_000
+    max_engine_error_chars: int = MAX_QUOTE_CHARS
+    """Of what an engine says when it fails or refuses, on the record and in the log; 0 = nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)

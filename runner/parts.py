@@ -301,6 +301,7 @@ def _put_together(
         costs=costs,
         queue_timeout_s=timeouts.queue_s,
         on_load=on_load,
+        keeps_engine_errors=config.keeps_engine_errors,
     )
     gate = _make_gate(config, governance, ledger)
     parts = Parts(

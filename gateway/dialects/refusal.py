@@ -1,39 +1,25 @@
-"""Reading what an engine says when it refuses or fails: many shapes in, one error of ours out. Pure.
-
-vLLM and llama.cpp answer ``{"error": {"message", "type", "code"}}`` (``code`` a number), older vLLM ``{"object": "error",
-"message"}``, FastAPI servers ``{"detail"}``, Ollama ``{"error": "text"}``, proxies HTML.
-"""
+"""Reading what an engine says when it refuses or fails: any shape of ``wire.engine_errors`` in, one error of ours out. Pure."""
 
 from __future__ import annotations
-
-import re
 
 import msgspec
 
 from gateway.dialects.crowding import is_crowded
 from gateway.dialects.overflow import is_about_context, read_overflow
 from gateway.errors import ContextTooLong, EngineRefused, GatewayError
+from wire.engine_errors import (
+    EngineErrorBody,
+    EngineErrorObject,
+    correct_status,
+    find_message,
+    judge_error,
+    read_error_body,
+    strip_markup,
+)
 from wire.unreadable import UNREADABLE
 
 MAX_WORDS_CHARS = 1000
 _STATUS_OF_NOTHING, _STATUS_OF_REQUEST = 502, 400
-_TAGS = re.compile(r"<(?:script|style)\b.*?(?:</(?:script|style)>|\Z)|<[^<>]*>", re.DOTALL | re.IGNORECASE)
-
-
-class _Inner(msgspec.Struct):
-    message: object = None
-    type: object = None
-    code: object = None
-    param: object = None
-    n_prompt_tokens: object = None
-    n_ctx: object = None
-
-
-class _Outer(msgspec.Struct):
-    error: _Inner | str | None = None
-    type: object = None
-    message: object = None
-    detail: object = None
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -61,25 +47,19 @@ ANTHROPIC_TYPES = frozenset(
     }
 )
 """Anthropic API reference, "Errors": SDKs choose the exception by them."""
-_decoder = msgspec.json.Decoder(_Outer)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TEXTS = frozenset({"type", "code", "param"})
 
 
-def _decode(body: bytes) -> _Outer | None:
-    if is_crowded(body):
-        return None
-    try:
-        return _decoder.decode(body)
-    except UNREADABLE:
-        return None
+def _decode(body: bytes) -> EngineErrorBody | None:
+    return None if is_crowded(body) else read_error_body(body)
 
 
 def read_shape(body: bytes) -> Shape:
     """Return the shape of an error body."""
     outer = _decode(body)
     inner = outer.error if outer is not None else None
-    if outer is None or not isinstance(inner, _Inner):
+    if outer is None or not isinstance(inner, EngineErrorObject):
         return Shape(has_message=False, is_anthropic=False)
     has_message = isinstance(inner.message, str) and bool(inner.message)
     return Shape(
@@ -104,22 +84,24 @@ def complete_error(body: bytes, known: dict[str, object]) -> bytes:
 
 
 def read_refusal(status: int, body: bytes) -> GatewayError:
-    """Return an engine's error as one of ours: ContextTooLong, or EngineRefused with its status and words."""
+    """Return an engine's error as one of ours: ContextTooLong, or EngineRefused with its words and the status due to it."""
     outer = _decode(body)
-    inner = outer.error if outer is not None and isinstance(outer.error, _Inner) else None
-    words = (_find_words(outer, inner) if outer is not None else _strip_markup(body))[:MAX_WORDS_CHARS]
+    inner = outer.error if outer is not None and isinstance(outer.error, EngineErrorObject) else None
+    words = (find_message(outer) if outer is not None else strip_markup(body))[:MAX_WORDS_CHARS]
     if status < 500 and is_about_context(body):
         return _read_context(words, inner)
     param = inner.param if inner is not None and isinstance(inner.param, str) else None
     message = words or f"The engine answered with HTTP {status} and no reason."
-    return EngineRefused(message, status=status, param=param)
+    status = correct_status(status, words)
+    blame = judge_error(status, inner.code if inner is not None else None)
+    return EngineRefused(message, status=status, param=param, blame=blame)
 
 
 def read_stream_failure(error: bytes) -> GatewayError:
     """Return the ``error`` value of an event (JSON text) as an error of ours."""
     body = b'{"error":' + error + b"}"
     outer = _decode(body)
-    inner = outer.error if outer is not None and isinstance(outer.error, _Inner) else None
+    inner = outer.error if outer is not None and isinstance(outer.error, EngineErrorObject) else None
     code = inner.code if inner is not None else None
     is_status = isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599
     if is_status and isinstance(code, int):
@@ -127,20 +109,7 @@ def read_stream_failure(error: bytes) -> GatewayError:
     return read_refusal(_STATUS_OF_REQUEST if is_about_context(body) else _STATUS_OF_NOTHING, body)
 
 
-def _find_words(outer: _Outer, inner: _Inner | None) -> str:
-    for found in (inner.message if inner else None, outer.error, outer.message, outer.detail):
-        if isinstance(found, str) and found:
-            return found
-        if isinstance(found, dict | list) and found:
-            return msgspec.json.encode(found).decode()
-    return ""
-
-
-def _strip_markup(body: bytes) -> str:
-    return " ".join(_TAGS.sub(" ", body[:8192].decode("utf-8", "replace")).split())
-
-
-def _read_context(words: str, inner: _Inner | None) -> ContextTooLong:
+def _read_context(words: str, inner: EngineErrorObject | None) -> ContextTooLong:
     if inner is not None and isinstance(inner.n_prompt_tokens, int) and isinstance(inner.n_ctx, int):
         return ContextTooLong(words, prompt_tokens=inner.n_prompt_tokens, context_tokens=inner.n_ctx)
     return read_overflow(words)

@@ -234,7 +234,8 @@ class Surface:
         error = read_refusal(status, body)
         if translated is not None and (named := name_unread_part(error, translated)) is not error:
             return self.render_error(named, request_id)
-        if not shape.has_message or (self.is_anthropic and not shape.is_anthropic) or isinstance(error, ContextTooLong):
+        is_other = isinstance(error, ContextTooLong) or error.status != status
+        if is_other or not shape.has_message or (self.is_anthropic and not shape.is_anthropic):
             return self.render_error(error, request_id)
         return body if self.is_anthropic or shape.is_openai else complete_error(body, self._openai(error))
 

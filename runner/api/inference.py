@@ -98,6 +98,7 @@ class InferenceEndpoint:
         return Inference(
             "POST", request.scope["path"] + (f"?{query}" if query else ""), headers, body, fields.model, tenant, priority, mode,
             tag, is_streaming=bool(fields.stream), allow_remote=bool(fields.allow_remote),
+            request_id=headers["x-request-id"],
         )  # fmt: skip
 
     async def _read_body(self, request: Request, take: Callable[[int], None]) -> tuple[bytes, BodyFields]:

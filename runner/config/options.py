@@ -29,7 +29,8 @@ MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API
 The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), MAX_QUEUE_DEPTH (16),
 QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
 TENANT_WEIGHT_<tenant>, CUDA_VISIBLE_DEVICES, VLLM_MAX_MODEL_LEN, VLLM_GPU_MEMORY_UTILIZATION, VLLM_ENABLE_PREFIX_CACHING,
-LOG_LEVEL, LOG_FORMAT (text or json), ENABLE_METRICS, METRICS_PORT. LLM_POOL_SETTINGS_PATH and LLM_POOL_LOCAL_SETTINGS_PATH
+LOG_LEVEL, LOG_FORMAT (text or json), ENABLE_METRICS, METRICS_PORT. MUSTER_KEEP_ENGINE_ERRORS (true: the log has what an engine
+says when it refuses or fails, without what it repeats of the request). LLM_POOL_SETTINGS_PATH and LLM_POOL_LOCAL_SETTINGS_PATH
 name the settings files. MUSTER_HUB_ALLOW limits which repositories may be fetched (a comma list of patterns such as org/*).
 
 Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation token must prove; 2 unless the next one is set),

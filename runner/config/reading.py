@@ -73,6 +73,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> RunnerConfig:
         files=files,
         log_level=LOG_LEVELS[log_level] if log_level else None,
         log_json=log_format == "json",
+        keeps_engine_errors=options.switch("MUSTER_KEEP_ENGINE_ERRORS", default=True),
         timeouts=_read_timeouts(options),
         environment=dict(env),
     )

@@ -105,7 +105,7 @@ class RunnerConfig:
     """Everything the process needs to know. ``engine`` None = only what settings or operations load.
 
     ``log_level`` None = not given: the settings file may say. ``environment`` is what names limits, weights and engine
-    defaults in variables of open-ended names.
+    defaults in variables of open-ended names. ``keeps_engine_errors``: the log has what engines say when they fail.
     """
 
     gateways: tuple[str, ...]
@@ -124,5 +124,6 @@ class RunnerConfig:
     files: FilesConfig
     log_level: str | None
     log_json: bool
+    keeps_engine_errors: bool
     timeouts: Timeouts
     environment: Mapping[str, str] = field(repr=False)

@@ -219,4 +219,5 @@ def _read_request(meta: OpenMeta, body: bytes) -> Inference:
         is_streaming=meta.is_streaming,
         allow_remote=b'"allow_remote"' in body and bool(read_fields(body).allow_remote),
         on_socket=True,
+        request_id=meta.request_id,
     )

@@ -38,6 +38,8 @@ class Inference:
     is_streaming: bool = False
     allow_remote: bool = False
     on_socket: bool = False
+    request_id: str = ""
+    """The one that its client was told, for the log."""
 
     @property
     def endpoint(self) -> str:

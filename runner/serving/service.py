@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable
@@ -36,13 +37,19 @@ from runner.serving.numbers import Numbers
 from runner.serving.request import Inference
 from runner.serving.tally import Tally
 from wire.bridge import TokenCounts
+from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.usage import BodyReader, StreamReader, ask_for_usage
+
+log = logging.getLogger(__name__)
 
 WHOLE_BYTES = 8 * 1024 * 1024
 """Unstreamed answers up to this size are read to their end before their headers leave, because those carry final numbers.
 
 Of answers whose length is not told, JSON alone: other kinds, such as sound, may be meant to be played as they come.
 """
+_LARGE_BODY_BYTES = 64 * 1024
+"""Beyond that a thread searches a body: the event loop has other streams to serve."""
+_MAX_MESSAGE_CHARS = 1000
 _DONE = b"data: [DONE]\n\n"
 _USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
 
@@ -80,11 +87,14 @@ class CostKeeper(Protocol):
 
 
 class Serving:
-    """``queue_timeout_s``: longest wait for a turn. ``on_load`` hears when a request begins or ends."""
+    """``queue_timeout_s``: longest wait for a turn. ``on_load`` hears when a request begins or ends.
+
+    ``keeps_engine_errors``: whether the log has what an engine says when it refuses or fails.
+    """
 
     def __init__(
         self, registry: Registry, *, rates: TenantRates, tally: Tally, costs: CostKeeper | None, queue_timeout_s: float,
-        on_load: Callable[[], None],
+        on_load: Callable[[], None], keeps_engine_errors: bool = True,
     ) -> None:  # fmt: skip
         self.registry = registry
         self._rates = rates
@@ -92,6 +102,7 @@ class Serving:
         self._counting = Counting()
         self._queue_timeout_s = queue_timeout_s
         self._on_load = on_load
+        self._keeps_engine_errors = keeps_engine_errors
         self._idle = asyncio.Event()
         self._idle.set()
         self.tally = tally
@@ -120,7 +131,7 @@ class Serving:
                 self._rates.take(request.tenant)
             async with self._serve(model, request) as answer:
                 yield answer
-            status = "success" if answer.status < 400 and not answer.has_failed else "error"
+            status = _name_end(answer)
         except RequestRefused as refusal:
             status = "refused" if answer is None and not isinstance(refusal, EngineUnavailable) else "error"
             self.tally.count_refusal(refusal.code)
@@ -212,7 +223,10 @@ class Serving:
             except (aiohttp.ClientError, EngineError, OSError) as error:
                 raise _report(replica, request, error, began_answer=False) from None
             try:
-                yield await self._begin(replica, request, response, turn, began=began, drops_usage=drops_usage)
+                answer = await self._begin(replica, request, response, turn, began=began, drops_usage=drops_usage)
+                if answer.status >= 400:
+                    await self._take_error(request, answer)
+                yield answer
             finally:
                 await context.__aexit__(None, None, None)
         finally:
@@ -237,12 +251,28 @@ class Serving:
             answer.chunks = _stream_events(replica, request, response, answer, reader, began=began)
             return answer
         length, held = response.content_length, b""
-        if length <= WHOLE_BYTES if length is not None else response.content_type.endswith("json"):
+        is_whole = response.status >= 400 or response.content_type.endswith("json")
+        if length <= WHOLE_BYTES if length is not None else is_whole:
             held = await _read_whole(replica, request, response, answer, began=began)
         if answer.body is None:
             headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
             answer.chunks = _stream_body(replica, request, response, answer, held, began=began)
         return answer
+
+    async def _take_error(self, request: Inference, answer: Answer) -> None:
+        """Log what an engine refused a request with. Raises ModalityUnsupported where it calls the caller's mistake its own."""
+        message, asked = read_message(answer.body or b""), request.body
+        status = correct_status(answer.status, message)
+        quoted = ""
+        if self._keeps_engine_errors:
+            is_large = len(asked) > _LARGE_BODY_BYTES
+            quoted = await asyncio.to_thread(quote_message, message, asked) if is_large else quote_message(message, asked)
+        log.warning(
+            "engine answered with an error request=%s model=%s path=%s status=%d error=%s",
+            request.request_id or "-", request.model, request.endpoint, answer.status, quoted or "-",
+        )  # fmt: skip
+        if status != answer.status:
+            raise ModalityUnsupported(message[:_MAX_MESSAGE_CHARS])
 
     def _change_load(self, by: int, request: Inference) -> None:
         self.load += by
@@ -378,6 +408,13 @@ def _report(replica: Replica, request: Inference, error: Exception, *, began_ans
     return (EngineUnavailable if is_reached else EngineNotReached)(
         f"The engine {when} ({reason}).", retry_after_s=None if began_answer else 2
     )
+
+
+def _name_end(answer: Answer) -> str:
+    """Return as what a request is counted that its engine answered."""
+    if answer.status >= 400 and judge_error(answer.status) is Blame.CALLER:
+        return "refused"
+    return "success" if answer.status < 400 and not answer.has_failed else "error"
 
 
 def _explain_state(model: Model) -> RequestRefused:

@@ -179,7 +179,7 @@ async def test_an_engines_refusal_keeps_its_status_and_is_said_in_the_callers_di
     await request.done()
     assert request.client.status == 400
     assert request.error["message"] == "prompt is too long: 9 tokens > 8 maximum"
-    assert await request.record("state", "status_code") == ("failed", 400)
+    assert await request.record("state", "status_code") == ("rejected", 400)
 
 
 AT_LEAST = {"error": {"message": (
@@ -211,7 +211,7 @@ async def test_a_prompt_of_which_the_engine_says_only_that_it_is_too_long_is_cou
     assert len(message) == len("prompt is too long: 10025 tokens > 4096 maximum")
     assert begun or (request.client.status, request.client.headers["x-muster-model"]) == (400, "m")
     assert request.client.is_whole
-    assert await request.record("state", "error_code", "status_code") == ("failed", "context_length_exceeded", 400)
+    assert await request.record("state", "error_code", "status_code") == ("rejected", "context_length_exceeded", 400)
 
 
 async def test_a_count_of_ours_is_never_below_what_the_engine_counted(make_gateway: Make) -> None:

@@ -62,6 +62,25 @@ async def depth_is(client: httpx.AsyncClient, depth: int) -> None:
         assert time.monotonic() < give_up_at, f"the queue never had {depth}"
 
 
+async def test_a_picture_for_a_model_that_cannot_see_is_a_bad_request_that_nobody_should_repeat(tmp_path: Path) -> None:
+    words = "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
+
+    async def fail(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response({"error": {"message": words, "code": 500, "type": "server_error"}}, status=500)
+
+    async with run_engine() as engine, serve(tmp_path, engine) as (_, client):
+        engine.handler = fail
+        for path in (CHAT, "/v1/messages", "/v1/responses"):
+            for streams in (False, True):
+                answer = await client.post(path, json={**BODY, "stream": streams})
+                error = answer.json()["error"]
+                assert answer.status_code == 400
+                assert (error["type"], error["code"], error["retryable"]) == (
+                    "invalid_request_error", "modality_unsupported", False,
+                )  # fmt: skip
+                assert error["message"] == words
+
+
 async def test_a_full_queue_and_a_spent_rate_are_refused_in_the_words_of_the_specification(tmp_path: Path) -> None:
     env = {"MAX_QUEUE_DEPTH": "1", "TENANT_RATE_LIMIT_meagre": "2req/min"}
     async with run_engine() as engine, serve(tmp_path, engine, "--max-concurrent", "1", env=env) as (_, client):

@@ -316,6 +316,55 @@ async def test_errors_of_the_engine_keep_their_status_and_words(parts: Parts, en
     assert parts.pool.registry.ready_ids() == ["alpha", "beta"]
 
 
+@pytest.mark.parametrize(
+    ("status", "message", "counted"),
+    [
+        (400, "temperature must be at least 0", "refused"),
+        (422, "max_tokens", "refused"),
+        (401, "wrong key", "error"),
+        (404, "no such model", "error"),
+        (429, "slow down", "error"),
+        (500, "CUDA out of memory", "error"),
+        (500, "image input is not supported - hint: you may need to provide the mmproj", "refused"),
+    ],
+)
+async def test_what_an_engine_refuses_is_logged_once_and_counted_by_whose_fault_it_is(
+    parts: Parts, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture, status: int, message: str, counted: str
+) -> None:
+    prompt = "the merger with Initech closes on the first of March"
+
+    async def fail(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response({"error": {"message": f"{message}: {prompt}", "code": status}}, status=status)
+
+    engine.handler = fail
+    request = replace(ask(messages=[{"role": "user", "content": prompt}]), request_id="req_1")
+    if (status, counted) == (500, "refused"):
+        with pytest.raises(ModalityUnsupported, match=prompt) as refused:
+            await serve(parts, request)
+        assert (refused.value.status, refused.value.retryable) == (400, False)
+    else:
+        assert prompt.encode() in await serve(parts, request)
+    assert parts.tally.requests["alpha", "t1", counted] == 1
+    (line,) = [record.getMessage() for record in caplog.records if "engine answered with an error" in record.getMessage()]
+    assert f"request=req_1 model=alpha path={CHAT} status={status} error={message}" in line
+    assert prompt not in caplog.text
+    assert is_idle(parts)
+
+
+async def test_what_an_engine_says_stays_out_of_the_log_of_a_box_that_is_told_so(
+    tmp_path: Path, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.Response(text="CUDA out of memory", status=500)
+
+    async with assembled(tmp_path, "--backend", engine.url, MUSTER_KEEP_ENGINE_ERRORS="false") as parts:
+        await eventually(lambda: parts.pool.registry.ready_ids() == ["alpha", "beta"], "the server's models are known")
+        engine.handler = fail
+        assert await serve(parts, ask()) == b"CUDA out of memory"
+    assert "status=500 error=-" in caplog.text
+    assert "CUDA" not in caplog.text
+
+
 async def test_every_state_of_a_model_is_refused_with_its_own_code(parts: Parts) -> None:
     bench = Bench(parts)
 
