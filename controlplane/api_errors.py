@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from django.core.exceptions import PermissionDenied, RequestDataTooBig
+from django.core.exceptions import DisallowedHost, PermissionDenied, RequestDataTooBig
 from django.db import InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.template.loader import render_to_string
@@ -34,6 +34,8 @@ PAGE_PREFIXES = ("/admin/", "/static/")
 DATABASE_AWAY = (OperationalError, InterfaceError)
 """What Django raises while the database refuses, says nothing, or takes too long, be it for a lock that somebody holds."""
 RETRY_S = 5
+MAX_HOST_CHARS = 255
+"""How much of a refused Host header is shown: as long as a name can be."""
 _AWAY = "The database did not answer in time."
 _TRY_AGAIN = "Nothing was changed; try again in a few seconds. If it stays so, see whether PostgreSQL runs and can be reached."
 _LOOK_FIRST = (
@@ -161,12 +163,29 @@ def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     """Answer 400 (a forbidden Host header, a malformed request)."""
+    if isinstance(exception, DisallowedHost):
+        return _refuse_host(request)
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.bad_request(request, exception)
     if _wants_page(request):
         return _render_problem(HTTPStatus.BAD_REQUEST, "This cannot be understood", "Nothing was done. Go back and try again.")
     known = describe_error(exception)
     return _json(known or ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, "The request cannot be understood."))
+
+
+def _refuse_host(request: HttpRequest) -> HttpResponse:
+    """Say which host was refused and which setting allows it. Never asks the request for its host: that is what failed."""
+    host = str(request.META.get("HTTP_HOST", ""))[:MAX_HOST_CHARS]
+    logger.warning("host_refused host=%r", host)
+    # A browser names HTML outright; whoever accepts anything gets a page only where people read pages.
+    is_browser = "text/html" in request.headers.get("Accept", "") and not request.path.startswith("/api/")
+    is_page = request.path.startswith((*PAGE_PREFIXES, *STRICT_PATHS))
+    wants_json = request.get_preferred_type(["text/html", "application/json"]) == "application/json"
+    if wants_json or not (is_browser or is_page) or request.content_type == "application/json":
+        message = f"The control plane does not answer to the host {host!r}. Add it to MUSTER_ALLOWED_HOSTS and start again."
+        return _json(ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, message))
+    text = render_to_string("400.html", {"host": host})
+    return close_page(HttpResponse(text, status=HTTPStatus.BAD_REQUEST))
 
 
 def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:

@@ -218,6 +218,8 @@ LOGGING = {
         "uvicorn.error": {"level": "WARNING"},
         "daphne.http_protocol": {"level": "WARNING"},
         "httpx": {"level": "WARNING"},
+        # A refused host is one warning of ours (controlplane.api_errors); Django adds an error with a traceback.
+        "django.security.DisallowedHost": {"level": "CRITICAL"},
         "celery.app.trace": {"level": "WARNING"},
         # A line for each task that is due every few seconds would bury what a worker has to say.
         "celery.beat": {"level": "WARNING"},

@@ -130,7 +130,11 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "and you are told where."
     )
     _add_data(up)
-    up.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    up.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, this machine only; 0.0.0.0: every address)",
+    )
     up.add_argument(
         "--port", type=_port, default=8000, help="port of the control plane (default: %(default)s; 0 = any free one)"
     )

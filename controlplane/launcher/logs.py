@@ -32,9 +32,9 @@ def rotate(path: Path) -> None:
         return
 
 
-def read_last_line(path: Path) -> str:
-    """Return the last line of a log that says something, at most 200 characters, or ``nothing in its log``."""
-    lines = [line.strip() for line in read_tail(path).splitlines() if line.strip()]
+def read_last_line(path: Path, *, since: int = 0) -> str:
+    """Return the last line after byte ``since`` that says something, at most 200 characters, or ``nothing in its log``."""
+    lines = [line.strip() for line in read_tail(path, since=since).splitlines() if line.strip()]
     return lines[-1][:200] if lines else "nothing in its log"
 
 

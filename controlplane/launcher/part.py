@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controlplane.launcher.backoff import Backoff
-from controlplane.launcher.logs import open_log
+from controlplane.launcher.logs import open_log, read_last_line
 from controlplane.launcher.processes import Command, identify, send_group, spawn
 
 _CAN_PEEK = hasattr(os, "waitid")
@@ -34,7 +34,8 @@ class PartSpec:
 class Part:
     """A part with its process. ``restart_at`` (monotonic) is set while it is down and waits for its next start.
 
-    ``late_said_at`` (monotonic): when the person was last told that it is not ready yet.
+    ``late_said_at`` (monotonic): when the person was last told that it is not ready yet. ``logged_before``: bytes
+    of its log that are of earlier starts.
     """
 
     spec: PartSpec
@@ -44,6 +45,7 @@ class Part:
     identity: str = ""
     started_at: float = 0.0
     late_said_at: float = 0.0
+    logged_before: int = 0
     is_ready: bool = False
     restart_at: float | None = None
 
@@ -52,11 +54,17 @@ class Part:
         if self.spec.before_start:
             self.spec.before_start()
         with open_log(self.log_path) as log:
+            self.logged_before = self.log_path.stat().st_size
             self.process = spawn(self.spec.command(), log)
         self.identity = identify(self.process.pid) or ""
         self.started_at = self.late_said_at = time.monotonic()
         self.is_ready = False
         self.restart_at = None
+
+    @property
+    def last_line(self) -> str:
+        """What it logged last since it was started."""
+        return read_last_line(self.log_path, since=self.logged_before)
 
     def probe(self) -> bool:
         """Return whether the part is ready, asking it when it was not yet."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from controlplane.env import read_float, read_text
+from controlplane.env import read_float, read_list, read_text
 from controlplane.launcher import readiness
 from controlplane.launcher.credentials import Credentials
 from controlplane.launcher.embedded import EmbeddedServer, Postgres, Valkey
@@ -44,11 +44,13 @@ TINY_MODEL = ROOT / "runner" / "tiny" / "muster-tiny-q8_0.gguf"
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the installation listens."""
+    """Where the installation listens. ``own``: addresses of this machine, ``names``: its names, both as others may use them."""
 
     host: str
     control_port: int
     gateway_ports: tuple[int, ...]
+    own: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def near_host(self) -> str:
@@ -79,9 +81,27 @@ class Addresses:
         """Base URL of every gateway."""
         return [self._url(port) for port in self.gateway_ports]
 
+    @property
+    def is_open_to_others(self) -> bool:
+        """Whether other machines can reach it."""
+        return self.host in _WILDCARDS or not _is_loopback(self.host)
+
+    def outside_urls(self, port: int) -> list[str]:
+        """Return the base URLs under which other machines reach a port: one for each address that is listened on."""
+        if self.host not in _WILDCARDS:
+            return [self._url(port)] if self.is_open_to_others else []
+        is_v6 = self.host == "::"
+        return [f"http://{_bracket(address)}:{port}" for address in self.own if (":" in address) == is_v6]
+
+    def allowed_hosts(self) -> set[str]:
+        """Return the hosts under which the control plane answers, as ``Host`` headers write them, without a port."""
+        hosts = {"localhost", "127.0.0.1", "[::1]", _bracket(self.near_host)}
+        if self.is_open_to_others:
+            hosts |= {*self.names, *map(_bracket, self.own)}
+        return hosts
+
     def _url(self, port: int) -> str:
-        host = f"[{self.near_host}]" if ":" in self.near_host else self.near_host
-        return f"http://{host}:{port}"
+        return f"http://{_bracket(self.near_host)}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +123,24 @@ class Installation:
 
     def own_variables(self) -> dict[str, str]:
         """Return the variables that make a Django process one of this installation."""
-        ours = {
+        public_url = read_text("MUSTER_PUBLIC_URL", self.addresses.public_url)
+        public = urlsplit(public_url)
+        # A list of the operator's own takes the place of the machine's names. The launcher itself asks at a near one.
+        near = {*Addresses(self.addresses.host, 0, ()).allowed_hosts(), _bracket(public.hostname or "localhost")}
+        hosts = near | {*(read_list("MUSTER_ALLOWED_HOSTS") or self.addresses.allowed_hosts())}
+        origins = {*read_list("MUSTER_CSRF_TRUSTED_ORIGINS"), f"{public.scheme}://{public.netloc}"}
+        return {
             "DATABASE_URL": self.database_url,
             "REDIS_URL": self.redis_url,
             "MUSTER_SECRET_KEY": self.secret_key,
             "MUSTER_CLUSTER_SECRET": self.cluster_secret,
             "MUSTER_LOG_KEY": self.log_key,
-            "MUSTER_PUBLIC_URL": read_text("MUSTER_PUBLIC_URL", self.addresses.public_url),
+            "MUSTER_PUBLIC_URL": public_url,
             "MUSTER_PLAYGROUND_GATEWAY_URL": read_text("MUSTER_PLAYGROUND_GATEWAY_URL", self.addresses.gateway_url),
+            "MUSTER_ALLOWED_HOSTS": ",".join(sorted(hosts)),
+            "MUSTER_CSRF_TRUSTED_ORIGINS": ",".join(sorted(origins)),
             "DJANGO_SETTINGS_MODULE": "controlplane.settings",
         }
-        if self.addresses.host in _WILDCARDS or not _is_loopback(self.addresses.host):
-            ours["MUSTER_ALLOWED_HOSTS"] = read_text("MUSTER_ALLOWED_HOSTS", ",".join(_own_names(self.addresses)))
-        return ours
 
     def pageless_environment(self) -> dict[str, str]:
         """Return the environment of a Django process that shows no admin pages."""
@@ -242,7 +267,6 @@ def _is_loopback(host: str) -> bool:
     return host in {"localhost", "::1"} or host.startswith("127.")
 
 
-def _own_names(addresses: Addresses) -> list[str]:
-    """Return the names under which the admin pages answer when they are not only on loopback."""
-    names = {"localhost", "127.0.0.1", "[::1]", socket.gethostname(), socket.getfqdn(), addresses.near_host}
-    return sorted(names)
+def _bracket(host: str) -> str:
+    """Return a host as URLs and ``Host`` headers write it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -20,6 +20,21 @@ _LONGEST_SOCKET_DIRECTORY = 80
 _SYSTEM_HOME = Path("/var/lib/muster")
 _TEMPORARY = Path("/tmp")
 _TEMPORARY_PREFIX = "muster-home-"
+_FOLDERS = ("logs", "run", "node", "models")
+_MARKS = {"credentials.json", "secret_key"}
+"""A folder with one of these has been an installation's."""
+_BEFORE_MARKS = {
+    *_FOLDERS,
+    *_MARKS,
+    "up.lock",
+    "cluster_secret",
+    "log_key",
+    "postgres",
+    "postgres-home.json",
+    "sockets",
+    "lost+found",
+}
+"""What a folder may hold before: after a start that was cut short, on a disk of its own, or with models put there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,7 @@ class Place:
     @property
     def children(self) -> Path:
         """Which processes belong to this run."""
-        return self.run / "children.json"
+        return children_path(self.data)
 
     def make_socket_directory(self) -> None:
         """Make ``sockets``; refuse one that somebody else made for us under /tmp. Raises LauncherError."""
@@ -103,6 +118,45 @@ def installation_path(data: Path) -> Path:
     return data / "run" / "installation.json"
 
 
+def children_path(data: Path) -> Path:
+    """Return the file that names the processes of the run in ``data``."""
+    return data / "run" / "children.json"
+
+
+def check_data(data: Path) -> bool:
+    """Return whether nothing is in ``data`` yet. Raises LauncherError when it holds what is not an installation's."""
+    try:
+        names = {entry.name for entry in data.iterdir()}
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise LauncherError(f"cannot read {data}: {error.strerror}. Choose another directory with --data DIR") from None
+    foreign = sorted(names - _BEFORE_MARKS)
+    if foreign and not names & _MARKS:
+        shown = ", ".join(foreign[:3]) + (" and more" if len(foreign) > 3 else "")
+        raise LauncherError(
+            f"{data} is not empty and holds no installation of Muster ({shown}). Choose another with --data DIR"
+        )
+    return not names
+
+
+def find_missing(data: Path) -> list[Path]:
+    """Return ``data`` and the directories above it as far as they do not exist, the innermost first."""
+    return [path for path in (data, *data.parents) if not path.exists()]
+
+
+def remove_unused(data: Path, made: list[Path]) -> None:
+    """Delete what ``prepare_data`` and the lock left in an empty ``data``, and the directories ``made`` for it, while empty."""
+    try:
+        for name in _FOLDERS:
+            (data / name).rmdir()
+        lock_path(data).unlink(missing_ok=True)
+        for path in made:
+            path.rmdir()
+    except OSError:
+        return  # a log or a database: it is there to be looked at, and the next start goes on with it
+
+
 def prepare_data(data: Path) -> Path:
     """Make the directory of an installation with its folders and return its real path. Raises LauncherError in one line."""
     # A directory that we make as root lets others pass, not look: PostgreSQL runs as nobody beneath it. Its files are 0600.
@@ -113,7 +167,7 @@ def prepare_data(data: Path) -> Path:
         data = data.resolve()
         if made:
             data.chmod(mode)
-        for name in ("logs", "run", "node", "models"):
+        for name in _FOLDERS:
             (data / name).mkdir(exist_ok=True)
             (data / name).chmod(0o700)
         with tempfile.TemporaryFile(dir=data):

@@ -15,7 +15,7 @@ from types import FrameType
 
 from controlplane.launcher.console import complain, progress
 from controlplane.launcher.errors import LauncherError, StopRequested
-from controlplane.launcher.logs import read_last_line, rotate
+from controlplane.launcher.logs import rotate
 from controlplane.launcher.part import Part, PartSpec
 
 _PROBE_PAUSE_S = 0.1
@@ -77,11 +77,11 @@ class Supervisor:
                     waiting.remove(name)
                     on_ready(name)
                 elif part.backoff.failures >= _STARTUP_FAILURES:
-                    raise LauncherError(f"{name} keeps dying: {read_last_line(part.log_path)} (all of it: {part.log_path})")
+                    raise LauncherError(f"{name} keeps dying: {part.last_line} (all of it: {part.log_path})")
                 elif part.process and time.monotonic() - part.started_at > part.spec.start_deadline_s:
                     raise LauncherError(
                         f"{name} is not ready after {part.spec.start_deadline_s:.0f} s. "
-                        f"Last line: {read_last_line(part.log_path)} (all of it: {part.log_path})"
+                        f"Last line: {part.last_line} (all of it: {part.log_path})"
                     )
             if waiting:
                 self.sleep(_PROBE_PAUSE_S)
@@ -102,7 +102,7 @@ class Supervisor:
             if status is not None:
                 pause = part.backoff.next_pause_s(time.monotonic() - part.started_at)
                 part.restart_at = time.monotonic() + pause
-                last = read_last_line(part.log_path)
+                last = part.last_line
                 complain(f"{name} {describe_status(status)}, starting it again in {pause:.1f} s. Last line: {last}")
                 changed = True
             if part.restart_at is not None and time.monotonic() >= part.restart_at:
@@ -124,7 +124,7 @@ class Supervisor:
             return
         part.late_said_at = now
         waited_s = now - part.started_at
-        progress(f"Still waiting for {part.spec.name} after {waited_s:.0f} s. Last line: {read_last_line(part.log_path)}")
+        progress(f"Still waiting for {part.spec.name} after {waited_s:.0f} s. Last line: {part.last_line}")
 
     def stop(self, order: Sequence[Sequence[str]]) -> None:
         """Stop the parts, one group of names after the other; a second signal from the person shortens the patience."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controlplane.env import read_database, read_log_level, read_text
+from controlplane.env import SettingError, read_database, read_log_level, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import complain, elapsed_s, progress, say
 from controlplane.launcher.credentials import Credentials, require_credentials
@@ -18,9 +20,18 @@ from controlplane.launcher.errors import LauncherError, StopRequested
 from controlplane.launcher.files import read_or_create_secret, write_json
 from controlplane.launcher.leftovers import end_leftovers, record_children
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
-from controlplane.launcher.logs import open_log, read_tail
-from controlplane.launcher.places import Place, choose_place, lock_path, prepare_data
-from controlplane.launcher.ports import claim_port
+from controlplane.launcher.logs import open_log, read_last_line, read_tail
+from controlplane.launcher.places import (
+    Place,
+    check_data,
+    children_path,
+    choose_place,
+    find_missing,
+    lock_path,
+    prepare_data,
+    remove_unused,
+)
+from controlplane.launcher.ports import claim_port, list_addresses, list_names
 from controlplane.launcher.processes import send_group, spawn
 from controlplane.launcher.readiness import describe_unreachable
 from controlplane.launcher.supervise import Supervisor
@@ -51,7 +62,17 @@ def run_up(options: UpOptions) -> int:
     Raises LauncherError and SettingError; nothing is left running then either.
     """
     _check_settings()
+    made, is_empty = find_missing(options.data.absolute()), check_data(options.data)
     data = prepare_data(options.data)
+    try:
+        return _lock_and_run(options, data)
+    except (LauncherError, SettingError):
+        if is_empty:
+            remove_unused(data, made)
+        raise
+
+
+def _lock_and_run(options: UpOptions, data: Path) -> int:
     lock = FileLock(lock_path(data))
     try:
         acquire_patiently(lock, deadline_s=0.3, on_wait=lambda _holder: None)
@@ -76,32 +97,40 @@ def _check_settings() -> None:
 
 
 def _run_locked(options: UpOptions, data: Path) -> int:
-    place, note = choose_place(data)
-    end_leftovers(place.children)
-    addresses = _claim_addresses(options)
-    _check_ready_file(options.ready_file)
-    if note:
-        say(note)
-    session = _Session(options, place, addresses)
-    try:
-        session.start()
-        session.supervisor.run()
-    except StopRequested:
-        say("Stopping")
-    finally:
-        session.stop()
+    end_leftovers(children_path(data))
+    with ExitStack() as held:
+        addresses = _claim_addresses(options, held)
+        _check_ready_file(options.ready_file)
+        place, note = choose_place(data)
+        if note:
+            say(note)
+        session = _Session(options, place, addresses)
+        try:
+            session.start()
+            session.supervisor.run()
+        except StopRequested:
+            say("Stopping")
+        finally:
+            session.stop()
     say("Stopped")
     return 0
 
 
-def _claim_addresses(options: UpOptions) -> parts.Addresses:
-    """Return where we shall listen. Raises LauncherError when a port is busy, before anything is started."""
-    control_port = claim_port(options.host, options.port, option="--port")
+def _claim_addresses(options: UpOptions, held: ExitStack) -> parts.Addresses:
+    """Return where we shall listen; the ports are ours until ``held`` is closed. Raises LauncherError when one is busy."""
+    control_port = claim_port(options.host, options.port, option="--port", held=held)
     wanted = [options.gateway_port + index if options.gateway_port else 0 for index in range(options.gateways)]
-    gateway_ports = [claim_port(options.host, port, option="--gateway-port") for port in wanted]
+    gateway_ports = [claim_port(options.host, port, option="--gateway-port", held=held) for port in wanted]
     if len({control_port, *gateway_ports}) != 1 + len(gateway_ports):
         raise LauncherError(f"--port and --gateway-port are both {control_port}: choose two different ones")
-    return parts.Addresses(host=options.host, control_port=control_port, gateway_ports=tuple(gateway_ports))
+    own = list_addresses()
+    return parts.Addresses(
+        host=options.host,
+        control_port=control_port,
+        gateway_ports=tuple(gateway_ports),
+        own=tuple(own),
+        names=tuple(list_names(own)),
+    )
 
 
 def _check_ready_file(path: Path | None) -> None:
@@ -230,10 +259,9 @@ class _Session:
             if now - began > _BOOTSTRAP_DEADLINE_S:
                 raise LauncherError(f"preparing the database takes more than {_BOOTSTRAP_DEADLINE_S:.0f} s; see {log_path}")
             if now - said_at > _TICK_S:
-                lines = [line.strip() for line in read_tail(log_path, since=before).splitlines() if line.strip()]
-                last = lines[-1][:100] if lines else "nothing in its log"
-                if last != said and lines:
-                    progress(f"  {last}")
+                last = read_last_line(log_path, since=before)
+                if last != said and log_path.stat().st_size > before:
+                    progress(f"  {last[:100]}")
                 elif now - said_at > _REPEAT_S:
                     progress(f"Still preparing the database after {now - began:.0f} s. Last line: {last}")
                 else:
@@ -271,13 +299,17 @@ class _Session:
     def _announce(self, credentials: Credentials, *, is_served: bool) -> None:
         where = self.addresses
         password = credentials.password or "(the one you set)"
+        pages = list(dict.fromkeys([self._public_url, where.public_url, *where.outside_urls(where.control_port)]))
+        gateways = list(dict.fromkeys([where.gateway_url, *where.outside_urls(where.gateway_ports[0])]))
         for line in (
             "",
             f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
             "",
-            f"  Control plane  {where.public_url}/admin/   login {credentials.username} / {password}",
-            *self._name_limits(),
-            f"  Gateway        {where.gateway_url}/v1",
+            f"  Control plane  {pages[0]}/admin/   login {credentials.username} / {password}",
+            *(f"                 {url}/admin/" for url in pages[1:]),
+            f"                 {self._name_limits()}",
+            f"  Gateway        {gateways[0]}/v1",
+            *(f"                 {url}/v1" for url in gateways[1:]),
             f"  Demo API key   {credentials.api_key}",
             f"  Logs           {self.place.logs}",
             "",
@@ -305,11 +337,24 @@ class _Session:
             f"  curl -N {url}/chat/completions {authorization} -H 'Content-Type: application/json' -d '{body}'",
         ]
 
-    def _name_limits(self) -> list[str]:
-        """Return what to say of the address that people open."""
-        if self.addresses.is_on_loopback:
-            return ["                 (open it as localhost: browsers keep no passkey for 127.0.0.1)"]
-        return ["                 (passkeys need https and a name: a TLS proxy in front, and MUSTER_PUBLIC_URL)"]
+    @property
+    def _public_url(self) -> str:
+        return self.installation.own_variables()["MUSTER_PUBLIC_URL"].rstrip("/")
+
+    def _name_limits(self) -> str:
+        """Return what to say of passkeys at the addresses that people open."""
+        where = self.addresses
+        if self._public_url != where.public_url:
+            return f"Passkeys belong to {self._public_url} (MUSTER_PUBLIC_URL)."
+        if not where.is_open_to_others:
+            return "Use localhost, not 127.0.0.1: passkeys need a host name."
+        if not where.is_on_loopback:
+            return (
+                "Passkeys need HTTPS or localhost: put a TLS proxy in front and set MUSTER_PUBLIC_URL, or use --host 0.0.0.0."
+            )
+        port = where.control_port
+        tunnel = f"ssh -L {port}:localhost:{port} {socket.gethostname()}"
+        return f"Passkeys need HTTPS or localhost: on another machine run `{tunnel}` and open the first address."
 
 
 def describe_installation(

@@ -165,6 +165,28 @@ def test_a_busy_port_is_one_line_before_anything_starts(installation: Installati
         assert answer.stderr.startswith(f"muster: port {port} on 127.0.0.1 is in use by process ")
         assert answer.stderr.count("\n") == 1
         assert answer.stdout == ""
+        assert list(Path(name).iterdir()) == []
+
+
+def test_a_folder_of_somebody_elses_is_refused_and_left_as_it_was() -> None:
+    with tempfile.TemporaryDirectory(prefix="muster-up-", dir="/tmp") as name:
+        (Path(name) / "thesis.tex").touch()
+        answer = Installation(Path(name)).run("up", "--port", "0", "--gateway-port", "0")
+        assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (1, "", 1)
+        assert answer.stderr.startswith(f"muster: {name} is not empty and holds no installation of Muster (thesis.tex).")
+        assert [entry.name for entry in Path(name).iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["MUSTER_LOG_LEVEL", "MUSTER_SHUTDOWN_GRACE_S", "MUSTER_RUNNER_DRAIN_S"])
+def test_a_setting_that_cannot_be_used_is_one_line_before_anything_is_made(name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="muster-up-", dir="/tmp") as place:
+        command = _muster("up", "--data", f"{place}/data", "--port", "0", "--gateway-port", "0")
+        environment = {**_environment(), name: "verbose"}
+        answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+        assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (1, "", 1)
+        assert answer.stderr.startswith(f"muster: {name} must be ")
+        assert answer.stderr.endswith(" not 'verbose'\n")
+        assert list(Path(place).iterdir()) == []
 
 
 def test_manage_reaches_the_running_installation(installation: Installation) -> None:

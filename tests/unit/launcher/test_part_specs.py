@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,44 @@ def test_the_worker_is_ready_when_it_says_so_itself_and_not_by_its_log(tmp_path:
     assert spec.before_start is not None
     spec.before_start()
     assert not spec.is_ready(12)
+
+
+def _hosts(installation: Installation) -> set[str]:
+    return set(installation.own_variables()["MUSTER_ALLOWED_HOSTS"].split(","))
+
+
+NEAR = {"localhost", "127.0.0.1", "[::1]"}
+
+
+def _name_machine(installation: Installation) -> Installation:
+    named = replace(installation.addresses, own=("192.168.1.4", "fd00::4"), names=("gpu1", "gpu1.local"))
+    return replace(installation, addresses=named)
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts", "urls"),
+    [
+        ("127.0.0.1", NEAR, []),
+        ("0.0.0.0", NEAR | {"192.168.1.4", "[fd00::4]", "gpu1", "gpu1.local"}, ["http://192.168.1.4:8000"]),
+        ("::", NEAR | {"192.168.1.4", "[fd00::4]", "gpu1", "gpu1.local"}, ["http://[fd00::4]:8000"]),
+        ("fd00::4", NEAR | {"192.168.1.4", "[fd00::4]", "gpu1", "gpu1.local"}, ["http://[fd00::4]:8000"]),
+    ],
+)
+def test_an_installation_that_listens_for_others_answers_to_every_name_of_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, hosts: set[str], urls: list[str]
+) -> None:
+    for name in ("MUSTER_PUBLIC_URL", "MUSTER_ALLOWED_HOSTS"):
+        monkeypatch.delenv(name, raising=False)
+    made = _name_machine(make_installation(tmp_path, host))
+    assert _hosts(made) == hosts
+    assert made.addresses.outside_urls(8000) == urls
+
+
+def test_a_list_of_the_operator_takes_the_place_of_the_names_and_the_public_url_is_always_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _name_machine(make_installation(tmp_path, "0.0.0.0"))
+    monkeypatch.setenv("MUSTER_ALLOWED_HOSTS", "gpu.example.com")
+    monkeypatch.setenv("MUSTER_PUBLIC_URL", "https://muster.example.com:8443")
+    assert _hosts(made) == NEAR | {"gpu.example.com", "muster.example.com"}
+    assert made.own_variables()["MUSTER_CSRF_TRUSTED_ORIGINS"] == "https://muster.example.com:8443"

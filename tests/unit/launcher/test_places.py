@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.places import choose_place, is_open_to_others, prepare_data
+from controlplane.launcher.places import (
+    check_data,
+    choose_place,
+    find_missing,
+    is_open_to_others,
+    lock_path,
+    prepare_data,
+    remove_unused,
+)
 
 
 @pytest.fixture
@@ -76,3 +84,46 @@ def test_sockets_of_somebody_else_are_refused(open_directory: Path) -> None:
     place.sockets.symlink_to(open_directory)
     with pytest.raises(LauncherError, match="belongs to somebody else"):
         place.make_socket_directory()
+
+
+@pytest.mark.parametrize(
+    ("names", "is_empty"),
+    [
+        ([], True), (["lost+found"], False), (["models", "node"], False), (["up.lock", "logs", "run", "postgres"], False),
+        (["credentials.json", "notes.txt"], False), (["secret_key", "up.log"], False),
+    ],
+)  # fmt: skip
+def test_an_empty_folder_and_one_of_an_installation_are_taken(open_directory: Path, names: list[str], is_empty: bool) -> None:
+    for name in names:
+        (open_directory / name).touch()
+    assert check_data(open_directory) is is_empty
+    assert check_data(open_directory / "not" / "there")
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [(["api.md"], "(api.md)"), (["up.lock", "logs", "b", "a", "d", "c"], "(a, b, c and more)"), ([".git"], "(.git)")],
+)
+def test_a_folder_of_other_things_is_refused_with_their_names(open_directory: Path, names: list[str], shown: str) -> None:
+    for name in names:
+        (open_directory / name).touch()
+    with pytest.raises(LauncherError) as refusal:
+        check_data(open_directory)
+    assert str(refusal.value).startswith(f"{open_directory} is not empty and holds no installation of Muster {shown}.")
+    assert "--data DIR" in str(refusal.value)
+
+
+def test_what_a_start_that_failed_had_made_is_removed(open_directory: Path) -> None:
+    wanted = open_directory / "a" / "b"
+    made = find_missing(wanted)
+    data = prepare_data(wanted)
+    lock_path(data).touch()
+    remove_unused(data, made)
+    assert list(open_directory.iterdir()) == []
+
+
+def test_what_a_start_that_failed_had_written_stays(open_directory: Path) -> None:
+    data = prepare_data(open_directory / "d")
+    (data / "logs" / "postgres.log").write_text("no space left")
+    remove_unused(data, [data])
+    assert (data / "logs" / "postgres.log").exists()

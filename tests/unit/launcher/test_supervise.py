@@ -131,6 +131,7 @@ def test_a_part_that_is_late_is_named_with_its_last_line_until_it_is_ready(
         lines = [line for line in "".join(said).splitlines() if "Still waiting for part after " in line]
         return len(lines) >= 2 and lines[-1].endswith(" s. Last line: reading the weights")
 
+    (tmp_path / "part.log").write_text("what an earlier start had said\n")
     try:
         supervisor.start([_spec("part", f"print('reading the weights', flush=True); {_RUN}", is_ready=is_ready)])
         _run_until(supervisor, lambda: "reading" in (tmp_path / "part.log").read_text())
