@@ -18,13 +18,12 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.views.decorators.cache import never_cache
-from unfold.admin import ModelAdmin
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from controlplane.models import User
 from governance.audit import record_event
 from governance.errors import GovernanceError
-from governance.pages import ChangeLink, column, name_actor
+from governance.pages import ChangeLink, FindingAdmin, column, name_actor
 from governance.services.approver_keys import list_keys
 from governance.services.people import create_invitation, make_invitation_url
 
@@ -37,7 +36,7 @@ INVITATION_USAGE = "Hand this link to the person yourself. It works once, for 72
 
 
 @admin.register(User)
-class UserAdmin(DjangoUserAdmin, ModelAdmin):  # type: ignore[misc,type-arg]  # not generic at run time; Unfold has no types
+class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[misc,type-arg]  # not generic at run time; Unfold has no types
     """Operators. Switched off, never deleted: the audit trail names them."""
 
     form = UserChangeForm
@@ -144,7 +143,7 @@ admin.site.unregister(Group)
 
 
 @admin.register(Group)
-class GroupAdmin(DjangoGroupAdmin, ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
+class GroupAdmin(DjangoGroupAdmin, FindingAdmin):  # type: ignore[misc]  # Unfold ships no types
     """Named sets of permissions. Administrators alone change them: whoever is in a group could give it more."""
 
     actions = None

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from django.contrib import admin
 from django.core.exceptions import DisallowedHost, PermissionDenied, RequestDataTooBig
 from django.db import InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
+from django.shortcuts import render
 from django.template.loader import render_to_string
 from django.views import defaults
 from rest_framework import exceptions
@@ -30,7 +32,7 @@ from nodes.errors import NodeError
 from wire.contract import ErrorCode
 
 PAGE_PREFIXES = ("/admin/", "/static/")
-"""Paths that answer with Django's own pages. STRICT_PATHS answer with ours, unless JSON was asked for; all others JSON."""
+"""Paths that answer with pages. STRICT_PATHS do unless JSON was asked for; all others answer JSON, except a browser's 404."""
 DATABASE_AWAY = (OperationalError, InterfaceError)
 """What Django raises while the database refuses, says nothing, or takes too long, be it for a lock that somebody holds."""
 RETRY_S = 5
@@ -152,12 +154,18 @@ def first_problem(detail: object, path: str = "") -> tuple[str | None, str]:
 
 
 def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Answer 404: a page where people read pages, the envelope everywhere else."""
+    """Answer 404: a page where people read pages and to browsers everywhere, the envelope to everybody else."""
+    if request.path.startswith("/admin/") and admin.site.has_permission(request):
+        said = exception.args[0] if exception.args and isinstance(exception.args[0], str) else ""
+        context = {**admin.site.each_context(request), "title": "Page not found", "said": said}
+        return render(request, "admin/muster/not_found.html", context, status=HTTPStatus.NOT_FOUND)
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.page_not_found(request, exception)
     if _wants_page(request):
-        problem = "There is nothing at this address. What was decided is kept for ever: look for it in the history."
-        return _render_problem(HTTPStatus.NOT_FOUND, "Nothing is here", problem, request=request)
+        problem = "The address is wrong. Every decision is kept: look for it in the history."
+        return _render_problem(HTTPStatus.NOT_FOUND, "Page not found", problem, request=request)
+    if not request.path.startswith(STRICT_PATHS) and _is_browser(request):
+        return defaults.page_not_found(request, exception)
     return _json(ApiError(HTTPStatus.NOT_FOUND, ErrorCode.NOT_FOUND, f"There is nothing at {request.path}."))
 
 
@@ -229,6 +237,11 @@ def _wants_page(request: HttpRequest) -> bool:
     if not request.path.startswith(STRICT_PATHS) or request.content_type == "application/json":
         return False
     return request.get_preferred_type(["text/html", "application/json"]) != "application/json"
+
+
+def _is_browser(request: HttpRequest) -> bool:
+    """Return whether whoever asks would rather have a page. Programs that take anything get JSON."""
+    return request.method in SAFE_METHODS and request.get_preferred_type(["application/json", "text/html"]) == "text/html"
 
 
 def _render_problem(status: HTTPStatus, title: str, problem: str, *, request: HttpRequest | None = None) -> HttpResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from django.conf import settings
 from django.contrib import admin
 from django.urls import URLPattern, URLResolver, include, path
 from django.views.generic import RedirectView
@@ -15,6 +16,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("admin/playground/", include("controlplane.playground.urls")),
     path("admin/", admin.site.urls),
     path("sign-in/", include("governance.views.signin_urls")),
+    path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),
     path("healthz", show_health, name="healthz"),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema"), name="docs"),

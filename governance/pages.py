@@ -106,7 +106,17 @@ def name_actor(request: HttpRequest) -> str:
     return f"user:{request.user.get_username()}"
 
 
-class ShowingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
+class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
+    """Answers 404 for a row that is not there. Django's own would lead to the first page, as if nothing had been asked."""
+
+    removed_because: ClassVar[str] = "It may have been removed."
+    """Why there may be none, as a sentence."""
+
+    def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> HttpResponse:  # Any: untyped
+        raise Http404(f"There is no {opts.verbose_name} {unquote(object_id)}. {self.removed_because}")
+
+
+class ShowingAdmin(FindingAdmin):
     """Shows rows. Nothing can be edited or deleted; ``row_changes`` are links to confirm pages."""
 
     row_changes: ClassVar[Sequence[RowChange]] = ()

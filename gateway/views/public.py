@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from django.conf import settings
+from django.contrib.staticfiles import finders
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.client import ClientConnection
@@ -32,6 +34,12 @@ _KNOWN_PATHS = sorted(
 @cache
 def _render_document() -> bytes:
     return msgspec.json.encode(make_document(VERSION))
+
+
+@cache
+def _read_icon() -> bytes:
+    found = finders.find("muster/favicon.svg")
+    return Path(found).read_bytes() if isinstance(found, str) else b""
 
 
 class PublicViews:
@@ -66,6 +74,11 @@ class PublicViews:
     async def describe(self, client: ClientConnection) -> None:
         """``GET /openapi.json``: the client API for machines. Anybody may read it, as the page it repeats."""
         client.respond(200, [(b"content-type", b"application/json")], _render_document())
+
+    async def icon(self, client: ClientConnection) -> None:
+        """``GET /favicon.ico``: browsers ask for it beside whatever they open."""
+        headers = [(b"content-type", b"image/svg+xml"), (b"cache-control", b"max-age=86400")]
+        client.respond(200, headers, _read_icon())
 
     async def list_models(self, client: ClientConnection) -> None:
         """``GET /v1/models`` and ``GET /models``: what can be routed now and this caller may use, aliases among it."""

@@ -91,6 +91,12 @@ async def test_every_answer_names_its_request(lab: Lab, path: str) -> None:
     assert reply.headers["request-id"] == reply.request_id
 
 
+async def test_browsers_find_an_icon(lab: Lab) -> None:
+    reply = await call("GET", lab.gateway.url + "/favicon.ico")
+    assert (reply.status, reply.headers["content-type"]) == (200, "image/svg+xml")
+    assert reply.body.startswith(b"<svg")
+
+
 @pytest.mark.parametrize(("path", "status"), [("/", 200), ("/v1/models", 200), (CHAT, 405)])
 async def test_a_head_is_the_answer_without_its_body(lab: Lab, path: str, status: int) -> None:
     parts = urlsplit(lab.gateway.url)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from django.core.exceptions import PermissionDenied
 from django.db import OperationalError
@@ -40,12 +42,44 @@ def test_an_unknown_address_is_answered_in_the_envelope(client: Client, path: st
     assert answer.json()["error"]["code"] == "NOT_FOUND"
 
 
-def test_an_unknown_page_of_the_admin_is_a_page(client: Client) -> None:
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"), [(BROWSER, "text/html"), ("*/*", "application/json"), ("application/json", "application/json")]
+)
+def test_a_wrong_address_is_a_page_to_a_browser_and_json_to_a_program(client: Client, accept: str, kind: str) -> None:
+    answer = client.get("/nothing", headers={"accept": accept})
+
+    assert (answer.status_code, answer["Content-Type"].split(";")[0]) == (404, kind)
+    assert answer["Content-Security-Policy"] == POLICY
+
+
+def test_an_unknown_page_of_the_admin_keeps_the_navigation(client: Client) -> None:
     client.force_login(User.objects.create_superuser("ada"))
     answer = client.get("/admin/nothing/")
 
     assert answer.status_code == 404
-    assert answer["Content-Type"].startswith("text/html")
+    assert "Page not found" in answer.content.decode()
+    assert reverse("admin:nodes_node_changelist") in answer.content.decode()
+
+
+@pytest.mark.parametrize("model", ["gateway_requestrecord", "nodes_node", "gateway_apikey", "controlplane_user", "auth_group"])
+@pytest.mark.parametrize("ident", ["01890000-0000-7000-8000-000000000009", "nonsense<b>"])
+def test_a_row_that_is_not_there_is_a_page_that_says_so(client: Client, model: str, ident: str) -> None:
+    client.force_login(User.objects.create_superuser("ada"))
+    answer = client.get(reverse(f"admin:{model}_change", args=[ident]))
+
+    assert answer.status_code == 404
+    assert re.search(rf"There is no [A-Za-z ]+ {re.escape(escape(ident))}\.", answer.content.decode())
+
+
+def test_browsers_find_an_icon(client: Client) -> None:
+    answer = client.get("/favicon.ico", follow=True)
+
+    assert (answer.status_code, answer["Content-Type"]) == (200, "image/svg+xml")
+    assert b"".join(answer).startswith(b"<svg")
+    answer.close()
 
 
 @pytest.mark.parametrize("path", ["/approvals/nothing/at/all", "/sign-in/nothing"])
