@@ -317,7 +317,7 @@ def _make_gate(config: RunnerConfig, governance: Governance, ledger: Ledger) -> 
     rules = GateRules(
         key_path=governance.key_path, level=governance.level, min_signers=config.operations.min_signers,
         runner_id=governance.runner_id, policy=lambda: governance.policy, ops_per_hour=config.operations.ops_per_hour,
-        disabled=governance.disabled,
+        disabled=governance.disabled, counted_signers=config.operations.counted_signers,
     )  # fmt: skip
     return Gate(rules, ledger=ledger)
 

@@ -34,7 +34,8 @@ says when it refuses or fails, without what it repeats of the request). LLM_POOL
 name the settings files. MUSTER_HUB_ALLOW limits which repositories may be fetched (a comma list of patterns such as org/*).
 
 Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation token must prove; 2 unless the next one is set),
-VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens), OP_TOKEN_MIN_SIGNERS (2, below level 2),
+VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens; with OP_TOKEN_LEVEL=0 /etc/safebox/model-api.key when it
+exists), OP_TOKEN_MIN_SIGNERS (2, below level 2), OP_TOKEN_SIGNERS (names that count, below level 2; a comma list),
 MUSTER_RUNNER_ID (whom tokens must be made for, below level 2; default: the name), MUSTER_OPS_PER_HOUR (60: how many operations
 may begin within an hour). At level 2 a person confirms the policy here once: python -m runner.operations.trust --help.
 

@@ -26,6 +26,8 @@ from runner.errors import ConfigError
 TINY_MODEL_PATH = Path(__file__).resolve().parent.parent / "tiny" / "muster-tiny-q8_0.gguf"
 TINY_MODEL_NAME = "muster-tiny"
 DEFAULT_API_PORT = 8090
+SHARED_KEY_PATH = Path("/etc/safebox/model-api.key")
+"""Where the model-runner specification has the key of operation tokens."""
 _WS_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -36,8 +38,11 @@ def normalise_gateway(url: str) -> str:
     return urlunsplit((_WS_SCHEMES[parts.scheme], parts.netloc, parts.path.rstrip("/"), "", ""))
 
 
-def read_config(argv: Sequence[str], env: Mapping[str, str]) -> RunnerConfig:
-    """Return the configuration of ``argv`` over ``env``. Raises ConfigError; argparse itself exits on unknown flags."""
+def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path = SHARED_KEY_PATH) -> RunnerConfig:
+    """Return the configuration of ``argv`` over ``env``. Raises ConfigError; argparse itself exits on unknown flags.
+
+    ``shared_key``: the key file of the specification, taken at level 0 when it is there and no other is named.
+    """
     options = Options(build_parser().parse_args(argv), env)
     gateways = tuple(dict.fromkeys(normalise_gateway(url) for url in options.texts("gateway")))
     is_alone = options.is_set("standalone")
@@ -69,7 +74,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> RunnerConfig:
         gpu_ids=_read_gpu_ids(options),
         engine=engine,
         api=_read_api(options, is_alone=is_alone),
-        operations=_read_operations(options, files=files),
+        operations=_read_operations(options, files=files, shared_key=shared_key),
         files=files,
         log_level=LOG_LEVELS[log_level] if log_level else None,
         log_json=log_format == "json",
@@ -124,20 +129,34 @@ def _read_api(options: Options, *, is_alone: bool) -> ApiWish | None:
     )  # fmt: skip
 
 
-def _read_operations(options: Options, *, files: FilesConfig) -> OperationsConfig:
+def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) -> OperationsConfig:
     key_path = options.variable("VERIFIED_OP_TOKEN_KEY_PATH")
+    # The file alone does not choose level 0: whoever has its key would operate the node alone, which only its owner may want.
+    if not key_path and options.variable("OP_TOKEN_LEVEL") == "0" and shared_key.is_file():
+        key_path = str(shared_key)
     if key_path and files.data is None:
         raise ConfigError(
-            "VERIFIED_OP_TOKEN_KEY_PATH needs --data DIR: which tokens were used must survive a restart, or one works twice"
+            f"VERIFIED_OP_TOKEN_KEY_PATH ({key_path}) needs --data DIR: which tokens were used must survive a restart, "
+            "or one works twice"
+        )
+    counted = frozenset(part.strip() for part in options.variable("OP_TOKEN_SIGNERS").split(",") if part.strip()) or None
+    level = options.whole("OP_TOKEN_LEVEL", 0 if key_path else 2, lowest=0, highest=2)
+    min_signers = options.whole("OP_TOKEN_MIN_SIGNERS", 2, lowest=1, highest=64)
+    if counted is not None and level == 2:
+        raise ConfigError("OP_TOKEN_SIGNERS counts below level 2 only: at level 2 the pinned policy says who may approve")
+    if counted is not None and len(counted) < min_signers:
+        raise ConfigError(
+            f"OP_TOKEN_SIGNERS has {len(counted)} names and OP_TOKEN_MIN_SIGNERS asks for {min_signers}: no token"
         )
     # An owner who hands out keys chose the public format, which knows no proofs; everybody else gets the strongest level.
     return OperationsConfig(
         key_path=Path(key_path).expanduser() if key_path else None,
-        level=options.whole("OP_TOKEN_LEVEL", 0 if key_path else 2, lowest=0, highest=2),
+        level=level,
         is_level_given=bool(options.variable("OP_TOKEN_LEVEL")),
-        min_signers=options.whole("OP_TOKEN_MIN_SIGNERS", 2, lowest=1, highest=64),
+        min_signers=min_signers,
         runner_id=options.variable("MUSTER_RUNNER_ID"),
         ops_per_hour=options.whole("MUSTER_OPS_PER_HOUR", 60, lowest=1, highest=10_000),
+        counted_signers=counted,
     )
 
 

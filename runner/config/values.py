@@ -78,6 +78,7 @@ class OperationsConfig:
 
     ``key_path``: the owner's own keys of tokens, None = the box makes its own at levels 1 and 2, and has none at level 0.
     ``runner_id``: the audience of tokens below level 2, "" = the name of the box. ``ops_per_hour``: how many may begin.
+    ``counted_signers``: names that count towards ``min_signers`` below level 2, None = any.
     """
 
     key_path: Path | None
@@ -86,6 +87,7 @@ class OperationsConfig:
     min_signers: int
     runner_id: str
     ops_per_hour: int
+    counted_signers: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ class GateRules:
     policy: Callable[[], Policy | None] = field(default=lambda: None)
     ops_per_hour: int | None = None
     disabled: str = ""
+    counted_signers: frozenset[str] | None = None
+    """Below L2: the names that count towards ``min_signers``; None = any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ class Gate:
             # the ledger was lost would fit into it.
             not_before=math.floor(self._ledger.born_at),
             policy=rules.policy(),
+            counted_signers=rules.counted_signers,
         )
 
     async def _book(self, signed: SignedToken, verified: Verified, operation: Operation, touched: _Touched) -> Admitted:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from runner.operations.keys import UnusableKey, read_key
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, Level, NotCanonical, Operation, encode_token, params_digest, sign_l0, sign_l1
+from wire.optoken import Binding, Grant, Level, NotCanonical, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
 
 LIFE_S = 300
 
@@ -26,11 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a token; return the exit status: 0, or 2 for a key or option that cannot be used."""
     options = _make_parser().parse_args(arguments)
     try:
-        token = make_token(options, read_key(options.key))
+        key = read_key(options.key)
+        token = make_token(options, key)
     except (UnusableKey, NotCanonical, ValueError) as error:
         sys.stderr.write(f"sign: {error}\n")
         return 2
-    sys.stdout.write((encode_token(token) if options.base64url else json.dumps(token)) + "\n")
+    claims = token["opToken"]
+    assert isinstance(claims, dict)
+    text = sign_jwt(key, claims) if options.jwt else encode_token(token) if options.base64url else json.dumps(token)
+    sys.stdout.write(text + "\n")
     return 0
 
 
@@ -97,7 +101,9 @@ def _make_parser() -> argparse.ArgumentParser:
         "--fence", type=int, default=0, metavar="N", help="L1: above the model's last (default: milliseconds now)"
     )
     parser.add_argument("--param", action="append", default=[], metavar="NAME=VALUE", help="L1: a member of the request body")
-    parser.add_argument("--base64url", action="store_true", help="print one base64url text instead of JSON")
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--jwt", action="store_true", help="print a compact JWT (HS256) instead of JSON")
+    shape.add_argument("--base64url", action="store_true", help="print one base64url text instead of JSON")
     return parser
 
 

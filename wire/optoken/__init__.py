@@ -12,7 +12,7 @@ from wire.optoken.canonical import NotCanonical, params_digest
 from wire.optoken.identity import make_runner_id, owns_runner_id
 from wire.optoken.refusal import OpTokenError, Reason
 from wire.optoken.signed_token import MAX_TOKEN_BYTES, SignedToken, encode_token, read_token
-from wire.optoken.signing import Binding, Grant, sign_l0, sign_l1, sign_l2
+from wire.optoken.signing import Binding, Grant, sign_jwt, sign_l0, sign_l1, sign_l2
 from wire.optoken.verifier import MIN_KEY_BYTES, Level, Operation, Verified, Verifier
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "owns_runner_id",
     "params_digest",
     "read_token",
+    "sign_jwt",
     "sign_l0",
     "sign_l1",
     "sign_l2",

@@ -21,22 +21,32 @@ Claim = str | int | list[str] | None
 _MAX_BASE64_CHARS = (MAX_TOKEN_BYTES + 2) // 3 * 4
 _BASE64URL = re.compile(r"([A-Za-z0-9_-]*)(={0,2})")
 _BLANK = " \t\r\n"
+_JWT_HEADERS: tuple[dict[str, object], ...] = ({"alg": "HS256"}, {"alg": "HS256", "typ": "JWT"})
+"""All that the header of a JWT may say. The algorithm is ours to choose, and no ``kid``, ``jwk`` or URL there chooses a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignedToken:
-    """A token as received: the signed members, their signature as text, and whatever else came along (unsigned)."""
+    """A token as received: the signed members, their signature as text, and whatever else came along (unsigned).
+
+    ``jwt_input``: what the signature of a compact JWT covers (RFC 7515 section 5.1); None = the JSON form, whose signature
+    covers an encoding of the claims.
+    """
 
     claims: Mapping[str, Claim]
     signature: str
     extra: Mapping[str, object]
+    jwt_input: bytes | None = None
 
 
 def read_token(value: object) -> SignedToken:
-    """Return the token in the ``verifiedOpToken`` of a request: an object, its JSON text, or base64url of that text.
+    """Return the token in the ``verifiedOpToken`` of a request: an object, its JSON text, base64url of that text, or a compact
+    JWT (RFC 7519) whose payload is the ``opToken``.
 
     Raises OpTokenError (too_large, malformed, duplicate_key, bad_field).
     """
+    if isinstance(value, str) and value.count(".") == 2 and not value.lstrip(_BLANK).startswith("{"):
+        return _read_jwt(value.strip(_BLANK))
     members = _parse_text(value) if isinstance(value, str) else value
     if not isinstance(members, dict):
         raise OpTokenError(Reason.MALFORMED)
@@ -49,8 +59,7 @@ def read_token(value: object) -> SignedToken:
     claims, signature = members.get("opToken"), members.get("signature")
     if not (isinstance(claims, dict) and isinstance(signature, str)):
         raise OpTokenError(Reason.BAD_FIELD)
-    if not all(_is_claim(name, item) for name, item in claims.items()):
-        raise OpTokenError(Reason.BAD_FIELD)
+    _check_claims(claims)
     extra = {name: item for name, item in members.items() if name not in {"opToken", "signature"}}
     return SignedToken(MappingProxyType(dict(claims)), signature, MappingProxyType(extra))
 
@@ -69,6 +78,39 @@ def decode_base64url(text: str) -> bytes | None:
     decoded = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
     # Unused bits of the last character must be zero, or one signature would have several spellings.
     return decoded if base64.urlsafe_b64encode(decoded).rstrip(b"=").decode() == body else None
+
+
+def _read_jwt(text: str) -> SignedToken:
+    """Return the token in a compact JWT; it carries claims alone, so never the proofs that L2 asks for."""
+    if len(text) > _MAX_BASE64_CHARS:
+        raise OpTokenError(Reason.TOO_LARGE)
+    signed, _, signature = text.rpartition(".")
+    header, claims = (_parse_segment(segment) for segment in signed.split("."))
+    if header not in _JWT_HEADERS or not isinstance(claims, dict):
+        raise OpTokenError(Reason.MALFORMED)
+    try:
+        size = len(canonical_bytes(claims))
+    except NotCanonical:
+        raise OpTokenError(Reason.MALFORMED) from None
+    if size > MAX_TOKEN_BYTES:
+        raise OpTokenError(Reason.TOO_LARGE)
+    _check_claims(claims)
+    return SignedToken(MappingProxyType(dict(claims)), signature, MappingProxyType({}), signed.encode())
+
+
+def _parse_segment(segment: str) -> object:
+    decoded = None if segment.endswith("=") else decode_base64url(segment)
+    if decoded is None:
+        raise OpTokenError(Reason.MALFORMED)
+    try:
+        return _parse_json(decoded.decode())
+    except UnicodeDecodeError:
+        raise OpTokenError(Reason.MALFORMED) from None
+
+
+def _check_claims(claims: Mapping[str, object]) -> None:
+    if not all(_is_claim(name, item) for name, item in claims.items()):
+        raise OpTokenError(Reason.BAD_FIELD)
 
 
 def _parse_text(text: str) -> object:

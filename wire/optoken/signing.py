@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,14 @@ def sign_l0(key: bytes, grant: Grant) -> dict[str, object]:
     """Return ``{"opToken": …, "signature": hex}`` as public model runners check it."""
     claims = _spec_claims(grant)
     return {"opToken": claims, "signature": hmac.new(key, spec_bytes(claims), hashlib.sha256).hexdigest()}
+
+
+def sign_jwt(key: bytes, claims: Mapping[str, object]) -> str:
+    """Return a compact JWT (RFC 7519, HS256) whose payload is the ``opToken`` of a token of L0 or L1."""
+    header = json.dumps({"alg": "HS256", "typ": "JWT"}, separators=(",", ":")).encode()
+    payload = json.dumps(dict(claims), ensure_ascii=False, separators=(",", ":")).encode()
+    signed = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in (header, payload))
+    return (signed + b"." + base64.urlsafe_b64encode(hmac.digest(key, signed, "sha256")).rstrip(b"=")).decode()
 
 
 def sign_l1(key: bytes, grant: Grant, binding: Binding) -> dict[str, object]:

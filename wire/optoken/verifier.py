@@ -33,6 +33,8 @@ MIN_NONCE_CHARS = 8
 MAX_SIGNERS = 64
 
 _HEX_MAC = re.compile(r"[0-9a-f]{64}")
+_JWT_L0_MEMBERS = frozenset({"operation", "modelId", "issuedAt", "signers", "nonce"} | {"iat", "nbf", "exp", "aud"})
+"""All that a JWT at L0 may say: the members of L0, and those claims of RFC 7519 that are honoured here."""
 _L1_MEMBERS = frozenset(
     {"operation", "modelId", "issuedAt", "signers", "nonce"}
     | {"v", "kid", "aud", "exp", "opId", "use", "stmtDigest", "paramsDigest", "fence", "checkpoint"}
@@ -96,7 +98,8 @@ class Verifier:
     audience this box answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused, and
     at L2 approvals that were asked for earlier.
     ``policy``: what this box has pinned; without one, an L2 box refuses every token. ``min_signers`` counts below L2 only,
-    where the issuer is believed about who signed; at L2 the policy decides. Raises ValueError for rules that would accept what
+    where the issuer is believed about who signed; at L2 the policy decides. ``counted_signers``: the names that count towards
+    it, None = any. Raises ValueError for rules that would accept what
     nobody signed.
     """
 
@@ -106,6 +109,7 @@ class Verifier:
     keys: Mapping[str, bytes] = field(repr=False)
     not_before: float | None = None
     policy: Policy | None = field(default=None, repr=False)
+    counted_signers: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.min_signers < 1:
@@ -129,11 +133,14 @@ class Verifier:
         level = min(carried, max(self.level, Level.L1))
         kid = self._check_signature(token, level)
         expires_at = self._check_l0(token.claims, now) if level is Level.L0 else self._check_l1(token.claims, now)
+        if level is Level.L0 and token.jwt_input is not None:
+            self._check_jwt_claims(token.claims, now)
         _check_purpose(token.claims, operation, model_id)
         if level is not Level.L0:
             _check_params(token.claims, params)
         signers = _read_signers(token.claims)
-        if level is not Level.L2 and len(signers) < self.min_signers:
+        counted = [name for name in signers if self.counted_signers is None or name in self.counted_signers]
+        if level is not Level.L2 and len(counted) < self.min_signers:
             raise OpTokenError(Reason.TOO_FEW_SIGNERS)
         verified = Verified(
             level=level,
@@ -196,11 +203,14 @@ class Verifier:
         if not isinstance(kid, str) or kid not in self.keys:
             raise OpTokenError(Reason.UNKNOWN_KEY)
         try:
-            signed = spec_bytes(token.claims) if level is Level.L0 else canonical_bytes(dict(token.claims))
+            # The forms cannot be taken for each other: an encoding of claims begins with a brace, which no JWT has in it.
+            signed = token.jwt_input
+            if signed is None:
+                signed = spec_bytes(token.claims) if level is Level.L0 else canonical_bytes(dict(token.claims))
         except NotCanonical:
             raise OpTokenError(Reason.MALFORMED) from None
         expected = hmac.digest(self.keys[kid], signed, "sha256")
-        given = _read_mac(token.signature, level)
+        given = _read_mac(token.signature, level) if token.jwt_input is None else _read_jwt_mac(token.signature)
         if given is None or not hmac.compare_digest(given, expected):
             raise OpTokenError(Reason.BAD_SIGNATURE)
         return kid
@@ -213,6 +223,18 @@ class Verifier:
             raise OpTokenError(Reason.NOT_YET_VALID)
         self._check_remembered(issued_at)
         return issued_at + MAX_AGE_S
+
+    def _check_jwt_claims(self, claims: Mapping[str, Claim], now: float) -> None:
+        """Honour what RFC 7519 gives a meaning to, and refuse what is not known. An ``exp`` shortens a token's life only."""
+        if not claims.keys() <= _JWT_L0_MEMBERS:
+            raise OpTokenError(Reason.BAD_FIELD)
+        if "aud" in claims and _read_text(claims, "aud") != self.runner_id:
+            raise OpTokenError(Reason.WRONG_AUDIENCE)
+        for name in ("iat", "nbf"):
+            if name in claims and _read_integer(claims, name, least=0) > now + L0_SKEW_S:
+                raise OpTokenError(Reason.NOT_YET_VALID)
+        if "exp" in claims and _read_integer(claims, "exp", least=0) <= now:
+            raise OpTokenError(Reason.EXPIRED)
 
     def _check_l1(self, claims: Mapping[str, Claim], now: float) -> int:
         if not claims.keys() <= _L1_MEMBERS:
@@ -248,6 +270,10 @@ def _read_mac(text: str, level: Level) -> bytes | None:
     if _HEX_MAC.fullmatch(text):
         return bytes.fromhex(text)
     return None if level is Level.L0 else decode_base64url(text)
+
+
+def _read_jwt_mac(text: str) -> bytes | None:
+    return None if text.endswith("=") else decode_base64url(text)
 
 
 def _check_purpose(claims: Mapping[str, Claim], operation: Operation, model_id: str | None) -> None:

@@ -20,7 +20,7 @@ from runner.errors import OperationsDisabled, OpTokenRefused, Unavailable
 from runner.ledger import FILE_NAME, Ledger, approvals
 from runner.operations.gate import REFUSED, Admitted, Gate, GateRules, OperationRunning
 from tests.unit.runner.ledger_files import T0, Clock
-from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_l0, sign_l1
+from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"a key of the tests, 32 bytes long"
@@ -412,3 +412,17 @@ def test_the_signing_program_names_a_key_it_cannot_read(tmp_path: Path) -> None:
     signed = run_sign("--key", str(tmp_path / "missing.key"), *SIGN)
     assert signed.returncode == 2
     assert "missing.key" in signed.stderr
+
+
+@pytest.mark.parametrize("is_jwt_first", [False, True])
+async def test_a_token_counts_once_whichever_form_it_comes_in(
+    key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_jwt_first: bool
+) -> None:
+    async with opened(key_file, tmp_path / "data") as gate:
+        token = l0()
+        claims = token["opToken"]
+        assert isinstance(claims, dict)
+        forms: list[object] = [token, sign_jwt(KEY, claims)]
+        first, second = reversed(forms) if is_jwt_first else forms
+        assert (await admit(gate, first)).level is Level.L0
+        assert "replayed" in await refused(gate, second, caplog)

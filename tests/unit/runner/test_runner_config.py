@@ -175,8 +175,40 @@ def test_the_variables_of_the_model_runner_specification_are_read(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("env", "level", "is_taken"),
+    [
+        ({"OP_TOKEN_LEVEL": "0"}, 0, True),
+        ({}, 2, False),
+        ({"OP_TOKEN_LEVEL": "1"}, 1, False),
+        ({"OP_TOKEN_LEVEL": "2"}, 2, False),
+    ],
+)
+def test_the_key_file_of_the_specification_is_taken_at_level_0_and_lowers_no_level(
+    tmp_path: Path, env: dict[str, str], level: int, *, is_taken: bool
+) -> None:
+    key = tmp_path / "model-api.key"
+    flags = ["--standalone", "--data", str(tmp_path / "data")]
+    assert read_config(flags, {"OP_TOKEN_LEVEL": "0"}, shared_key=key).operations.key_path is None, "it is not there"
+    key.touch()
+    wanted = read_config(flags, env, shared_key=key).operations
+    assert (wanted.level, wanted.key_path) == (level, key if is_taken else None)
+    named = {"OP_TOKEN_LEVEL": "0", "VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}
+    assert read_config(flags, named, shared_key=key).operations.key_path == Path("/etc/key")
+
+
+def test_the_names_of_signers_that_count_are_read(tmp_path: Path) -> None:
+    env = {"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key", "OP_TOKEN_SIGNERS": " ann, bob ,,ann"}
+    flags = ["--standalone", "--data", str(tmp_path / "data")]
+    assert read_config(flags, env).operations.counted_signers == {"ann", "bob"}
+    assert read_config(flags, {}).operations.counted_signers is None
+    with pytest.raises(ConfigError, match="has 1 names and OP_TOKEN_MIN_SIGNERS asks for 2"):
+        read_config(flags, {**env, "OP_TOKEN_SIGNERS": "ann"})
+
+
+@pytest.mark.parametrize(
     ("env", "words"),
     [
+        ({"OP_TOKEN_SIGNERS": "ann,bob"}, "OP_TOKEN_SIGNERS counts below level 2 only"),
         ({"MODEL_BASE_PATH": "/does/not/exist"}, "MODEL_BASE_PATH"),
         ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, "--data"),
         ({"OP_TOKEN_LEVEL": "3"}, "OP_TOKEN_LEVEL"),
