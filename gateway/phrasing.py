@@ -9,6 +9,7 @@ from gateway.outcome import RetryReason
 from gateway.values import InferenceRequest
 from nodes.links import Link
 from nodes.states import SPOKEN_THROUGH
+from wire.messages_fields import HONOURED, find_unhonoured
 
 _UNKNOWN_PATH = frozenset({404, 405, 501})
 _DECLARED_UNKNOWN = frozenset({404, 405})
@@ -22,11 +23,16 @@ _LEFT_OUT = frozenset({"document", "search_result"})
 
 
 def choose_path(link: Link, request: InferenceRequest) -> str:
-    """Return the API path on which a box is asked: the request's, or the one it is translated to."""
+    """Return the API path on which a node is asked: the request's, or the one it is translated to.
+
+    Translated is also what the engine's own Messages would take and forget.
+    """
     path = link.find_path(request.model, request.path) or request.path
-    if path != _MESSAGES or _LEAVES_PARTS_OUT.isdisjoint(link.engines.get(request.model, ())):
+    engines = link.engines.get(request.model, frozenset())
+    if path != _MESSAGES or engines.isdisjoint(HONOURED) or not link.answers(request.model, SPOKEN_THROUGH[path]):
         return path
-    return SPOKEN_THROUGH[path] if holds_part(request.body, _LEFT_OUT) else path
+    is_left_out = not engines.isdisjoint(_LEAVES_PARTS_OUT) and holds_part(request.body, _LEFT_OUT)
+    return SPOKEN_THROUGH[path] if is_left_out or find_unhonoured(engines, request.body) else path
 
 
 def find_other_words(

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from runner.admission import TenantRates, Turn
-from runner.engines.port import TOKENIZE, Call
+from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Call
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -35,9 +35,11 @@ from runner.serving.counting import Counting
 from runner.serving.headers import INFERENCE_PATHS, headers_to_client, is_allowed_path
 from runner.serving.numbers import Numbers
 from runner.serving.request import Inference
+from runner.serving.responses import add_thinking_default
 from runner.serving.tally import Tally
 from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
+from wire.messages_fields import FORMATS, find_unhonoured
 from wire.usage import BodyReader, StreamReader, ask_for_usage
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,9 @@ _LARGE_BODY_BYTES = 64 * 1024
 """Beyond that a thread searches a body: the event loop has other streams to serve."""
 _MAX_MESSAGE_CHARS = 1000
 _DONE = b"data: [DONE]\n\n"
+_MAX_IGNORED_CHARS = 200
+_THINKING = frozenset({CHAT, MESSAGES})
+"""Where the settings' ``enable_thinking`` is the default."""
 _USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
 
 
@@ -164,6 +169,8 @@ class Serving:
         if not model.is_ready:
             raise _explain_state(model)
         capabilities = model.capabilities
+        if request.endpoint == MESSAGES and not request.on_socket:
+            _refuse_forgotten_format(model, request.body)
         answered = capabilities.endpoints or INFERENCE_PATHS
         if request.method == "POST" and request.endpoint not in answered:
             raise ModalityUnsupported(
@@ -210,10 +217,15 @@ class Serving:
         if replica is None:
             raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
         body, drops_usage = ask_for_usage(request.path, request.body)
+        if request.endpoint in _THINKING:
+            body = add_thinking_default(body, model.definition)
         call = Call(
             request.method, request.path, request.headers, body, request.tenant, request.cache_mode, request.cache_tag,
             request.priority,
         )  # fmt: skip
+        forgotten = ()
+        if request.endpoint == MESSAGES and not request.on_socket:  # else the gateway has seen to it
+            forgotten = find_unhonoured([replica.supervisor.engine.name], request.body)
         replica.active += 1
         try:
             began = time.monotonic()
@@ -226,6 +238,8 @@ class Serving:
                 answer = await self._begin(replica, request, response, turn, began=began, drops_usage=drops_usage)
                 if answer.status >= 400:
                     await self._take_error(request, answer)
+                if forgotten:
+                    answer.headers["x-muster-ignored"] = ", ".join(forgotten)[:_MAX_IGNORED_CHARS]
                 yield answer
             finally:
                 await context.__aexit__(None, None, None)
@@ -415,6 +429,18 @@ def _name_end(answer: Answer) -> str:
     if answer.status >= 400 and judge_error(answer.status) is Blame.CALLER:
         return "refused"
     return "success" if answer.status < 400 and not answer.has_failed else "error"
+
+
+def _refuse_forgotten_format(model: Model, body: bytes) -> None:
+    """Raise InvalidRequest when a replica's engine would answer in another shape than the Messages request asks for."""
+    names = {replica.supervisor.engine.name for replica in model.replicas}
+    path = next((path for path in find_unhonoured(names, body) if path in FORMATS), None)
+    if path is not None:
+        raise InvalidRequest(
+            f"The engine of {model.model_id} does not keep to '{path}' on {MESSAGES}, and a node translates nothing: ask "
+            f"through a gateway, or ask on {CHAT} with response_format.",
+            param=path,
+        )
 
 
 def _explain_state(model: Model) -> RequestRefused:

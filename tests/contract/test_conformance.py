@@ -49,7 +49,8 @@ NOT_NATIVE = frozenset(
     f"messages.{name}"
     for name in (
         "request.system", "request.tools", "request.server_tools", "request.results", "request.images", "request.limits",
-        "request.thinking_blocks", "request.result_images", "failed.garbage", "failed.no_finish", "failed.whole_garbage",
+        "request.thinking_blocks", "request.result_images", "request.format", "request.unhonoured", "failed.garbage",
+        "failed.no_finish", "failed.whole_garbage",
     )
 ) | frozenset(
     f"responses.{name}"

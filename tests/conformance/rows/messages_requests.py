@@ -286,3 +286,43 @@ async def _native(target: Target) -> None:
 @requirement("messages.request.long", "a system prompt of 60 KB is taken", clients="Claude Code", needs_script=True)
 async def _long(target: Target) -> None:
     require_ok(await target.messages(system="An instruction to an agent. " * (LONG_TEXT_CHARS // 28)))
+
+
+@requirement(
+    "messages.request.format",
+    "output_config.format is kept to: the answer is JSON of that schema, whichever engine answers",
+    clients="anthropic SDKs (messages.parse), AI SDK",
+)
+async def _format(target: Target) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"type": "string", "enum": ["question", "remark"]}},
+        "required": ["kind"],
+        "additionalProperties": False,
+    }
+    fields = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    if target.scripted:
+        got = (await _carried(target, **fields))["response_format"]
+        got["type"].must_be("json_schema")
+        got["json_schema"]["schema"].must_be(schema)
+        return
+    texts = find_blocks(require_ok(await target.messages(max_tokens=64, **fields)), "text")
+    answer = read_json("".join(block["text"].text() for block in texts), "the answer")
+    if answer["kind"].value not in ("question", "remark"):
+        raise Violation(f"the answer does not keep to the schema: {answer.shown}")
+
+
+@requirement(
+    "messages.request.unhonoured",
+    "what engines' own Messages take and forget is said in chat",
+    clients="Claude Code, anthropic SDKs",
+    needs_script=True,
+)
+async def _unhonoured(target: Target) -> None:
+    for fields, name, expected in (
+        ({"thinking": {"type": "disabled"}}, "chat_template_kwargs", {"enable_thinking": False}),
+        ({"output_config": {"effort": "low"}}, "reasoning_effort", "low"),
+        ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "none"}}, "tool_choice", "none"),
+        ({"seed": 7}, "seed", 7),
+    ):
+        (await _carried(target, **fields))[name].must_be(expected)

@@ -75,6 +75,48 @@ async def test_a_document_is_said_in_chat_to_an_engine_whose_messages_leave_it_o
     assert request.client.status == 400
 
 
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+FORMAT = {"format": {"type": "json_schema", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "path", "said"),
+    [
+        ("llamacpp", {"output_config": FORMAT}, CHAT, b'"response_format":{"type":"json_schema"'),
+        ("llama-server", {"output_config": FORMAT}, CHAT, b'"response_format":{"type":"json_schema"'),
+        ("vllm", {"output_config": FORMAT}, CHAT, b'"response_format":{"type":"json_schema"'),
+        ("llamacpp", {"thinking": {"type": "disabled"}}, CHAT, b'"enable_thinking":false'),
+        ("llamacpp", {"seed": 7}, CHAT, b'"seed":7'),
+        ("llamacpp", {"metadata": {"user_id": "u"}, "top_k": 3}, "/v1/messages", b'"top_k"'),
+        ("vllm", {"output_config": {"effort": "low"}}, "/v1/messages", b'"effort"'),
+        ("", {"output_config": FORMAT}, "/v1/messages", b'"output_config"'),
+    ],
+)
+async def test_what_an_engines_own_messages_would_forget_is_said_in_chat(
+    make_gateway: Make, engine: str, fields: dict[str, Any], path: str, said: bytes
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/messages"})
+    link.engines = {"m": frozenset({engine})} if engine else {}
+    request = gateway.ask(surface=SURFACES["/v1/messages"], max_tokens=5, messages=[HELLO], **fields)
+    stream = await request.on(link)
+    assert stream.request.path == path
+    assert said in stream.request.body
+    stream.answer(b'{"error":{"message":"no"}}', status=400)
+    await request.done()
+
+
+async def test_a_node_that_knows_no_chat_gets_the_request_as_it_is(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={"/v1/messages"})
+    link.engines = {"m": frozenset({"llamacpp"})}
+    request = gateway.ask(surface=SURFACES["/v1/messages"], max_tokens=5, messages=[HELLO], output_config=FORMAT)
+    stream = await request.on(link)
+    assert stream.request.path == "/v1/messages"
+    stream.answer(b'{"error":{"message":"no"}}', status=400)
+    await request.done()
+
+
 async def test_a_document_that_can_be_said_in_no_words_is_refused_before_an_engine_leaves_it_out(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link(paths={CHAT, "/v1/messages"})

@@ -41,6 +41,7 @@ class GatedEngine:
         self.flushes = True
         self.is_loaded = False
         self.steps: list[str] = []
+        self.calls: list[Call] = []
         self.report: Report | None = None
         """Where the load that is under way says how it goes on."""
 
@@ -84,6 +85,7 @@ class GatedEngine:
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
         """Answer nobody."""
+        self.calls.append(call)
         nobody: list[aiohttp.ClientResponse] = []
         for response in nobody:
             yield response

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
-from runner.engines.port import CHAT, EMBEDDINGS, Capabilities
+from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, Capabilities
 from runner.errors import (
     EngineError,
     EngineUnavailable,
@@ -483,3 +484,47 @@ async def test_the_head_of_a_stream_says_that_nothing_is_reused_exactly_where_no
         told = {name: value for name, value in answer.headers.items() if name.startswith("x-cache-")}
         assert told == ({"x-cache-hit": "false", "x-cache-tokens-reused": "0"} if is_told else {})
         assert b": x-cache-hit=false; x-cache-tokens-reused=0;" in await read(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "kwargs"),
+    [
+        (CHAT, {}, {"enable_thinking": False}),
+        (MESSAGES, {}, {"enable_thinking": False}),
+        (MESSAGES, {"thinking": {"type": "adaptive"}}, {"enable_thinking": False}),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+        (CHAT, {"chat_template_kwargs": {"other": 1}}, {"enable_thinking": False, "other": 1}),
+        (CHAT, {"chat_template_kwargs": None}, {"enable_thinking": False}),
+        (COMPLETIONS, {}, None),
+    ],
+)
+async def test_what_the_settings_say_of_thinking_is_the_default_on_every_path_that_chats(
+    parts: Parts, path: str, fields: dict[str, object], kwargs: dict[str, object] | None
+) -> None:
+    bench = Bench(parts)
+    bench.prepare = lambda made: setattr(made, "capabilities", Capabilities((CHAT, MESSAGES, COMPLETIONS)))
+    model = await bench.load("a")
+    model.definition = msgspec.structs.replace(model.definition, enable_thinking=False)
+    with pytest.raises(EngineUnavailable):
+        await serve(parts, ask("a", path=path, **fields))
+    assert json.loads(bench.engines[0].calls[0].body).get("chat_template_kwargs") == kwargs
+
+
+async def test_a_node_refuses_a_format_that_its_engines_messages_would_forget(parts: Parts) -> None:
+    def be_llama(made: GatedEngine) -> None:
+        made.name = "llamacpp"
+        made.capabilities = Capabilities((CHAT, MESSAGES))
+
+    bench = Bench(parts)
+    bench.prepare = be_llama
+    await bench.load("a")
+    wanted = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    request = ask("a", path=MESSAGES, max_tokens=5, output_config=wanted)
+    with pytest.raises(InvalidRequest, match="through a gateway") as caught:
+        await serve(parts, request)
+    assert caught.value.param == "output_config.format"
+    assert bench.engines[0].calls == []
+    with pytest.raises(EngineUnavailable):  # a gateway knows what it sends
+        await serve(parts, replace(request, on_socket=True))
+    assert is_idle(parts)

@@ -20,7 +20,7 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.ct2 import Ct2Engine
 from runner.engines.llama_server import LlamaServer
-from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE, Capabilities, TokenCounter
+from runner.engines.port import CHAT, COMPLETIONS, MESSAGES, TOKENIZE, Capabilities, TokenCounter
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.engines.tgi import TgiEngine
 from runner.engines.vllm import VllmEngine
@@ -112,6 +112,13 @@ class TestTheRealEngine:
         counted = await answer(box, ask(messages=long))
         assert counted["count"] > 2 * CONTEXT
         assert await answer(box, ask(messages=long, padding="x" * 1_200_000)) == counted
+
+    async def test_the_owner_is_told_what_the_engines_own_messages_leave_out(self, box: Parts) -> None:
+        asked = {"max_tokens": 1, "messages": TALK[1:], "thinking": {"type": "disabled"}, "seed": 7}
+        async with box.door.open(ask(MESSAGES, **asked)) as found:
+            assert (found.status, found.headers["x-muster-ignored"]) == (200, "thinking.type, seed")
+        async with box.door.open(ask(MESSAGES, max_tokens=1, messages=TALK[1:])) as found:
+            assert "x-muster-ignored" not in found.headers
 
     async def test_gateways_hear_of_the_path_and_of_the_context(self, box: Parts) -> None:
         (replica,) = list_replicas(box.pool.registry.models)

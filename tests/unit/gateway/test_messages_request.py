@@ -331,3 +331,9 @@ def test_a_count_asks_for_the_prompt_only() -> None:
         "chat_template_kwargs": {"enable_thinking": False},
     }
     assert ignored == ()
+
+
+def test_whether_a_request_may_leave_the_node_is_said_in_chat_too() -> None:
+    asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "allow_remote": True}
+    body, ignored = to_chat_body(json.dumps(asked).encode())
+    assert (json.loads(body)["allow_remote"], ignored) == (True, ())
