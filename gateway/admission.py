@@ -141,6 +141,17 @@ class Admission:
         )
         return [models[model] for model in route.models]
 
+    def list_unusable(self, caller: Caller, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of some names by which the caller gets no model: unknown, not allowed, or not for this key."""
+        aliases = self._catalogue.aliases_for(caller.tenant)
+
+        def is_usable(name: str) -> bool:
+            alias = aliases.get(name)
+            models = (name,) if alias is None else [target.model for target in alias.by_weight]
+            return name == AUTO or any(self._refuse(caller, model, name) is None for model in models)
+
+        return tuple(name for name in names if not is_usable(name))
+
     def find_model(self, caller: Caller, name: str) -> ModelEntry:
         """Return an allowed model. Raises ModelUnknown (404) or ModelNotAllowed (400)."""
         refusal = self._refuse(caller, name, name)

@@ -30,7 +30,7 @@ from gateway.errors import (
 from gateway.metrics import QUEUE_DEPTH
 from gateway.outlook import Busy, Closed, Outlook, Ready
 from gateway.placement import choose_link
-from gateway.values import InferenceRequest, Timeouts
+from gateway.values import InferenceRequest, Timeouts, Unmatched
 from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
@@ -60,6 +60,8 @@ class Job:
     """Models that may serve it, best first; empty = the request's alone."""
     prefer: str = ""
     """Name of a box or GPU that should serve it, if it can."""
+    unmatched: Unmatched | None = None
+    """What its ``x_pool_options`` name that is nothing here."""
     attempts: int = 0
     losses: int = 0
     avoid: set[Link] = field(default_factory=set)
@@ -151,6 +153,10 @@ class Dispatcher:
             return Busy(math.inf)
         slots = sum(max(1, link.max_concurrent) for link in ready)
         return Busy(self._held_s.get(model, 0.0) * (waiting + 1) / slots)
+
+    def knows_node(self, name: str) -> bool:
+        """Whether a node or GPU of that name is connected, to this gateway or to one it can ask."""
+        return any(link.is_called(name) for link in self._registry)
 
     def declares(self, model: str, path: str) -> bool:
         """Whether some box says of itself that it answers the model on that API path."""

@@ -48,7 +48,7 @@ from gateway.records import MAX_ATTEMPTS, Record, RecordWriter
 from gateway.recounting import recount_prompt
 from gateway.refusing import refuse
 from gateway.relay import Exchange
-from gateway.values import Caller, InferenceRequest, Limits, Timeouts
+from gateway.values import Caller, InferenceRequest, Limits, PoolOptions, Timeouts, Unmatched
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire.contract import RequestState
 from wire.engine_errors import quote_message
@@ -182,6 +182,8 @@ class Pipeline:
             priority=choose_priority(caller, request.options),
         )
         job.asked_model = asked_model
+        if request.options is not None:
+            job.unmatched = self._find_unmatched(caller, request.options)
         job.models = tuple(call.entries)
         record = self.books.make_record(call.record_id, caller, request, asked_model=asked_model)
         client.watch()
@@ -197,6 +199,15 @@ class Pipeline:
             call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.timeouts.stream_ping_s)
             call.keepalive.start()
         return record, job
+
+    def _find_unmatched(self, caller: Caller, options: PoolOptions) -> Unmatched | None:
+        """Return what the options name that is nothing here, None when everything is something."""
+        gpu = options.prefer_gpu or ""
+        unmatched = Unmatched(
+            prefer_gpu="" if self.dispatcher.knows_node(gpu) else gpu,
+            fallback_models=self.admission.list_unusable(caller, options.fallback_models),
+        )
+        return unmatched if unmatched.prefer_gpu or unmatched.fallback_models else None
 
     def _rename(self, call: Call, request: InferenceRequest, model: str) -> InferenceRequest:
         """Return the request for a model, on the API path on which that model's boxes are asked for it."""

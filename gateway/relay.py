@@ -282,6 +282,7 @@ class Exchange:
             inference_ms=round((now - self._began) * 1000),
             ttfb_ms=None if first is None else round((first - self._began) * 1000),
             attempts=self._job.attempts,
+            unmatched=self._job.unmatched,
         )
 
     def _grant(self, amount: int) -> None:

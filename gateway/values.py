@@ -122,6 +122,13 @@ class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority | None = None
 
 
+class Unmatched(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a client named in ``x_pool_options`` that is nothing here: the name of no node or GPU, of no model for this key."""
+
+    prefer_gpu: str = ""
+    fallback_models: tuple[str, ...] = ()
+
+
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway reads of a request body; the body itself travels on untouched unless it is translated.
 

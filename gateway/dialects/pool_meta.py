@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from gateway.values import Unmatched
 from wire.events import EventCutter
 from wire.unreadable import UNREADABLE
 
@@ -24,7 +25,10 @@ _DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
 
 
 class PoolMeta(msgspec.Struct, kw_only=True, omit_defaults=False):
-    """Names as in the design; times in milliseconds. ``gpu_id``: the printed id of the box."""
+    """Names as in the design; times in milliseconds. ``gpu_id``: the printed id of the node.
+
+    ``unmatched`` None = everything that the client named is something here.
+    """
 
     gpu_id: str
     node: str
@@ -34,6 +38,7 @@ class PoolMeta(msgspec.Struct, kw_only=True, omit_defaults=False):
     inference_ms: int
     ttfb_ms: int | None
     attempts: int
+    unmatched: Unmatched | None = None
 
 
 class _Typed(msgspec.Struct):

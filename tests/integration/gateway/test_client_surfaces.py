@@ -271,6 +271,29 @@ async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make
     assert b"x_pool_meta" not in busy.client.body
 
 
+@pytest.mark.parametrize(
+    ("options", "unmatched"),
+    [
+        ({"prefer_gpu": "node", "fallback_models": ["spare"]}, None),
+        ({"prefer_gpu": "H100"}, {"prefer_gpu": "H100"}),
+        ({"fallback_models": ["spare", "nobody-has-this", "auto"]}, {"fallback_models": ["nobody-has-this"]}),
+        ({"prefer_gpu": "x", "fallback_models": ["y"]}, {"prefer_gpu": "x", "fallback_models": ["y"]}),
+        ({}, None),
+    ],
+)
+async def test_a_client_is_told_what_it_named_that_is_nothing_here(
+    make_gateway: Make, options: dict[str, object], unmatched: dict[str, object] | None
+) -> None:
+    gateway = make_gateway(models={"m": (), "spare": ()})
+    link = gateway.link()
+    if options.get("prefer_gpu") == "node":
+        options = {**options, "prefer_gpu": link.node_name}
+    request = gateway.ask(x_pool_options=options)
+    (await request.on(link)).answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert json.loads(request.client.body)["x_pool_meta"]["unmatched"] == unmatched
+
+
 async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_gateway: Make) -> None:
     gateway = make_gateway(models={"m": ("spare",), "spare": ()}, timeouts=Timeouts(queue_s=0.05, no_node_wait_s=0.02))
     link, spare = gateway.link(), gateway.link("spare")
