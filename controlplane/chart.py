@@ -16,12 +16,14 @@ NICE_STEPS = (1, 2, 3, 4, 5, 6, 8)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One minute: the good part from the bottom, what went wrong on top of it. Units of the view box."""
+    """One minute: what was served from the bottom, what was refused above it, what failed on top. Units of the view box."""
 
     x: float
     width: float
     good_y: float
     good_height: float
+    refused_y: float
+    refused_height: float
     fault_y: float
     fault_height: float
     label: str
@@ -45,16 +47,20 @@ def draw_minutes(minutes: Sequence[Minute]) -> BarChart:
     pitch = WIDTH / len(minutes)
     bars = []
     for index, minute in enumerate(minutes):
-        total, faults = HEIGHT * minute.requests / top, HEIGHT * minute.faults / top
+        scale = HEIGHT / top
+        total, refused, failed = minute.requests * scale, minute.refused * scale, minute.failed * scale
         bars.append(
             Bar(
                 x=round(index * pitch, 2),
                 width=round(pitch - GAP, 2),
-                good_y=round(HEIGHT - total + faults, 2),
-                good_height=round(total - faults, 2),
+                good_y=round(HEIGHT - total + failed + refused, 2),
+                good_height=round(total - failed - refused, 2),
+                refused_y=round(HEIGHT - total + failed, 2),
+                refused_height=round(refused, 2),
                 fault_y=round(HEIGHT - total, 2),
-                fault_height=round(faults, 2),
-                label=f"{minute.starts_at:%H:%M} UTC: {minute.requests} requests, {minute.faults} went wrong",
+                fault_height=round(failed, 2),
+                label=f"{minute.starts_at:%H:%M} UTC: {minute.requests} requests, "
+                f"{minute.refused} refused, {minute.failed} failed",
             )
         )
     return BarChart(bars=tuple(bars), top=top, starts_at=minutes[0].starts_at, ends_at=minutes[-1].starts_at)

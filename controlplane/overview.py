@@ -26,8 +26,8 @@ from wire.contract import NodeStatus
 
 SLOW_QUEUE_S = 2.0
 """A request that waits longer than this for a node is worth an operator's look."""
-FAULT_PERCENT_ALERT = 5.0
-FAULTS_ALERT = 5
+FAILED_PERCENT_ALERT = 5.0
+FAILED_ALERT = 5
 MAX_PROBLEMS = 12
 MAX_OF_A_CASE = 3
 """Of one case the first lines are shown and the rest counted, so that fifty silent nodes hide nothing else."""
@@ -229,13 +229,13 @@ def _find_unserved(facts: Facts) -> Iterable[Problem]:
         )
 
 
-def _find_faults(facts: Facts) -> Iterable[Problem]:
+def _find_failures(facts: Facts) -> Iterable[Problem]:
     traffic = facts.slow.traffic
-    if traffic.faults >= FAULTS_ALERT and traffic.fault_percent >= FAULT_PERCENT_ALERT:
+    if traffic.failed >= FAILED_ALERT and traffic.failed_percent >= FAILED_PERCENT_ALERT:
         yield Problem(
-            f"{traffic.fault_percent:.0f} % of the last hour's requests went wrong.",
+            f"{traffic.failed_percent:.0f} % of the last hour's requests failed.",
             "Filter Requests by error code to see what they have in common.",
-            link="Requests that went wrong",
+            link="Failed requests",
             url=_list_requests(state="wrong", period="1h"),
         )
 
@@ -337,7 +337,7 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_no_node,
     _find_waits,
     _find_unserved,
-    _find_faults,
+    _find_failures,
     _find_lost_nodes,
     _find_dead_backends,
     _find_alarms,

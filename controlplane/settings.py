@@ -7,7 +7,7 @@ from pathlib import Path
 from django.templatetags.static import static
 
 from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_log_level, read_text
-from gateway.values import Limits, Timeouts
+from gateway.values import Limits, RequestOutcome, Timeouts
 from governance.states import ApprovalState, RunState
 from nodes.states import HealthPolicy, SocketPolicy
 from wire.contract import NodeMode, NodeStatus, RequestState
@@ -198,6 +198,8 @@ SPECTACULAR_SETTINGS = {
         "NodeStatusEnum": [status.value for status in NodeStatus],
         "NodeModeEnum": [mode.value for mode in NodeMode],
         "RequestStateEnum": [state.value for state in RequestState],
+        "RequestStatusEnum": [state.value for state in RequestState if state is not RequestState.CANCELLED],
+        "RequestOutcomeEnum": [outcome.value for outcome in RequestOutcome],
         "ApprovalStateEnum": [state.value for state in ApprovalState],
         "RunStateEnum": [state.value for state in RunState],
     },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any, Protocol, cast
 
-from drf_spectacular.utils import OpenApiParameter, extend_schema
+from drf_spectacular.utils import OpenApiParameter, extend_schema, extend_schema_field
 from rest_framework import serializers, status
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -27,6 +27,7 @@ from gateway.services import (
 )
 from gateway.services.aliases import MAX_TARGETS, MAX_WEIGHT
 from gateway.services.values import MAX_MODEL_NAME_CHARS, MAX_NAME_CHARS
+from gateway.values import RequestOutcome, judge_outcome
 from governance.api.access import GovernanceView
 from governance.api.forms import Flag, Form, Text, WholeNumber
 from nodes.serializers import ErrorSerializer, print_time
@@ -37,18 +38,40 @@ DEFAULT_LIMIT = 50
 MAX_LIMIT = 1000
 
 
+CONTRACT_STATES = [state for state in RequestState if state is not RequestState.CANCELLED]
+"""The contract's list of seven: a request whose caller left is ``interrupted`` there, ``cancelled`` in our own field."""
+
+
 class RequestSerializer(serializers.Serializer[RequestRecord]):
-    """One request record in the contract's shape."""
+    """One request record in the contract's shape, with our own fields behind it."""
 
     request_id = serializers.CharField(source="printed_id")
     node_id = serializers.SerializerMethodField()
     model = serializers.CharField()
-    status = serializers.ChoiceField(source="state", choices=[state.value for state in RequestState])
+    status = serializers.SerializerMethodField()
     prompt_tokens_est = serializers.IntegerField()
     max_tokens = serializers.IntegerField(allow_null=True)
     latency_ms = serializers.IntegerField(allow_null=True)
     error_code = serializers.CharField(allow_null=True)
     created_at = serializers.DateTimeField()
+    state = serializers.ChoiceField(
+        choices=[state.value for state in RequestState], help_text="As status, with cancelled for a caller that left"
+    )
+    outcome = serializers.SerializerMethodField()
+    status_code = serializers.IntegerField(allow_null=True, help_text="HTTP status of the answer; null while there is none")
+    engine_error = serializers.CharField(
+        help_text="What the engine said when it failed or refused, without what it repeated of the request; mostly empty"
+    )
+
+    @extend_schema_field(serializers.ChoiceField(choices=[state.value for state in CONTRACT_STATES]))
+    def get_status(self, record: RequestRecord) -> str:
+        """Return the contract's word for its state."""
+        return RequestState.INTERRUPTED.value if record.state == RequestState.CANCELLED else record.state
+
+    @extend_schema_field(serializers.ChoiceField(choices=[one.value for one in RequestOutcome], allow_null=True))
+    def get_outcome(self, record: RequestRecord) -> str | None:
+        """Return what became of it, null while it is open."""
+        return judge_outcome(RequestState(record.state), record.status_code)
 
     def get_node_id(self, record: RequestRecord) -> str | None:
         """Return the printed id of the box that served it last, if any did."""
@@ -68,7 +91,12 @@ class RequestListView(APIView):
         operation_id="list_requests",
         parameters=[
             OpenApiParameter("limit", int, description=f"How many at most, 1 to {MAX_LIMIT}; {DEFAULT_LIMIT} by default"),
-            OpenApiParameter("status", str, enum=[state.value for state in RequestState], description="Only this status"),
+            OpenApiParameter(
+                "status",
+                str,
+                enum=[state.value for state in RequestState],
+                description="Only this status; interrupted has the cancelled ones too",
+            ),
             OpenApiParameter("node_id", str, description="Only requests that this box served"),
         ],
         responses={200: RequestListSerializer, 400: ErrorSerializer, 401: ErrorSerializer},
@@ -78,7 +106,7 @@ class RequestListView(APIView):
         records = RequestRecord.objects.order_by("-created_at", "-id")
         state = request.query_params.get("status")
         if state is not None:
-            records = records.filter(state=_read_status(state))
+            records = records.filter(state__in=_read_status(state))
         node_id = request.query_params.get("node_id")
         if node_id is not None:
             records = records.filter(node_id=_read_node_id(node_id))
@@ -94,12 +122,13 @@ def _read_limit(text: str | None) -> int:
     return int(text)
 
 
-def _read_status(text: str) -> RequestState:
+def _read_status(text: str) -> list[RequestState]:
     try:
-        return RequestState(text)
+        state = RequestState(text)
     except ValueError as error:
         words = ", ".join(state.value for state in RequestState)
         raise InvalidValue(f"status must be one of {words}.", param="status") from error
+    return [state, RequestState.CANCELLED] if state is RequestState.INTERRUPTED else [state]
 
 
 def _read_node_id(text: str) -> uuid.UUID:

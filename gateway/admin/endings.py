@@ -1,14 +1,13 @@
-"""What the ending of a request means, in words for an operator: what happened, and what to do. Pure.
-
-The words that the client got are not stored, as they may hold a part of its prompt; the code is.
-"""
+"""What the state and the ending of a request mean, in words for an operator: what happened, and what to do. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from gateway.models import RequestRecord
+from gateway.values import RequestOutcome, judge_outcome
 from wire.contract import ErrorCode, RequestState
+from wire.engine_errors import Blame, judge_error
 
 NOBODY_THERE = frozenset(
     {
@@ -73,6 +72,19 @@ _ENDINGS = {
 }
 
 
+def name_state(record: RequestRecord) -> tuple[str, str]:
+    """Return the word for a request's state, and the name of its badge's colour.
+
+    The contract's ``rejected`` is two things for an operator: refused for what the caller sent, or not accepted for want of
+    room.
+    """
+    state = RequestState(record.state)
+    if state is not RequestState.REJECTED:
+        return state.value, state.value
+    is_refused = judge_outcome(state, record.status_code) is RequestOutcome.REFUSED
+    return ("refused", "refused") if is_refused else ("not accepted", "rejected")
+
+
 def explain_ending(record: RequestRecord) -> Ending | None:
     """Return what the end of a request means; None for one that is open or was served."""
     if not record.error_code:
@@ -81,18 +93,20 @@ def explain_ending(record: RequestRecord) -> Ending | None:
         return _explain_no_node(record)
     if record.error_code == ErrorCode.REQUEST_TIMEOUT:
         return _explain_timeout(record)
-    if record.error_code == ErrorCode.FORWARDED_REQUEST_FAILED:
+    is_of_engine = bool(record.engine_error) and record.error_code != ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    if is_of_engine or record.error_code == ErrorCode.FORWARDED_REQUEST_FAILED:
         return _explain_engine(record)
     known = _ENDINGS.get(ErrorCode(record.error_code)) if record.error_code in set(ErrorCode) else None
-    return known or Ending("It was refused with this code.", "docs/api.md lists what each code means.")
+    return known or Ending("It ended with this code.", "docs/api.md lists what each code means.")
 
 
 def _explain_no_node(record: RequestRecord) -> Ending:
     if record.state == RequestState.REJECTED:
         return Ending(
-            "The queue of the model was full.", "Load the model on more boxes, or raise its queue on the model's page."
+            "The queue of the model was full, or the request could not be recorded.",
+            "Load the model on more nodes, raise its queue on the model's page, or look at the database.",
         )
-    return Ending("No box took it in time.")
+    return Ending("No node took the request in time.")
 
 
 def _explain_timeout(record: RequestRecord) -> Ending:
@@ -101,16 +115,30 @@ def _explain_timeout(record: RequestRecord) -> Ending:
             "The answer took longer than a request may take in all.", "Ask for less, or raise MUSTER_REQUEST_TIMEOUT_S."
         )
     return Ending(
-        "It waited in the queue for as long as a request may.", "Load the model on more boxes, or lower the rates of keys."
+        "It waited in the queue for as long as a request may.", "Load the model on more nodes, or lower the rates of keys."
     )
+
+
+_ADVICE = {
+    401: "Check the key with which the node asks its engine (--backend-key).",
+    402: "Check the account with which the node asks its engine.",
+    403: "Check the key with which the node asks its engine (--backend-key).",
+    404: "Look whether the model is still loaded there.",
+    405: "Look whether the engine answers this endpoint.",
+    410: "Look whether the model is still offered there.",
+}
 
 
 def _explain_engine(record: RequestRecord) -> Ending:
     where = f"The engine on {record.node_name}" if record.node_name else "The engine"
     status = record.status_code or 0
-    log = "Its own words went to the client and are not kept; look at the log of the box."
+    log = "" if record.engine_error else f"Look for {record.printed_id} in the log of the node."
+    if record.state == RequestState.REJECTED:
+        return Ending(f"{where} refused the request with HTTP {status}.", "The caller has to change it.")
     if 200 <= status < 300 and record.is_streaming:
         return Ending(f"{where} failed in the middle of the answer, after {record.bytes_out:,} bytes.", log)
+    if status >= 400 and judge_error(status) is Blame.CAPACITY:
+        return Ending(f"{where} had no room (HTTP {status}).", "Load the model on more nodes, or let the engine take more.")
     if 400 <= status < 500:
-        return Ending(f"{where} refused it with HTTP {status}.", log)
-    return Ending(f"{where} failed.", log)
+        return Ending(f"{where} turned the node away with HTTP {status}.", _ADVICE.get(status, log))
+    return Ending(f"{where} failed{f' with HTTP {status}' if status >= 500 else ''}.", log)

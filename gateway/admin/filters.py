@@ -12,7 +12,8 @@ from django.http import HttpRequest
 from django.utils import timezone
 
 from gateway.models import Model, RequestRecord, Tenant
-from wire.contract import ErrorCode, RequestState
+from gateway.services.traffic import FAILED, REFUSED
+from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 
 RequestRecords = QuerySet[RequestRecord]
 Choices = list[tuple[str, str]]
@@ -32,23 +33,29 @@ def _same(words: Iterable[str]) -> Choices:
 
 
 class StateFilter(admin.SimpleListFilter):
-    """By state; "open" and "went wrong" are the two that operators ask for."""
+    """By what became of a request, or by its state."""
 
     title = "state"
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
-        """Return every state, and the two groups."""
-        return [("open", "any open"), ("wrong", "any that went wrong"), *_same(state.value for state in RequestState)]
+        """Return the groups that operators ask for, and every state that is none of them."""
+        groups = [("open", "In progress"), ("refused", "Refused (caller's mistake)"), ("wrong", "Failed, any way")]
+        return groups + _same(state.value for state in RequestState if state is not RequestState.REJECTED)
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
         """Return the records in that state."""
-        value = self.value()
-        if value == "open":
-            return queryset.filter(state__in=["queued", "assigned", "running"])
-        if value == "wrong":
-            return queryset.filter(state__in=["failed", "interrupted", "rejected"])
-        return queryset.filter(state=value) if value else queryset
+        match self.value():
+            case "open":
+                return queryset.filter(state__in=[state.value for state in OPEN_REQUEST_STATES])
+            case "refused":
+                return queryset.filter(REFUSED)
+            case "wrong":
+                return queryset.filter(FAILED)
+            case None | "":
+                return queryset
+            case state:
+                return queryset.filter(state=state)
 
 
 class PeriodFilter(admin.SimpleListFilter):

@@ -14,6 +14,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.views import ChangeList
 
+from gateway.admin.endings import name_state
 from gateway.admin.filters import ErrorFilter, ModelFilter, NodeFilter, PeriodFilter, StateFilter, TenantFilter
 from gateway.admin.paginator import EstimatedPaginator
 from gateway.admin.stories import tell_request
@@ -68,7 +69,7 @@ class RequestRecordAdmin(ShowingAdmin):
     list_max_show_all = 0
     list_fullwidth = True
     fieldsets = (
-        (None, {"fields": ("show_id", "created_at", "finished_at", "state", "error_code", "status_code")}),
+        (None, {"fields": ("show_id", "created_at", "finished_at", "show_plain_state", "error_code", "status_code")}),
         ("Who asked", {"fields": ("tenant", "key_name", "key_id")}),
         (
             "Which way",
@@ -134,8 +135,13 @@ class RequestRecordAdmin(ShowingAdmin):
     @column("State")
     def show_state(self, record: RequestRecord) -> SafeString:
         """Return the state; below it why it waits, or the code with which it ended."""
-        why = record.error_code or getattr(record, "waits_because", "")
-        return format_html(_STATE, record.state, record.state, why)
+        state, badge = name_state(record)
+        return format_html(_STATE, badge, state, record.error_code or getattr(record, "waits_because", ""))
+
+    @column("State")
+    def show_plain_state(self, record: RequestRecord) -> str:
+        """Return the state alone."""
+        return name_state(record)[0]
 
     @column("Time")
     def show_times(self, record: RequestRecord) -> SafeString:

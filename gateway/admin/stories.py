@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.admin.endings import NOBODY_THERE, explain_ending
+from gateway.admin.endings import NOBODY_THERE, explain_ending, name_state
 from gateway.models import RequestRecord
 from gateway.services.waiting import Wait, explain_waits
 from wire.contract import OPEN_REQUEST_STATES, RequestState
@@ -23,12 +23,13 @@ class TimePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """The first lines of a request's page. ``now``: how the boxes of its model stand at this moment, where that matters.
+    """The first lines of a request's page. ``now``: how the nodes of its model stand at this moment, where that matters.
 
-    ``asked``: the name the client used, if another than the model's.
+    ``asked``: the name the client used, if another than the model's. ``badge``: the name of the colour of ``state``.
     """
 
     state: str
+    badge: str
     is_open: bool
     what: str
     advice: str
@@ -43,8 +44,10 @@ def tell_request(record: RequestRecord) -> Story:
     asks_why = record.state == RequestState.QUEUED or record.error_code in NOBODY_THERE
     now = explain_waits([record.model])[record.model] if asks_why and record.model else None
     what, advice = _say_state(record, now)
+    state, badge = name_state(record)
     return Story(
-        state=record.state,
+        state=state,
+        badge=badge,
         is_open=is_open,
         what=what,
         advice=advice,
@@ -76,11 +79,11 @@ def split_time(record: RequestRecord) -> tuple[TimePart, ...]:
 def _say_state(record: RequestRecord, now: Wait | None) -> tuple[str, str]:
     match RequestState(record.state):
         case RequestState.QUEUED:
-            return (f"It waits: {now.reason}", now.advice) if now is not None else ("It waits for a box.", "")
+            return (f"It waits: {now.reason}", now.advice) if now is not None else ("It waits for a node.", "")
         case RequestState.ASSIGNED:
-            return f"{record.node_name} works on it.", ""
+            return f"{record.node_name} is to answer it.", ""
         case RequestState.RUNNING:
-            return f"{record.node_name} is answering.", ""
+            return f"{record.node_name} works on it.", ""
     ending = explain_ending(record)
     if ending is not None:
         return ending.what, ending.advice

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
-from django.db import connection
-from django.db.models import Count, Min, Q
-from django.db.models.functions import Now
+from django.db.models import Aggregate, Count, FloatField, Min, Q, Sum
+from django.db.models.functions import Now, TruncMinute
 from django.utils import timezone
 
 from gateway.models import GatewayProcess, RequestRecord
@@ -18,8 +17,12 @@ from nodes.services.drains import DrainFacts
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 WINDOW_MINUTES = 60
-FAULT_STATES = (RequestState.FAILED.value, RequestState.INTERRUPTED.value, RequestState.REJECTED.value)
-"""What counts as an error. A caller that left (``cancelled``) is none of ours."""
+REFUSED = Q(state=RequestState.REJECTED.value, status_code__range=(400, 499))
+"""The caller's mistake, as ``gateway.values.judge_outcome`` has it."""
+FAILED = Q(state__in=[RequestState.FAILED.value, RequestState.INTERRUPTED.value]) | (
+    Q(state=RequestState.REJECTED.value) & ~Q(status_code__range=(400, 499))
+)
+"""A fault of node, engine or gateway, or a lack of capacity. A caller that left (``cancelled``) is neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,12 @@ class OpenRequests:
 
 @dataclass(frozen=True, slots=True)
 class Minute:
-    """Requests that came in during one minute, and how many of them went wrong."""
+    """Requests that came in during one minute, and how many of them were refused or failed."""
 
     starts_at: datetime
     requests: int
-    faults: int
+    refused: int
+    failed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,9 @@ class Traffic:
     """The last WINDOW_MINUTES minutes. Latencies in ms, of completed requests; None when there were none."""
 
     requests: int
-    faults: int
+    served: int
+    refused: int
+    failed: int
     p50_ms: int | None
     p95_ms: int | None
     prompt_tokens: int
@@ -53,9 +59,10 @@ class Traffic:
     minutes: tuple[Minute, ...]
 
     @property
-    def fault_percent(self) -> float:
-        """Share of requests that went wrong, 0 to 100."""
-        return 100.0 * self.faults / self.requests if self.requests else 0.0
+    def failed_percent(self) -> float:
+        """Share of requests that failed, 0 to 100. Refused ones count on neither side: many would hide what failed."""
+        judged = self.requests - self.refused
+        return 100.0 * self.failed / judged if judged else 0.0
 
 
 def read_open_requests() -> OpenRequests:
@@ -91,41 +98,41 @@ def read_drain_facts(node_id: uuid.UUID, since: datetime) -> DrainFacts:
     return DrainFacts(frozenset(alive.values_list("pk", flat=True)), running, interrupted.count())
 
 
-_TOTALS = """
-SELECT count(*),
-       count(*) FILTER (WHERE state = ANY(%(faults)s)),
-       percentile_cont(0.5) WITHIN GROUP (ORDER BY latency_ms) FILTER (WHERE state = 'completed'),
-       percentile_cont(0.95) WITHIN GROUP (ORDER BY latency_ms) FILTER (WHERE state = 'completed'),
-       coalesce(sum(coalesce(prompt_tokens, 0)), 0),
-       coalesce(sum(coalesce(completion_tokens, 0)), 0)
-  FROM gateway_requestrecord
- WHERE created_at >= %(since)s
-"""
-_MINUTES = """
-SELECT date_trunc('minute', created_at) AS minute, count(*), count(*) FILTER (WHERE state = ANY(%(faults)s))
-  FROM gateway_requestrecord
- WHERE created_at >= %(since)s
- GROUP BY minute
-"""
+class _Percentile(Aggregate):
+    """A percentile of whole numbers, as a fraction of them."""
+
+    function = "PERCENTILE_CONT"
+    template = "%(function)s(%(share)s) WITHIN GROUP (ORDER BY %(expressions)s)"
+    output_field = FloatField()
 
 
 def read_traffic() -> Traffic:
     """Return totals, percentiles and the minutes of the last hour in two queries."""
     this_minute = timezone.now().replace(second=0, microsecond=0)
     first = this_minute - timedelta(minutes=WINDOW_MINUTES - 1)
-    parameters: dict[str, datetime | list[str]] = {"since": first, "faults": list(FAULT_STATES)}
-    with connection.cursor() as cursor:
-        cursor.execute(_TOTALS, parameters)
-        totals = cursor.fetchone() or (0, 0, None, None, 0, 0)
-        cursor.execute(_MINUTES, parameters)
-        counted = {minute: (requests, faults) for minute, requests, faults in cursor.fetchall()}
-    times = [first + timedelta(minutes=step) for step in range(WINDOW_MINUTES)]
-    return Traffic(
-        requests=totals[0],
-        faults=totals[1],
-        p50_ms=None if totals[2] is None else round(totals[2]),
-        p95_ms=None if totals[3] is None else round(totals[3]),
-        prompt_tokens=int(totals[4]),
-        completion_tokens=int(totals[5]),
-        minutes=tuple(Minute(time, *counted.get(time, (0, 0))) for time in times),
+    recent = RequestRecord.objects.filter(created_at__gte=first)
+    completed = Q(state=RequestState.COMPLETED.value)
+    totals = recent.aggregate(
+        requests=Count("pk"),
+        served=Count("pk", filter=completed),
+        refused=Count("pk", filter=REFUSED),
+        failed=Count("pk", filter=FAILED),
+        p50_ms=_Percentile("latency_ms", share=0.5, filter=completed),
+        p95_ms=_Percentile("latency_ms", share=0.95, filter=completed),
+        prompt_tokens=Sum("prompt_tokens", default=0),
+        completion_tokens=Sum("completion_tokens", default=0),
     )
+    by_minute = (
+        recent.order_by()
+        .annotate(minute=TruncMinute("created_at", tzinfo=UTC))
+        .values("minute")
+        .annotate(
+            requests=Count("pk"),
+            refused=Count("pk", filter=REFUSED),
+            failed=Count("pk", filter=FAILED),
+        )
+    )
+    counted = {row["minute"]: (row["requests"], row["refused"], row["failed"]) for row in by_minute}
+    times = [first + timedelta(minutes=step) for step in range(WINDOW_MINUTES)]
+    latencies = {name: None if totals[name] is None else round(totals[name]) for name in ("p50_ms", "p95_ms")}
+    return Traffic(**{**totals, **latencies}, minutes=tuple(Minute(time, *counted.get(time, (0, 0, 0))) for time in times))

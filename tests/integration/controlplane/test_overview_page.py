@@ -45,6 +45,9 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     for latency_ms in (100, 200, 300):
         make_record(latency_ms=latency_ms, prompt_tokens=10, completion_tokens=20)
     make_record(state=RequestState.FAILED, latency_ms=9000)
+    make_record(state=RequestState.REJECTED, status_code=400)
+    make_record(state=RequestState.REJECTED, status_code=503)
+    make_record(state=RequestState.CANCELLED, status_code=499)
     make_record(state=RequestState.QUEUED, age_s=8)
     make_record(age_s=2 * 3600)
 
@@ -54,10 +57,13 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert (overview.open_requests.queued, overview.open_requests.running) == (1, 0)
     assert 7 <= overview.open_requests.oldest_wait_s < 60
     traffic = overview.traffic
-    assert (traffic.requests, traffic.faults, traffic.fault_percent) == (5, 1, 20.0)
+    assert (traffic.requests, traffic.served, traffic.refused, traffic.failed) == (8, 3, 1, 2)
+    assert traffic.failed_percent == pytest.approx(200 / 7)
     assert (traffic.p50_ms, traffic.p95_ms) == (200, 290)
     assert (traffic.prompt_tokens, traffic.completion_tokens) == (30, 60)
-    assert sum(minute.requests for minute in traffic.minutes) == 5
+    assert sum(minute.requests for minute in traffic.minutes) == 8
+    assert sum(minute.refused for minute in traffic.minutes) == 1
+    assert sum(minute.failed for minute in traffic.minutes) == 2
     assert len(traffic.minutes) == 60
     assert count_live(overview) == {"nodes_online": 1, "nodes_total": 3, "queued": 1, "running": 0}
 

@@ -16,6 +16,8 @@ from django.utils import timezone
 from gateway.admin import paginator
 from gateway.models import ApiKey, Model, RequestRecord, Tenant
 from gateway.services import allow_model, remember_models, revoke_api_key
+from gateway.services.traffic import FAILED, REFUSED
+from gateway.values import RequestOutcome, judge_outcome
 from tests.integration.gateway_admin.factories import (
     ACTOR,
     audited,
@@ -195,15 +197,17 @@ def test_a_model_is_allowed_by_name_before_any_box_serves_it(boss: Client) -> No
     ("query", "found"),
     [
         ("state=open", {"running"}),
-        ("state=wrong", {"failed"}),
+        ("state=wrong", {"failed", "rejected"}),
+        ("state=refused", {"rejected"}),
         ("state=completed", {"completed"}),
-        ("error=any", {"failed"}),
+        ("error=any", {"failed", "rejected"}),
+        ("error=NO_AVAILABLE_NODE", {"rejected"}),
         ("error=REQUEST_TIMEOUT", set()),
         ("model=big", {"failed"}),
         ("tenant=mobile", {"running"}),
         ("node=attic", {"completed"}),
-        ("period=1h", {"completed", "failed", "running"}),
-        ("period=15m", {"completed", "running"}),
+        ("period=1h", {"completed", "failed", "running", "rejected"}),
+        ("period=15m", {"completed", "running", "rejected"}),
     ],
 )
 def test_requests_are_filtered(boss: Client, query: str, found: set[str]) -> None:
@@ -212,6 +216,8 @@ def test_requests_are_filtered(boss: Client, query: str, found: set[str]) -> Non
     make_record(state=RequestState.COMPLETED, node_name="attic", node_id=make_gateway().pk)
     make_record(state=RequestState.FAILED, model="big", error_code="FORWARDED_REQUEST_FAILED", age_s=1800)
     make_record(state=RequestState.RUNNING, tenant="mobile")
+    make_record(state=RequestState.REJECTED, status_code=400, error_code="BAD_REQUEST")
+    make_record(state=RequestState.REJECTED, status_code=503, error_code="NO_AVAILABLE_NODE")
     page = boss.get(reverse("admin:gateway_requestrecord_changelist") + f"?{query}")
 
     assert {record.state for record in page.context["cl"].result_list} == found
@@ -302,6 +308,56 @@ def test_the_page_of_a_request_says_how_it_ended_and_the_names_of_its_model(boss
     waiting = boss.get(reverse("admin:gateway_requestrecord_change", args=[queued.pk])).content.decode()
     assert "It waits: Only attic has tiny, and it is cordoned." in waiting
     assert "data-open" in waiting
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        (
+            {"state": "rejected", "status_code": 400, "error_code": "BAD_REQUEST"},
+            ["mst-is-refused", ">refused<", "has to change it"],
+        ),
+        (
+            {"state": "rejected", "status_code": 503, "error_code": "NO_AVAILABLE_NODE"},
+            ["mst-is-rejected", ">not accepted<", "queue"],
+        ),
+        (
+            {"state": "rejected", "status_code": 400, "error_code": "BAD_REQUEST", "engine_error": "temperature is below 0"},
+            ["The engine on attic refused the request with HTTP 400.", "temperature is below 0"],
+        ),
+        (
+            {"state": "failed", "status_code": 500, "error_code": "FORWARDED_REQUEST_FAILED", "engine_error": "CUDA <oom>"},
+            ["The engine on attic failed with HTTP 500.", "The engine said: <q>CUDA &lt;oom&gt;</q>"],
+        ),
+        (
+            {"state": "failed", "status_code": 401, "error_code": "FORWARDED_REQUEST_FAILED"},
+            ["The engine on attic turned the node away with HTTP 401.", "--backend-key"],
+        ),
+        (
+            {"state": "failed", "status_code": 429, "error_code": "FORWARDED_REQUEST_FAILED"},
+            ["The engine on attic had no room (HTTP 429)."],
+        ),
+        ({"state": "failed", "status_code": 502, "error_code": "FORWARDED_REQUEST_FAILED"}, ["in the log of the node"]),
+    ],
+)
+def test_the_page_of_a_request_says_whose_fault_it_was_and_what_the_engine_said(
+    boss: Client, changes: dict[str, Any], texts: list[str]
+) -> None:
+    record = make_record(node_name="attic", attempts=1, **{**changes, "state": RequestState(changes["state"])})
+    page = boss.get(reverse("admin:gateway_requestrecord_change", args=[record.pk])).content.decode()
+
+    assert [text for text in texts if text not in page] == []
+    assert "are not kept" not in page
+
+
+@pytest.mark.parametrize("state", list(RequestState))
+@pytest.mark.parametrize("status_code", [None, 200, 399, 400, 499, 500])
+def test_the_rows_that_count_as_refused_and_failed_are_those_of_the_table(state: RequestState, status_code: int | None) -> None:
+    make_record(state=state, status_code=status_code)
+    outcome = judge_outcome(state, status_code)
+
+    assert RequestRecord.objects.filter(REFUSED).exists() == (outcome is RequestOutcome.REFUSED)
+    assert RequestRecord.objects.filter(FAILED).exists() == (outcome is RequestOutcome.FAILED)
 
 
 def test_the_list_of_requests_says_what_was_asked_for_why_it_failed_and_why_it_waits(boss: Client) -> None:

@@ -40,7 +40,8 @@ def test_a_record_has_exactly_the_fields_of_the_contract(admin: Client) -> None:
 
     (shown,) = admin.get("/requests").json()["requests"]
 
-    assert list(shown) == CONTRACT_KEYS
+    assert list(shown)[: len(CONTRACT_KEYS)] == CONTRACT_KEYS
+    assert list(shown)[len(CONTRACT_KEYS) :] == ["state", "outcome", "status_code", "engine_error"]
     assert shown["request_id"] == record.printed_id
     assert shown["node_id"] == format_id("node", node_id)
     assert (shown["status"], shown["latency_ms"], shown["error_code"]) == ("completed", 4820, None)
@@ -53,6 +54,29 @@ def test_a_request_that_no_box_served_has_no_node(admin: Client) -> None:
     (shown,) = admin.get("/requests").json()["requests"]
 
     assert (shown["node_id"], shown["error_code"]) == (None, "MODEL_NOT_ALLOWED")
+
+
+def test_a_caller_that_left_is_interrupted_in_the_contracts_words_and_cancelled_in_ours(admin: Client) -> None:
+    left = make_record(state=RequestState.CANCELLED, status_code=499, age_s=1)
+    cut = make_record(state=RequestState.INTERRUPTED, status_code=503, age_s=2)
+
+    both = admin.get("/requests?status=interrupted").json()["requests"]
+    one = admin.get("/requests?status=cancelled").json()["requests"]
+
+    assert [(shown["request_id"], shown["status"], shown["state"], shown["outcome"]) for shown in both] == [
+        (left.printed_id, "interrupted", "cancelled", "cancelled"),
+        (cut.printed_id, "interrupted", "interrupted", "failed"),
+    ]
+    assert [shown["request_id"] for shown in one] == [left.printed_id]
+
+
+def test_a_refused_request_says_whose_fault_it_was_and_what_the_engine_said(admin: Client) -> None:
+    make_record(state=RequestState.REJECTED, status_code=400, error_code="BAD_REQUEST", engine_error="no such field")
+
+    (shown,) = admin.get("/requests?status=rejected").json()["requests"]
+
+    assert (shown["status"], shown["outcome"], shown["status_code"]) == ("rejected", "refused", 400)
+    assert shown["engine_error"] == "no such field"
 
 
 def test_the_newest_come_first_and_limit_cuts_the_rest(admin: Client) -> None:

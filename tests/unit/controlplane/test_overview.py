@@ -41,9 +41,19 @@ def node(name: str = "rig", status: NodeStatus = NodeStatus.AVAILABLE, **changes
     return NodeHealth(name, status, **(values | changes))
 
 
-def traffic(requests: int = 100, faults: int = 0) -> Traffic:
-    minute = Minute(NOW, requests, faults)
-    return Traffic(requests, faults, p50_ms=1, p95_ms=2, prompt_tokens=0, completion_tokens=0, minutes=(minute,))
+def traffic(requests: int = 100, failed: int = 0, refused: int = 0) -> Traffic:
+    minute = Minute(NOW, requests, refused, failed)
+    return Traffic(
+        requests,
+        requests - failed - refused,
+        refused,
+        failed,
+        p50_ms=1,
+        p95_ms=2,
+        prompt_tokens=0,
+        completion_tokens=0,
+        minutes=(minute,),
+    )
 
 
 def facts(*nodes: NodeHealth, slow: SlowFacts | None = None, **changes: Any) -> Facts:
@@ -89,7 +99,7 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
         "Clients may use big, and no node answers for it.",
         Severity.NOTICE,
     ),
-    "faults": (facts(slow=slow(traffic=traffic(faults=20))), "20 % of the last hour's requests went wrong.", Severity.IMPAIRED),
+    "failures": (facts(slow=slow(traffic=traffic(failed=20))), "20 % of the last hour's requests failed.", Severity.IMPAIRED),
     "a node in error": (
         facts(node(), node("gpu1", NodeStatus.ERROR, last_error="CUDA out of memory")),
         "gpu1 reports an error.",
@@ -155,8 +165,9 @@ def test_one_thing_that_is_wrong_is_one_line_with_a_way_to_mend_it(case: str) ->
 
 
 QUIET = {
-    "a few faults of few requests": facts(slow=slow(traffic=traffic(requests=10, faults=4))),
-    "a small share of faults": facts(slow=slow(traffic=traffic(requests=100, faults=4))),
+    "a few failures of few requests": facts(slow=slow(traffic=traffic(requests=10, failed=4))),
+    "callers' mistakes alone": facts(slow=slow(traffic=traffic(requests=100, refused=100))),
+    "a small share of failures": facts(slow=slow(traffic=traffic(requests=100, failed=4))),
     "a rival of last week": facts(node(rival_seen_at=NOW - timedelta(days=7))),
     "a clock that is a little off": facts(node(clock_skew_ms=900)),
     "no policy, hence none to trust": facts(node(policy_version=0), slow=slow(policy=None)),
@@ -222,3 +233,8 @@ def test_everything_at_once_is_counted_in_full_on_a_list_that_stays_short() -> N
 
     assert len(problems) == MAX_PROBLEMS
     assert sum(1 + problem.beyond for problem in problems) == len(said)
+
+
+def test_what_callers_did_wrong_hides_no_failure() -> None:
+    (problem,) = find_problems(facts(slow=slow(traffic=traffic(requests=1000, refused=900, failed=20))))
+    assert problem.what == "20 % of the last hour's requests failed."
