@@ -28,7 +28,7 @@ PROFILE_DIR = HERE / "results" / "profiles"
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="muster bench",
+        prog="./muster bench",
         description=__doc__,
         epilog="./muster bench box checks the box alone, ./muster bench governance governed operations.",
     )

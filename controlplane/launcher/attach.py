@@ -24,7 +24,7 @@ def run_down(data: Path) -> int:
     """Stop the ``up`` that runs on ``data`` and wait until it has. Returns 0 also when none ran. Raises LauncherError."""
     holder = read_holder(lock_path(data))
     if holder is None:
-        say(f"Nothing runs on {data}")
+        say(f"Not running: {data}")
         return 0
     say(f"Stopping muster (process {holder})")
     try:
@@ -47,13 +47,14 @@ def run_manage(data: Path, arguments: Sequence[str]) -> int:
     """
     environment = dict(os.environ)
     if not ("DATABASE_URL" in environment and {"MUSTER_SECRET_KEY", "MUSTER_SECRET_KEY_FILE"} & set(environment)):
-        environment |= _read_variables(data)
+        environment |= read_variables(data)
     sys.stdout.flush()
     os.chdir(ROOT)
     os.execve(sys.executable, [sys.executable, str(ROOT / "manage.py"), *arguments], environment)
 
 
-def _read_variables(data: Path) -> dict[str, str]:
+def read_variables(data: Path) -> dict[str, str]:
+    """Return the environment of the installation that runs on ``data``. Raises LauncherError when none does."""
     if read_holder(lock_path(data)) is None:
         raise LauncherError(f"no Muster runs on {data}: start it with ./muster up, or name its directory with --data DIR")
     variables = read_json(installation_path(data)).get("environment")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from controlplane.env import SettingError
 from controlplane.launcher import environment
-from controlplane.launcher.console import complain
+from controlplane.launcher.console import complain, say
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.places import default_data, node_data
 
@@ -31,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     try:
         options, rest = _parse(arguments)
+        if _explain_uninstalled(arguments, rest):
+            return 0
         return int(options.run(options, rest, arguments))
     except (LauncherError, SettingError) as error:
         complain(str(error))
@@ -41,12 +45,20 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = build_parser()
+    before, argv = take_data(argv) if argv[:1] and argv[0].partition("=")[0] == "--data" else (None, argv)
+    if before is not None:
+        argv = [*argv[:1], "--data", str(before), *argv[1:]]
     # Commands that hand everything on must also hand on --help and options that look like ours.
     if argv and argv[0] in _PASSING_ON and not (argv[0] in _OWN_HELP and argv[1:2] in (["-h"], ["--help"])):
         command = argv[0]
         options, rest = parser.parse_args([command]), argv[1:]
         if command in {"manage", "audit"}:
-            options.data, rest = _take_data(rest)
+            data, rest = take_data(rest)
+            options.data = data or default_data()
+            if command == "manage" and rest in ([], ["help"]):
+                parser.parse_args([command, "--help"])
+            if command == "manage" and rest[:1] == ["help"]:
+                rest = [*rest[1:], "--help"]
         elif command == "test":
             options.fast, options.vllm, options.clients = "--fast" in rest, "--vllm" in rest, "--clients" in rest
             rest = [word for word in rest if word not in {"--fast", "--vllm", "--clients"}]
@@ -65,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(down)
     manage = _add(commands, "manage", "run a Django management command on a running installation", _run_manage)
     manage.usage = "./muster manage [--data DIR] COMMAND [argument ...]     e.g. ./muster manage allow_model NAME"
+    manage.formatter_class = argparse.RawDescriptionHelpFormatter
+    manage.epilog = _describe_commands()
     _add_data(manage)
     audit = _add(commands, "audit", "check, export or prove the audit log of a running installation", _run_audit)
     audit.usage = "./muster audit [--data DIR] (verify [FILE] | export FILE | prove OPID [--out FILE] | checkpoint)"
@@ -101,6 +115,17 @@ def build_parser() -> argparse.ArgumentParser:
 _PASSING_ON = {"manage", "audit", "node", "trust", "sign", "keys", "approve", "test", "check", "bench", "conformance"}
 # The others have a --help of their own behind the hand-over.
 _OWN_HELP = {"manage", "audit", "test", "check"}
+_NEEDS = {
+    **dict.fromkeys(("manage", "audit"), ("server", "docs/operate.md")),
+    "node": ("runner", "docs/connect-a-box.md"),
+    "trust": ("runner", "docs/connect-a-box.md"),
+    "sign": ("runner", "docs/runner-api.md"),
+    **dict.fromkeys(("keys", "approve"), ("runner", "docs/approvals.md")),
+    "bench": ("dev", "benchmarks/README.md"),
+    "conformance": ("dev", "docs/clients.md"),
+}
+"""Commands whose --help is another program's: the set of packages that it needs, and the page that explains its options."""
+_COMMANDS = environment.ROOT / "controlplane" / "management" / "commands"
 _Runner = Callable[[argparse.Namespace, list[str], list[str]], int]
 
 
@@ -151,19 +176,51 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _port(text: str) -> int:
-    number = int(text)
-    if not 0 <= number <= 65535:
-        raise argparse.ArgumentTypeError(f"{number} is no port; use 1 to 65535")
-    return number
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; use a whole number from 1 to 65535, or 0 for any free one")
+    return int(text)
 
 
-def _take_data(words: list[str]) -> tuple[Path, list[str]]:
-    """Split a leading ``--data DIR`` or ``--data=DIR`` from the words of a management command."""
-    if words[:1] == ["--data"] and len(words) > 1:
-        return Path(words[1]), words[2:]
-    if words and words[0].startswith("--data="):
-        return Path(words[0].removeprefix("--data=")), words[1:]
-    return default_data(), words
+def take_data(words: list[str]) -> tuple[Path | None, list[str]]:
+    """Take the first ``--data DIR`` or ``--data=DIR`` out of the words of a command, wherever it stands before a ``--``."""
+    for at, word in enumerate(words):
+        if word == "--":
+            break
+        if word == "--data" and at + 1 < len(words):
+            return Path(words[at + 1]), [*words[:at], *words[at + 2 :]]
+        if word.startswith("--data="):
+            return Path(word.removeprefix("--data=")), [*words[:at], *words[at + 1 :]]
+    return None, words
+
+
+def _describe_commands() -> str:
+    """Return what ``manage --help`` lists: our commands, read from their files, since Django may not be installed yet."""
+    lines = ["commands:"]
+    for path in sorted(_COMMANDS.glob("[a-z]*.py")):
+        texts = {
+            target.id: ast.literal_eval(statement.value)
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef)
+            for statement in node.body
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        }
+        lines += textwrap.wrap(f"{path.stem:<26}{texts.get('help', '')}", 110, initial_indent="  ", subsequent_indent=" " * 28)
+    lines += ["", "./muster manage COMMAND --help explains each. Django's own (migrate, shell, changepassword, ...) work too."]
+    return "\n".join(lines)
+
+
+def _explain_uninstalled(argv: list[str], rest: list[str]) -> bool:
+    """Print a short help where the full one needs packages that are not installed: no help may install anything."""
+    command = argv[0] if argv else ""
+    if command not in _NEEDS or not {"-h", "--help"} & set(rest) or environment.is_installed(_NEEDS[command][0]):
+        return False
+    name, page = _NEEDS[command]
+    say(f"usage: ./muster {command} [argument ...]")
+    say(f"{page} explains its options. This help installs nothing, and the program that lists them needs the {name} set of")
+    say(f"packages: once ./muster {command} has been used, its --help has them all.")
+    return True
 
 
 def _run_up(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
@@ -213,12 +270,10 @@ def _run_trust(_options: argparse.Namespace, rest: list[str], argv: list[str]) -
 
 def name_node(words: list[str]) -> list[str]:
     """Return the words of ``trust`` with the folder of a box: the one given, MUSTER_DATA, or that of the local node."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--data", type=Path)
-    given, others = parser.parse_known_args(words)
-    if given.data is None and os.environ.get("MUSTER_DATA"):
+    given, others = take_data(words)
+    if given is None and os.environ.get("MUSTER_DATA"):
         return others
-    return [*others, "--data", str(node_data(given.data or default_data()))]
+    return [*others, "--data", str(node_data(given or default_data()))]
 
 
 def _run_demo(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:

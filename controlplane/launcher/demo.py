@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from controlplane.launcher.attach import run_manage
+from controlplane.launcher.attach import read_variables, run_manage
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json
 from controlplane.launcher.parts import TINY_MODEL
@@ -20,6 +20,7 @@ MODEL = "muster-tiny-f16"
 def run_demo(data: Path, *, as_json: bool) -> int:
     """Set the demo up on the installation that runs on ``data``; safe to do again. Raises LauncherError."""
     data = data.resolve()
+    read_variables(data)  # says what to do when nothing runs there
     make_second_model(data / "models")
     wake_node(data)
     return run_manage(data, ["demo_governance", "--model", MODEL, "--data", str(data), *(["--json"] if as_json else [])])

@@ -57,7 +57,7 @@ def enter(name: str, argv: list[str]) -> None:
 
 def ensure_installed(name: str) -> None:
     """Bring the virtual environment to the set ``name``; safe when several processes do so at once. Raises LauncherError."""
-    if _is_satisfied(name):
+    if is_installed(name):
         return
     lock = FileLock(_LOCK)
     try:
@@ -75,7 +75,7 @@ def ensure_installed(name: str) -> None:
             f"cannot write to {ROOT}: {error.strerror}. Use a copy of the repository that you may write to"
         ) from None
     try:
-        if not _is_satisfied(name):
+        if not is_installed(name):
             _install_set(name)
     finally:
         lock.release()
@@ -95,7 +95,8 @@ def _install_set(name: str) -> None:
     progress(f"Installed the {name} set in {time.monotonic() - began:.1f} s")
 
 
-def _is_satisfied(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Return whether the virtual environment has the set ``name`` as its lock file says. Raises LauncherError."""
     stamp = read_json(_STAMP)
     sets = stamp.get("sets")
     if not isinstance(sets, dict) or not venv_python().exists():

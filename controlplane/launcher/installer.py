@@ -123,7 +123,7 @@ def _install_uv(pip: Sequence[str], python: Path, requirements: Path, environmen
 def run_installer(command: Sequence[str], environment: Mapping[str, str], total: int, *, what: str = "packages") -> str | None:
     """Run an installer, say how far it is every two seconds. Returns None when it succeeded, else its last words."""
     began = shown_at = time.monotonic()
-    tail: deque[str] = deque(["nothing said yet"], maxlen=5)
+    tail: deque[str] = deque(["downloading…"], maxlen=5)
     found: set[str] = set()
     process = subprocess.Popen(
         list(command), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.management import BaseCommand, CommandError
+from django.core.management import BaseCommand, CommandError, CommandParser
 
 from gateway.services import ServiceError
 from governance.errors import GovernanceError
@@ -16,7 +16,23 @@ SETTINGS_CHECKS = ("controlplane", "gateway", "governance", "nodes")
 """What an operator can get wrong, by tag. Django's own checks look at our code, and load every page to do so."""
 
 
-class ServiceCommand(BaseCommand):
+class MusterCommand(BaseCommand):
+    """A command whose help names ``./muster`` and only its own options; Django's work all the same."""
+
+    launcher = "./muster manage"
+    suppressed_base_arguments = {
+        *("--version", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color", "--force-color"),
+        "--skip-checks",
+    }
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:  # Any: Django's signature
+        """Return the parser with the name that people type."""
+        parser = super().create_parser(prog_name, subcommand, **kwargs)
+        parser.prog = f"{self.launcher} {subcommand}"
+        return parser
+
+
+class ServiceCommand(MusterCommand):
     """Calls ``act`` and turns a refusal into an error message."""
 
     requires_system_checks = SETTINGS_CHECKS

@@ -37,7 +37,7 @@ Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation tok
 VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens; with OP_TOKEN_LEVEL=0 /etc/safebox/model-api.key when it
 exists), OP_TOKEN_MIN_SIGNERS (2, below level 2), OP_TOKEN_SIGNERS (names that count, below level 2; a comma list),
 MUSTER_RUNNER_ID (whom tokens must be made for, below level 2; default: the name), MUSTER_OPS_PER_HOUR (60: how many operations
-may begin within an hour). At level 2 a person confirms the policy here once: python -m runner.operations.trust --help.
+may begin within an hour). At level 2 a person confirms the policy here once: ./muster trust --help.
 
 Seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left),
 MUSTER_RECONNECT_MAX_S (30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30),
@@ -159,7 +159,7 @@ class Options:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m runner",
+        prog="./muster node",
         description="Serve models on this box: connected to a Muster gateway, or alone behind HTTP (--standalone), with the "
         "engines it brings or by fronting any OpenAI-compatible server (--backend).",
         epilog=EPILOG,

@@ -13,20 +13,37 @@ from wire.optoken.approval import policy_words
 TRUSTED_NAME = "trusted-policy"
 FORGET_NAME = "forget-policy"
 """Its presence asks the box to forget what it pinned and witnessed."""
-_WORD = "[bdfghjklmnprstvz][aiou][bdfghjklmnprstvz][aiou][bdfghjklmnprstvz]"
-_WORDS = re.compile(rf"{_WORD}(-{_WORD}){{11}}")
+_CONSONANTS, _VOWELS = "bdfghjklmnprstvz", "aiou"
+_LETTERS = (_CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS)
+_WORD = re.compile("".join(f"[{letters}]" for letters in _LETTERS))
+_WORD_COUNT = 12
+_SHOWN_CHARS = 20
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def parse_fingerprint(parts: Sequence[str]) -> str:
-    """Return a fingerprint as it is written down, from words or digits as a person types them. Raises ValueError."""
+    """Return a fingerprint as it is written down, from words or digits as a person types them.
+
+    Raises ValueError that names the first word that cannot be one. It proposes no other: a guess is not what was confirmed.
+    """
     words = [word for part in parts for word in re.split(r"[\s-]+", part.strip().lower()) if word]
     if len(words) == 1 and _HEX.fullmatch(words[0]):
         return words[0]
-    text = "-".join(words)
-    if not _WORDS.fullmatch(text):
-        raise ValueError("a fingerprint is twelve words of five letters, or 64 hexadecimal digits; type all of it")
-    return text
+    for number, word in enumerate(words, start=1):
+        if not _WORD.fullmatch(word) and len(words) > 1:
+            raise ValueError(f"word {number}, {word[:_SHOWN_CHARS]!r}, cannot be one of a fingerprint: {_find_fault(word)}")
+    if len(words) != _WORD_COUNT or not all(map(_WORD.fullmatch, words)):
+        given = f"{len(words)} words were given" if len(words) != 1 else f"{len(words[0])} characters were given"
+        raise ValueError(f"a fingerprint is twelve words of five letters, or 64 hexadecimal digits; {given}. Type all of it")
+    return "-".join(words)
+
+
+def _find_fault(word: str) -> str:
+    """Return what is wrong with a word, such as ``its letter 3 is 'x'``."""
+    if len(word) != len(_LETTERS):
+        return f"it has {len(word)} letters, not {len(_LETTERS)}"
+    number, letter = next((n, each) for n, each in enumerate(word) if each not in _LETTERS[n])
+    return f"its letter {number + 1} is {letter!r}, which can be only one of {' '.join(_LETTERS[number])}"
 
 
 def fingerprint_matches(fingerprint: str, document: bytes) -> bool:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from django.conf import settings
-from django.core.management import BaseCommand, CommandError
+from django.core.management import CommandError
 from django.utils import timezone
 
+from controlplane.management.service_command import MusterCommand
 from governance import checkpoints
 from governance.audit.reading import log_size, read_log
 from governance.errors import GovernanceError
@@ -25,8 +26,10 @@ from wire.ids import format_id, parse_id
 _PROGRESS_RECORDS = 5000
 
 
-class Command(BaseCommand):
+class Command(MusterCommand):
     """Calls one of the functions below; ``verify`` ends with the statuses 0 to 3 of ``auditlog.Status``."""
+
+    launcher = "./muster"
 
     help = (
         "verify: check the whole log, or an export of it. Status 0 good, 1 broken, 2 shorter than a checkpoint or a witness "

@@ -238,7 +238,7 @@ def test_down_stops_everything_and_takes_the_ready_file_back(installation: Insta
     assert installation.process.wait(timeout=60) == 0
     assert installation.is_empty()
     assert not installation.ready_file.exists()
-    assert installation.run("down").stdout.startswith("Nothing runs on")
+    assert installation.run("down").stdout.startswith("Not running:")
 
 
 def test_sigterm_while_starting_leaves_nothing(installation: Installation) -> None:

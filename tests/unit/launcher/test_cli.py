@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.attach import run_down, run_manage
-from controlplane.launcher.cli import _parse, _take_data, name_node
+from controlplane.launcher.cli import _parse, name_node, take_data
+from controlplane.launcher.demo import run_demo
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.places import default_data
@@ -60,11 +63,72 @@ def test_options_of_other_programs_are_handed_on() -> None:
     [
         (["--data", "/d", "allow_model", "--data", "x"], Path("/d"), ["allow_model", "--data", "x"]),
         (["--data=/d", "shell"], Path("/d"), ["shell"]),
-        (["shell", "--data", "x"], default_data(), ["shell", "--data", "x"]),
+        (["allow_model", "x", "--data", "/d"], Path("/d"), ["allow_model", "x"]),
+        (["allow_model", "--data=/d", "x"], Path("/d"), ["allow_model", "x"]),
+        (["shell", "--", "--data", "x"], None, ["shell", "--", "--data", "x"]),
+        (["shell", "--data"], None, ["shell", "--data"]),
     ],
 )
-def test_only_a_leading_data_option_belongs_to_manage(words: list[str], data: Path, rest: list[str]) -> None:
-    assert _take_data(words) == (data, rest)
+def test_the_installation_is_named_anywhere_among_the_words(words: list[str], data: Path | None, rest: list[str]) -> None:
+    assert take_data(words) == (data, rest)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "/d", "manage", "allow_model", "x"], ["manage", "--data", "/d", "allow_model", "x"],
+        ["manage", "allow_model", "x", "--data=/d"],
+    ],
+)  # fmt: skip
+def test_manage_finds_its_installation_wherever_it_is_named(words: list[str]) -> None:
+    options, rest = _parse(words)
+    assert (options.data, rest) == (Path("/d"), ["allow_model", "x"])
+
+
+@pytest.mark.parametrize("words", [["--data=/d", "down"], ["down", "--data", "/d"]])
+def test_every_command_takes_its_installation_before_and_after_its_name(words: list[str]) -> None:
+    assert _parse(words)[0].data == Path("/d")
+
+
+@pytest.fixture(scope="module")
+def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which nothing has been installed, as far as the launcher reaches."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("muster", "controlplane/env.py", "controlplane/__init__.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    for folder in ("controlplane/launcher", "controlplane/management", "requirements"):
+        shutil.copytree(ROOT / folder, root / folder)
+    return root
+
+
+NEEDY = ("conformance", "bench", "node", "trust", "sign", "keys", "approve", "manage allow_model", "audit verify")
+
+
+@pytest.mark.parametrize("command", NEEDY)
+def test_no_help_installs_anything(command: str, bare_checkout: Path) -> None:
+    before = set(bare_checkout.iterdir())
+    program = [sys.executable, "-I", "-S", str(bare_checkout / "muster"), *command.split(), "--help"]
+    answer = subprocess.run(program, capture_output=True, text=True, check=False, timeout=30)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith(f"usage: ./muster {command.split(maxsplit=1)[0]} ")
+    page = re.search(r"\b(docs|benchmarks)/[\w-]+\.md", answer.stdout)
+    assert page is not None
+    assert (ROOT / page[0]).is_file()
+    assert set(bare_checkout.iterdir()) == before
+
+
+def test_the_help_of_manage_lists_our_commands_and_none_of_djangos_dangerous_ones() -> None:
+    for words in (["manage", "--help"], ["manage"], ["manage", "help"]):
+        said = _run(*words).stdout
+        assert "./muster manage" in said
+        assert re.search(r"^  allow_model +Let clients use a model\.", said, re.MULTILINE)
+        assert not re.search(r"^ +(flush|dumpdata|runserver)", said, re.MULTILINE)
+
+
+def test_a_demo_without_an_installation_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match=f"no Muster runs on {tmp_path}: start it with ./muster up"):
+        run_demo(tmp_path, as_json=False)
 
 
 def test_trust_means_the_box_it_is_told_of_or_the_local_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +159,10 @@ def test_up_has_the_documented_defaults() -> None:
 
 
 def test_a_port_out_of_range_is_refused() -> None:
-    answer = _run("up", "--port", "70000")
-    assert answer.returncode == 2
-    assert "70000 is no port" in answer.stderr
+    for text in ("70000", "abc", "-1", "8e3"):
+        answer = _run("up", f"--port={text}")
+        assert answer.returncode == 2
+        assert f"argument --port: {text!r} is no port; use a whole number from 1 to 65535" in answer.stderr
 
 
 def test_manage_says_when_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,4 +173,4 @@ def test_manage_says_when_nothing_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_down_where_nothing_runs_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_down(tmp_path) == 0
-    assert capsys.readouterr().out == f"Nothing runs on {tmp_path}\n"
+    assert capsys.readouterr().out == f"Not running: {tmp_path}\n"

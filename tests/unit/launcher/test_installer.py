@@ -78,7 +78,7 @@ def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
 
 def test_an_installer_that_fails_leaves_its_last_words() -> None:
     program = "print('Collecting a'); print('DEBUG noise'); print('no network'); raise SystemExit(3)"
-    assert run_installer([sys.executable, "-c", program], os.environ, 1) == "nothing said yet / Collecting a / no network"
+    assert run_installer([sys.executable, "-c", program], os.environ, 1) == "downloading… / Collecting a / no network"
 
 
 def test_an_installer_that_succeeds_has_no_last_words() -> None:

@@ -50,16 +50,29 @@ def test_a_full_fingerprint_is_taken_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["zusoz-linog"], "twelve words of five letters, or 64 hexadecimal digits"),
-        ([WORDS + "-vumas"], "twelve words"),
-        ([WORDS[:-1] + "y"], "twelve words"),
+        (["zusoz-linog"], "twelve words of five letters, or 64 hexadecimal digits; 2 words were given"),
+        ([WORDS + "-vumas"], "13 words were given"),
+        (["vibox", *WORDS.split("-")[1:]], "word 1, 'vibox', cannot be one of a fingerprint: its letter 5 is 'x'"),
+        ([*WORDS.split("-")[:11], "vibo"], "word 12, 'vibo', cannot be one of a fingerprint: it has 4 letters, not 5"),
+        (["0" * 63], "63 characters were given"),
         (["ab" * 31], "64 hexadecimal digits"),
         ([], "give a fingerprint, or one of"),
         (["--show", "--forget"], "give a fingerprint, or one of"),
         ([WORDS, "--renew-key"], "give a fingerprint, or one of"),
         (["--renew-key"], "made no key of its own yet"),
     ],
-    ids=["short", "long", "no word", "half", "nothing", "two wishes", "words and a wish", "no key"],
+    ids=[
+        "short",
+        "long",
+        "no letter",
+        "short word",
+        "short digits",
+        "half",
+        "nothing",
+        "two wishes",
+        "words and a wish",
+        "no key",
+    ],
 )
 def test_what_cannot_be_done_is_refused_in_clear_words(
     tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
