@@ -144,6 +144,10 @@ class GatewayRuntime:
         for link in list(self.registry):
             link.end_streams(EndKind.RECLAIMED, "the gateway stops")
 
+    async def say_goodbye(self) -> None:
+        """Write down that the nodes are gone from here, before their sockets close."""
+        await self.workers.say_goodbye()
+
     @property
     def running_requests(self) -> int:
         """Requests on a box at the moment."""
@@ -156,9 +160,11 @@ class GatewayRuntime:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.workers.say_goodbye()
         for link in self.registry:
             link.close("server shutdown")
             self.registry.remove(link, "the gateway is stopping")
+        await self.workers.close()
         await self.records.stop()
         try:
             await run_upkeep(self._unregister_process)

@@ -71,6 +71,9 @@ class Node(models.Model):
     credential = models.ForeignKey(NodeCredential, on_delete=models.PROTECT, null=True, blank=True, related_name="nodes")
     reach = models.CharField(max_length=10, choices=Reach.choices, default=Reach.RELAY)
     public_base_url = models.URLField(max_length=300, blank=True)
+    runner_api_key = models.CharField(
+        max_length=200, blank=True, default="", db_default="", editable=False, help_text="What its URL is called with"
+    )
     gpu_name = models.CharField(max_length=200, blank=True)
     vram_total_mb = models.PositiveIntegerField(null=True, blank=True)
     agent_version = models.CharField(max_length=60, blank=True)
@@ -79,6 +82,7 @@ class Node(models.Model):
     model_endpoints = models.JSONField(null=True, blank=True, help_text="API paths by model; a model not in it answers any")
     # What operators and the owner decided. These survive reconnects.
     mode = models.CharField(max_length=10, choices=[(m.value, m.value) for m in NodeMode], default=NodeMode.SPARE_ON.value)
+    mode_said_at = models.DateTimeField(null=True, blank=True, help_text="When the mode was asked for; an older wish is void")
     cordoned = models.BooleanField(default=False)
     draining = models.BooleanField(default=False)
     drain_deadline_at = models.DateTimeField(null=True, blank=True, help_text="When in-flight work is ended as interrupted")
@@ -127,6 +131,9 @@ class NodePresence(models.Model):
     node = models.OneToOneField(Node, on_delete=models.CASCADE, primary_key=True, related_name="presence")
     connected = models.BooleanField(default=False, help_text="A gateway holds its socket")
     gateway_id = models.UUIDField(null=True, blank=True)
+    gateway_links = models.JSONField(
+        default=dict, db_default={}, blank=True, help_text="Open links by gateway, in hex; what another link reports is old"
+    )
     last_heartbeat_at = models.DateTimeField(null=True, blank=True, db_index=True)
     reported_status = models.CharField(max_length=10, default=NodeStatus.OFFLINE.value)
     is_accepting_jobs = models.BooleanField(default=True)

@@ -37,6 +37,7 @@ def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list
                 last_error=(telemetry.last_error or "") if telemetry is not None else "",
                 endpoints=store_endpoints(link.endpoints),
                 said=_read_state(telemetry) if telemetry is not None else None,
+                link_id=link.link_id,
             )
         )
     return reports

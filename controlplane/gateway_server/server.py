@@ -75,6 +75,7 @@ class GatewayServer(uvicorn.Server):
         while runtime.running_requests and time.monotonic() < until and not self.force_exit:  # noqa: ASYNC110
             await asyncio.sleep(_GRACE_POLL_S)
         runtime.interrupt_running()
+        await runtime.say_goodbye()
         await super().shutdown(sockets)
 
 

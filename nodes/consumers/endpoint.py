@@ -7,25 +7,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import parse_qs
 
-from django.db import DatabaseError
+from django.db import DatabaseError, InterfaceError
 
 from nodes import services
 from nodes.consumers.courier import Courier
 from nodes.consumers.session import BoxSession, Receive, Refused, Scope, Send
+from nodes.errors import NodeNotFound
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
+from nodes.links.relay import RelayLink
 from nodes.links.source import SCOPE_FRAMES
 from nodes.metrics import AUTH_FAILURES
 from nodes.models import NodeCredential
-from nodes.offload import run_in_database
+from nodes.offload import run_in_database, run_upkeep
 from nodes.services import sessions
+from nodes.session import ModeRequested
 from nodes.states import HealthPolicy, SocketPolicy
 from nodes.throttle import AuthThrottle
+from wire.contract import NodeMode
 
 logger = logging.getLogger("muster.nodes")
+
+CLOSE_S = 2.0
+"""How long a gateway that stops waits for what it still writes about its nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerWord:
+    """What an owner said at a node, and when (time.monotonic())."""
+
+    effect: ModeRequested
+    said_at: float
 
 
 class WorkerEndpoint:
@@ -51,6 +70,75 @@ class WorkerEndpoint:
         self.courier = Courier(registry, gateway_id=gateway_id)
         self.registering = asyncio.Lock()
         """Held from choosing a node to linking it: bridge workers that share a name must see each other."""
+        self.owner_words: dict[uuid.UUID, OwnerWord] = {}
+        """What owners said at their nodes and the database does not know yet; the newest of each."""
+        self._beside: set[asyncio.Task[None]] = set()
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work that outlives the call that made it; it is bounded by a time-out of its own, or ended by ``close``."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+    def take_owner_word(self, link: RelayLink, effect: ModeRequested) -> None:
+        """Write down that the owner lends a node or takes it back, however long the database is away and the link lives."""
+        is_storing = link.node_id in self.owner_words
+        self.owner_words[link.node_id] = OwnerWord(effect, time.monotonic())
+        if not is_storing:
+            self.run_beside(self._store_mode(link.node_id, link.node_name))
+
+    async def _store_mode(self, node_id: uuid.UUID, node_name: str) -> None:
+        """Store the owner's newest word; until then rows do not undo it. One that was said elsewhere later makes it void."""
+        while (word := self.owner_words.get(node_id)) is not None:
+            try:
+                await run_in_database(
+                    services.set_mode,
+                    node_id=node_id,
+                    mode=NodeMode(word.effect.mode),
+                    reason=(word.effect.reason or "owner at the box")[:200],
+                    actor=f"node:{node_name}",
+                    said_age_s=time.monotonic() - word.said_at,
+                )
+            except NodeNotFound:
+                logger.warning("node.mode_not_stored node=%s; the node was removed", node_name)
+            except (DatabaseError, InterfaceError):
+                logger.warning("node.mode_not_stored node=%s; trying again", node_name)
+                await asyncio.sleep(1.0)
+                continue
+            if self.owner_words[node_id] is word:
+                del self.owner_words[node_id]
+                link = self.registry.get(node_id)
+                if isinstance(link, RelayLink):
+                    link.wanted_mode, link.mode_stored_at = None, time.monotonic()
+
+    async def store_farewells(self, links: Sequence[RelayLink], reason: str) -> None:
+        """Mark the nodes of these links as gone from here, all in one statement."""
+        ends = [sessions.SessionEnd(link.node_id, link.link_id, reason) for link in links]
+        try:
+            await run_upkeep(sessions.close_sessions, ends, gateway_id=self.gateway_id)
+        except (DatabaseError, InterfaceError):
+            logger.warning("worker.disconnect_not_stored nodes=%d; their presence will time out", len(links))
+        else:
+            for link in links:
+                link.is_farewell_stored = True
+
+    async def say_goodbye(self) -> None:
+        """Write down at once that every node is gone from here, before the sockets close one by one."""
+        links = [link for link in self.registry if isinstance(link, RelayLink) and not link.is_farewell_stored]
+        if links:
+            await self.store_farewells(links, "server shutdown")
+        for link in links:
+            link.is_farewell_stored = True  # or the database is away, and trying for each alone would not help
+
+    async def close(self) -> None:
+        """Wait a moment for what is still written about the nodes, then end it. The gateway stops."""
+        if self._beside:
+            await asyncio.wait(list(self._beside), timeout=CLOSE_S)
+        for task in list(self._beside):
+            task.cancel()
+        await asyncio.gather(*self._beside, return_exceptions=True)
+        for node_id in self.owner_words:
+            logger.warning("node.mode_not_stored node_id=%s; the gateway stops, and the node says it again elsewhere", node_id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one socket until it closes."""
@@ -63,7 +151,11 @@ class WorkerEndpoint:
             await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
             return
         session = BoxSession(self, send, address, credential, scope.get("extensions", {}).get(SCOPE_FRAMES))
-        await session.run(receive)
+        try:
+            await session.run(receive)
+        except asyncio.CancelledError:
+            # Only a server that stops cancels sockets. The task ends here: the server would print a traceback for each.
+            logger.warning("worker.cut_off address=%s; the gateway stops and did not wait any longer", address)
 
     async def _authenticate(self, scope: Scope, address: str) -> NodeCredential:
         if self.throttle.is_blocked(address):

@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, assert_never
 
-from django.db import DatabaseError, DataError, InterfaceError
+from django.db import DatabaseError, DataError
 
-from nodes import services
 from nodes.errors import EnrolmentRefused
 from nodes.links.relay import RelayLink
 from nodes.links.source import FrameSource
 from nodes.metrics import FRAMES_DROPPED, SESSIONS
 from nodes.models import NodeCredential
-from nodes.offload import run_in_database, run_upkeep
+from nodes.offload import run_in_database
 from nodes.services import sessions
 from nodes.session import (
     BoxLeaving,
@@ -119,7 +118,7 @@ class BoxSession:
         except Refused as refusal:
             await self._close(refusal.code, refusal.reason)
         finally:
-            await self._leave()
+            self._leave()
 
     def _take_over(self) -> bool:
         """Have the server call us with each frame, if it can and nothing waits before it."""
@@ -171,6 +170,9 @@ class BoxSession:
         link.policy.cordoned = opened.cordoned
         link.policy.draining = opened.draining
         link.policy.reclaimed = opened.mode == NodeMode.SPARE_OFF.value
+        link.link_id = opened.link_id
+        if (wanted := self.endpoint.owner_words.get(opened.node_id)) is not None:  # said on a link that is gone, not stored yet
+            link.wanted_mode, link.policy.reclaimed = wanted.effect, wanted.effect.mode == NodeMode.SPARE_OFF.value
         self.endpoint.keeper.welcome(link, asked_at=asked_at)
         self.link = link
         link.send_message(self._acknowledge(effect, opened))
@@ -284,30 +286,15 @@ class BoxSession:
         elif not link.policy.draining:
             link.policy.drain_deadline_at = None
         self.endpoint.registry.announce(link)
-        is_storing, link.wanted_mode = link.wanted_mode is not None, effect
-        if not is_storing:
-            _run_beside(self._store_mode(link))
-
-    async def _store_mode(self, link: RelayLink) -> None:
-        """Write the owner's newest decision down, however long the database is away; until then rows do not undo it."""
-        while (wanted := link.wanted_mode) is not None and not link.closed:
-            reason, actor = (wanted.reason or "owner at the box")[:200], f"node:{link.node_name}"
-            try:
-                mode = NodeMode(wanted.mode)
-                await run_in_database(services.set_mode, node_id=link.node_id, mode=mode, reason=reason, actor=actor)
-            except (DatabaseError, InterfaceError):
-                logger.warning("node.mode_not_stored node=%s; trying again", link.node_name)
-                await asyncio.sleep(1.0)
-                continue
-            if link.wanted_mode is wanted:
-                link.wanted_mode, link.mode_stored_at = None, time.monotonic()
+        link.wanted_mode = effect
+        self.endpoint.take_owner_word(link, effect)
 
     def _kick(self, code: int, reason: str) -> None:
         """Close the socket from outside of ``run``, e.g. when the node is replaced or stopped answering."""
         if self._closing:
             return
         self.close_reason = reason
-        _run_beside(self._close(code, reason))
+        self.endpoint.run_beside(self._close(code, reason))
 
     async def _close(self, code: int, reason: str) -> None:
         if self._closing:
@@ -323,26 +310,13 @@ class BoxSession:
         except (OSError, RuntimeError, TimeoutError):
             logger.debug("worker.close_unsent address=%s", self.address)
 
-    async def _leave(self) -> None:
+    def _leave(self) -> None:
+        """Let go of the link; its farewell is written beside, because a server that stops cancels the task of the socket."""
         link = self.link
         if link is None:
             return
         link.outbox.stop()
         self.endpoint.registry.remove(link, "the connection to the node was lost")
         logger.info("worker.disconnected node=%s reason=%s", link.node_name, self.close_reason)
-        if self.endpoint.registry.get(link.node_id) is not None:
-            return  # a newer session of the same box is here; its presence stands
-        try:
-            await run_upkeep(sessions.close_session, node_id=link.node_id, epoch=self.epoch, reason=self.close_reason)
-        except DatabaseError:
-            logger.warning("worker.disconnect_not_stored node=%s; its presence will time out", link.node_name)
-
-
-_background: set[asyncio.Task[None]] = set()
-"""Tasks that outlive the call that made them; each is bounded by its own time-out or by its link."""
-
-
-def _run_beside(work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.get_running_loop().create_task(work)
-    _background.add(task)
-    task.add_done_callback(_background.discard)
+        if not link.is_farewell_stored:
+            self.endpoint.run_beside(self.endpoint.store_farewells([link], self.close_reason))

@@ -82,6 +82,8 @@ class RelayLink(Link):
         self.reports_usage = self.carries_bytes = session.speaks_muster
         self.epoch = 0
         self.credential_id = 0
+        self.link_id = uuid.UUID(int=0)
+        """Names the link in the database; ``services.sessions.open_session`` gives it."""
         self.wanted_mode: ModeRequested | None = None
         """What the owner said at the box and the database does not know yet."""
         self.mode_stored_at = 0.0
@@ -104,6 +106,8 @@ class RelayLink(Link):
         self.provider = ""
         self.last_ping_at = time.monotonic()
         self.drain_then_close = False
+        self.is_farewell_stored = False
+        """Whether the database knows that this link is over."""
         self._kick = kick
         self._streams: dict[int, RelayStream] = {}
         self.outbox = Outbox(

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.db import transaction
+from django.db.models import Q
 
 from governance.audit import record_event
 from governance.hints import publish_hint
@@ -81,15 +82,20 @@ def undrain_node(*, node_id: uuid.UUID, actor: str) -> Node:
     return _change(node_id, "node.undrain", actor, decide)
 
 
-def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str) -> Node:
+@transaction.atomic
+def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str, said_age_s: float = 0.0) -> Node:
     """Lend the box (``spare_on``) or take it back (``spare_off``: no new work, the rest gets the reclaim grace).
 
-    Saying ``spare_off`` again does not extend the grace. Raises NodeNotFound, BadRequest.
+    Saying ``spare_off`` again does not extend the grace. ``said_age_s``: how many seconds ago it was asked for; a wish that is
+    older than the mode in force changes nothing. Raises NodeNotFound, BadRequest.
     """
-    deadline = read_clock() + timedelta(seconds=settings.NODE_HEALTH.reclaim_grace_s)
+    now = read_clock()
+    deadline, said_at = now + timedelta(seconds=settings.NODE_HEALTH.reclaim_grace_s), now - timedelta(seconds=said_age_s)
+    is_newest = Q(mode_said_at=None) | Q(mode_said_at__lte=said_at)
+    is_void = not Node.objects.filter(is_newest, pk=node_id).update(mode_said_at=said_at)
 
     def decide(node: Node) -> Changes:
-        if node.mode == mode.value:
+        if node.mode == mode.value or is_void:
             return {}
         changes: Changes = {"mode": mode.value}
         if mode is NodeMode.SPARE_OFF:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import msgspec
-from django.db import DataError, transaction
+from django.db import DataError, connection, transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 
@@ -23,6 +25,7 @@ from nodes.states import MAX_REPORTED_LOAD, NodeRow
 from wire import bridge
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeStatus
+from wire.ids import new_uuid7
 
 _NAME_TRIES = 64
 
@@ -60,6 +63,8 @@ class OpenedSession:
     mode: str
     cordoned: bool
     draining: bool
+    link_id: uuid.UUID
+    """Names this link of this gateway in the database: what another one reports is old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class ReportedState:
 
 @dataclass(frozen=True, slots=True)
 class PresenceReport:
-    """What a gateway knows of a box on its socket. ``epoch`` guards against writing for a session that was replaced."""
+    """What a gateway knows of a node on its socket. ``epoch`` guards its models and ``link_id`` the rest against old news."""
 
     node_id: uuid.UUID
     epoch: int
@@ -88,6 +93,8 @@ class PresenceReport:
     last_error: str
     endpoints: dict[str, list[str]]
     said: ReportedState | None
+    link_id: uuid.UUID
+    """As ``open_session`` gave it."""
 
 
 def is_provider_open(name: str) -> bool:
@@ -126,6 +133,7 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
     node.model_names = list(request.models)
     endpoints = find_endpoints(request.models, replicas=message.replicas, registered=message.endpoints)
     node.model_endpoints = store_endpoints(endpoints)
+    epoch_before = node.epoch
     take_instance(node, message)
     node.agent_version = (message.agent_version or "")[:60]
     if message.owner_name:
@@ -135,10 +143,18 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
         node.vram_total_mb = gpu.memory_total_mb
     node.save()
     take_governance(node_id=node.pk, said=message.governance, heard_ms=request.heard_ms)
+    link_id = new_uuid7()
+    presence = NodePresence.objects.select_for_update().filter(node=node).first()
+    links = {} if presence is None or node.epoch != epoch_before else presence.gateway_links
+    alive = {gateway.hex for gateway in request.other_gateways}
     NodePresence.objects.update_or_create(
         node=node,
         defaults={
             "connected": True,
+            "gateway_links": {
+                **{gateway: link for gateway, link in links.items() if gateway in alive},
+                request.gateway_id.hex: link_id.hex,
+            },
             "gateway_id": request.gateway_id,
             "last_heartbeat_at": Now(),  # not this machine's clock, which may be wrong
             "reported_status": NodeStatus.AVAILABLE.value,
@@ -163,7 +179,7 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
         detail={"protocol": request.protocol, "epoch": node.epoch, "credential": credential.name},
     )
     hints.publish_hint("nodes", str(node.id))
-    return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining)
+    return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining, link_id)
 
 
 def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
@@ -183,51 +199,145 @@ def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
     raise EnrolmentRefused(f"more than {_NAME_TRIES} live workers are called {request.worker_name!r}")
 
 
-def close_session(*, node_id: uuid.UUID, epoch: int, reason: str) -> None:
-    """Mark a node as gone, unless a newer session took over."""
-    with transaction.atomic():
-        changed = NodePresence.objects.filter(node_id=node_id, node__epoch=epoch).update(
-            connected=False, reported_status=NodeStatus.OFFLINE.value, active_requests=0, updated_at=timezone.now()
+_REPORT_COLUMNS = """
+    node_id uuid, link text, age_s float8, status text, active integer, last_error text, is_said boolean,
+    gpus jsonb, replicas jsonb, available jsonb, memory jsonb, queue_depth integer, avg_wait_ms integer,
+    vram_used_mb integer, vram_free_mb integer, gpu_util_percent float8
+"""
+_WRITE_PRESENCES = f"""
+UPDATE nodes_nodepresence AS p
+   SET connected = true,
+       gateway_id = %(gateway)s,
+       last_heartbeat_at = statement_timestamp() - make_interval(secs => r.age_s),
+       reported_status = r.status,
+       active_requests = r.active,
+       last_error = r.last_error,
+       updated_at = statement_timestamp(),
+       gpus = CASE WHEN r.is_said THEN r.gpus ELSE p.gpus END,
+       replicas = CASE WHEN r.is_said THEN r.replicas ELSE p.replicas END,
+       available_models = CASE WHEN r.is_said THEN r.available ELSE p.available_models END,
+       memory = CASE WHEN r.is_said THEN r.memory ELSE p.memory END,
+       queue_depth = CASE WHEN r.is_said THEN r.queue_depth ELSE p.queue_depth END,
+       avg_wait_ms = CASE WHEN r.is_said THEN r.avg_wait_ms ELSE p.avg_wait_ms END,
+       vram_used_mb = CASE WHEN r.is_said THEN r.vram_used_mb ELSE p.vram_used_mb END,
+       vram_free_mb = CASE WHEN r.is_said THEN r.vram_free_mb ELSE p.vram_free_mb END,
+       gpu_util_percent = CASE WHEN r.is_said THEN r.gpu_util_percent ELSE p.gpu_util_percent END
+  FROM jsonb_to_recordset(%(reports)s::jsonb) AS r({_REPORT_COLUMNS})
+ WHERE p.node_id = r.node_id AND p.gateway_links ->> %(key)s::text = r.link
+RETURNING p.node_id
+"""  # noqa: S608  # constants
+_CLOSE_SESSIONS = """
+UPDATE nodes_nodepresence AS p
+   SET gateway_links = p.gateway_links - %(key)s::text,
+       connected = p.connected AND p.gateway_id <> %(gateway)s,
+       reported_status = CASE WHEN p.gateway_id = %(gateway)s THEN %(offline)s ELSE p.reported_status END,
+       active_requests = CASE WHEN p.gateway_id = %(gateway)s THEN 0 ELSE p.active_requests END,
+       updated_at = statement_timestamp()
+  FROM jsonb_to_recordset(%(ends)s::jsonb) AS r(node_id uuid, link text)
+ WHERE p.node_id = r.node_id AND p.gateway_links ->> %(key)s::text = r.link
+RETURNING p.node_id, p.gateway_id = %(gateway)s
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """A session that is over: ``link_id`` as ``open_session`` gave it."""
+
+    node_id: uuid.UUID
+    link_id: uuid.UUID
+    reason: str
+
+
+@transaction.atomic
+def close_sessions(ends: Sequence[SessionEnd], *, gateway_id: uuid.UUID) -> None:
+    """Mark nodes as gone from this gateway, all in one statement. A link that was replaced changes nothing.
+
+    A node that another gateway reported last keeps what that one said.
+    """
+    reasons = {end.node_id: end.reason for end in ends}
+    values: dict[str, str | uuid.UUID] = {
+        "key": gateway_id.hex,
+        "gateway": gateway_id,
+        "offline": NodeStatus.OFFLINE.value,
+        "ends": json.dumps([{"node_id": end.node_id.hex, "link": end.link_id.hex} for end in ends]),
+    }
+    _lock_presences(reasons)
+    with connection.cursor() as cursor:
+        cursor.execute(_CLOSE_SESSIONS, values)
+        gone = [node_id for node_id, was_here in cursor.fetchall() if was_here]
+    for node in Node.objects.filter(pk__in=gone).order_by("pk"):
+        audit.record_event(
+            actor=f"node:{node.name}",
+            action="node.disconnect",
+            target=node.printed_id,
+            detail={"epoch": node.epoch, "reason": reasons[node.pk][:200]},
         )
-        if changed:
-            node = Node.objects.get(pk=node_id)
-            audit.record_event(
-                actor=f"node:{node.name}",
-                action="node.disconnect",
-                target=node.printed_id,
-                detail={"epoch": epoch, "reason": reason[:200]},
-            )
-            hints.publish_hint("nodes", str(node_id))
+        hints.publish_hint("nodes", str(node.pk))
 
 
-def write_presences(reports: list[PresenceReport], *, gateway_id: uuid.UUID) -> None:
-    """Write what this gateway knows of the boxes on its sockets; a report for a replaced session changes nothing."""
+def write_presences(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) -> None:
+    """Write what this gateway knows of the nodes on its sockets, in one statement.
+
+    A report changes nothing once its link was closed or replaced in the database, however late it is written.
+    """
+    if not reports:
+        return
+    try:
+        written = _write_reports(reports, gateway_id=gateway_id)
+    except DataError:  # what one node says of itself must not keep the others from being written
+        if len(reports) == 1:
+            logger.warning("node.presence_refused node_id=%s", reports[0].node_id)
+            return
+        for report in reports:
+            write_presences([report], gateway_id=gateway_id)
+        return
     now = timezone.now()
     for report in reports:
-        values: dict[str, object] = {
-            "connected": True,
-            "gateway_id": gateway_id,
-            "last_heartbeat_at": Now() - timedelta(seconds=report.age_s),
-            "reported_status": report.status,
-            "active_requests": report.active,
-            "last_error": report.last_error[:500],
-            "updated_at": now,
-        }
-        if (said := report.said) is not None:
-            values |= {
-                "gpus": said.gpus,
-                **_sum_gpus(said.gpus),
-                "replicas": said.replicas,
-                "available_models": said.available,
-                "memory": said.memory,
-                "queue_depth": said.queue_depth,
-                "avg_wait_ms": said.avg_wait_ms,
-            }
-        try:
-            NodePresence.objects.filter(node_id=report.node_id, node__epoch=report.epoch).update(**values)
+        if report.node_id in written:
             _write_models(report, now)
-        except DataError:  # what one box says of itself must not keep the others from being written
-            logger.warning("node.presence_refused node_id=%s", report.node_id)
+
+
+def _write_reports(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) -> set[uuid.UUID]:
+    rows = [_render_report(report) for report in reports]
+    values: dict[str, str | uuid.UUID] = {
+        "gateway": gateway_id,
+        "key": gateway_id.hex,
+        "reports": json.dumps(rows),
+    }
+    with transaction.atomic():
+        _lock_presences([report.node_id for report in reports])
+        with connection.cursor() as cursor:
+            cursor.execute(_WRITE_PRESENCES, values)
+            return {row[0] for row in cursor.fetchall()}
+
+
+def _lock_presences(node_ids: Iterable[uuid.UUID]) -> None:
+    """Lock rows in the order in which everybody locks several of them: two gateways may report the same nodes."""
+    rows = NodePresence.objects.select_for_update().filter(pk__in=list(node_ids)).order_by("pk")
+    rows.values_list("pk", flat=True).__len__()
+
+
+def _render_report(report: PresenceReport) -> dict[str, object]:
+    row: dict[str, object] = {
+        "node_id": report.node_id.hex,
+        "link": report.link_id.hex,
+        "age_s": report.age_s,
+        "status": report.status,
+        "active": report.active,
+        "last_error": report.last_error[:500],
+        "is_said": report.said is not None,
+    }
+    if (said := report.said) is not None:
+        row |= {
+            "gpus": said.gpus,
+            "replicas": said.replicas,
+            "available": said.available,
+            "memory": said.memory,
+            "queue_depth": said.queue_depth,
+            "avg_wait_ms": said.avg_wait_ms,
+            **_sum_gpus(said.gpus),
+        }
+    return row
 
 
 def _write_models(report: PresenceReport, now: datetime) -> None:

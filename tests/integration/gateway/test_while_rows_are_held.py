@@ -22,7 +22,7 @@ from gateway.runtime import GatewayRuntime
 from gateway.services import create_api_key, create_tenant, revoke_api_key
 from gateway.values import Limits
 from nodes.offload import run_upkeep
-from nodes.services.sessions import close_session
+from nodes.services.sessions import SessionEnd, close_sessions
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
 
@@ -84,7 +84,10 @@ async def test_boxes_that_leave_while_their_rows_are_held_do_not_make_a_gateway_
     wanted = {name: parameters[name] for name in ("dbname", "user", "password", "host", "port") if name in parameters}
     with psycopg.connect(**wanted) as other:
         other.execute("LOCK TABLE nodes_nodepresence IN ACCESS EXCLUSIVE MODE")  # as a migration does
-        leaving = [run_upkeep(close_session, node_id=uuid.uuid4(), epoch=1, reason="gone") for _ in range(64)]
+        leaving = [
+            run_upkeep(close_sessions, [SessionEnd(uuid.uuid4(), uuid.uuid4(), "gone")], gateway_id=uuid.uuid4())
+            for _ in range(64)
+        ]
         farewell = asyncio.gather(*leaving, return_exceptions=True)
         row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
         for _ in range(3):

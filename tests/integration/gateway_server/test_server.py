@@ -36,6 +36,9 @@ class Runtime:
     def interrupt_running(self) -> None:
         self.interrupted.set()
 
+    async def say_goodbye(self) -> None:
+        """It has no nodes."""
+
 
 class Streams:
     """An application whose streams run until a test lets them end, and which refuses work once it is stopping."""

@@ -127,3 +127,13 @@ def test_a_node_that_is_not_there_cannot_be_changed() -> None:
         drain_node(node_id=nobody, actor=ACTOR, reason="", timeout_s=timedelta(minutes=1).total_seconds())
     with pytest.raises(NodeNotFound):
         set_mode(node_id=nobody, mode=NodeMode.SPARE_ON, reason="", actor=ACTOR)
+
+
+def test_an_owners_word_that_is_stored_late_does_not_undo_one_that_was_said_after_it() -> None:
+    node = make_node()
+    lend(node)  # said now, and nothing changes by it
+    late = set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="", actor=ACTOR, said_age_s=60)
+    assert late.mode == "spare_on"
+    assert audited("node.set_mode") == []
+    assert reclaim(node).mode == "spare_off"
+    assert set_mode(node_id=node.pk, mode=NodeMode.SPARE_ON, reason="", actor=ACTOR, said_age_s=60).mode == "spare_off"

@@ -26,8 +26,9 @@ from nodes.services.sessions import (
     OpenedSession,
     PresenceReport,
     ReportedState,
+    SessionEnd,
     SessionRequest,
-    close_session,
+    close_sessions,
     find_revoked,
     is_provider_open,
     load_node_rows,
@@ -94,7 +95,7 @@ def test_a_box_that_comes_back_keeps_its_row_and_what_was_decided_about_it() -> 
     drain_node(node_id=first.node_id, actor=ACTOR, reason="fans")
     set_mode(node_id=first.node_id, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
     again = ask(credential, "rig", instance_id="i2", live=frozenset({first.node_id}))
-    assert again == replace(first, epoch=2, mode="spare_off", cordoned=True, draining=True)
+    assert again == replace(first, epoch=2, mode="spare_off", cordoned=True, draining=True, link_id=again.link_id)
     assert Node.objects.count() == 1
 
 
@@ -130,7 +131,7 @@ def test_a_box_that_was_started_again_replaces_its_own_session_at_once() -> None
     credential, _ = make_credential(max_nodes=3)
     first = ask(credential, "rig", instance_id="a1", governance=governed("a"))
     again = ask(credential, "rig", instance_id="a2", governance=governed("a"), live=frozenset({first.node_id}))
-    assert again == replace(first, epoch=2)
+    assert again == replace(first, epoch=2, link_id=again.link_id)
 
 
 @pytest.mark.parametrize("said", [None, governed("a")], ids=["older-box", "copied-folder"])
@@ -266,6 +267,7 @@ def report(opened: OpenedSession, **changes: object) -> PresenceReport:
         last_error="",
         endpoints={},
         said=None,
+        link_id=opened.link_id,
     )
     return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
 
@@ -282,7 +284,7 @@ def presence_of(opened: OpenedSession) -> NodePresence:
 
 def test_closing_marks_the_node_as_gone() -> None:
     opened = ask(make_credential()[0])
-    close_session(node_id=opened.node_id, epoch=opened.epoch, reason="x" * 500)
+    close(opened, reason="x" * 500)
     presence = presence_of(opened)
     assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
     (event,) = audited("node.disconnect")
@@ -290,12 +292,82 @@ def test_closing_marks_the_node_as_gone() -> None:
     assert len(event.detail["reason"]) == 200
 
 
+def close(opened: OpenedSession, *, gateway: uuid.UUID = HERE, reason: str = "gone") -> None:
+    """Say that the link of a session is over."""
+    close_sessions([SessionEnd(opened.node_id, opened.link_id, reason)], gateway_id=gateway)
+
+
+def test_many_sessions_are_closed_in_one_statement_and_recorded_each() -> None:
+    credential, _ = make_credential(max_nodes=60)
+    opened = [ask(credential, f"rig-{number}", instance_id="i") for number in range(60)]
+    with CaptureQueriesContext(connection) as queries:
+        close_sessions([SessionEnd(each.node_id, each.link_id, "server shutdown") for each in opened], gateway_id=HERE)
+    assert sum(query["sql"].lstrip().startswith("UPDATE nodes_nodepresence") for query in queries) == 1
+    assert not NodePresence.objects.filter(connected=True).exists()
+    assert {event.target for event in audited("node.disconnect")} == {node.printed_id for node in Node.objects.all()}
+
+
+def test_what_was_gathered_before_a_node_left_changes_nothing_when_it_is_written_after() -> None:
+    opened = ask(make_credential()[0], instance_id="i")
+    gathered = report(opened, active=3, models=("late",))
+    close(opened)
+    write_presences([gathered], gateway_id=HERE)
+    presence = presence_of(opened)
+    assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
+    assert Node.objects.get(pk=opened.node_id).model_names == ["m"]
+
+
+def test_between_the_end_of_a_link_and_the_next_one_old_news_and_old_farewells_change_nothing() -> None:
+    credential, _ = make_credential()
+    first = ask(credential, instance_id="i")
+    gathered = report(first, active=3)
+    second = ask(credential, instance_id="i")  # the same program again: the same session, another link
+    assert first.epoch == second.epoch
+    write_presences([gathered], gateway_id=HERE)
+    assert presence_of(second).active_requests == 0
+    close(first)
+    assert presence_of(second).connected
+    assert audited("node.disconnect") == []
+    write_presences([report(second, active=2)], gateway_id=HERE)
+    assert presence_of(second).active_requests == 2
+
+
+def test_a_node_on_two_gateways_is_reported_by_both_and_leaves_with_the_one_that_reported_it_last() -> None:
+    credential, _ = make_credential()
+    here = ask(credential, instance_id="i", others=frozenset({THERE}))
+    there = ask(credential, instance_id="i", gateway=THERE, others=frozenset({HERE}))
+    write_presences([report(here, active=1)], gateway_id=HERE)
+    write_presences([report(there, active=2)], gateway_id=THERE)
+    close(here)
+    presence = presence_of(there)
+    assert (presence.connected, presence.gateway_id, presence.active_requests) == (True, THERE, 2)
+    close(there, gateway=THERE)
+    assert not presence_of(there).connected
+    assert presence_of(there).gateway_links == {}
+
+
+def test_links_of_gateways_that_are_dead_are_forgotten() -> None:
+    credential, _ = make_credential()
+    ask(credential, instance_id="i", gateway=THERE)
+    opened = ask(credential, instance_id="i")
+    assert presence_of(opened).gateway_links == {HERE.hex: opened.link_id.hex}
+
+
+def test_a_round_of_reports_is_one_statement() -> None:
+    credential, _ = make_credential(max_nodes=9)
+    reports = [report(ask(credential, name, instance_id="i"), active=len(name)) for name in ("a", "bb", "ccc")]
+    with CaptureQueriesContext(connection) as queries:
+        write_presences(reports, gateway_id=HERE)
+    assert sum(query["sql"].lstrip().startswith("UPDATE nodes_nodepresence") for query in queries) == 1
+    assert sorted(NodePresence.objects.values_list("active_requests", flat=True)) == [1, 2, 3]
+
+
 def test_an_older_session_closes_and_reports_nothing() -> None:
     credential, _ = make_credential()
     old = ask(credential)
     new = ask(credential)
-    close_session(node_id=old.node_id, epoch=old.epoch, reason="late")
-    write_presences([report(old, active=9, models=("x",))], gateway_id=THERE)
+    close(old)
+    write_presences([report(old, active=9, models=("x",))], gateway_id=HERE)
     presence = presence_of(new)
     assert (presence.connected, presence.gateway_id, presence.active_requests) == (True, HERE, 0)
     assert Node.objects.get(pk=new.node_id).model_names == ["m"]
@@ -392,8 +464,10 @@ def test_only_bridge_workers_carry_no_bytes() -> None:
 def test_a_report_that_cannot_be_stored_does_not_hold_the_others_up(poison: dict[str, object]) -> None:
     credential, _ = make_credential(max_nodes=3)
     first, bad, last = (ask(credential, name, instance_id="i") for name in "abc")
-    write_presences([report(first), report(bad, **poison), report(last)], gateway_id=THERE)
-    assert [presence_of(opened).gateway_id for opened in (first, bad, last)] == [THERE, HERE, THERE]
+    values: dict[str, object] = {"status": "busy"}
+    reports = [report(first, **values), report(bad, **{**values, **poison}), report(last, **values)]
+    write_presences(reports, gateway_id=HERE)
+    assert [presence_of(opened).reported_status for opened in (first, bad, last)] == ["busy", "available", "busy"]
 
 
 # rows for routing

@@ -16,8 +16,10 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connection, connections
 
+from governance.models import AuditEvent
 from nodes import offload
 from nodes.consumers import WorkerEndpoint
+from nodes.consumers.endpoint import OwnerWord
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import LinkEnd
@@ -25,8 +27,8 @@ from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
 from nodes.presence import presence_reports
 from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
-from nodes.services.sessions import find_revoked, load_node_rows
-from nodes.session import OpenRequest
+from nodes.services.sessions import find_revoked, load_node_rows, write_presences
+from nodes.session import ModeRequested, OpenRequest
 from nodes.states import HealthPolicy, SocketPolicy
 from tests.integration.nodes.factories import ACTOR, audited, make_credential
 from wire import bridge, frames
@@ -135,6 +137,8 @@ async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[So
         socket.hang_up()
         async with asyncio.timeout(30):
             await task
+            while door.endpoint._beside:
+                await asyncio.sleep(0.001)
 
 
 @sync_to_async
@@ -554,6 +558,65 @@ async def test_work_on_a_box_that_is_lent_again_is_not_ended_with_the_grace_of_b
             door.keeper.tick()
             assert sink.heard == []
         await socket.wait(lambda: link.wanted_mode is None)
+
+
+async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(instance_id="i"))
+        await socket.acknowledged()
+        (link,) = door.links
+        socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
+        socket.hang_up()  # both are read in one turn of the loop: the link is gone before anything could be stored
+    assert link.closed
+    assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
+    assert door.endpoint.owner_words == {}
+
+
+async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_next_link() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(instance_id="i"))
+        await socket.acknowledged()
+        node_id = door.links[0].node_id
+    effect = ModeRequested("spare_off", "gaming")
+    door.endpoint.owner_words[node_id] = OwnerWord(effect, time.monotonic())
+    async with dial(door, secret) as socket:
+        socket.say(hello(instance_id="i"))
+        await socket.acknowledged()
+        (link,) = door.links
+        assert (link.policy.reclaimed, link.wanted_mode) == (True, effect)
+
+
+async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_print_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, secret = await enrol(max_nodes=60)
+    door = Door()
+    sockets = [Socket(headers={"x-worker-secret": secret}) for _ in range(60)]
+    tasks = [asyncio.create_task(door.endpoint(socket.scope, socket.to_server.get, socket.send)) for socket in sockets]
+    for number, socket in enumerate(sockets):
+        socket.say(hello(f"rig-{number}", instance_id="i"))
+    for socket in sockets:
+        await socket.acknowledged()
+    await door.endpoint.say_goodbye()
+    assert not await NodePresence.objects.filter(connected=True).aexists()
+    late = presence_reports(door.registry)
+    await sync_to_async(write_presences)(late, gateway_id=GATEWAY)
+    assert not await NodePresence.objects.filter(connected=True).aexists(), "no late report brings a node back"
+    with psycopg.connect(**connection.get_connection_params()) as other:
+        other.execute("LOCK TABLE nodes_nodepresence IN ACCESS EXCLUSIVE MODE")  # nothing more can be stored
+        for task in tasks:
+            task.cancel()  # as the server does when its grace is over
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        await door.endpoint.close()
+        other.rollback()
+    assert ended == [None] * 60
+    assert sum("worker.cut_off" in record.message for record in caplog.records) == 60
+    assert not any(record.exc_info for record in caplog.records)
+    assert await AuditEvent.objects.filter(action="node.disconnect").acount() == 60
 
 
 async def test_an_operators_decision_reaches_a_box_whose_owner_said_nothing() -> None:

@@ -58,10 +58,11 @@ def test_a_box_that_connects_is_heard_now() -> None:
 
 def test_what_a_gateway_says_of_its_boxes_has_the_age_that_it_says() -> None:
     node = make_node(epoch=1)
-    make_presence(node, age_s=None)
+    link_id = uuid.UUID(int=7)
+    make_presence(node, age_s=None, gateway_links={HERE.hex: link_id.hex})
     report = PresenceReport(
         node_id=node.pk, epoch=1, age_s=300.0, active=0, max_concurrent=1, models=("m",), status="available", last_error="",
-        endpoints={}, said=None,
+        endpoints={}, said=None, link_id=link_id,
     )  # fmt: skip
     write_presences([report], gateway_id=HERE)
     assert is_about(read_row().heartbeat_age_s, 300)
