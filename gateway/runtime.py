@@ -41,6 +41,7 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
+from nodes.metrics import FLEET
 from nodes.offload import run_pulse, run_upkeep
 from nodes.presence import presence_reports
 from nodes.services.drains import write_drain_counts
@@ -78,6 +79,7 @@ class GatewayRuntime:
             gateway_id=self.gateway_id,
             connect_s=self.timeouts.upstream_connect_s,
         )
+        FLEET.keeper = self.keeper
         self.catalogue = Catalogue(self.limits)
         self.keys = KeyRing(self.catalogue)
         self.limiter = RateLimiter()

@@ -9,8 +9,10 @@ import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client.metrics import MetricWrapperBase
 
 from wire.contract import ErrorCode, NodeStatus, RequestState
 from wire.credentials import CREDENTIAL_PATTERN, CredentialKind, mint_credential
@@ -153,9 +155,23 @@ def test_the_published_pattern_finds_every_kind_of_credential() -> None:
         assert re.search(CREDENTIAL_PATTERN, f"key={mint_credential(kind).text};")
 
 
-def test_every_metric_is_documented() -> None:
-    source = read(ROOT / "gateway" / "metrics.py")
-    assert not [name for name in re.findall(r'"(muster_[a-z_]+)"', source) if name not in read(DOCS / "api.md")]
+def test_the_documented_metrics_are_those_of_the_registry_with_their_labels() -> None:
+    from gateway import metrics as of_gateway
+    from nodes import metrics as of_nodes
+
+    held = [value for module in (of_gateway, of_nodes) for value in vars(module).values()]
+    families: list[Any] = [value for value in held if isinstance(value, MetricWrapperBase)]
+    families += [family for own in (of_gateway.TALLY, of_nodes.FLEET) for family in own.collect()]
+    exported = set()
+    for family in families:
+        kind = getattr(family, "_type", "") or family.type
+        name = getattr(family, "_name", "") or family.name
+        labels = ",".join(family._labelnames)
+        if name.startswith("muster_"):
+            exported.add(name + ("_total" if kind == "counter" else "") + (f"{{{labels}}}" if labels else ""))
+    documented = re.findall(r"^\| `(muster_[^`]+)` \|", read(DOCS / "api.md"), re.MULTILINE)
+
+    assert sorted(documented) == sorted(exported)
 
 
 def test_every_dependency_has_its_line() -> None:

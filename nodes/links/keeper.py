@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.states import DrainCount, HealthPolicy, NodeRow
+from nodes.states import DrainCount, HealthPolicy, NodeRow, effective_status, freshness_windows, judge_freshness
 from wire import bridge
 from wire.contract import NodeMode, NodeStatus
 
@@ -95,6 +96,30 @@ class LinkKeeper:
                 logger.info("node.credential_revoked node=%s", link.node_name)
                 self.registry.remove(link, "the credential of the node was revoked")
                 link.close("worker credential was revoked", code=1008)
+
+    def count_statuses(self) -> Counter[NodeStatus]:
+        """Return how many nodes are in each status of the contract now; of a node linked here, by when it was heard here."""
+        now = time.monotonic()
+        counts = Counter(dict.fromkeys(NodeStatus, 0))
+        for row in self.rows.values():
+            link = self.registry.get(row.node_id)
+            if link is not None:
+                age_s: float | None = now - link.last_seen
+            else:
+                age_s = None if row.heartbeat_age_s is None else row.heartbeat_age_s + now - self._read_at
+            stale_after_s, offline_after_s = freshness_windows(
+                self.health, protocol="" if row.carries_bytes else bridge.BRIDGE_V1
+            )
+            status = effective_status(
+                freshness=judge_freshness(age_s, stale_after_s=stale_after_s, offline_after_s=offline_after_s),
+                reported=NodeStatus(row.reported_status),
+                mode=NodeMode(row.mode),
+                draining=row.draining,
+                cordoned=row.cordoned,
+                is_accepting_jobs=row.is_accepting_jobs,
+            )
+            counts[status] += row.provider_state != "deleted"
+        return counts
 
     def tick(self) -> None:
         """Look at everything that has a deadline. Called about once a second and after every ``apply``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -17,6 +17,7 @@ import msgspec
 
 from nodes.session import OpenRequest
 from nodes.states import AS_IT_IS, BINARY_ENDPOINTS, MAX_REPORTED_LOAD, POOL_RESPONSES, SPOKEN_THROUGH
+from wire.bridge import GpuInfo
 from wire.frames import End
 from wire.ids import format_id
 
@@ -121,6 +122,11 @@ class Link:
         self.offline_after_s = 15.0
         self.reports_usage = False
         self.closed = False
+
+    @property
+    def gpus(self) -> Sequence[GpuInfo]:
+        """The GPUs of the node as it said last; none where it gives no telemetry."""
+        return ()
 
     @property
     def load(self) -> int:

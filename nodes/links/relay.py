@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from nodes.links.outbox import AsgiMessage, AsgiSend, Outbox
@@ -160,10 +160,14 @@ class RelayLink(Link):
         """Whether rows read at that moment (time.monotonic()) say what the owner said last."""
         return self.wanted_mode is None and self.mode_stored_at <= moment
 
+    @property
+    def gpus(self) -> Sequence[bridge.GpuInfo]:
+        """The GPUs of the node as it said last."""
+        return self.telemetry.gpus if self.telemetry is not None else ()
+
     def is_called(self, name: str) -> bool:
         """Whether a client that prefers a box or GPU by this name means this box."""
-        gpus = self.telemetry.gpus if self.telemetry is not None else ()
-        return super().is_called(name) or any(name in (gpu.name, f"gpu-{gpu.index}") for gpu in gpus)
+        return super().is_called(name) or any(name in (gpu.name, f"gpu-{gpu.index}") for gpu in self.gpus)
 
     def find_endpoints(self, models: frozenset[str]) -> dict[str, frozenset[str]]:
         """Return the API paths of each model, from what the box said last."""

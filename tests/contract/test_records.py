@@ -177,7 +177,8 @@ async def test_metrics_are_served_and_count_requests(lab: Lab) -> None:
     metrics = await call("GET", lab.gateway.url + "/metrics")
     assert metrics.status == 200
     assert metrics.headers["content-type"].startswith("text/plain")
-    assert b"muster_" in metrics.body
+    assert b'muster_nodes{status="available"}' in metrics.body
+    assert b"muster_node_slots{" in metrics.body
     passed_on = await call("GET", lab.gateway.url + "/metrics", headers={"x-forwarded-for": "203.0.113.9"})
     assert passed_on.status == 403
     assert b"muster_" not in passed_on.body
