@@ -32,6 +32,13 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
         response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
         return response
 
+    def search(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
+        """Show what the search of every page finds for ``?s=``, as a part of a page. Nothing is remembered: rows change."""
+        from controlplane.navigation import find_entries
+
+        context = {"results": find_entries(request, request.GET.get("s", "")), **(extra_context or {})}
+        return TemplateResponse(request, "unfold/helpers/command_results.html", context)
+
     @method_decorator(login_not_required)
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
         """Send whoever is not signed in to the one page where people do that; it takes only addresses of ours as ``next``."""

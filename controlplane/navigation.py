@@ -1,9 +1,13 @@
-"""The sidebar of the admin. Each entry shows only to operators who may look at what it leads to."""
+"""The sidebar and the search of the admin. Each entry shows only to operators who may look at what it leads to."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
+from django.apps import apps
+from django.contrib import admin
 from django.http import HttpRequest
 from django.urls import reverse
 
@@ -54,6 +58,31 @@ PAGES = {
 """Heading → (title, icon, app, model) of its entries."""
 
 
+FOUND_ROWS = (
+    ("Node", "dns", "nodes", "node"),
+    ("Model", "deployed_code", "gateway", "model"),
+    ("Model alias", "alt_route", "gateway", "modelalias"),
+    ("API key", "key", "gateway", "apikey"),
+    ("Tenant", "apartment", "gateway", "tenant"),
+    ("Operator", "group", "controlplane", "user"),
+    ("Request", "receipt_long", "gateway", "requestrecord"),
+)
+"""(kind, icon, app, model) of the rows that the search finds, in its order."""
+MAX_FOUND_OF_A_KIND = 5
+MAX_SEARCH_CHARS = 200
+_REQUEST_ID = re.compile(r"(req_)?[0-9a-z-]{6,36}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that the search found. ``kind``: what it is, for people."""
+
+    title: str
+    kind: str
+    link: str
+    icon: str
+
+
 def build_sidebar(request: HttpRequest) -> list[Group]:
     """Return what the signed-in operator may see."""
     overview = Item(title="Overview", icon="space_dashboard", link=reverse("admin:index"))
@@ -68,6 +97,29 @@ def build_sidebar(request: HttpRequest) -> list[Group]:
         if items:
             groups.append(Group(title=title, separator=True, items=items))
     return groups
+
+
+def find_entries(request: HttpRequest, text: str) -> list[Entry]:
+    """Return the pages whose title holds ``text``, then rows that the lists find for it; one query for each kind of row.
+
+    Requests are found by an id alone: they are many, and other words would be searched in all of them.
+    """
+    term = text.replace("\x00", "").strip()[:MAX_SEARCH_CHARS]
+    asked = term.lower()
+    if not asked:
+        return []
+    items = [item for group in build_sidebar(request) for item in group["items"]]
+    found = [Entry(item["title"], "Page", item["link"], item["icon"]) for item in items if asked in item["title"].lower()]
+    for kind, icon, app, model in FOUND_ROWS:
+        if kind == "Request" and not _REQUEST_ID.fullmatch(asked):
+            continue
+        listing = admin.site.get_model_admin(apps.get_model(app, model))
+        if not listing.has_view_permission(request):
+            continue
+        rows, _ = listing.get_search_results(request, listing.get_queryset(request), term)
+        page = f"admin:{app}_{model}_change"
+        found += [Entry(str(row), kind, reverse(page, args=[row.pk]), icon) for row in rows[:MAX_FOUND_OF_A_KIND]]
+    return found
 
 
 def _link_playground() -> Item:

@@ -330,7 +330,7 @@ UNFOLD = {
     "SHOW_HISTORY": False,
     "SHOW_VIEW_ON_SITE": False,
     "STYLES": [lambda request: static("muster/admin.css")],
-    "SIDEBAR": {"navigation": "controlplane.navigation.build_sidebar"},
+    "SIDEBAR": {"navigation": "controlplane.navigation.build_sidebar", "show_search": True},
     "COLORS": {
         "primary": {
             "50": "oklch(97.1% .014 187)",
