@@ -38,6 +38,7 @@ class AdminTokenAdmin(CreatingAdmin):
     search_fields = ("name", "keyid")
     fields = ("name", "show_prefix", "created_at", "last_used_at", "revoked_at")
     readonly_fields = fields
+    empty_words = "Programs send an admin token to use the admin APIs of control plane and gateway."
     create_form = AdminTokenForm
     create_title = "New admin token"
     create_explanation = (
@@ -99,6 +100,7 @@ class WebhookAdmin(CreatingAdmin):
     search_fields = ("name",)
     fields = ("name", "show_host", "show_state", "created_at")
     readonly_fields = fields
+    empty_words = "Webhooks tell Slack, PagerDuty or a program of yours about approvals."
     create_form = WebhookForm
     create_title = "New webhook"
     create_explanation = (

@@ -16,9 +16,11 @@ from django.contrib import messages
 from django.contrib.admin.utils import unquote
 from django.core.exceptions import NON_FIELD_ERRORS, PermissionDenied, ValidationError
 from django.db import models
+from django.forms.widgets import Script
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
+from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.views.decorators.cache import never_cache
@@ -122,9 +124,31 @@ class ShowingAdmin(FindingAdmin):
     row_changes: ClassVar[Sequence[RowChange]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = (GovernanceError,)
     """Errors of the services behind ``row_changes``: their text is shown to the operator."""
+    is_live: ClassVar[bool] = False
+    """Whether an open list is kept current. Its ages are true either way: the list says as of when."""
+    empty_words: ClassVar[str] = ""
+    """What the rows are for, shown while there is none, as a sentence; and where the first comes from."""
+    empty_link: ClassVar[tuple[str, str] | None] = None
+    """Label and name of the URL that leads to the first row, where it is not this list's own *Add*."""
     actions = None
     list_filter_submit = True
+    list_after_template = "admin/muster/list_as_of.html"
     change_form_outer_before_template = "admin/muster/row_changes.html"
+
+    @property
+    def media(self) -> forms.Media:
+        """Return what every list needs, and the script that keeps this one current."""
+        media: forms.Media = super().media
+        return media + forms.Media(js=[Script("muster/list.js", type="module")]) if self.is_live else media
+
+    def changelist_view(
+        self,
+        request: HttpRequest,
+        extra_context: dict[str, Any] | None = None,  # Any: Django's template context
+    ) -> HttpResponse:
+        """Show the list, and as of when it is."""
+        context = {"as_of": timezone.now() if self.is_live else None, **(extra_context or {})}
+        return super().changelist_view(request, context)  # type: ignore[no-any-return]  # Unfold ships no types
 
     def may_change(self, request: HttpRequest) -> bool:
         """Return whether the operator holds the change permission. What it allows are ``row_changes``, not editing."""

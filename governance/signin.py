@@ -34,6 +34,7 @@ IDLE_S = 30 * 60
 LONGEST_S = 12 * 3600
 SEEN_EVERY_S = 60
 CHALLENGE_S = 300
+FOLLOWS = "X-Muster-Follow"
 _BACKEND = "django.contrib.auth.backends.ModelBackend"
 
 
@@ -78,14 +79,17 @@ def may_act(request: HttpRequest) -> bool:
 
 
 def keep_session(request: HttpRequest, *, now: float) -> bool:
-    """Note that the session is in use; False when it was idle for IDLE_S or is older than LONGEST_S, and has been ended."""
+    """Note that the session is in use; False when it was idle for IDLE_S or is older than LONGEST_S, and has been ended.
+
+    A page that asks by itself for what is new says so in the header FOLLOWS: that is no use of the session.
+    """
     opened_at, seen_at = request.session.get(SIGNED_IN_AT), request.session.get(SEEN_AT)
     if not (isinstance(opened_at, int) and isinstance(seen_at, int)):
         return True  # opened by a program and not by a person; the cookie's age bounds it
     if now - seen_at > IDLE_S or now - opened_at > LONGEST_S:
         logout(request)
         return False
-    if now - seen_at > SEEN_EVERY_S:
+    if now - seen_at > SEEN_EVERY_S and FOLLOWS not in request.headers:
         request.session[SEEN_AT] = int(now)
     return True
 

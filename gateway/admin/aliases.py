@@ -126,6 +126,7 @@ class AliasAdmin(CreatingAdmin):
     fields = ("name", "show_whom", "show_state", "show_targets", "created_at", "updated_at")
     readonly_fields = fields
     refusals = (ServiceError,)
+    empty_words = "An alias is another name for models: clients ask for gpt-4o-mini, say, and one of yours answers."
     create_form = AliasForm
     create_title = "New model alias"
     create_explanation = "Clients may ask for it within seconds. Every answer says in x-muster-model which model gave it."

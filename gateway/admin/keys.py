@@ -8,6 +8,8 @@ from typing import ClassVar
 from django import forms
 from django.contrib import admin
 from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from gateway.admin.forms import DateInput, NameListField, limit_field
@@ -94,8 +96,7 @@ class ApiKeyAdmin(CreatingAdmin):
     """Client keys. Shown once, revoked, never deleted."""
 
     list_display = (
-        "name",
-        "show_prefix",
+        "show_name",
         "tenant",
         "show_state",
         "show_rate",
@@ -106,6 +107,10 @@ class ApiKeyAdmin(CreatingAdmin):
         "show_changes",
     )
     list_select_related = ("tenant",)
+    is_live = True
+    empty_words = (
+        "A client sends an API key with every request. Create one for each app or person, so that you can revoke it alone."
+    )
     list_filter = ("tenant", ("revoked_at", admin.EmptyFieldListFilter))
     search_fields = ("name", "keyid", "tenant__name")
     fields = (
@@ -164,6 +169,11 @@ class ApiKeyAdmin(CreatingAdmin):
             actor=actor,
         )
         return Created(row=key, secret=text, usage="Clients send it as: Authorization: Bearer <key>")
+
+    @column("Name", ordering="name")
+    def show_name(self, key: ApiKey) -> SafeString:
+        """Return the name; below it the public head of the key."""
+        return format_html('<span class="mst-pair"><span>{}</span><small>{}…</small></span>', key.name, key.prefix)
 
     @column("Key")
     def show_prefix(self, key: ApiKey) -> str:

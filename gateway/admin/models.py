@@ -126,6 +126,7 @@ class AllowListAdmin(CreatingAdmin):
     )
     readonly_fields = fields
     refusals = (ServiceError,)
+    empty_words = "Clients may use the models that are allowed here. Models that nodes have appear by themselves, not allowed."
     create_form = ModelForm
     create_title = "Allow a model"
     create_explanation = (

@@ -68,6 +68,7 @@ class RequestRecordAdmin(ShowingAdmin):
     list_per_page = 50
     list_max_show_all = 0
     list_fullwidth = True
+    is_live = True
     fieldsets = (
         (None, {"fields": ("show_id", "created_at", "finished_at", "show_plain_state", "error_code", "status_code")}),
         ("Who asked", {"fields": ("tenant", "key_name", "key_id")}),
@@ -194,6 +195,7 @@ class GatewayProcessAdmin(ShowingAdmin):
     fields = ("id", "host", "pid", "show_state", "internal_url", "started_at", "heartbeat_at", "stopped_at")
     readonly_fields = fields
     list_per_page = 50
+    is_live = True
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[GatewayProcess]:
         """Return the processes with the time by the database's clock, by which they write their heartbeats."""

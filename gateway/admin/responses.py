@@ -27,6 +27,11 @@ class StoredResponseAdmin(ShowingAdmin):
     list_display = ("id", "tenant", "model", "show_size", "created_at", "expires_at")
     list_select_related = ("tenant",)
     list_filter = ("tenant",)
+    empty_words = (
+        "Answers of /v1/responses are kept here, with their prompts, for tenants that have Keep answers switched on: "
+        "their clients can go on from an earlier answer."
+    )
+    empty_link = ("Choose a tenant", "admin:gateway_tenant_changelist")
     search_fields = ("id__exact",)
     search_help_text = "The id of a response: resp_…"
     ordering = ("-created_at",)

@@ -117,6 +117,7 @@ class TenantAdmin(CreatingAdmin):
     )
     readonly_fields = fields
     refusals = (ServiceError,)
+    empty_words = "A tenant is a team or a customer. API keys belong to one, and share its limits."
     create_form = TenantForm
     create_title = "New tenant"
     create_explanation = "Keys belong to a tenant, and its name stands in every request record."

@@ -181,6 +181,9 @@ class NodeAdmin(ShowingAdmin):
     list_select_related = ("provider", "presence")
     search_fields = ("name", "owner_name", "gpu_name")
     change_form_outer_before_template = "admin/muster/box.html"
+    is_live = True
+    empty_words = "A node is a machine with GPUs that answers requests. It appears here when it connects with a credential."
+    empty_link = ("Create a node credential", "admin:nodes_nodecredential_add")
     refusals = (NodeError, GovernanceError)
     fieldsets = (
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_rival")}),

@@ -59,6 +59,7 @@ class NodeCredentialAdmin(CreatingAdmin):
     refusals = (NodeError,)
     fields = ("name", "show_prefix", "provider", "node", "max_nodes", "created_at", "last_used_at", "revoked_at")
     readonly_fields = fields
+    empty_words = "A node shows its credential when it connects. Create one, then start the node with it."
     create_form = CredentialForm
     create_title = "New node credential"
     create_explanation = "A GPU box shows it when it connects. It is shown here once."

@@ -47,6 +47,7 @@ class ProviderAdmin(CreatingAdmin):
     refusals = (NodeError,)
     fields = ("name", "show_state", "created_at", "updated_at")
     readonly_fields = fields
+    empty_words = "A provider is a group of nodes that are switched on and off together. Every credential belongs to one."
     create_form = ProviderForm
     create_title = "New provider"
     row_changes: ClassVar[tuple[RowChange, ...]] = (

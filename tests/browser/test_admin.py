@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from django.utils import timezone
 from playwright.sync_api import expect
 
 from gateway.models import ApiKey, RequestRecord
@@ -57,7 +58,8 @@ def make_hostile_rows() -> tuple[Node, RequestRecord]:
 
 def make_one_of_each() -> None:
     make_presence(make_node("a-box-with-quite-a-long-name-for-a-phone"))
-    make_key()
+    key, _ = make_key("nightly evaluation")
+    ApiKey.objects.filter(pk=key.pk).update(last_used_at=timezone.now())
     make_gateway()
     allow_model(name="tiny", actor=ACTOR)
     create_alias(name="gpt-4o-mini", targets=[Target("tiny")], actor=ACTOR)
@@ -206,15 +208,62 @@ def test_the_page_of_a_request_follows_also_a_busy_control_plane(visit: Visit) -
     expect(visit.page.locator("#request")).to_contain_text("Every box that serves the model was being held back.")
 
 
+def test_a_list_is_followed_without_a_reload_and_holds_still_under_a_hand(visit: Visit) -> None:
+    node = in_database(lambda: make_node("attic"))
+    in_database(lambda: make_presence(node, age_s=-3600))
+    visit.sign_in()
+    page = visit.page
+    visit.open("/admin/nodes/node/")
+    table = page.locator("#result_list")
+    expect(table).to_contain_text("available")
+    page.evaluate("window.isSamePage = true")
+
+    in_database(lambda: make_presence(make_node("aft"), age_s=-3600))
+    in_database(lambda: Node.objects.filter(pk=node.pk).update(draining=True))
+    expect(table).to_contain_text("aft")
+    expect(table).to_contain_text("draining")
+
+    table.get_by_role("link", name="attic").focus()
+    in_database(lambda: make_presence(make_node("able"), age_s=-3600))
+    in_database(lambda: Node.objects.filter(pk=node.pk).update(draining=False, cordoned=True))
+    expect(table).to_contain_text("cordoned")
+    expect(table.locator("tbody th")).to_have_text(["aft", "attic"])
+    assert page.evaluate("window.isSamePage")
+    assert find_violations(page) == []
+
+
+def test_the_search_is_found_by_a_button_and_finds_rows(visit: Visit) -> None:
+    node = in_database(lambda: make_node("rack-2"))
+    visit.sign_in()
+    page = visit.page
+    page.get_by_role("button", name="Search").click()
+    field = page.get_by_role("searchbox", name="Search")
+    field.press_sequentially("no such thing")
+    expect(page.get_by_text("Nothing found.")).to_be_visible()
+    field.press("Enter")
+    assert find_violations(page, ".mst-palette") == []
+
+    field.fill("")
+    field.press_sequentially("rack")
+    expect(page.locator(".mst-palette").get_by_role("link", name="rack-2")).to_be_visible()
+    assert find_violations(page, ".mst-palette") == []
+    field.press("Enter")
+    expect(page).to_have_url(re.compile(f"/admin/nodes/node/{node.pk}/change/"))
+
+
 @pytest.mark.parametrize("width", [360, 768, 1440])
 def test_pages_fit_the_screen(visit: Visit, width: int) -> None:
     in_database(make_one_of_each)
     visit.sign_in()
     visit.page.set_viewport_size({"width": width, "height": 800})
-    for path in ("/admin/", "/admin/nodes/node/", "/admin/gateway/requestrecord/", "/admin/gateway/apikey/add/"):
+    names = ("nodes/node", "gateway/requestrecord", "gateway/apikey")
+    for path in ("/admin/", *(f"/admin/{name}/" for name in names), "/admin/gateway/apikey/add/"):
         visit.open(path)
         assert visit.page.evaluate(FIND_CUT_OFF) == []
     if width == 1440:
-        for name in ("gateway/requestrecord", "gateway/modelalias"):
+        keys = visit.page.locator("#result_list")
+        visit.open("/admin/gateway/apikey/")
+        expect(keys.get_by_role("link", name="Revoke")).to_be_in_viewport(ratio=1)
+        for name in ("gateway/requestrecord", "gateway/modelalias", "gateway/apikey", "governance/webhookendpoint"):
             visit.open(f"/admin/{name}/")
             assert find_violations(visit.page) == []

@@ -12,7 +12,7 @@ const look = async () => {
     }
     isLooking = true;
     try {
-        const answer = await fetch(location.href, { signal: AbortSignal.timeout(PATIENCE_MS) });
+        const answer = await fetch(location.href, { headers: { "X-Muster-Follow": "1" }, signal: AbortSignal.timeout(PATIENCE_MS) });
         const fresh = answer.ok ? parse(await answer.text()).getElementById("request") : null;
         if (fresh && !("open" in fresh.dataset)) {
             location.reload();

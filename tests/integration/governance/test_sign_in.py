@@ -311,6 +311,19 @@ def test_a_session_ends_when_it_is_idle_or_old(ada: User, mark: str, age_s: int,
     assert is_signed_in(client) is lives
 
 
+@pytest.mark.parametrize(
+    ("headers", "is_use"), [({}, True), ({"X-Muster-Follow": "1"}, False)], ids=["a person", "an open page"]
+)
+def test_a_page_that_follows_by_itself_does_not_keep_a_session_alive(ada: User, headers: dict[str, str], is_use: bool) -> None:
+    client = Client()
+    by_password(client)
+    session = client.session
+    before = session["muster_seen_at"] = int(time.time()) - 29 * 60
+    session.save()
+    assert client.get("/sign-in/keys", headers=headers).status_code == 200
+    assert (client.session["muster_seen_at"] > before) is is_use
+
+
 def test_other_sessions_of_the_person_are_listed_and_ended(ada: User) -> None:
     here, there, other = Client(), Client(), Client()
     User.objects.create_user("bob", password=PASSWORD)

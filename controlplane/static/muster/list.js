@@ -1,0 +1,77 @@
+// Keeps a list current: asks for its page again and changes cells where they stand. Rows come, go and move only while nobody has
+// a hand on them: on a first page without search and filter that nobody points at, types into or selects from.
+import { parse, update, updateChildren } from "./live.js";
+import { watch } from "./silence.js";
+
+const EVERY_MS = 5000;
+const PATIENCE_MS = 30000; // given up sooner, a busy control plane would be asked again and again and never heard
+
+const findTable = (page) => page.getElementById("result_list");
+const findRows = (table) => [...table.querySelectorAll(":scope > tbody")];
+const nameRow = (row) => row.querySelector("a[href]")?.getAttribute("href");
+
+const isAtRest = (table) =>
+    location.search === "" &&
+    getSelection().isCollapsed &&
+    !table.matches(":hover") &&
+    !table.contains(document.activeElement) &&
+    table.querySelector("input:checked") === null;
+
+const show = (fresh) => {
+    const shown = findTable(document);
+    const asOf = fresh.getElementById("list-as-of");
+    if (asOf) {
+        update(document.getElementById("list-as-of"), asOf);
+    }
+    const table = findTable(fresh);
+    if (!shown || !table) {
+        // The first row came, or the last one went: the whole page looks different, unless somebody is typing a search.
+        if (shown !== table && location.search === "" && document.activeElement === document.body) {
+            location.reload();
+        }
+        return;
+    }
+    if (isAtRest(shown)) {
+        updateChildren(shown, table);
+        return;
+    }
+    const news = new Map(findRows(table).map((row) => [nameRow(row), row]));
+    for (const row of findRows(shown)) {
+        const same = news.get(nameRow(row));
+        if (same) {
+            row.querySelectorAll("td, th").forEach((cell, index) => {
+                const freshCell = same.querySelectorAll("td, th")[index];
+                if (freshCell && !cell.contains(document.activeElement)) {
+                    updateChildren(cell, freshCell);
+                }
+            });
+        }
+    }
+};
+
+if (document.getElementById("list-as-of")) {
+    const silence = watch();
+    let isLooking = false;
+    const look = async () => {
+        if (isLooking || document.hidden) {
+            return;
+        }
+        isLooking = true;
+        try {
+            const headers = { "X-Muster-Follow": "1" }; // whoever only leaves a page open is idle
+            const answer = await fetch(location.href, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+            if (answer.redirected && new URL(answer.url).pathname !== location.pathname) {
+                silence.signedOut();
+            } else if (answer.ok) {
+                silence.heard();
+                show(parse(await answer.text()));
+            }
+        } catch {
+            // The next one may get through; until then the page says since when it is old.
+        } finally {
+            isLooking = false;
+        }
+    };
+    setInterval(look, EVERY_MS);
+    document.addEventListener("visibilitychange", look);
+}
