@@ -17,8 +17,7 @@ from wire.contract import ErrorCode
 POLICY = "; ".join(
     (
         "default-src 'none'",
-        # Alpine, which the admin's skin is built on, compiles its expressions. No inline script runs.
-        "script-src 'self' 'unsafe-eval'",
+        "script-src 'self'",
         "style-src 'self' 'unsafe-inline'",
         "img-src 'self' data:",
         "font-src 'self'",
@@ -28,6 +27,9 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
+ADMIN_PATH = "/admin/"
+ADMIN_POLICY = POLICY.replace("script-src 'self'", "script-src 'self' 'unsafe-eval'")
+"""For the admin alone: Alpine, which its skin is built on, compiles its expressions. No inline script runs there either."""
 OFFLINE_PAGE = f"{settings.STATIC_URL}governance/offline.html"
 OFFLINE_POLICY = "frame-ancestors 'none'"
 """That page is one file that is also opened from a disk: it brings the rest of its policy itself, with hashes."""
@@ -57,7 +59,8 @@ class ContentSecurityPolicyMiddleware:
             # The address of an invitation is a secret, and our own server, or the proxy before it, may log referrers.
             response.headers["Referrer-Policy"] = "strict-origin"
             return response
-        policy = OFFLINE_POLICY if request.path == OFFLINE_PAGE else POLICY
+        policy = ADMIN_POLICY if request.path.startswith(ADMIN_PATH) else POLICY
+        policy = OFFLINE_POLICY if request.path == OFFLINE_PAGE else policy
         response.headers.setdefault("Content-Security-Policy", policy)
         return response
 

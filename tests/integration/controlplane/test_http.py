@@ -14,7 +14,7 @@ from pytest_django import DjangoAssertNumQueries
 
 from controlplane import health
 from controlplane.api_errors import permission_denied, server_error
-from controlplane.middleware import POLICY
+from controlplane.middleware import ADMIN_POLICY, POLICY
 from controlplane.models import User
 from governance.views.content_policy import STRICT_POLICY
 
@@ -137,15 +137,23 @@ def test_the_root_leads_to_the_admin(client: Client) -> None:
     assert client.get("/")["Location"] == reverse("admin:index")
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/admin/login/", "/nothing", "/api/docs", "/requests"])
+@pytest.mark.parametrize("path", ["/healthz", "/nothing", "/api/docs", "/requests", "/"])
 def test_every_response_carries_the_content_security_policy(client: Client, path: str) -> None:
     assert client.get(path)["Content-Security-Policy"] == POLICY
 
 
-def test_the_policy_lets_no_inline_script_run_and_nobody_frame_us() -> None:
-    assert "script-src 'self' 'unsafe-eval'" in POLICY
-    assert "frame-ancestors 'none'" in POLICY
-    assert "default-src 'none'" in POLICY
+def test_only_the_admin_may_evaluate_expressions(client: Client) -> None:
+    assert client.get("/admin/login/")["Content-Security-Policy"] == ADMIN_POLICY
+    assert "script-src 'self' 'unsafe-eval';" in ADMIN_POLICY
+    assert "unsafe-eval" not in POLICY
+
+
+@pytest.mark.parametrize("policy", [POLICY, ADMIN_POLICY])
+def test_the_policy_lets_no_inline_script_run_and_nobody_frame_us(policy: str) -> None:
+    assert "script-src 'self'" in policy
+    assert "script-src 'self' 'unsafe-inline'" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "default-src 'none'" in policy
 
 
 def test_the_openapi_document_describes_both_credentials(client: Client) -> None:
