@@ -128,7 +128,7 @@ class Parts:
     async def reload_settings(self) -> SettingsChange:
         """Read the settings files again and take over what changed. Raises InvalidSettings, SettingsConflict."""
         files = self.config.files
-        new = await asyncio.to_thread(read_settings, files.settings, files.local_settings)
+        new = await asyncio.to_thread(read_settings, *files.find_settings())
         registry = self.pool.registry
         free = {ModelState.UNLOADED, ModelState.FAILED}
         busy = {model.model_id for model in registry.models if model.replicas or model.state not in free}
@@ -224,7 +224,7 @@ async def assemble(
     Raises ConfigError and InvalidSettings.
     """
     files = config.files
-    settings = await asyncio.to_thread(read_settings, files.settings, files.local_settings)
+    settings = await asyncio.to_thread(read_settings, *files.find_settings())
     if config.log_level is None and settings.service.log_level is not None:
         logging.getLogger().setLevel(settings.service.log_level.upper())
     if files.data is None:

@@ -23,7 +23,11 @@ class Flags(msgspec.Struct, kw_only=True, rename=spec_name):
 
 
 class LoadedModel(msgspec.Struct, kw_only=True, rename=spec_name):
-    """A model that answers. ``gpuMemoryMB`` is measured: of the GPUs, or of the host where ``resources.device`` says so."""
+    """A model that answers. ``gpuMemoryMB`` is measured: of the GPUs, or of the host where ``resources.device`` says so.
+
+    ``cacheFlush``: what a flush of the whole model comes to, flushed, reloaded, nothing-kept or not-supported. Whether the
+    engine itself keeps tenants apart and heeds priorities: supported or not-supported; the node's own queue always does.
+    """
 
     id: str
     quantization: str | None
@@ -37,6 +41,9 @@ class LoadedModel(msgspec.Struct, kw_only=True, rename=spec_name):
     kv_mb: int | None
     predicted_mb: int | None
     capabilities: Flags
+    cache_flush: str
+    tenant_isolation: str
+    engine_priority: str
 
 
 class LoadingModel(msgspec.Struct, kw_only=True):

@@ -23,7 +23,7 @@ from runner.api.answers import (
 )
 from runner.api.health import find_ailments
 from runner.api.shapes import Shapes
-from runner.engines.port import Capabilities, EngineStats
+from runner.engines.port import Capabilities, EngineStats, FlushResult
 from runner.errors import Unavailable
 from runner.fit import ModelShape
 from runner.operations.governance import Standing
@@ -112,6 +112,9 @@ class CapabilityReport:
             kv_mb=_sum_mb([replica.kv_bytes for replica in model.replicas]),
             predicted_mb=None if model.predicted_bytes is None else round(model.predicted_bytes / MIB),
             capabilities=self._join([model.capabilities]),
+            cache_flush=_describe_flush(first),
+            tenant_isolation=_describe_support(model.capabilities.isolates_tenants),
+            engine_priority=_describe_support(model.capabilities.engine_priority),
         )
 
     def _join(self, each: list[Capabilities]) -> Flags:
@@ -136,6 +139,20 @@ def _name_engine(replica: Replica) -> str:
 def _join_engines(replicas: list[Replica]) -> str:
     """Return the engines that serve, each once and in the order of their names; empty when none does."""
     return "+".join(sorted({_name_engine(replica) for replica in replicas}))
+
+
+def _describe_flush(replica: Replica) -> FlushResult:
+    can, pids = replica.capabilities, replica.supervisor.engine.pids
+    if can.keeps_nothing:
+        return FlushResult.NOTHING_KEPT
+    if can.flushes_cache:
+        return FlushResult.FLUSHED
+    # What is ours and cannot be asked to forget is loaded anew; of somebody else's server that cannot be had.
+    return FlushResult.RELOADED if pids and can.prefix_caching else FlushResult.NOT_SUPPORTED
+
+
+def _describe_support(is_there: bool) -> str:  # one flag said in words
+    return "supported" if is_there else "not-supported"
 
 
 def _describe_operations(standing: Standing) -> OperationsState:

@@ -186,10 +186,14 @@ def _describe_capabilities(model: Model) -> dict[str, object]:
         "modalities": ["text", *(["image"] if found.vision_input else []), *(["audio"] if found.audio_input else [])],
         "file_inputs": [],
         "multi_turn": not model.replicas or "/v1/chat/completions" in found.endpoints,
-        "thinking_modes": ["on", "off"] if model.definition.enable_thinking is not None else [],
+        "thinking_modes": ["on", "off"] if _can_think(model) else [],
         "response_formats": ["text"],
         "endpoints": list(found.endpoints),
     }
+
+
+def _can_think(model: Model) -> bool:
+    return model.definition.enable_thinking is not None or model.definition.prompt_format == "gemma4_template"
 
 
 def _constrain(limits: Mapping[str, object]) -> dict[str, object]:

@@ -50,7 +50,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         raise ConfigError("no gateway: give --gateway http://HOST:8080 or set MUSTER_GATEWAY, or serve alone with --standalone")
     name = options.text("name", socket.gethostname() or "worker")
     files = _read_files(options)
-    engine = _read_engine(options, has_models=files.settings is not None or files.model_base is not None)
+    engine = _read_engine(options, has_models=files.find_settings()[0] is not None or files.model_base is not None)
     cores = os.cpu_count() or 1
     log_level = options.text("log_level", options.variable("LOG_LEVEL")).lower()
     if log_level and log_level not in LOG_LEVELS:
@@ -185,13 +185,13 @@ def _folder(variable: str, text: str) -> Path | None:
 
 
 def _settings_file(variable: str, options: Options, data: Path | None, name: str) -> Path | None:
-    """Return the file that the variable names, else the one of that name in the data folder if it is there."""
+    """Return the file that the variable names, else the one of that name in the data folder, where it may come to be."""
     if given := options.variable(variable):
         path = Path(given).expanduser()
         if not path.is_file():
             raise ConfigError(f"{variable}: there is no file {path}")
         return path
-    return data / name if data is not None and (data / name).is_file() else None
+    return None if data is None else data / name
 
 
 def _read_gpu_ids(options: Options) -> tuple[int, ...]:

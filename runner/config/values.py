@@ -92,7 +92,9 @@ class OperationsConfig:
 
 @dataclass(frozen=True, slots=True)
 class FilesConfig:
-    """Where things lie. ``data`` None = nothing is kept over a restart. Settings paths as in the llm-pool specification."""
+    """Where things lie. ``data`` None = nothing is kept over a restart. Settings paths as in the llm-pool specification:
+    those in the data folder need not be there.
+    """
 
     data: Path | None
     model_base: Path | None
@@ -100,6 +102,15 @@ class FilesConfig:
     settings: Path | None
     local_settings: Path | None
     hub_allow: tuple[str, ...]
+
+    def find_settings(self) -> tuple[Path | None, Path | None]:
+        """Return the settings file and the local one to read now: one of the data folder only when it is there by now."""
+        return self._find(self.settings), self._find(self.local_settings)
+
+    def _find(self, path: Path | None) -> Path | None:
+        own = () if self.data is None else (self.data / "settings.json", self.data / "local.json")
+        is_optional = path in own
+        return None if path is None or (is_optional and not path.is_file()) else path
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,29 @@ _SPECULATIVE = (
 )  # fmt: skip
 
 
+_OF_SERVER = "is decided by the server that has the model; take it out"
+_NO_TEMPLATE = frozenset({"tgi", "openai_compatible", "whisper", "comfyui"})
+"""Backends that are given no variables of a chat template, or have none."""
+
+
+def find_misplaced(backend: str, values: Mapping[str, object]) -> Problem | None:
+    """Return the first common field of a model's settings that would do nothing for its backend, None when all act."""
+    device, own = values.get("device"), {name for name, value in values.items() if value is not None}
+    is_cpu = device == "cpu"
+    if device is not None and backend in {"llama_server", "tabbyapi", "comfyui", "openai_compatible", "tgi"}:
+        return "device", _OF_SERVER if backend != "tgi" else "is not told to TGI; say with CUDA_VISIBLE_DEVICES what it may use"
+    if is_cpu and backend == "exllamav3":
+        return "device", "cannot be cpu: ExLlamaV3 runs on GPUs alone"
+    if is_cpu and backend == "gguf" and values.get("gguf_n_gpu_layers") not in {None, 0}:
+        return "gguf_n_gpu_layers", f"cannot be {values['gguf_n_gpu_layers']} with device cpu; leave one of them out"
+    for name in ("prompt_format", "enable_thinking"):
+        if name in own and backend in _NO_TEMPLATE:
+            return name, f"does nothing for {backend}, which is given no variables of a chat template; take it out"
+    if "enable_thinking" in own and values.get("prompt_format") == "translategemma_template":
+        return "enable_thinking", "does nothing with prompt_format translategemma_template, which has no such switch"
+    return None
+
+
 def find_problem(values: Mapping[str, object]) -> Problem | None:
     """Return the first rule that a model's fields break, None when all hold. Absent and null mean the same."""
     for rule in _RULES:

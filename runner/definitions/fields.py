@@ -5,6 +5,7 @@ One table, from which the settings are checked, overrides are checked, forms are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -21,6 +22,9 @@ KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_
 COMPUTE_TYPES = (
     "default", "auto", "int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32",
 )  # fmt: skip
+PROMPT_FORMATS = ("gemma4_template", "translategemma_template")
+"""Formats that are more than a model's own chat template: one with a switch for thinking, and one that translates."""
+_DEVICE = re.compile(r"cpu|auto|cuda(?::([0-9]{1,3}))?")
 _MIB = 1024 * 1024
 _PATH = Text(what="a path")
 
@@ -29,6 +33,17 @@ def is_cache_quant(text: str) -> bool:
     """Return whether it is ``bits`` or ``k,v`` with 2 to 8 bits each, as ExLlamaV3 writes cache quantisation."""
     parts = text.split(",")
     return len(parts) <= 2 and all(len(part) == 1 and part in "2345678" for part in parts)
+
+
+def is_device(text: str) -> bool:
+    """Return whether it is ``cpu``, ``auto``, ``cuda`` or ``cuda:N``."""
+    return _DEVICE.fullmatch(text) is not None
+
+
+def gpu_number(device: str) -> int | None:
+    """Return the number in ``cuda:N``, None where a device names none."""
+    match = _DEVICE.fullmatch(device)
+    return None if match is None or match[1] is None else int(match[1])
 
 
 def is_gpu_split(text: str) -> bool:
@@ -61,9 +76,11 @@ def _plain(kind: Kind, default: object = None, *, is_required: bool = False) -> 
 COMMON_FIELDS: Mapping[str, Field] = {
     "backend": _plain(Enum(values=BACKENDS)),
     "model_path": _plain(Text(what="a path or a model id", nullable=True)),
-    "device": Field(Text(what="a device such as cuda, cuda:0 or cpu", nullable=True)),
+    "device": Field(
+        Text(what="cpu, cuda, cuda:N (a GPU of the node by its number) or auto", is_valid=is_device, nullable=True)
+    ),
     "compute_type": Field(Enum(values=COMPUTE_TYPES, nullable=True)),
-    "prompt_format": _plain(Text(what="the name of a prompt format", nullable=True)),
+    "prompt_format": _plain(Enum(values=PROMPT_FORMATS, nullable=True)),
     "enable_thinking": _plain(Boolean(nullable=True)),
     "enabled": _plain(Boolean()),
     "replicas": Field(Integer(minimum=1, maximum=64, unit="replicas"), is_override=True, uses_memory=False, default=1),

@@ -21,6 +21,7 @@ from runner.definitions.fields import (
     CONTEXT_FIELDS,
     Field,
     find_field,
+    gpu_number,
     override_fields,
     owners_of,
 )
@@ -107,6 +108,27 @@ def load_recommendations(definition: ModelDefinition) -> list[dict[str, object]]
             return []
     presets = [{"label": label, "values": values} for label, values in pairs]
     return [{"kind": "pair_presets", "name": "kv_cache", "fields": fields, "presets": presets}]
+
+
+def choose_gpus(definition: ModelDefinition, *, given: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the GPUs that ``device`` of a definition means: of those ``given`` to the node, else of those ``found`` in it.
+
+    Raises InvalidLoadRequest when what it names is not there. Without a device, or with ``auto``, the engine has those given.
+    """
+    device = definition.device
+    if device is None or device == "auto":
+        return given
+    if device == "cpu":
+        return ()
+    usable, number = given or found, gpu_number(device)
+    chosen = usable if number is None else tuple(index for index in usable if index == number)
+    if not chosen:
+        there = f"the GPUs {', '.join(map(str, usable))}" if usable else "no GPU"
+        raise InvalidLoadRequest(
+            f"device: the settings of {definition.model_id} say {device}, and this node has {there} for it; correct them.",
+            param="device",
+        )
+    return chosen
 
 
 def make_plan(

@@ -12,7 +12,7 @@ from typing import cast
 
 import msgspec
 
-from runner.definitions.combinations import find_problem
+from runner.definitions.combinations import find_misplaced, find_problem
 from runner.definitions.decoding import DECODING_FIELDS, Decoding, merge_decoding
 from runner.definitions.definition import Backend, ModelDefinition
 from runner.definitions.fields import BACKEND_FIELDS, BACKENDS, COMMON_FIELDS, find_field, owners_of
@@ -151,7 +151,7 @@ def _read_model(model_id: str, value: object, default_backend: Backend | None) -
         if known.is_required and fields.get(name) is None:
             raise InvalidSettings(f"{path}.{name} is missing; it must be {known.kind.allowed()}", param=f"{path}.{name}")
     options = {name: given for name, given in fields.items() if name in own}
-    problem = find_problem(options)
+    problem = find_misplaced(backend, fields) or find_problem(options)
     if problem is not None:
         raise InvalidSettings(f"{path}.{problem[0]} {problem[1]}", param=f"{path}.{problem[0]}")
     common = {name: given for name, given in fields.items() if name in COMMON_FIELDS}

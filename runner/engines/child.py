@@ -225,9 +225,12 @@ def child_environment() -> dict[str, str]:
     return kept
 
 
-def gpu_environment(gpu_ids: Sequence[int]) -> dict[str, str]:
-    """Return what makes a child see these GPUs alone, numbered as the driver numbers them; nothing set when none is named."""
-    if not gpu_ids:
+def gpu_environment(gpu_ids: Sequence[int], *, is_cpu: bool = False) -> dict[str, str]:
+    """Return what makes a child see these GPUs alone, numbered as the driver numbers them; nothing set when none is named.
+
+    ``is_cpu``: it sees none, since some engines use a GPU for a part of their work whatever they are told.
+    """
+    if not gpu_ids and not is_cpu:
         return {}
     visible = ",".join(str(gpu_id) for gpu_id in gpu_ids)
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": visible}

@@ -86,6 +86,7 @@ class ExLlamaV3Engine:
                 "slots": plan.slots,
                 "gpu_ids": list(plan.gpu_ids),
                 "context_tokens": plan.context_tokens or 0,
+                "enable_thinking": plan.options.get("enable_thinking"),
                 **_cache_settings(plan),
                 **_placement_settings(plan),
             },

@@ -170,12 +170,15 @@ class LibraryEngine:
         plan = self._plan
         if plan.path is None or not (plan.path / "model.bin").is_file():
             raise EngineError(f"{plan.model_id}: {self._kind.needs} is needed, got {plan.path}")
+        device = read_option(plan.options, "device", str)
         settings = {
             "folder": str(plan.path),
             "model_name": plan.model_id,
             "slots": plan.slots,
             "threads": plan.threads,
-            "device": read_option(plan.options, "device", str) or ("cuda" if plan.gpu_ids else "cpu"),
+            # ``cuda:N`` was made into the GPU with that number when the load was planned.
+            "device": (device or ("cuda" if plan.gpu_ids else "cpu")).partition(":")[0],
+            "enable_thinking": plan.options.get("enable_thinking"),
             "device_index": list(plan.gpu_ids),
             "compute_type": read_option(plan.options, "compute_type", str) or plan.quantization or "default",
         }

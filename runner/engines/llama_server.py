@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from runner.definitions.plan import LoadPlan, Progress, Report
-from runner.engines.elsewhere import bearer, read_url
+from runner.engines.elsewhere import bearer, read_url, set_thinking
 from runner.engines.http import HttpServer
 from runner.engines.llama_probe import Findings, probe_slots
 from runner.engines.llama_router import LlamaRouter
@@ -206,9 +206,13 @@ class LlamaServer:
         self._slots = slots if self._findings.isolates else None
         if self._findings.detail:
             log.warning("llama-server %s: %s", self._server.base_url, self._findings.detail)
+        # What a template is told does not reach it from Messages and Responses here: those are better translated.
+        others = (
+            () if self._plan.options.get("enable_thinking") is not None else (RESPONSES, *([] if self._slots else [MESSAGES]))
+        )
         self._capabilities = Capabilities(
             # A call to /v1/messages cannot be pinned: it would read the slots of others.
-            endpoints=(CHAT, COMPLETIONS, RESPONSES, *([] if self._slots else [MESSAGES]), TOKENIZE),
+            endpoints=(CHAT, COMPLETIONS, *others, TOKENIZE),
             private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by
             version=properties.build_info,
             max_inflight=properties.total_slots,
@@ -239,6 +243,8 @@ class LlamaServer:
         """Return the call with the model's name as the router knows it; private also where slots are not pinned."""
         if call.method != "POST" or not is_object(call.body):
             return call
+        if path == CHAT:
+            call = replace(call, body=set_thinking(self._plan, call.body))
         members = []
         if self._router is not None:
             members.append(b'"model":' + msgspec.json.encode(self._model))

@@ -98,7 +98,8 @@ class LlamaCpp:
         try:
             self._server.base_url = await self._child.start_ours(
                 _CHILD, child_settings(self._plan, path, key), report,
-                limit_s=LOAD_LIMIT_S, environment=gpu_environment(self._plan.gpu_ids), on_line=log.read,
+                limit_s=LOAD_LIMIT_S, on_line=log.read,
+                environment=gpu_environment(self._plan.gpu_ids, is_cpu=self._plan.options.get("device") == "cpu"),
             )  # fmt: skip
             await _wait_told(is_told)
         except EngineError as error:
@@ -213,7 +214,8 @@ def child_settings(plan: LoadPlan, path: Path, key: str) -> dict[str, object]:
         "model_path": str(path), "model_id": plan.model_id, "key": key, "slots": plan.slots, "threads": plan.threads,
         "context_tokens": plan.context_tokens or DEFAULT_CONTEXT_TOKENS,
         "embedding": options.get("gguf_embedding") is True,
-        "gpu_layers": options.get("gguf_n_gpu_layers", -1),
+        "gpu_layers": 0 if options.get("device") == "cpu" else options.get("gguf_n_gpu_layers", -1),
+        "enable_thinking": options.get("enable_thinking"),
         "flash_attn": options.get("gguf_flash_attn") or "auto",
         "type_k": options.get("gguf_type_k") or "f16",
         "type_v": options.get("gguf_type_v") or "f16",

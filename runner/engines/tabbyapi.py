@@ -17,7 +17,7 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
-from runner.engines.elsewhere import bearer, read_key, read_url
+from runner.engines.elsewhere import bearer, read_key, read_url, set_thinking
 from runner.engines.http import HttpServer
 from runner.engines.library_child import read_option
 from runner.engines.llama_slots import end_with, is_object
@@ -148,7 +148,8 @@ class TabbyApiEngine:
         if not self._is_loaded:
             raise ConnectionRefusedError("the model is not loaded")
         if is_object(call.body):  # whatever it names: the server may be set up to load what it is asked for
-            call = replace(call, body=end_with(call.body, b'"model":' + msgspec.json.encode(self._model)))
+            body = set_thinking(self._plan, call.body) if call.path.partition("?")[0] == CHAT else call.body
+            call = replace(call, body=end_with(body, b'"model":' + msgspec.json.encode(self._model)))
         return self._server.send(call)
 
     async def health(self) -> Health:

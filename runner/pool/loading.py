@@ -12,7 +12,7 @@ import msgspec
 
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.fields import CONTEXT_FIELDS
-from runner.definitions.overrides import check_overrides, find_conflicts, make_plan
+from runner.definitions.overrides import check_overrides, choose_gpus, find_conflicts, make_plan
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.port import Engine
 from runner.engines.supervisor import Supervisor
@@ -114,7 +114,7 @@ class Loader:
         evictee = self._registry.find(evict) if evict is not None and evict != model_id else None
         path = await self._locate(definition)
         must_fetch = path is None and not is_elsewhere(model.definition)
-        plan = self._plan(definition, wanted, path)
+        plan = await self._plan(definition, wanted, path)
         replicas = _replicas(definition, wanted)
         prediction = await self._capacity.predict(plan) if not must_fetch else Prediction(None, None, None)
         reading = await self._capacity.read()
@@ -214,10 +214,13 @@ class Loader:
         find = self._registry.library.find
         return await asyncio.to_thread(find, definition.model_path or definition.model_id, revision=definition.revision)
 
-    def _plan(self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None) -> LoadPlan:
+    async def _plan(self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None) -> LoadPlan:
         options = self._options
+        names_gpu = definition.device is not None and definition.device.startswith("cuda")
+        found = tuple(gpu.index for gpu in (await self._capacity.read()).gpus) if names_gpu else ()
+        gpu_ids = choose_gpus(definition, given=options.gpu_ids, found=found)
         return make_plan(
-            definition, overrides=wanted, path=path, threads=options.threads, gpu_ids=options.gpu_ids, defaults=options.defaults
+            definition, overrides=wanted, path=path, threads=options.threads, gpu_ids=gpu_ids, defaults=options.defaults
         )
 
     async def _evict(self, order: LoadOrder, tell: Report) -> Model | None:
@@ -236,7 +239,7 @@ class Loader:
         path = await self._registry.library.fetch(wanted, revision=definition.revision, report=tell)
         if not definition.is_configured:
             definition = await self._recognise(order.model)
-        plan = self._plan(definition, order.model.overrides, path)
+        plan = await self._plan(definition, order.model.overrides, path)
         prediction = await self._capacity.predict(plan)
         reading = await self._capacity.read()
         reserved = self._capacity.decide(

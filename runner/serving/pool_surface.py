@@ -57,10 +57,15 @@ class PoolSurface:
                 outer.usage = answer.usage
                 return
             builder.take_answer(await _collect(answer))
-            body = builder.to_json(_measure(answer.numbers, builder, began, first_ms=None))
-            headers = {**answer.headers, **answer.numbers.headers(), "content-type": "application/json"}
+            metrics = _measure(answer.numbers, builder, began, first_ms=None)
+            # Some providers answer a request for a stream with one JSON object.
+            body = builder.to_events(metrics) if wanted.stream else builder.to_json(metrics)
+            media_type = "text/event-stream; charset=utf-8" if wanted.stream else "application/json"
+            headers = {**answer.headers, **answer.numbers.headers(), "content-type": media_type}
             headers["content-length"] = str(len(body))
-            yield Answer(answer.status, headers, body=body, usage=answer.usage, numbers=answer.numbers)
+            yield Answer(
+                answer.status, headers, body=body, is_event_stream=wanted.stream, usage=answer.usage, numbers=answer.numbers
+            )
 
 
 async def _translate(answer: Answer, builder: ResponseBuilder, began: float) -> AsyncIterator[bytes]:

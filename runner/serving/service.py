@@ -35,7 +35,6 @@ from runner.serving.counting import Counting
 from runner.serving.headers import INFERENCE_PATHS, headers_to_client, is_allowed_path
 from runner.serving.numbers import Numbers
 from runner.serving.request import Inference
-from runner.serving.responses import add_thinking_default
 from runner.serving.tally import Tally
 from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
@@ -54,8 +53,6 @@ _LARGE_BODY_BYTES = 64 * 1024
 _MAX_MESSAGE_CHARS = 1000
 _DONE = b"data: [DONE]\n\n"
 _MAX_IGNORED_CHARS = 200
-_THINKING = frozenset({CHAT, MESSAGES})
-"""Where the settings' ``enable_thinking`` is the default."""
 _USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
 
 
@@ -217,8 +214,6 @@ class Serving:
         if replica is None:
             raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
         body, drops_usage = ask_for_usage(request.path, request.body)
-        if request.endpoint in _THINKING:
-            body = add_thinking_default(body, model.definition)
         call = Call(
             request.method, request.path, request.headers, body, request.tenant, request.cache_mode, request.cache_tag,
             request.priority,

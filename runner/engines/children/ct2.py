@@ -143,6 +143,7 @@ def main() -> int:
         model = load(settings, parent)
         run(model, ServerSettings(
             model_name=settings["model_name"], key=settings["key"], slots=settings["slots"], folder=Path(settings["folder"]),
+            enable_thinking=settings["enable_thinking"],
         ), parent)  # fmt: skip
     except (RuntimeError, ValueError, OSError) as error:
         parent.say(error=str(error))

@@ -6,6 +6,7 @@ to standard error. Nothing of asyncio or aiohttp is imported here: this process 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -70,6 +71,8 @@ def _set_server(params: Any, settings: dict[str, Any]) -> None:  # Any: xllamacp
     params.cache_prompt = False  # what does not say in which slot it runs must not reuse what it finds there
     params.slot_prompt_similarity = 0.0  # nor look for a slot that fits its prompt
     params.slot_save_path = os.devnull + os.sep  # erasing a slot answers 501 without one; saving to this one fails
+    if settings["enable_thinking"] is not None:  # of every dialect, where a request says nothing; values are JSON texts
+        params.default_template_kwargs = {"enable_thinking": json.dumps(settings["enable_thinking"])}
     params.endpoint_metrics = True
     params.endpoint_slots = True
     params.ui = False

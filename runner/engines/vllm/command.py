@@ -197,13 +197,20 @@ def _model_flags(plan: LoadPlan) -> Iterator[str]:
     for option, flag in _OPTION_FLAGS.items():
         if options.get(option) is not None:
             yield from (flag, str(options[option]))
-    if options.get("vllm_tool_call_parser"):
-        yield from ("--enable-auto-tool-choice", "--tool-call-parser", str(options["vllm_tool_call_parser"]))
+    yield from _chat_flags(plan)
     if options.get("vllm_max_pixels"):
         yield from ("--mm-processor-kwargs", _json({"max_pixels": options["vllm_max_pixels"]}))
     speculative = {field: options[name] for name, field in _SPECULATIVE_FIELDS.items() if options.get(name) is not None}
     if speculative:
         yield from ("--speculative-config", _json(speculative))
+
+
+def _chat_flags(plan: LoadPlan) -> Iterator[str]:
+    parser, thinking = plan.options.get("vllm_tool_call_parser"), plan.options.get("enable_thinking")
+    if parser:
+        yield from ("--enable-auto-tool-choice", "--tool-call-parser", str(parser))
+    if thinking is not None and not is_pooling(plan):  # of every dialect, where a request says nothing
+        yield from ("--default-chat-template-kwargs", _json({"enable_thinking": thinking}))
 
 
 def _memory_flags(plan: LoadPlan) -> Iterator[str]:

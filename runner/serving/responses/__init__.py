@@ -6,7 +6,7 @@ What belongs elsewhere: queues, engines, clocks, sending bytes.
 from __future__ import annotations
 
 from runner.serving.responses.builder import ResponseBuilder, make_response_id
-from runner.serving.responses.chat import POOL_BACKENDS, ChatTranslation, PoolBackend, add_thinking_default, to_chat
+from runner.serving.responses.chat import POOL_BACKENDS, ChatTranslation, PoolBackend, to_chat
 from runner.serving.responses.metrics import PoolMetrics, make_metrics
 from runner.serving.responses.request import PoolRequest, read_pool_request, uses_pool_shape
 
@@ -17,7 +17,6 @@ __all__ = [
     "PoolMetrics",
     "PoolRequest",
     "ResponseBuilder",
-    "add_thinking_default",
     "make_metrics",
     "make_response_id",
     "read_pool_request",

@@ -162,6 +162,13 @@ class ResponseBuilder:
         assert self._is_whole, "there is no answer yet"
         return msgspec.json.encode(self._envelope(metrics))
 
+    def to_events(self, metrics: PoolMetrics) -> bytes:
+        """Return the answer as the events of a stream, all at once; only after ``take_answer``."""
+        assert self._is_whole, "there is no answer yet"
+        delta = _event("response.output_text.delta", {"id": self.response_id, "delta": self.text})
+        measured = _event("response.metrics", {"id": self.response_id, "metrics": metrics})
+        return self.begin() + delta + measured + _event("response.completed", {"response": self._envelope(metrics)})
+
     def _take(self, chunk: _Chunk) -> str:
         if chunk.error is not None:
             words = chunk.error if isinstance(chunk.error, str) else chunk.error.message

@@ -10,13 +10,11 @@ import msgspec
 from runner.definitions.definition import Backend, ModelDefinition
 from runner.errors import InvalidRequest, ModalityUnsupported, RemoteNotAllowed
 from runner.serving.responses.request import PoolRequest
-from wire.unreadable import UNREADABLE
 
 DEFAULT_INSTRUCTION = "Do what the user asks. Answer in the user's language unless told otherwise, and add nothing else."
 """The system message of requests that bring no instructions."""
 
 TRANSLATE_GEMMA = "translategemma_template"
-_SAYS_ITSELF = frozenset({"enabled", "disabled"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +49,6 @@ POOL_BACKENDS: Mapping[Backend, PoolBackend] = {
     "comfyui": PoolBackend(None),
 }
 """``repeat_penalty`` is llama.cpp's own name; TGI's chat route has neither top_k nor a repetition penalty."""
-
-
-_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
-def add_thinking_default(body: bytes, definition: ModelDefinition) -> bytes:
-    """Return a chat or Messages body with what the settings say of ``enable_thinking``, unless the client says it itself.
-
-    A client says it in ``chat_template_kwargs.enable_thinking``, or on Messages in ``thinking``. Other bodies stay byte for
-    byte as they are, and so do those that cannot be read, which the engine refuses.
-    """
-    if definition.enable_thinking is None or not POOL_BACKENDS[definition.backend].takes_template_kwargs:
-        return body
-    try:
-        fields = _fields_decoder.decode(body)
-        given = msgspec.json.decode(fields.get("chat_template_kwargs", b"null"))
-        thinking = msgspec.json.decode(fields.get("thinking", b"null"))
-    except UNREADABLE:
-        return body
-    says_itself = isinstance(thinking, dict) and thinking.get("type") in _SAYS_ITSELF
-    if says_itself or not isinstance(given, dict | None) or "enable_thinking" in (given or {}):
-        return body
-    kwargs = {"enable_thinking": definition.enable_thinking, **(given or {})}
-    fields["chat_template_kwargs"] = msgspec.Raw(msgspec.json.encode(kwargs))
-    return msgspec.json.encode(fields)
 
 
 class ChatTranslation(msgspec.Struct, frozen=True, kw_only=True):

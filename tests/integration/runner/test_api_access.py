@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -184,3 +185,29 @@ def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path:
             assert running.client.get("/").status_code == 200
             until.touch()
             running.wait_for(lambda: running.client.get("/v1/capabilities").json(), lambda body: "runnerType" in body)
+
+
+def _has(name: str) -> Callable[[dict[str, object]], bool]:
+    return lambda found: name in found
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_settings_files_that_come_after_the_start_are_found(tmp_path: Path, *, by_signal: bool) -> None:
+    data = tmp_path / "data"
+    with run_api_box(tmp_path, models=("a",)) as running:
+        client = running.client
+
+        def states() -> dict[str, object]:
+            return {entry["name"]: entry["runtime_state"] for entry in client.get("/v1/admin/models").json()["models"]}
+
+        def reload() -> None:
+            if by_signal:
+                running.process.send_signal(signal.SIGHUP)
+            else:
+                assert client.post("/v1/admin/settings/reload").status_code == 200
+
+        for file, model in (("settings.json", "one"), ("local.json", "two")):
+            models = {model: {"model_path": "a"}}
+            (data / file).write_bytes(msgspec.json.encode({"engine": {"backend": "gguf", "models": models}}))
+            reload()
+            running.wait_for(states, _has(model))

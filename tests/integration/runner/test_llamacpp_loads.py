@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ from runner.engines import child, llamacpp
 from runner.engines.child import gpu_environment
 from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
 from runner.engines.llamacpp_log import LoadLog
-from runner.engines.port import FlushRequest, FlushResult, FlushScope, Health
+from runner.engines.port import CHAT, MESSAGES, FlushRequest, FlushResult, FlushScope, Health
 from runner.errors import EngineError
 from tests.integration.runner.engine_cases_llamacpp import QUESTION, tiny_plan
 from tests.integration.runner.engine_suite import ask, assert_gone, assert_health, chat_call, process_tree
@@ -259,3 +260,49 @@ async def test_all_parts_of_a_split_model_count(tmp_path: Path) -> None:
     assert weight_files(parts[0]) == parts
     assert weight_files(tmp_path / "other.gguf") == [tmp_path / "other.gguf"]
     assert weight_files(tmp_path / "gone.gguf") == []
+
+
+THINKER = (
+    b"{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    b"{% if enable_thinking is defined and not enable_thinking %}{{ ' without any thoughts' }}{% endif %}"
+)
+"""A template that can be told not to think, no longer than the one in the file that it is put into."""
+
+
+def write_thinker(path: Path) -> Path:
+    content = TINY_MODEL_PATH.read_bytes()
+    start = content.index(b"{% for message in messages %}")
+    length = int.from_bytes(content[start - 8 : start], "little")
+    path.write_bytes(content[:start] + THINKER.ljust(length) + content[start + length :])
+    return path
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_thinking_is_as_the_settings_say_in_every_dialect_unless_the_request_does(
+    client: aiohttp.ClientSession, tmp_path: Path, path: str
+) -> None:
+    file = write_thinker(tmp_path / "thinker.gguf")
+    call = dataclasses.replace(chat_call("tiny", QUESTION, max_tokens=1), path=path, cache_mode="none")
+    asked = dataclasses.replace(chat_call("tiny", QUESTION, max_tokens=1, chat_template_kwargs={"enable_thinking": True}))
+    counts: dict[object, int] = {}
+    for wanted in (True, False):
+        engine = LlamaCpp(tiny_plan(file, options={"enable_thinking": wanted}), client)
+        try:
+            await engine.load(ignore)
+            counts[wanted] = prompt_tokens(await ask(engine, call))
+            counts["asked", wanted] = prompt_tokens(await ask(engine, asked))
+        finally:
+            await engine.unload(gently=False)
+    assert counts[True] < counts[False]
+    assert counts["asked", True] == counts["asked", False] == counts[True]
+
+
+def prompt_tokens(body: bytes) -> int:
+    usage = json.loads(body)["usage"]
+    return int(usage["prompt_tokens"] if "prompt_tokens" in usage else usage["input_tokens"] + usage["cache_read_input_tokens"])
+
+
+async def test_a_model_on_the_cpu_gets_no_layers_on_a_gpu_and_sees_none() -> None:
+    plan = tiny_plan(options={"device": "cpu"})
+    assert child_settings(plan, TINY_MODEL_PATH, "key")["gpu_layers"] == 0
+    assert gpu_environment((), is_cpu=True)["CUDA_VISIBLE_DEVICES"] == ""

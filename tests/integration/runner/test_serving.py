@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from aiohttp import web
 
-from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, Capabilities
+from runner.engines.port import CHAT, EMBEDDINGS, MESSAGES, RESPONSES, Capabilities
 from runner.errors import (
     EngineError,
     EngineUnavailable,
@@ -486,31 +485,6 @@ async def test_the_head_of_a_stream_says_that_nothing_is_reused_exactly_where_no
         assert b": x-cache-hit=false; x-cache-tokens-reused=0;" in await read(answer)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "kwargs"),
-    [
-        (CHAT, {}, {"enable_thinking": False}),
-        (MESSAGES, {}, {"enable_thinking": False}),
-        (MESSAGES, {"thinking": {"type": "adaptive"}}, {"enable_thinking": False}),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
-        (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
-        (CHAT, {"chat_template_kwargs": {"other": 1}}, {"enable_thinking": False, "other": 1}),
-        (CHAT, {"chat_template_kwargs": None}, {"enable_thinking": False}),
-        (COMPLETIONS, {}, None),
-    ],
-)
-async def test_what_the_settings_say_of_thinking_is_the_default_on_every_path_that_chats(
-    parts: Parts, path: str, fields: dict[str, object], kwargs: dict[str, object] | None
-) -> None:
-    bench = Bench(parts)
-    bench.prepare = lambda made: setattr(made, "capabilities", Capabilities((CHAT, MESSAGES, COMPLETIONS)))
-    model = await bench.load("a")
-    model.definition = msgspec.structs.replace(model.definition, enable_thinking=False)
-    with pytest.raises(EngineUnavailable):
-        await serve(parts, ask("a", path=path, **fields))
-    assert json.loads(bench.engines[0].calls[0].body).get("chat_template_kwargs") == kwargs
-
-
 async def test_a_node_refuses_a_format_that_its_engines_messages_would_forget(parts: Parts) -> None:
     def be_llama(made: GatedEngine) -> None:
         made.name = "llamacpp"
@@ -528,3 +502,26 @@ async def test_a_node_refuses_a_format_that_its_engines_messages_would_forget(pa
     with pytest.raises(EngineUnavailable):  # a gateway knows what it sends
         await serve(parts, replace(request, on_socket=True))
     assert is_idle(parts)
+
+
+async def test_a_pool_request_for_a_stream_that_is_answered_whole_gets_the_four_events(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    async def answer_whole(_request: web.Request, body: bytes) -> web.StreamResponse:
+        assert json.loads(body)["stream"] is True
+        choice = {"index": 0, "message": {"role": "assistant", "content": "Het regende."}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 6}})
+
+    engine.handler = answer_whole
+    body = json.dumps({"model": "alpha", "input": "It rained.", "stream": True}).encode()
+    request = Inference("POST", RESPONSES, {"content-type": "application/json"}, body, "alpha", "t1", is_streaming=True)
+    async with parts.door.open(request) as answer:
+        assert (answer.status, answer.is_event_stream) == (200, True)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [json.loads(line[6:]) for line in (await read(answer)).decode().splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events] == [
+        "response.created", "response.output_text.delta", "response.metrics", "response.completed",
+    ]  # fmt: skip
+    assert events[1]["delta"] == events[3]["response"]["output_text"] == "Het regende."
+    assert len({event.get("id") or event["response"]["id"] for event in events}) == 1
+    assert events[2]["metrics"]["engine_output_tokens"] == 6

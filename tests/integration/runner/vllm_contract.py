@@ -36,7 +36,7 @@ _VALUES = (
     "--model", "--served-model-name", "--uds", "--max-num-seqs", "--scheduling-policy", "--allowed-media-domains",
     "--max-model-len", "--tensor-parallel-size", "--runner", "--convert", "--kv-cache-memory-bytes", "--max-lora-rank",
     "--max-loras", "--gpu-memory-utilization", "--quantization", "--kv-cache-dtype", "--tool-call-parser",
-    "--speculative-config",
+    "--speculative-config", "--default-chat-template-kwargs",
 )  # fmt: skip
 
 

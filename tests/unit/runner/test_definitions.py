@@ -380,3 +380,40 @@ def test_caps_of_nothing_differ_from_no_caps() -> None:
 
     assert remote.cap_for("t") == 0.0
     assert remote.cap_for("u") is None
+
+
+MISPLACED: list[tuple[dict[str, object], str, str]] = [
+    ({"backend": "gguf", "device": "tpu"}, "device", "must be cpu, cuda, cuda:N"),
+    ({"backend": "gguf", "device": "cuda:x"}, "device", "must be cpu, cuda, cuda:N"),
+    ({"backend": "gguf", "device": "cpu", "gguf_n_gpu_layers": -1}, "gguf_n_gpu_layers", "cannot be -1 with device cpu"),
+    ({"backend": "exllamav3", "device": "cpu"}, "device", "runs on GPUs alone"),
+    ({"backend": "tabbyapi", "server_url": "http://127.0.0.1:1", "device": "cuda"}, "device", "decided by the server"),
+    ({"backend": "tgi", "tgi_launcher": "/bin/tgi", "device": "cuda:0"}, "device", "CUDA_VISIBLE_DEVICES"),
+    ({"backend": "openai_compatible", "remote_base_url": "https://a.example/v1", "device": "cpu"}, "device", "decided by"),
+    ({"backend": "gguf", "prompt_format": "llama9_template"}, "prompt_format", "gemma4_template, translategemma_template"),
+    ({"backend": "whisper", "prompt_format": "gemma4_template"}, "prompt_format", "does nothing for whisper"),
+    ({"backend": "tgi", "tgi_launcher": "/bin/tgi", "enable_thinking": True}, "enable_thinking", "does nothing for tgi"),
+    (
+        {"backend": "openai_compatible", "remote_base_url": "https://a.example/v1", "enable_thinking": False},
+        "enable_thinking", "does nothing for openai_compatible",
+    ),
+    (
+        {"backend": "gguf", "prompt_format": "translategemma_template", "enable_thinking": False},
+        "enable_thinking", "has no such switch",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "name", "words"), MISPLACED)
+def test_a_field_that_would_do_nothing_is_refused(fields: dict[str, object], name: str, words: str) -> None:
+    with pytest.raises(InvalidSettings) as caught:
+        parse_settings({"engine": {"models": {"m": fields}}})
+    assert caught.value.param == f"engine.models.m.{name}"
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize("backend", ["gguf", "vllm", "ct2", "whisper"])
+@pytest.mark.parametrize("device", [None, "auto", "cpu", "cuda", "cuda:0", "cuda:7"])
+def test_a_device_that_acts_is_taken(backend: str, device: str | None) -> None:
+    models = parse_settings({"engine": {"models": {"m": {"backend": backend, "device": device}}}}).models
+    assert models["m"].device == device

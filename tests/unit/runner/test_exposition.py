@@ -53,7 +53,7 @@ def test_series_of_several_models_and_replicas_are_one_family_that_prometheus_re
         def collect(self) -> list[Metric]:
             return made
 
-    (family,) = text_string_to_metric_families(generate_latest(Shown()).decode())  # type: ignore[arg-type]  # it only collects
+    (family,) = text_string_to_metric_families(generate_latest(Shown()).decode())
     assert [(sample.labels["model"], sample.labels["replica"], sample.value) for sample in family.samples] == [
         ("a", "0", 2.0), ("a", "1", 2.0), ("b", "0", 2.0),
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from runner.definitions.kinds import MAX_INTEGER
 from runner.definitions.overrides import (
     check_overrides,
     check_quantization,
+    choose_gpus,
     find_conflicts,
     load_constraints,
     load_recommendations,
@@ -508,3 +509,30 @@ def test_a_second_load_differs_in_what_it_names_and_what_is_otherwise_in_force(
     wanted = check_overrides(definition, asked)
     found = find_conflicts(plan_of(definition, loaded), wanted, replicas=1, context_tokens=4096, files="Q8_0")
     assert found.keys() == differing
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "found", "chosen"),
+    [
+        (None, (2, 3), (0, 1, 2, 3), (2, 3)),
+        ("auto", (), (0,), ()),
+        ("cpu", (2, 3), (0, 1), ()),
+        ("cuda", (2, 3), (0, 1, 2, 3), (2, 3)),
+        ("cuda", (), (0, 1), (0, 1)),
+        ("cuda:3", (2, 3), (0, 1, 2, 3), (3,)),
+        ("cuda:1", (), (0, 1), (1,)),
+        ("cuda", (), (), "this node has no GPU"),
+        ("cuda:0", (2, 3), (0, 1, 2, 3), "this node has the GPUs 2, 3"),
+        ("cuda:5", (), (0, 1), "this node has the GPUs 0, 1"),
+    ],
+)
+def test_a_device_is_made_into_gpus_of_the_node_or_refused(
+    device: str | None, given: tuple[int, ...], found: tuple[int, ...], chosen: tuple[int, ...] | str
+) -> None:
+    definition = model("vllm", device=device)
+    if isinstance(chosen, tuple):
+        assert choose_gpus(definition, given=given, found=found) == chosen
+        return
+    with pytest.raises(InvalidLoadRequest, match=chosen) as caught:
+        choose_gpus(definition, given=given, found=found)
+    assert caught.value.param == "device"

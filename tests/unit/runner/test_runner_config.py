@@ -199,7 +199,7 @@ def test_the_key_file_of_the_specification_is_taken_at_level_0_and_lowers_no_lev
 def test_the_names_of_signers_that_count_are_read(tmp_path: Path) -> None:
     env = {"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key", "OP_TOKEN_SIGNERS": " ann, bob ,,ann"}
     flags = ["--standalone", "--data", str(tmp_path / "data")]
-    assert read_config(flags, env).operations.counted_signers == {"ann", "bob"}
+    assert read_config(flags, env).operations.counted_signers == frozenset({"ann", "bob"})
     assert read_config(flags, {}).operations.counted_signers is None
     with pytest.raises(ConfigError, match="has 1 names and OP_TOKEN_MIN_SIGNERS asks for 2"):
         read_config(flags, {**env, "OP_TOKEN_SIGNERS": "ann"})
@@ -231,11 +231,16 @@ def test_a_variable_that_cannot_be_used_is_named(env: dict[str, str], words: str
 def test_settings_in_the_data_folder_are_found_and_others_named_by_variable(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
     files = read_config(["--standalone", "--data", str(tmp_path)], {}).files
-    assert (files.settings, files.local_settings) == (tmp_path / "settings.json", None)
+    assert files.find_settings() == (tmp_path / "settings.json", None)
+    (tmp_path / "local.json").write_text("{}")
+    assert files.find_settings() == (tmp_path / "settings.json", tmp_path / "local.json"), "it came to be after the start"
+    (tmp_path / "settings.json").unlink()
+    assert files.find_settings() == (None, tmp_path / "local.json")
     other = tmp_path / "other.json"
     other.write_text("{}")
     files = read_config(["--standalone", "--data", str(tmp_path)], {"LLM_POOL_LOCAL_SETTINGS_PATH": str(other)}).files
-    assert files.local_settings == other
+    other.unlink()
+    assert files.find_settings()[1] == other, "a file that was named must be there: reading it says that it is not"
 
 
 @pytest.mark.parametrize(

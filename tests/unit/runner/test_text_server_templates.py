@@ -72,3 +72,16 @@ def test_special_tokens_may_be_texts_or_objects() -> None:
         "bos_token": "<s>",
         "eos_token": "</s>",
     }
+
+
+@pytest.mark.parametrize(
+    ("default", "kwargs", "rendered"),
+    [(None, None, "unset"), (False, None, "False"), (True, {"other": 1}, "True"), (False, {"enable_thinking": True}, "True")],
+)
+def test_thinking_is_as_the_settings_say_unless_the_request_does(
+    default: bool | None, kwargs: dict[str, object] | None, rendered: str
+) -> None:
+    template = ChatTemplate("{{ enable_thinking if enable_thinking is defined else 'unset' }}", {}, default)
+    fields = asked()
+    fields.chat_template_kwargs = kwargs
+    assert template.render(fields) == rendered

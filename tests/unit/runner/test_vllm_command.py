@@ -163,3 +163,17 @@ def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyP
     beside.parent.mkdir(parents=True)
     beside.touch()
     assert command.find_python() == str(beside)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, None),
+        ({"enable_thinking": False}, '{"enable_thinking":false}'),
+        ({"enable_thinking": True}, '{"enable_thinking":true}'),
+        ({"enable_thinking": True, "vllm_task": "embed"}, None),
+    ],
+)
+def test_thinking_is_a_default_of_the_chat_template(model: Path, options: dict[str, object], given: str | None) -> None:
+    words, flag = flags(plan_for(model, options=options)), "--default-chat-template-kwargs"
+    assert (value(words, flag) if flag in words else None) == given

@@ -35,6 +35,8 @@ class ServerSettings:
     slots: int
     folder: Path
     max_waiting: int = 64
+    enable_thinking: bool | None = None
+    """What the template is told where a request does not say; None = nothing."""
 
 
 class TextServer:
@@ -47,7 +49,7 @@ class TextServer:
         self._counting = Slots(count=1, max_waiting=MAX_WAITING_COUNTS)
         """A thread of its own for those who only want to know how long a prompt is: it waits for no generation."""
         source = read_template(settings.folder)
-        self._template = ChatTemplate(source, model.specials) if source is not None else None
+        self._template = ChatTemplate(source, model.specials, settings.enable_thinking) if source is not None else None
 
     @property
     def info(self) -> dict[str, object]:

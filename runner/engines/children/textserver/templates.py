@@ -49,9 +49,9 @@ def special_tokens(words: dict[str, Any]) -> dict[str, str]:  # Any: JSON
 
 
 class ChatTemplate:
-    """A compiled template. Raises ValueError when ``source`` is not a template."""
+    """A compiled template; ``enable_thinking`` holds where a request does not say. Raises ValueError for what is none."""
 
-    def __init__(self, source: str, specials: dict[str, str]) -> None:
+    def __init__(self, source: str, specials: dict[str, str], enable_thinking: bool | None = None) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -63,6 +63,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template cannot be read, line {error.lineno}") from None
         self._specials = specials
+        self._defaults = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._takes_tools = "tools" in source
 
     def render(self, fields: ChatFields) -> str:
@@ -70,7 +71,7 @@ class ChatTemplate:
         tools = fields.tools if fields.tool_choice != "none" else None
         if tools and not self._takes_tools:
             raise Refusal("the chat template of this model takes no tools", param="tools", code="unsupported_parameter")
-        values = {**(fields.chat_template_kwargs or {}), **self._specials}
+        values = {**self._defaults, **(fields.chat_template_kwargs or {}), **self._specials}
         try:
             return self._template.render(values, messages=fields.messages, tools=tools, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
