@@ -169,7 +169,7 @@ BACKEND_FIELDS: Mapping[str, Mapping[str, Field]] = {
         "tgi_adapters": _plain(TextList(item=Text(what="the name of an adapter"))),
         "tgi_prefix_caching": _plain(Boolean()),
     },
-    "comfyui": {**_SERVER, "comfyui_workflow": _plain(_PATH)},
+    "comfyui": {**_SERVER, "comfyui_workflow": _plain(_PATH), "comfyui_checkpoints_dir": _plain(_PATH)},
     "openai_compatible": {
         "remote_base_url": _plain(URL, is_required=True),
         "remote_api_kind": _plain(Enum(values=("chat_completions",)), default="chat_completions"),

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import msgspec
 
@@ -145,6 +145,8 @@ def make_plan(
     options |= {name: getattr(definition, name) for name in _PASSED_ON}
     options |= definition.options
     options |= {name: value for name, value in overrides.items() if name in BACKEND_FIELDS[backend]}
+    if backend == "comfyui" and definition.model_path and not options.get("server_model"):
+        options["server_model"] = PurePath(definition.model_path).name  # what is fetched there is called so
     slots = _int(overrides.get("target_inflight")) or definition.target_inflight
     quantization = overrides.get("quantization")
     if backend in {"ct2", "whisper"} and quantization is not None:

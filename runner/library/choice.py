@@ -30,12 +30,17 @@ class RemoteFile:
 
 
 def choose_files(repo_id: str, files: Sequence[RemoteFile], wanted: str) -> tuple[RemoteFile, ...]:
-    """Return what to fetch. ``wanted``: path of one GGUF inside the repository, "" = the model that it holds.
+    """Return what to fetch. ``wanted``: path inside the repository of one GGUF, or of one .safetensors file, which then comes
+    alone; "" = the model that it holds.
 
     Raises DownloadFailed when there are no usable weights, or several models and none is chosen.
     """
     usable = [file for file in files if _is_plain(file.name)]
     groups = gguf_groups(file.name for file in usable)
+    if wanted.endswith(".safetensors"):
+        if alone := tuple(file for file in usable if file.name == wanted):
+            return alone
+        raise DownloadFailed(f"{repo_id} has no {wanted}.")
     if wanted:
         first = first_part(wanted if wanted.endswith(".gguf") else f"{wanted}.gguf")
         if first not in groups:

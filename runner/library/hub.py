@@ -100,7 +100,7 @@ class Hub:
         return self._is_allowed(repo_id)
 
     async def fetch(self, repo_id: str, *, wanted: str = "", revision: str | None = None, report: Report) -> Path:
-        """Return where the files lie: the folder of the commit, or the GGUF ``wanted``. Two calls for the same share one.
+        """Return where the files lie: the folder of the commit, or the file ``wanted``. Two calls for the same share one.
 
         Raises DownloadFailed; what had come by then is kept, and the next call goes on from there. Cancelling the last call
         that waits stops the transfer.
@@ -209,7 +209,7 @@ def _publish(cache: RepoCache, commit: str, chosen: Sequence[RemoteFile], revisi
 
 
 def _first_weight(chosen: Sequence[RemoteFile]) -> str:
-    return min(file.name for file in chosen if file.name.endswith(".gguf"))
+    return min(file.name for file in chosen if file.name.endswith((".gguf", ".safetensors")))
 
 
 def _refuse_pickle(path: Path, name: str) -> None:

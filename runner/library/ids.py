@@ -9,6 +9,15 @@ from runner.errors import InvalidRequest
 MAX_ID_CHARS = 200
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=:-]*", re.ASCII)
 _REPO_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}", re.ASCII)
+WHISPER_SIZES = {
+    "tiny": "Systran/faster-whisper-tiny",
+    "base": "Systran/faster-whisper-base",
+    "small": "Systran/faster-whisper-small",
+    "medium": "Systran/faster-whisper-medium",
+    "large": "Systran/faster-whisper-large-v3",
+    "large-v3": "Systran/faster-whisper-large-v3",
+}
+"""Whisper models by their size, as the model-runner specification names them, and where faster-whisper has them from."""
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 

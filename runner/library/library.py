@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import secrets
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 
-from runner.definitions.plan import Report
+from runner.definitions.plan import Progress, Report
 from runner.errors import DownloadFailed, InvalidRequest, UnknownModel
 from runner.library.discovery import ReadShape, Scanner
 from runner.library.files import (
@@ -23,6 +27,7 @@ from runner.library.files import (
 from runner.library.hf_cache import RepoCache, cached_repos
 from runner.library.hub import Hub
 from runner.library.ids import check_model_id, check_revision, is_model_id, split_repo_id
+from runner.library.transfer import run_to_its_end
 
 
 class Library:
@@ -106,6 +111,23 @@ class Library:
             repo[0], wanted=repo[1], revision=None if revision is None else check_revision(revision), report=report
         )
 
+    async def place(self, model_id: str, folder: Path, *, revision: str | None, report: Report) -> Path:
+        """Have one file of a repository (``org/name/file``) in a folder that another program reads, and return it there.
+
+        One of that name that is there already is taken as it is. Raises DownloadFailed and InvalidRequest.
+        """
+        repo = split_repo_id(check_model_id(model_id))
+        if repo is None or not repo[1]:
+            raise InvalidRequest(
+                f"{model_id} names no file of a repository: say org/name/file.safetensors.", param="model_path"
+            )
+        target = folder / repo[1].rpartition("/")[2]
+        if not await asyncio.to_thread(target.is_file):
+            source = await self.fetch(model_id, revision=revision, report=report)
+            report(Progress(f"putting {target.name} into {folder}"))
+            await run_to_its_end(_link_or_copy, source, target)
+        return target
+
     def _discover_cached(self) -> list[FoundModel]:
         found: list[FoundModel] = []
         if self._cache is None:
@@ -120,6 +142,20 @@ class Library:
                 models = [replace(models[0], model_id=cache.repo_id)]
             found += models
         return found
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Have the bytes of ``source`` under another name, whole or not at all. Raises DownloadFailed."""
+    real, partial = source.resolve(), target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        try:
+            os.link(real, partial)  # costs no room where both are on one disk
+        except OSError:
+            shutil.copyfile(real, partial)
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DownloadFailed(f"{target} cannot be written: {error.strerror or type(error).__name__}.") from None
 
 
 def _find_below(root: Path, segments: tuple[str, ...], *, bounds: Path, keep_links: bool = False) -> Path | None:

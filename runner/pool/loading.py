@@ -26,6 +26,7 @@ from runner.errors import (
     RunnerError,
     WrongState,
 )
+from runner.library.ids import WHISPER_SIZES
 from runner.pool.capacity import Capacity, Prediction
 from runner.pool.model import LoadProgress, Model, Replica
 from runner.pool.registry import Registry
@@ -34,6 +35,8 @@ from runner.pool.unloading import Unloader, end_flush, stop_replicas
 
 ELSEWHERE = frozenset({"llama_server", "tabbyapi", "tgi", "comfyui", "openai_compatible"})
 """Backends that are servers of somebody else's."""
+CHECKPOINTS_DIR = Path("/opt/comfyui/models/checkpoints")
+"""Where the model-runner specification has ComfyUI's checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +215,10 @@ class Loader:
             if given.is_absolute():
                 return Path(given)
         find = self._registry.library.find
-        return await asyncio.to_thread(find, definition.model_path or definition.model_id, revision=definition.revision)
+        found = await asyncio.to_thread(find, definition.model_path or definition.model_id, revision=definition.revision)
+        if found is None and (repo := _whisper_repo(definition)) is not None:
+            return await asyncio.to_thread(find, repo, revision=definition.revision)
+        return found
 
     async def _plan(self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None) -> LoadPlan:
         options = self._options
@@ -232,10 +238,12 @@ class Loader:
 
     async def _fetch(self, order: LoadOrder, tell: Report) -> tuple[LoadPlan, Prediction]:
         """Fetch the files when they are not here, then decide about the memory that only now is known."""
+        definition = order.model.definition
+        if definition.backend == "comfyui" and definition.model_path:
+            await self._place_checkpoint(definition, tell)
         if not order.must_fetch:
             return order.plan, order.prediction
-        definition = order.model.definition
-        wanted = definition.model_path or definition.model_id
+        wanted = _whisper_repo(definition) or definition.model_path or definition.model_id
         path = await self._registry.library.fetch(wanted, revision=definition.revision, report=tell)
         if not definition.is_configured:
             definition = await self._recognise(order.model)
@@ -250,6 +258,20 @@ class Loader:
         order.model.plan = plan
         order.model.files_quantization = prediction.shape.quantization if prediction.shape else None
         return plan, prediction
+
+    async def _place_checkpoint(self, definition: ModelDefinition, tell: Report) -> None:
+        """Have the checkpoint where ComfyUI reads checkpoints. Raises EngineError, DownloadFailed, InvalidRequest.
+
+        Without a folder in the settings and without that of ComfyUI's images the server is elsewhere, and has it or not.
+        """
+        assert definition.model_path is not None
+        given = definition.options.get("comfyui_checkpoints_dir")
+        folder = Path(str(given)) if given else CHECKPOINTS_DIR
+        if not await asyncio.to_thread(folder.is_dir):
+            if given:
+                raise EngineError(f"comfyui_checkpoints_dir: there is no folder {folder}")
+            return
+        await self._registry.library.place(definition.model_path, folder, revision=definition.revision, report=tell)
 
     async def _recognise(self, model: Model) -> ModelDefinition:
         """Give a model that was fetched the backend that its files are for. Raises CorruptModel for files that are for none."""
@@ -290,6 +312,12 @@ class Loader:
         if model.state is ModelState.LOADING:
             self.failed_loads += 1
             model.apply(ModelEvent.FAIL, error=words)
+
+
+def _whisper_repo(definition: ModelDefinition) -> str | None:
+    """Return where a whisper model that is named by its size comes from, None for any other."""
+    named = definition.model_path or definition.model_id
+    return WHISPER_SIZES.get(named) if definition.backend == "whisper" else None
 
 
 def is_elsewhere(definition: ModelDefinition) -> bool:

@@ -11,6 +11,7 @@ from runner.definitions.plan import LoadPlan
 from runner.engines.supervisor import Supervisor
 from runner.errors import ModelFailed, UnknownModel
 from runner.library import FoundModel, Library
+from runner.library.ids import WHISPER_SIZES
 from runner.pool.model import Model, Replica
 from runner.pool.states import ModelEvent, ModelState
 
@@ -52,10 +53,12 @@ class Registry:
 
         ``define`` its definition once somebody was allowed to load it. Raises UnknownModel.
         """
-        if model_id in self._models or not self.library.can_fetch(model_id):
+        size = WHISPER_SIZES.get(model_id)
+        is_there = size is not None and size in self._models
+        if model_id in self._models or not (is_there or self.library.can_fetch(size or model_id)):
             return self.find(model_id)
         # What it is shows when it is here; a single file can only be a GGUF.
-        backend: Backend = "gguf" if model_id.endswith(".gguf") else "vllm"
+        backend: Backend = "whisper" if size else "gguf" if model_id.endswith(".gguf") else "vllm"
         definition = ModelDefinition(model_id=model_id, backend=backend, is_configured=False)
         return Model(definition, self._make_queue(definition), _tell_nobody)
 

@@ -10,6 +10,7 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -58,6 +59,8 @@ class ComfyContract:
     loses_prompts: bool = False
     device: str = "cuda"
     has_combo: bool = False
+    folder: Path | None = None
+    """Where further checkpoints lie; looked at for every question, as ComfyUI does."""
     pending: list[Item] = field(default_factory=list)
     running: Item | None = None
     history: dict[str, Fields] = field(default_factory=dict)
@@ -101,6 +104,10 @@ class ComfyContract:
                 await socket.close()
             await runner.cleanup()
 
+    def _checkpoints(self) -> tuple[str, ...]:
+        found = () if self.folder is None else tuple(path.name for path in self.folder.glob("*.safetensors"))
+        return self.checkpoints + found
+
     def enqueue(self, graph: Fields, *, number: float | None = None) -> str:
         """Queue a prompt of somebody else."""
         prompt_id = str(uuid.uuid4())
@@ -140,8 +147,8 @@ class ComfyContract:
             return {"error": error, "node_errors": {}}
         for node_id, node in graph.items():
             name = node["inputs"].get("ckpt_name")
-            if name is not None and name not in self.checkpoints:
-                details = f"ckpt_name: '{name}' not in {list(self.checkpoints)}"
+            if name is not None and name not in self._checkpoints():
+                details = f"ckpt_name: '{name}' not in {list(self._checkpoints())}"
                 wrong = {"type": "value_not_in_list", "message": "Value not in list", "details": details}
                 error = {
                     "type": "prompt_outputs_failed_validation",
@@ -191,9 +198,9 @@ class ComfyContract:
         node = request.match_info["node"]
         if node in self.lacks:
             return web.json_response({})
-        names: list[object] = [list(self.checkpoints), {}]
+        names: list[object] = [list(self._checkpoints()), {}]
         if self.has_combo:
-            names = ["COMBO", {"options": list(self.checkpoints)}]
+            names = ["COMBO", {"options": list(self._checkpoints())}]
         required = {"ckpt_name": names} if node == "CheckpointLoaderSimple" else {"images": ["IMAGE"]}
         return web.json_response({node: {"input": {"required": required}, "name": node}})
 
