@@ -61,18 +61,20 @@ def judge_error(status: int, code: object = None) -> Blame:
     return _STATUSES[status][0] if status in _STATUSES else Blame.INSTALLATION
 
 
-_BLIND = re.compile(
+_CALLERS_MISTAKE = re.compile(
     r"\b(?:image|audio|video|vision|multimodal)\b[\w ]{0,24} (?:is|are) not (?:supported|enabled)"
     r"|missing data required for image input"
     r"|does(?: not|n't) support (?:images?|vision|audio|videos?|multimodal)\b"
     r"|\bis not a multimodal model"
     r"|\bAt most 0 (?:image|audio|video)"
-    r"|unsupported content(?: part type|\[\]\.type)",
+    r"|unsupported content(?: part type|\[\]\.type)"
+    r"|^Failed to parse (?:messages|tools|tool call arguments)\b",
     re.IGNORECASE,
 )
-"""A model that cannot see or hear was given a picture or a sound. llama.cpp says the first (since May 2025) or the last with
+"""A model that cannot see or hear was given a picture or a sound: llama.cpp says the first (since May 2025) or the sixth with
 500, Ollama the second with 500 and the third with 400, vLLM the fourth and fifth with 400. TGI and TabbyAPI leave the
-picture out without a word."""
+picture out without a word. With the last line llama.cpp refuses fields that it cannot read; of what it generated itself it
+says "Failed to parse input"."""
 _BUG_STATUSES = frozenset({500, 501})
 
 
@@ -81,7 +83,7 @@ def correct_status(status: int, message: str) -> int:
 
     SDKs repeat a request upon every 5xx, and this one is wrong on every node.
     """
-    return 400 if status in _BUG_STATUSES and _BLIND.search(message) else status
+    return 400 if status in _BUG_STATUSES and _CALLERS_MISTAKE.search(message) else status
 
 
 class EngineErrorObject(msgspec.Struct):
@@ -157,7 +159,7 @@ _FORM_EDGE_BYTES = 256 * 1024
 _MAX_CODE_POINT = 0x10FFFF
 _ELLIPSIS = "…"
 # Where validators begin to repeat what they were given: pydantic's text and its dictionaries, llama.cpp's parser.
-_ECHO = re.compile(r"""(?:\binput_value=|['"]input['"]\s*:|\bmessages = \[|\bbody=)""")
+_ECHO = re.compile(r"""(?:\binput_value=|['"]input['"]\s*:|\b(?:messages|tools) = [\[{]|\bbody=)""")
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|([nrtfvb0])|(.))", re.DOTALL)
 _GAPS = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]+")
 """What neither a line of a log nor a page may carry: control characters, and those that turn the direction of text."""

@@ -18,11 +18,12 @@ from gateway.admin.endings import name_state
 from gateway.admin.filters import ErrorFilter, ModelFilter, NodeFilter, PeriodFilter, StateFilter, TenantFilter
 from gateway.admin.paginator import EstimatedPaginator
 from gateway.admin.stories import tell_request
-from gateway.models import GatewayProcess, RequestRecord
+from gateway.models import TAIL_CHARS, GatewayProcess, RequestRecord
+from gateway.services.requests import find_records
 from gateway.services.waiting import explain_waits
 from governance.pages import ShowingAdmin, column
 from wire.contract import RequestState
-from wire.ids import format_id, parse_id
+from wire.ids import format_id
 
 HEARTBEAT_LIMIT = timedelta(seconds=10)
 """A gateway that is silent for so long is taken for dead."""
@@ -60,7 +61,7 @@ class RequestRecordAdmin(ShowingAdmin):
     )
     list_filter = (StateFilter, PeriodFilter, ModelFilter, TenantFilter, NodeFilter, ErrorFilter)
     search_fields = ("id",)
-    search_help_text = "A request id: req_… or a UUID"
+    search_help_text = "A request id or its last 12 characters; or the whole name of a model, tenant or key"
     ordering = ("-created_at", "-id")
     sortable_by = ("created_at",)
     paginator = EstimatedPaginator
@@ -95,18 +96,15 @@ class RequestRecordAdmin(ShowingAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[RequestRecord], search_term: str
     ) -> tuple[QuerySet[RequestRecord], bool]:
-        """Find by request id alone: a text search over millions of rows would scan them all."""
+        """Find by id or its end, or by the exact name of a model, tenant or key: a text search would read every row."""
         text = search_term.strip()
-        if not text:
-            return queryset, False
-        record_id = parse_id("req", text)
-        return (queryset.filter(pk=record_id) if record_id else queryset.none()), False
+        return (find_records(queryset, text) if text else queryset), False
 
     @column("Request")
     def show_short_id(self, record: RequestRecord) -> SafeString:
         """Return the end of the printed id, the front being the time, which stands beside it; and the surface."""
         surface = record.endpoint.removeprefix("/v1/") + (" · stream" if record.is_streaming else "")
-        return format_html(_TWO_LINES, record.printed_id[-12:], surface)
+        return format_html(_TWO_LINES, record.printed_id[-TAIL_CHARS:], surface)
 
     @column("Request id")
     def show_id(self, record: RequestRecord) -> str:

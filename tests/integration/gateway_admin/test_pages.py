@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from datetime import date, timedelta
 from typing import Any
 
@@ -15,7 +16,9 @@ from django.utils import timezone
 
 from gateway.admin import paginator
 from gateway.models import ApiKey, Model, RequestRecord, Tenant
-from gateway.services import allow_model, remember_models, revoke_api_key
+from gateway.routing import Target
+from gateway.services import allow_model, create_alias, remember_models, revoke_api_key
+from gateway.services.requests import find_records
 from gateway.services.traffic import FAILED, REFUSED
 from gateway.values import RequestOutcome, judge_outcome
 from tests.integration.gateway_admin.factories import (
@@ -223,14 +226,52 @@ def test_requests_are_filtered(boss: Client, query: str, found: set[str]) -> Non
     assert {record.state for record in page.context["cl"].result_list} == found
 
 
-def test_a_request_is_found_by_its_printed_id_and_its_uuid(boss: Client) -> None:
-    wanted, _other = make_record(), make_record()
-    url = reverse("admin:gateway_requestrecord_changelist")
+def search(boss: Client, text: str) -> list[uuid.UUID]:
+    """Return the ids of the requests that the list shows for a search."""
+    page = boss.get(reverse("admin:gateway_requestrecord_changelist"), {"q": text})
+    return [record.pk for record in page.context["cl"].result_list]
 
-    for text in (wanted.printed_id, str(wanted.pk), f"  {wanted.printed_id} "):
-        page = boss.get(url, {"q": text})
-        assert [record.pk for record in page.context["cl"].result_list] == [wanted.pk]
-    assert not boss.get(url, {"q": "not an id"}).context["cl"].result_list
+
+def test_a_request_is_found_by_its_id_and_by_the_end_of_it_that_the_list_shows(boss: Client) -> None:
+    wanted, _other = make_record(finished_at=timezone.now()), make_record(finished_at=timezone.now())
+    waiting = make_record(state=RequestState.QUEUED)
+
+    for record in (wanted, waiting):
+        tail = record.printed_id[-12:]
+        assert tail in boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode()
+        for text in (record.printed_id, str(record.pk), f"  {record.printed_id} ", tail, tail.upper(), record.pk.hex[-20:]):
+            assert search(boss, text) == [record.pk]
+    assert search(boss, "not an id") == search(boss, "0" * 12) == search(boss, "0" * 8 + wanted.printed_id[-12:]) == []
+
+
+def test_the_end_of_an_id_is_found_without_reading_every_row() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute("SELECT indisvalid FROM pg_index WHERE indexrelid = 'gateway_requestrecord_tail'::regclass")
+        assert cursor.fetchall() == [(True,)]
+    with CaptureQueriesContext(connection) as queries:
+        find_records(RequestRecord.objects.all(), "0" * 12)
+    with connection.cursor() as cursor:
+        cursor.execute("EXPLAIN " + next(query["sql"] for query in queries if "RIGHT(" in query["sql"]))
+        lines = [line for (line,) in cursor.fetchall()]
+    assert not [line for line in lines if "Seq Scan" in line]
+    assert [line for line in lines if "_tail" in line]
+
+
+def test_requests_are_found_by_the_name_of_a_model_a_tenant_or_a_key(boss: Client) -> None:
+    allow_model(name="big", actor=ACTOR)
+    key, _ = make_key("notebook", tenant="mobile")
+    create_alias(name="gpt-4o", tenant_name=None, targets=[Target("big")], actor=ACTOR)
+    by_model, by_alias = make_record(model="big"), make_record(model="big", asked_model="gpt-4o")
+    by_key, by_tenant = make_record(key_id=key.pk), make_record(tenant="mobile")
+    unknown, _old = make_record(model="gpt-9"), make_record(model="gpt-9", age_s=3 * 86_400)
+
+    assert set(search(boss, "Big")) == {by_model.pk, by_alias.pk}
+    assert search(boss, "gpt-4o") == [by_alias.pk]
+    assert search(boss, "notebook") == [by_key.pk]
+    assert search(boss, "mobile") == [by_tenant.pk]
+    assert search(boss, "gpt-9") == [unknown.pk]
+    assert search(boss, "nobody") == []
 
 
 def test_tokens_that_the_engine_did_not_report_are_marked(boss: Client) -> None:

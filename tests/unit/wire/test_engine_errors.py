@@ -73,6 +73,9 @@ def test_a_runner_says_by_its_code_that_the_caller_has_to_change_something(statu
         (500, "audio input is not supported - hint: if this is unexpected, you may need to provide the mmproj", 400),
         (500, 'Failed to parse messages: Unsupported content part type: "image_url"; messages = [', 400),  # older llama.cpp
         (501, "unsupported content[].type", 400),
+        (500, 'Failed to parse tools: Unsupported tool type: {"type":"nonsense"}; tools = [', 400),
+        (500, "Failed to parse tool call arguments as JSON", 400),
+        (500, "Failed to parse input at pos 0: <|tool", 500),  # of what the model generated
         (500, "this model is missing data required for image input", 400),  # Ollama
         (500, "this model does not support image input", 400),
         (500, "llama3 is not a multimodal model", 400),  # vLLM says so with 400 by itself
@@ -86,7 +89,7 @@ def test_a_runner_says_by_its_code_that_the_caller_has_to_change_something(statu
         (500, "", 500),
     ],
 )
-def test_a_picture_that_a_model_cannot_see_is_the_callers_mistake_whatever_the_engine_calls_it(
+def test_what_no_node_could_take_is_the_callers_mistake_whatever_the_engine_calls_it(
     status: int, message: str, corrected: int
 ) -> None:
     assert correct_status(status, message) == corrected
@@ -136,6 +139,7 @@ def ask(text: str = SECRET, **more: object) -> bytes:
         ),
         (f'[{{"msg":"Field required","input":"{SECRET}"}}]', '[{"msg":"Field required",…'),
         (f'Unsupported content part type: "image_url"; messages = [ {SECRET}', 'Unsupported content part type: "image_url";…'),
+        ('Failed to parse tools: no; tools = [ { "a": 1 } ]', "Failed to parse tools: no;…"),
         (f"cannot parse: {SECRET}", "cannot parse:…"),
         (f"cannot parse: {SECRET[:20]}", "cannot parse:…"),
         (f"cannot parse: {SECRET[:19]}", f"cannot parse: {SECRET[:19]}"),
