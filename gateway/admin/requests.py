@@ -61,7 +61,7 @@ class RequestRecordAdmin(ShowingAdmin):
     )
     list_filter = (StateFilter, PeriodFilter, ModelFilter, TenantFilter, NodeFilter, ErrorFilter)
     search_fields = ("id",)
-    search_help_text = "A request id or its last 12 characters; or the whole name of a model, tenant or key"
+    search_help_text = "Request id or its end; model, tenant or key"
     ordering = ("-created_at", "-id")
     sortable_by = ("created_at",)
     paginator = EstimatedPaginator
