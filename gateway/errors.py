@@ -133,6 +133,15 @@ class EndpointNotAnswered(BadRequest):
     """Boxes serve the model, and none of them answers it on this path."""
 
 
+class PathNotOffered(EndpointNotAnswered):
+    """The gateway makes the answers of this path itself, and the model's engine cannot do what that takes."""
+
+    code = ErrorCode.NOT_FOUND
+    status = 404
+    type = "not_found_error"
+    anthropic_type = "not_found_error"
+
+
 class PromptTooLarge(BadRequest):
     """The prompt is over the cap."""
 

@@ -18,7 +18,7 @@ import msgspec
 from django.db import DatabaseError, InterfaceError
 
 from gateway.dialects.body import count_prompt_chars
-from gateway.dialects.responses import list_input_items, make_response_id, translate_responses
+from gateway.dialects.responses import COMPACT_PATH, list_input_items, make_response_id, translate_compact, translate_responses
 from gateway.dialects.translation import AnswerTranslator, Translation
 from gateway.errors import BadRequest, GatewayError, RecordsUnavailable, ResponseNotFound
 from gateway.services.responses import keep_response, load_history
@@ -70,7 +70,8 @@ async def plan_keeping(caller: Caller, request: InferenceRequest, request_id: st
                 param="previous_response_id",
             )
         return None
-    is_stored, previous_id = request.store is not False, request.previous_response_id
+    is_compact = request.endpoint == COMPACT_PATH
+    is_stored, previous_id = request.store is not False and not is_compact, request.previous_response_id
     if not is_stored and not previous_id:
         return None
     history, history_chars = await _ask_database(lambda: _read_history(caller.tenant, previous_id)) if previous_id else ([], 0)
@@ -78,7 +79,8 @@ async def plan_keeping(caller: Caller, request: InferenceRequest, request_id: st
     response_id = f"resp_{secrets.token_hex(20)}" if is_stored else make_response_id(request_id)
 
     def translate(renamed: InferenceRequest) -> Translation:
-        return translate_responses(
+        say = translate_compact if is_compact else translate_responses
+        return say(
             renamed, history=history, previous_response_id=previous_id or None, is_stored=is_stored, response_id=response_id
         )
 

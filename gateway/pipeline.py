@@ -20,6 +20,7 @@ from gateway.catalogue import ModelEntry
 from gateway.client import ClientConnection, Header
 from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
+from gateway.dialects.surface import Dialect
 from gateway.dialects.translation import Translation
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
@@ -30,6 +31,7 @@ from gateway.errors import (
     ForwardedRequestFailed,
     GatewayError,
     NoAvailableNode,
+    PathNotOffered,
     QueueTimeout,
     RateLimited,
     RecordsUnavailable,
@@ -40,7 +42,7 @@ from gateway.errors import (
 from gateway.heads import id_headers, name_box, name_header
 from gateway.keepalive import KeepAlive
 from gateway.keeping import LANE as KEPT_LANE
-from gateway.keeping import RESPONSES, Keeping, keep_answer, mark_unkept, plan_keeping
+from gateway.keeping import Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.outlook import Closed, Outlook, Ready, pick_name
 from gateway.phrasing import choose_path
@@ -155,7 +157,9 @@ class Pipeline:
             rate = self.limiter.take(caller.key_id, caller.requests_per_minute)
             call.extra += rate.headers(is_anthropic=surface.is_anthropic)
             request = await run_beside(len(body) if surface.is_form else 0, lambda: surface.parse(body, client.headers))
-            if surface.path == RESPONSES and (caller.stores_responses or request.store or request.previous_response_id):
+            if surface.dialect is Dialect.RESPONSES and (
+                caller.stores_responses or request.store or request.previous_response_id
+            ):
                 call.keeping = await plan_keeping(caller, request, format_id("req", call.record_id))
                 if call.keeping is not None:
                     chars = request.prompt_chars + call.keeping.history_chars
@@ -232,9 +236,16 @@ class Pipeline:
         try:
             self.dispatcher.refuse_disabled(first.name)
             self.dispatcher.check_room(first.name, request.path, first.max_queue)
-        except GatewayError:
-            if all(isinstance(self._outlook(call, row.name, request), Closed) for row in others):
-                raise
+        except GatewayError as error:
+            if not all(isinstance(self._outlook(call, row.name, request), Closed) for row in others):
+                return
+            if call.surface.lane and isinstance(error, EndpointNotAnswered):
+                raise PathNotOffered(
+                    f"The model '{first.name}' cannot be asked on {request.endpoint}: that takes nodes on which it answers "
+                    f"{call.surface.lane}.",
+                    param="model",
+                ) from None
+            raise
 
     def _translate_early(self, call: Call, request: InferenceRequest) -> None:
         """Find out before anything is accepted whether a request can be said in the only words its boxes speak."""

@@ -24,11 +24,14 @@ from gateway.dialects.form import read_form, replace_form_model
 from gateway.dialects.messages import translate_messages
 from gateway.dialects.refusal import complete_error, read_refusal, read_shape
 from gateway.dialects.responses import (
+    COMPACT_PATH,
+    SUMMARY_MARK,
     ResponsesBody,
     fail_passing,
     make_response_id,
     read_responses_body,
     render_failed_response,
+    translate_compact,
     translate_responses,
 )
 from gateway.dialects.translation import Translation
@@ -46,6 +49,7 @@ CACHE_MODE, CACHE_TAG = "x-cache-mode", "x-cache-tag"
 _PLAIN = frozenset({"", "identity"})
 _PROMPT_FIELDS = {
     "/v1/responses": "input",
+    COMPACT_PATH: "input",
     "/v1/embeddings": "input",
     "/v1/completions": "prompt",
     "/v1/images/generations": "prompt",
@@ -57,6 +61,8 @@ _CACHE_TAG_RE = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
 _JSON_TYPE = "application/json"
 _JSON_TYPES = frozenset({"", _JSON_TYPE, "text/json"})
 _OPENAI_HEADERS = frozenset({"content-type", "openai-organization", CACHE_MODE, CACHE_TAG})
+_CHAT_PATH = "/v1/chat/completions"
+_SUMMARY = SUMMARY_MARK.encode()
 _ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta", CACHE_MODE, CACHE_TAG})
 
 
@@ -82,6 +88,8 @@ class Surface:
     dialect: Dialect = Dialect.OPENAI
     is_form: bool = False
     translate: Callable[[InferenceRequest], Translation] | None = None
+    lane: str = ""
+    """The API path on which nodes are asked in any case, because none answers this one itself; empty = wherever they can."""
 
     @property
     def is_anthropic(self) -> bool:
@@ -116,6 +124,9 @@ class Surface:
                     limit, limit_field = asked, name
         if limit is not None and limit < 0:
             raise BadRequest(f"The field '{limit_field}' must not be negative.", param=limit_field)
+        lane = self.lane
+        if self.dialect is Dialect.RESPONSES and _SUMMARY in body:
+            lane = _CHAT_PATH  # no engine knows what our compaction items say
         options = None
         if fields.x_pool_options:
             options = read_options(fields.x_pool_options) if bytes(fields.x_pool_options) != b"null" else None
@@ -139,6 +150,7 @@ class Surface:
             body=body,
             headers=forwarded,
             options=options,
+            lane=lane,
             store=fields.store,
             previous_response_id=fields.previous_response_id or "",
             is_pool_shaped=is_pool_shaped,
@@ -329,6 +341,14 @@ def _check_responses(body: RequestBody) -> None:
         raise BadRequest("The field 'input' is required.", param="input")
 
 
+def _check_compact(body: RequestBody) -> None:
+    _check_responses(body)
+    if body.stream:
+        raise BadRequest("A compaction is not streamed; leave stream out.", param="stream")
+    if body.store:
+        raise BadRequest("A compaction is not kept; leave store out, and send its output as input.", param="store")
+
+
 def _check_rerank(body: RequestBody) -> None:
     if not bytes(body.query).strip().startswith(b'"'):
         raise BadRequest("The field 'query' is required and must be text.", param="query")
@@ -358,6 +378,7 @@ SURFACES: dict[str, Surface] = {
         Surface("/v1/embeddings", _OPENAI_HEADERS, _check_input),
         Surface("/v1/rerank", _OPENAI_HEADERS, _check_rerank),
         Surface("/v1/responses", _OPENAI_HEADERS, _check_responses, Dialect.RESPONSES, translate=translate_responses),
+        Surface(COMPACT_PATH, _OPENAI_HEADERS, _check_compact, Dialect.RESPONSES, translate=translate_compact, lane=_CHAT_PATH),
         Surface("/v1/audio/transcriptions", _OPENAI_HEADERS, _check_nothing, is_form=True),
         Surface("/v1/audio/translations", _OPENAI_HEADERS, _check_nothing, is_form=True),
         Surface("/v1/images/generations", _OPENAI_HEADERS, _check_prompt),

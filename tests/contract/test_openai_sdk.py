@@ -227,6 +227,16 @@ async def test_the_stream_helper_builds_tool_calls_and_their_results_go_back(
     assert after.choices[0].message.content == "The tool has answered."
 
 
+async def test_a_compacted_conversation_goes_on(sdk: openai.AsyncOpenAI, responder: str) -> None:
+    talk: list[Any] = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    compacted = await sdk.responses.compact(model=responder, input=talk)
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.output_tokens == len(speech.TEXT_PIECES)
+    later: list[Any] = [*(item.model_dump() for item in compacted.output), {"role": "user", "content": "go on [[echo]]"}]
+    response = await sdk.responses.create(model=responder, input=later, store=False)
+    assert f"Summary of the conversation so far:\\n{speech.TEXT}" in response.output_text
+
+
 async def test_an_image_reaches_the_engine_as_a_data_url(sdk: openai.AsyncOpenAI, model: str) -> None:
     image: ChatCompletionContentPartImageParam = {"type": "image_url", "image_url": {"url": PIXEL}}
     completion = await sdk.chat.completions.create(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from gateway.dialects.responses.compaction import COMPACT_PATH, translate_compact
 from gateway.dialects.responses.fields import ResponsesBody, read_responses_body
+from gateway.dialects.responses.items import SUMMARY_MARK
 from gateway.dialects.responses.listing import list_input_items
 from gateway.dialects.responses.object import make_response_id
 from gateway.dialects.responses.passing import fail_passing
@@ -10,6 +12,8 @@ from gateway.dialects.responses.request import render_failed_response, translate
 from gateway.dialects.responses.stream import ResponsesTranslator
 
 __all__ = [
+    "COMPACT_PATH",
+    "SUMMARY_MARK",
     "ResponsesBody",
     "ResponsesTranslator",
     "fail_passing",
@@ -17,5 +21,6 @@ __all__ = [
     "make_response_id",
     "read_responses_body",
     "render_failed_response",
+    "translate_compact",
     "translate_responses",
 ]

@@ -7,6 +7,7 @@ Source: OpenAI API reference, "Responses", input items.
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 
 import msgspec
@@ -39,6 +40,24 @@ _LEFT_OUT = frozenset(
 """What OpenAI's servers did in between: the answer that follows says what came of it."""
 _TOOL_BRINGERS = frozenset({"additional_tools", "tool_search_output"})
 _SYSTEM_ROLES = frozenset({"system", "developer"})
+
+
+SUMMARY_MARK = "muster_summary_1:"
+"""Before what our compaction items hold, which is base64 of UTF-8."""
+
+
+def read_summary(item: Item, where: str) -> str:
+    """Return what a compaction item says to the model. Raises BadRequest for an item that somebody else made."""
+    packed = need_text(item, "encrypted_content", where)
+    try:
+        if not packed.startswith(SUMMARY_MARK):
+            raise ValueError
+        summary = base64.b64decode(packed.removeprefix(SUMMARY_MARK), validate=True).decode()
+    except ValueError:  # binascii.Error and UnicodeDecodeError are
+        raise field_error(
+            f"{where}.encrypted_content", "cannot be read: it was not made by this gateway's /v1/responses/compact"
+        ) from None
+    return f"Summary of the conversation so far:\n{summary}"
 
 
 def item_kind(item: Item) -> str:
@@ -108,6 +127,8 @@ class Transcript:
                     "refers to an item that is not part of this conversation here; send the item itself "
                     "(clients do so when they ask with store false)",
                 )
+        elif kind == "compaction":
+            self._add_user(read_summary(item, where))
         elif kind in _LEFT_OUT:
             self.ignored.append(f"{where}.{kind}")
         elif kind not in _TOOL_BRINGERS:

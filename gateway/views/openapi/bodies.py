@@ -244,6 +244,22 @@ BODIES: dict[str, Schema] = {
     "CountTokensRequest": members("model messages", **_PROMPT_OF_MESSAGES),
     "InputItem": _ITEM,
     "ResponsesRequest": _RESPONSE,
+    "CompactRequest": members(
+        "model input",
+        **{
+            name: _RESPONSE["properties"][name]
+            for name in (
+                "model",
+                "input",
+                "instructions",
+                "previous_response_id",
+                "service_tier",
+                "prompt_cache_key",
+                "allow_remote",
+                "x_pool_options",
+            )
+        },
+    ),
     "EmbeddingsRequest": members(
         "model input",
         model=MODEL,

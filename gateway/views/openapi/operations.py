@@ -92,6 +92,7 @@ PATHS: dict[str, Schema] = {
     "/v1/messages": _ask("createMessage", "MessagesRequest", "MessageAnswer", *_TALK, path="/v1/messages"),
     "/v1/messages/count_tokens": _ask("countMessageTokens", "CountTokensRequest", "TokenCount", path="/v1/messages"),
     "/v1/responses": _ask("createResponse", "ResponsesRequest", "Response", *_TALK, path="/v1/responses"),
+    "/v1/responses/compact": _ask("compactResponse", "CompactRequest", "Compaction", path="/v1/responses/compact"),
     "/v1/responses/input_tokens": _ask("countResponseTokens", "ResponsesRequest", "TokenCount", path="/v1/responses"),
     "/v1/responses/{response_id}": {
         "parameters": [_RESPONSE_ID],

@@ -479,3 +479,35 @@ async def test_an_engines_refusal_of_plain_tools_stands(make_gateway: Make) -> N
     (await request.on(link)).answer(body, status=400)
     await request.done()
     assert (request.client.status, request.error["type"], request.error["message"]) == (400, "invalid_request_error", "no")
+
+
+COMPACT = SURFACES["/v1/responses/compact"]
+
+
+async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/responses"})
+    request = gateway.ask(surface=COMPACT, input="A long talk", x_pool_options={})
+    stream = await request.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    said = json.loads(request.client.body)
+    assert (request.client.status, said["object"], said["output"][-1]["type"]) == (200, "response.compaction", "compaction")
+    assert said["x_pool_meta"]["model"] == "m"
+    assert await request.record("state", "endpoint", "prompt_tokens") == ("completed", "/v1/responses/compact", 3)
+    after = gateway.ask(surface=SURFACES["/v1/responses"], input=[*said["output"], {"role": "user", "content": "Go on"}])
+    stream = await after.on(link)
+    assert (stream.request.path, b"Summary of the conversation" in stream.request.body) == (CHAT, True)
+    stream.answer(json.dumps(WHOLE).encode())
+    await after.done()
+
+
+async def test_a_model_that_cannot_chat_cannot_compact_either_and_says_so(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    gateway.link(paths={"/v1/embeddings"})
+    request = gateway.ask(surface=COMPACT, input="A long talk")
+    await request.done()
+    assert (request.client.status, request.error["type"], request.error["code"]) == (404, "not_found_error", "NOT_FOUND")
+    assert "/v1/responses/compact" in request.error["message"]
+    assert "/v1/chat/completions" in request.error["message"]

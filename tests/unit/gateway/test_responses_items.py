@@ -138,7 +138,7 @@ def test_a_part_that_cannot_be_carried_is_named(part: Item, param: str) -> None:
         ({"type": "item_reference", "id": "msg_1"}, "id"),
         ({"id": "msg_1"}, "id"),
         ({"type": "item_reference", "id": ["msg_1"]}, "id"),
-        ({"type": "compaction", "encrypted_content": "x"}, "type"),
+        ({"type": "compaction", "encrypted_content": "x"}, "encrypted_content"),
         ({"type": "computer_call", "call_id": "c"}, "type"),
         ({"type": "computer_call_output", "call_id": "c"}, "type"),
         ({"type": "additional_tools", "tools": 1}, "tools"),
