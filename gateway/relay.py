@@ -13,7 +13,7 @@ from gateway.answers import count_answer_chars, find_usage, read_usage
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dialects.pool_meta import PoolMeta
-from gateway.dialects.refusal import read_refusal
+from gateway.dialects.refusal import read_refusal, read_stream_failure
 from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
 from gateway.dispatch import Job, Lease
 from gateway.errors import (
@@ -36,14 +36,16 @@ from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest
 from nodes.states import POOL_RESPONSES
 from wire.bridge import CANCEL_CLIENT_DISCONNECT, CANCEL_TIMEOUT, TokenCounts
+from wire.events import EndReader, StreamEnd, open_end_reader
 from wire.ids import format_id
 from wire.usage import write_token_counts
 
 _HOLD_LIMIT_BYTES = 1024 * 1024
 _WHOLE_LIMIT_BYTES = 16 * 1024 * 1024
 """An answer that has to be read as a whole (it is translated, or it is an error) is not passed on in parts."""
-_ERROR_EVENTS = (b'data: {"error"', b'data: {"object":"error"', b"event: error")
 _JSON = "application/json"
+_CUT = "The engine ended its stream before its answer was finished."
+_SILENT = "The engine ended its stream before it said anything."
 _WITHOUT_BODY = frozenset({204, 205})
 
 
@@ -56,8 +58,8 @@ class Exchange:
 
     # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
     __slots__ = (
-        "_began", "_client", "_done", "_extra", "_first", "_has_engine_error", "_headers", "_held", "_job", "_keepalive",
-        "_lease", "_limits", "_over", "_passing", "_path", "_queue_ms", "_received", "_rewriter", "_sniff", "_status",
+        "_began", "_client", "_done", "_ends", "_extra", "_headers", "_held", "_job", "_keepalive", "_lease",
+        "_limits", "_over", "_passing", "_path", "_queue_ms", "_received", "_rewriter", "_sniff", "_status",
         "_stream", "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
         "is_delivered", "last", "translator",
     )  # fmt: skip
@@ -98,9 +100,9 @@ class Exchange:
         self._sniff = not lease.link.reports_usage and translation is None
         self._passing = False
         self._received = 0
-        self._has_engine_error = False
         self._began = time.monotonic()
-        self._first = b""
+        self._ends: EndReader | None = None
+        """Of an engine's own stream; a translator sees for itself how the one it reads ends."""
         self.is_delivered = False
         self.last = b""
         """The bytes that ``waits`` holds back: the closing events, or the whole body."""
@@ -176,22 +178,22 @@ class Exchange:
                 said = f"The node answered with HTTP {self._status} and a body, which it may not have."
                 self._fail(ForwardedRequestFailed(said))
                 return
-            self._first = data
             self._take_first_byte()
         if not self._passing:
             self._hold(data)
             return
-        if self.translator is None and data.startswith(_ERROR_EVENTS):
-            self._has_engine_error = True
+        if self._ends is not None:
+            data = self._ends.feed(data)
         if self._rewriter is not None:
-            data = self._rewriter.feed(data)
+            data = self._rewriter.feed(data) if data else data
             if self._rewriter.failure is not None:
-                self._client.write(data)
+                if data:
+                    self._client.write(data)
                 self._fail(self._rewriter.failure)
                 return
-            if not data:
-                self._grant(size)
-                return
+        if not data:
+            self._grant(size)
+            return
         self.events += 1
         self.bytes_out += len(data)
         self._client.write(data)
@@ -204,7 +206,10 @@ class Exchange:
         self._stream = None
         self._lease.release()
         if end.kind is EndKind.COMPLETE and self._status:
-            self._complete(end)
+            if self.first_byte_at is None and self._job.request.is_streaming and self._status == 200 and self._is_event_stream:
+                self._end(Retry(RetryReason.ENGINE, ForwardedRequestFailed(_SILENT)))
+            else:
+                self._complete(end)
             return
         error, reason = judge_end(end)
         if reason is not None and not self._passing:
@@ -249,6 +254,8 @@ class Exchange:
                 return
             if self._keepalive is not None:
                 self._keepalive.stop()
+        elif self.translator is None:
+            self._ends = open_end_reader(self._path)
         self._passing = True
         if not client.started:
             client.start(self._status, self._head())
@@ -303,17 +310,24 @@ class Exchange:
             return
         if usage is None and self._usage_data:
             usage = find_usage(self._usage_data)
-        last = b""
+        last, ended, failure = b"", StreamEnd.WHOLE, None
+        if self._ends is not None:
+            last, ended = self._ends.finish(), self._ends.judge()
+            if ended is StreamEnd.CUT and self._surface is not None:  # a peer says nothing: its client's gateway judges
+                error = self._ends.error
+                failure = read_stream_failure(error) if error else RequestInterrupted(_CUT)
         if self._rewriter is not None:
-            last = self._rewriter.finish()
+            last = (self._rewriter.feed(last) if last else b"") + self._rewriter.finish()
             usage = self._rewriter.usage or usage
-            if self._rewriter.failure is not None:
+            failure = self._rewriter.failure or failure
+        if failure is not None:
+            if last:
                 self._client.write(last)
-                self._tell(self._rewriter.failure)
-                return
+            self._tell(failure)
+            return
         if usage is not None and self._surface is None and self._is_event_stream:
             last += USAGE_COMMENT + write_token_counts(usage) + b"\n\n"  # for the peer's records
-        self._finish(last, Served(self._status, usage, has_failed=self._has_engine_error))
+        self._finish(last, Served(self._status, usage, has_failed=ended is StreamEnd.FAILED))
 
     def _complete_held(self, body: bytes, usage: TokenCounts | None) -> None:
         """Give a whole answer, translated if need be; an error in the caller's dialect."""
@@ -388,8 +402,10 @@ class Exchange:
         if self._surface is not None and (self._is_event_stream or not self._passing):
             said = self._rewriter.render_failure(error) if self._rewriter is not None else b""
             client.close_after_response()
-            if not said and self._passing:
-                said = self._surface.render_broken(error, self._job.request_id, first=self._first, last=client.tail)
+            if not said and self._ends is not None:
+                said = self._surface.render_broken(error, first=self._ends.first, last=self._ends.recent)
+            if not client.tail.endswith(b"\n\n"):
+                client.write(b"\n\n")  # the part of an event that went out must not run into the error
             client.write(said or self._surface.render_first_error(error, self._job.request_id, self._job.request))
             client.finish()
         else:

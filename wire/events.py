@@ -1,11 +1,33 @@
-"""Server-sent events as bytes: cutting at event boundaries. Pure; source: WHATWG HTML, section 9.2.6."""
+"""Server-sent events as bytes: cutting at event boundaries, and whether an engine's stream of them is whole. Pure.
+
+Source: WHATWG HTML, section 9.2.6; OpenAI API reference, "Chat streaming" and "Responses streaming"; Anthropic API
+reference, "Streaming messages".
+"""
 
 from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from enum import StrEnum
+
+import msgspec
+
+from wire.unreadable import UNREADABLE
 
 MAX_HELD_BYTES = 256 * 1024
 """An unfinished event larger than this is passed on in pieces instead of being held."""
 _SEAM_BYTES = 2
 """So much of a blank line may lie before the piece that completes it."""
+_BLANK_LINES = (b"\n\n", b"\r\n\r\n")
+_KEPT_FRAMES = 32
+_KEPT_BYTES = 4096
+"""An ``EndReader`` remembers so many frames, and of a longer one the events that its last bytes belong to."""
+_DONE = b"[DONE]"
+_FINISHED = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*"[^"]')
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
+_GIVEN_UP = frozenset({"abort", "error"})
+"""Finish reasons with which an engine says that it did not finish (vLLM, OpenRouter)."""
 
 
 def find_boundary(data: bytes, limit: int | None = None) -> int:
@@ -41,7 +63,7 @@ class EventCutter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes from the engine; return everything up to the last event boundary, which may be nothing."""
-        if not self._held and chunk.endswith(b"\n\n"):
+        if not self._held and chunk.endswith(_BLANK_LINES):
             self.is_inside_event = False
             return chunk
         # What is held has no boundary in it, so one that is found ends in the chunk.
@@ -72,3 +94,217 @@ class EventCutter:
         self._held.clear()
         self._held_bytes, self._end = 0, b""
         return held
+
+
+class StreamEnd(StrEnum):
+    """What an engine's event stream came to. FAILED: the engine said so itself, in an event. CUT: it just stopped."""
+
+    WHOLE = "whole"
+    FAILED = "failed"
+    CUT = "cut"
+
+
+class _Rules(msgspec.Struct, frozen=True):
+    """How a dialect ends. ``marks``: an event without any of them ends nothing. ``ends``: types of closing events.
+
+    ``fails``: the closing event that says the answer failed. ``has_finish``: choices have a ``finish_reason``. ``error_ends``:
+    an error event is an end too; native Responses end with ``response.failed`` behind it.
+    """
+
+    marks: tuple[bytes, ...]
+    ends: frozenset[str] = frozenset()
+    fails: str = ""
+    has_finish: bool = False
+    error_ends: bool = True
+
+
+_CHAT = _Rules((b'"finish_reason"', b"error"), has_finish=True)
+_RESPONSES = _Rules(
+    (b"response.completed", b"response.incomplete", b"response.failed", b"error"),
+    frozenset({"response.completed", "response.incomplete", "response.failed"}),
+    fails="response.failed",
+    error_ends=False,
+)
+_RULES = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": _CHAT,
+    "/v1/messages": _Rules((b"message_stop", b"error"), frozenset({"message_stop"})),
+    "/v1/responses": _RESPONSES,
+    "/v1/pool/responses": msgspec.structs.replace(_RESPONSES, error_ends=True),
+}
+"""By API path. Streams of other paths (speech, transcriptions) have no closing event and are not judged."""
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: object = None
+
+
+class _Event(msgspec.Struct):
+    """What of an event tells of the end. ``named``: older vLLM's errors are an ``object`` called ``error``."""
+
+    type: object = None
+    named: object = msgspec.field(default=None, name="object")
+    error: msgspec.Raw = msgspec.Raw(b"null")
+    choices: list[_Choice] | None = None
+
+
+class _Created(msgspec.Struct):
+    type: str
+    response: dict[str, object]
+
+
+_event_decoder = msgspec.json.Decoder(_Event)
+_created_decoder = msgspec.json.Decoder(_Created)
+
+
+class EndReader:
+    """Passes whole events of an engine's stream on and tells in the end whether its closing event was among them.
+
+    A frame costs no search: the last ones are remembered and read once the stream is over. ``error`` is then what the
+    engine said in an error event (JSON), ``first`` the frames up to the first one with data. A part of an event at the end
+    is never passed on, unless it belongs to one larger than ``MAX_HELD_BYTES``.
+    """
+
+    __slots__ = ("_cutter", "_has_data", "_has_middle", "_kept", "_rules", "_was_inside", "error", "first")
+
+    def __init__(self, rules: _Rules) -> None:
+        self._rules = rules
+        self._cutter = EventCutter()
+        self._kept: deque[bytes] = deque(maxlen=_KEPT_FRAMES)
+        self._was_inside = self._has_middle = self._has_data = False
+        self.first = b""
+        self.error = b""
+
+    @property
+    def recent(self) -> bytes:
+        """The last events that passed."""
+        return b"".join(self._kept)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the stream, cut anywhere; return whole events, or nothing."""
+        out = self._cutter.feed(data)
+        if out:
+            if self._has_data and len(out) <= _KEPT_BYTES and not self._was_inside:
+                self._kept.append(out)
+            else:
+                self._keep(out)
+        return out
+
+    def finish(self) -> bytes:
+        """Return what the engine left behind its last blank line: an event that only lacks its own, which is added."""
+        rest = self._cutter.finish()
+        if not any(_is_whole(payload) for _, payload in _list_events(rest)):
+            return b""
+        rest = rest.rstrip(b"\r\n") + b"\n\n"
+        self._keep(rest)
+        return rest
+
+    def judge(self) -> StreamEnd:
+        """Return what the stream came to, by its last events. Call it once nothing more is fed."""
+        rules, is_ended, has_failed, said = self._rules, False, False, self.recent
+        if self._was_inside:
+            said = said[: find_boundary(said)]  # of the last event only a part came
+        may_fail = b"error" in said or b"abort" in said or (bool(rules.fails) and rules.fails.encode() in said)
+        for name, payload in _list_events(said, is_backwards=True):
+            if is_ended and not may_fail:
+                break
+            if payload == _DONE:
+                is_ended = is_ended or rules.has_finish
+            elif name == b"error" or any(mark in payload for mark in rules.marks):
+                ends, fails = self._read(name, payload)
+                is_ended, has_failed = is_ended or ends, has_failed or fails
+        if has_failed and (is_ended or rules.error_ends):
+            return StreamEnd.FAILED
+        return StreamEnd.WHOLE if is_ended else StreamEnd.CUT
+
+    def _read(self, name: bytes, payload: bytes) -> tuple[bool, bool]:
+        """Return whether an event closes the answer, and whether it says that the answer failed."""
+        rules = self._rules
+        try:
+            event = _event_decoder.decode(payload)
+        except UNREADABLE:
+            if len(payload) <= MAX_HELD_BYTES:
+                return False, False
+            # Too large to be remembered as a whole; its beginning and its end are here.
+            kind = name.decode("latin-1")
+            return kind in rules.ends or (rules.has_finish and bool(_FINISHED.search(payload))), kind == rules.fails != ""
+        kind = event.type if isinstance(event.type, str) else ""
+        reasons = [choice.finish_reason for choice in event.choices or () if choice.finish_reason] if rules.has_finish else []
+        is_error = bytes(event.error) != b"null" or name == b"error" or kind == "error" or event.named == "error"
+        if is_error:
+            self.error = self.error or (bytes(event.error) if bytes(event.error) != b"null" else payload)
+        has_failed = is_error or (kind == rules.fails != "") or any(reason in _GIVEN_UP for reason in reasons)
+        return kind in rules.ends or bool(reasons), has_failed
+
+    def _keep(self, out: bytes) -> None:
+        """Remember a frame at the beginning, a long one, or a piece of an event that is larger than the cutter holds."""
+        was_inside, self._was_inside = self._was_inside, self._cutter.is_inside_event
+        if not self._has_data:
+            self._has_data = b"data:" in out
+            self.first = self.first[-_KEPT_BYTES:] + out
+        if was_inside and self._was_inside:
+            if self._has_middle:
+                self._kept.pop()  # the end of a large event may begin in the last of its middle pieces, no earlier
+            self._has_middle = True
+        elif not was_inside and not self._was_inside:
+            out = out[find_boundary(out, max(0, len(out) - _KEPT_BYTES)) :]
+        if not self._was_inside:
+            self._has_middle = False
+        self._kept.append(out)
+
+
+def open_end_reader(path: str) -> EndReader | None:
+    """Return a reader for an engine's stream on an API path; None where streams have no closing event to look for."""
+    rules = _RULES.get(path)
+    return EndReader(rules) if rules is not None else None
+
+
+def fail_response(error: bytes, *, first: bytes, last: bytes) -> bytes:
+    """Return ``response.failed`` for a Responses stream that began with the events ``first`` and ended with ``last``.
+
+    ``error``: its member as JSON. The event keeps the response's id and counts on from the last event. Nothing when the
+    beginning is not ``response.created``.
+    """
+    response = _find_response(first)
+    if response is None:
+        return b""
+    numbers = _SEQUENCE_NUMBER.findall(last) or _SEQUENCE_NUMBER.findall(first)
+    fields = response | {"status": "failed", "error": msgspec.Raw(error)}
+    number = int(numbers[-1]) + 1 if numbers else 0
+    event = {"type": "response.failed", "sequence_number": number, "response": fields}
+    return b"event: response.failed\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _find_response(first: bytes) -> dict[str, object] | None:
+    for _, payload in _list_events(first):
+        try:
+            event = _created_decoder.decode(payload)
+        except UNREADABLE:
+            return None
+        if event.type in {"response.created", "response.in_progress"}:
+            return event.response
+    return None
+
+
+def _is_whole(payload: bytes) -> bool:
+    """Whether a payload is all of an event: ``[DONE]``, or a JSON object to its end."""
+    try:
+        return payload == _DONE or isinstance(msgspec.json.decode(payload), dict)
+    except UNREADABLE:
+        return False
+
+
+def _list_events(data: bytes, *, is_backwards: bool = False) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the name and the data of events, comments and events without data left out. ``is_backwards``: the last first."""
+    if b"\r" in data:
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    events = data.split(b"\n\n")
+    for event in reversed(events) if is_backwards else events:
+        name, lines = b"", []
+        for line in event.split(b"\n"):
+            if line.startswith(b"data:"):
+                lines.append(line[5:])
+            elif line.startswith(b"event:"):
+                name = line[6:].strip()
+        if lines:
+            yield name, b"\n".join(lines).strip()

@@ -27,9 +27,9 @@ from gateway.dialects.responses import (
     COMPACT_PATH,
     SUMMARY_MARK,
     ResponsesBody,
-    fail_passing,
     make_response_id,
     read_responses_body,
+    render_error,
     render_failed_response,
     translate_compact,
     translate_responses,
@@ -39,6 +39,7 @@ from gateway.dialects.unread_parts import name_unread_part
 from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
 from gateway.values import InferenceRequest
 from wire.bounds import BOUNDS, find_out_of_bounds
+from wire.events import fail_response
 from wire.unreadable import UNREADABLE
 
 _json = msgspec.json.Encoder()
@@ -216,10 +217,12 @@ class Surface:
             return b"event: error\ndata: " + _json.encode({**event, "error": said}) + b"\n\n"
         return b"data: " + _json.encode({"error": self._openai(error)}) + b"\n\n"
 
-    def render_broken(self, error: GatewayError, request_id: str, *, first: bytes, last: bytes) -> bytes:
-        """Return what ends an engine's own stream that broke; ``first`` and ``last`` are bytes that passed."""
-        failed = fail_passing(error, first=first, last=last) if self.dialect is Dialect.RESPONSES else b""
-        return failed or self.render_stream_error(error, request_id)
+    def render_broken(self, error: GatewayError, *, first: bytes, last: bytes) -> bytes:
+        """Return the end of an engine's own response that broke; ``first`` and ``last`` are events that passed.
+
+        Nothing in other dialects, and where no response began: ``render_first_error`` has it then.
+        """
+        return fail_response(render_error(error), first=first, last=last) if self.dialect is Dialect.RESPONSES else b""
 
     def render_first_error(self, error: GatewayError, request_id: str, request: InferenceRequest | None) -> bytes:
         """Return what ends a stream of which nothing but signs of life went out: here a response begins before it fails."""

@@ -29,7 +29,9 @@ from runner.serving.request import (
     read_fields,
     read_priority,
 )
+from runner.serving.responses import make_response_id
 from runner.serving.service import Answer
+from wire.events import EndReader, fail_response
 
 log = logging.getLogger(__name__)
 
@@ -134,16 +136,19 @@ class _Reply:
         self._has_started = False
         self._has_ended = False
         self._is_event_stream = False
+        self._ends: EndReader | None = None
+        self._tail = b""
 
     async def send_answer(self, answer: Answer) -> None:
         """Send an answer to its end. Raises what reading it raises, and _ClientStalled."""
-        self._is_event_stream = answer.is_event_stream
+        self._is_event_stream, self._ends = answer.is_event_stream, answer.ends
         await self._start(answer.status, answer.headers)
         if answer.body is not None:
             await self._send_body(answer.body, more=False)
             return
         assert answer.chunks is not None
         async for chunk in answer.chunks:
+            self._tail = chunk
             await self._send_body(chunk, more=True)
         await self._send_body(b"", more=False)
 
@@ -157,7 +162,9 @@ class _Reply:
             await response(self._scope, _receive_nothing, self._send_message)
             self._has_started = self._has_ended = True
         elif self._is_event_stream:
-            await self._send_body(error_event(self._inference.endpoint, refusal), more=False)
+            torn = not self._tail.endswith(b"\n\n")  # of an event too large to be held a part may be out
+            said = error_event(self._inference.endpoint, refusal, model=self._inference.model, ends=self._ends)
+            await self._send_body(b"\n\n" * torn + said, more=False)
         # Else the body stays short of its end, by which a client sees that it is not whole.
 
     def _numbers(self, refusal: RequestRefused) -> dict[str, str]:
@@ -187,16 +194,33 @@ class _Reply:
             raise _ClientStalled from None
 
 
-def error_event(endpoint: str, refusal: RequestRefused) -> bytes:
-    """Return a server-sent event for an answer that broke off, as the API that the client speaks has it."""
+def error_event(endpoint: str, refusal: RequestRefused, *, model: str = "", ends: EndReader | None = None) -> bytes:
+    """Return what ends an answer that broke off, as the API that the client speaks has it.
+
+    ``ends``: what passed of an engine's own stream. Its Responses end with ``response.failed``, llm-pool's with an error event.
+    """
     fields = refusal_fields(refusal)
     if endpoint == MESSAGES:
         inner = {"type": "error", "error": {"type": fields["type"], "message": fields["message"]}}
         return b"event: error\ndata: " + msgspec.json.encode(inner) + b"\n\n"
+    if endpoint == RESPONSES and ends is not None:
+        error = msgspec.json.encode({"code": "server_error", "message": refusal.message})
+        first = _begin_response(model)
+        return fail_response(error, first=ends.first, last=ends.recent) or first + fail_response(error, first=first, last=b"")
     if endpoint == RESPONSES:
         flat = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
         return b"event: error\ndata: " + msgspec.json.encode(flat) + b"\n\n"
     return b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
+
+
+def _begin_response(model: str) -> bytes:
+    """Return the event that begins a response of which the engine said nothing: only what has begun can fail."""
+    response = {
+        "id": make_response_id(), "object": "response", "created_at": int(time.time()), "status": "in_progress", "error": None,
+        "incomplete_details": None, "model": model, "output": [], "usage": None,
+    }  # fmt: skip
+    event = {"type": "response.created", "sequence_number": 0, "response": response}
+    return b"event: response.created\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 async def _wait_gone(receive: Receive) -> None:

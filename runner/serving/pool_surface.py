@@ -84,8 +84,9 @@ async def _translate(answer: Answer, builder: ResponseBuilder, began: float) -> 
         answer.has_failed = True
         yield builder.fail(error.code, error.message)
         return
-    answer.has_failed = builder.has_failed
-    yield builder.finish(_measure(answer.numbers, builder, began, first_ms=first_ms)) + answer.numbers.comment()
+    last = builder.finish(_measure(answer.numbers, builder, began, first_ms=first_ms))
+    answer.has_failed = answer.has_failed or builder.has_failed
+    yield last + answer.numbers.comment()
 
 
 async def _collect(answer: Answer) -> bytes:

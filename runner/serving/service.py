@@ -38,7 +38,9 @@ from runner.serving.request import Inference
 from runner.serving.tally import Tally
 from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
+from wire.events import EndReader, StreamEnd, open_end_reader
 from wire.messages_fields import FORMATS, find_unhonoured
+from wire.unreadable import UNREADABLE
 from wire.usage import BodyReader, StreamReader, ask_for_usage
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ _LARGE_BODY_BYTES = 64 * 1024
 _MAX_MESSAGE_CHARS = 1000
 _DONE = b"data: [DONE]\n\n"
 _MAX_IGNORED_CHARS = 200
+_MAX_WORDS_CHARS = 300
 _USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
 
 
@@ -71,7 +74,13 @@ class Answer:
     usage: TokenCounts | None = None
     numbers: Numbers = field(default_factory=Numbers)
     has_failed: bool = False
-    """Its end was an error event: who read it knows, and nobody else would."""
+    """Its end was an error event, or none at all: who read it knows, and nobody else would."""
+    ends: EndReader | None = None
+    """Of an engine's own event stream, where its dialect has a closing event: what passed of it."""
+
+
+class _Failure(msgspec.Struct):
+    message: str = ""
 
 
 class Charge(Protocol):
@@ -257,6 +266,7 @@ class Serving:
             if abilities.keeps_nothing or (abilities.isolates_tenants and request.cache_mode == "none"):
                 headers |= {"x-cache-hit": "false", "x-cache-tokens-reused": "0"}
             reader = StreamReader(drops_usage=drops_usage)
+            answer.ends = open_end_reader(request.endpoint) if response.status < 300 else None
             answer.chunks = _stream_events(replica, request, response, answer, reader, began=began)
             return answer
         length, held = response.content_length, b""
@@ -349,11 +359,18 @@ async def _stream_events(
     *,
     began: float,
 ) -> AsyncIterator[bytes]:
-    """Yield whole events; on the box's own port the last before ``[DONE]``, or at the end, is a comment with the numbers."""
+    """Yield whole events; on the box's own port the last before ``[DONE]``, or at the end, is a comment with the numbers.
+
+    Raises EngineUnavailable when the engine breaks off, and on the box's own port when it ends without its closing event:
+    through a gateway such a stream just ends, for the gateway sees that too and has a state of its own for it.
+    """
     numbers, held = answer.numbers, b""
+    ends = answer.ends
     try:
         while chunk := await response.content.readany():
             out = reader.feed(chunk)
+            if ends is not None:
+                out = ends.feed(out)
             if numbers.first_byte_ms is None:
                 numbers.first_byte_ms = (time.monotonic() - began) * 1000
             if not out:
@@ -370,6 +387,13 @@ async def _stream_events(
     rest = reader.finish()
     _finish(numbers, reader, began)
     answer.usage = reader.usage()
+    if ends is not None:
+        rest = ends.feed(rest) + ends.finish()
+        end = ends.judge()
+        answer.has_failed = end is not StreamEnd.WHOLE
+        if end is StreamEnd.CUT and not request.on_socket:
+            replica.supervisor.report_failure(f"{request.method} {request.endpoint}: the stream ended early")
+            raise EngineUnavailable(_read_words(ends.error) or "The engine ended its stream before its answer was finished.")
     # Through a gateway the engine's bytes pass as they are; the numbers travel beside them.
     if last := rest + (b"" if request.on_socket else numbers.comment()) + held:
         yield last
@@ -389,6 +413,15 @@ async def _stream_body(
         raise _report(replica, request, error, began_answer=True) from None
     answer.numbers.wall_ms = (time.monotonic() - began) * 1000
     answer.usage = reader.usage()
+
+
+def _read_words(error: bytes) -> str:
+    """Return what an engine's error event says, as far as it is text; nothing without one."""
+    try:
+        said = msgspec.json.decode(error, type=_Failure).message
+    except UNREADABLE:
+        return ""
+    return f"The engine failed: {said[:_MAX_WORDS_CHARS]}" if said else ""
 
 
 def _finish(numbers: Numbers, reader: StreamReader, began: float) -> None:

@@ -50,14 +50,14 @@ NOT_NATIVE = frozenset(
     for name in (
         "request.system", "request.tools", "request.server_tools", "request.results", "request.images", "request.limits",
         "request.thinking_blocks", "request.result_images", "request.format", "request.unhonoured", "failed.garbage",
-        "failed.no_finish", "failed.whole_garbage",
+        "failed.whole_garbage",
     )
 ) | frozenset(
     f"responses.{name}"
     for name in (
         "request.instructions", "request.turns", "request.tools", "request.limits", "request.format", "request.calls",
         "request.images", "request.strange_tools", "request.thoughts", "request.result_images",
-        "failed.garbage", "failed.no_finish", "failed.whole_garbage",
+        "failed.garbage", "failed.whole_garbage",
     )
 )  # fmt: skip
 """What a translation does, and what nobody can make good in bytes that pass through."""

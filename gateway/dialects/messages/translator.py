@@ -10,7 +10,7 @@ from gateway.dialects.messages.answer import FAILED_FINISHES, count_tokens, find
 from gateway.dialects.messages.strands import Kind, Strands
 from gateway.dialects.refusal import read_refusal, read_stream_failure
 from gateway.dialects.translation import AnswerContext
-from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
+from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, StreamTooLarge
 from wire.bridge import TokenCounts
 from wire.events import EventCutter
 from wire.unreadable import UNREADABLE
@@ -96,9 +96,11 @@ class MessagesTranslator:
             out = self._take_rest(self._large + self._cutter.finish())
         if self._failure is not None:
             return out
-        if self._finish_reason is None:
-            self._failure = ForwardedRequestFailed(_NOT_FINISHED)
+        if self._finish_reason is None and not self._is_done:
+            self._failure = RequestInterrupted(_NOT_FINISHED)
             return out
+        if not self._has_started:
+            out += self._start()
         try:
             if self._strands.is_empty:
                 out += self._strands.add(_TEXT, "")
@@ -172,7 +174,7 @@ class MessagesTranslator:
         out = b""
         for payload in list_payloads(rest):
             try:
-                read_chat(payload)
+                _ = payload == _DONE or read_chat(payload)
             except UNREADABLE:
                 break
             out += self._take(payload)

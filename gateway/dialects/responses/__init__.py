@@ -6,8 +6,7 @@ from gateway.dialects.responses.compaction import COMPACT_PATH, translate_compac
 from gateway.dialects.responses.fields import ResponsesBody, read_responses_body
 from gateway.dialects.responses.items import SUMMARY_MARK
 from gateway.dialects.responses.listing import list_input_items
-from gateway.dialects.responses.object import make_response_id
-from gateway.dialects.responses.passing import fail_passing
+from gateway.dialects.responses.object import make_response_id, render_error
 from gateway.dialects.responses.request import render_failed_response, translate_responses
 from gateway.dialects.responses.stream import ResponsesTranslator
 
@@ -16,10 +15,10 @@ __all__ = [
     "SUMMARY_MARK",
     "ResponsesBody",
     "ResponsesTranslator",
-    "fail_passing",
     "list_input_items",
     "make_response_id",
     "read_responses_body",
+    "render_error",
     "render_failed_response",
     "translate_compact",
     "translate_responses",

@@ -23,7 +23,7 @@ from gateway.dialects.responses.output import EventLog
 from gateway.dialects.responses.pool import Stopwatch, measure
 from gateway.dialects.responses.tools import ToolTable
 from gateway.dialects.translation import AnswerContext
-from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
+from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, StreamTooLarge
 from wire.bridge import TokenCounts
 from wire.events import EventCutter
 from wire.unreadable import UNREADABLE
@@ -71,7 +71,7 @@ class ResponsesTranslator:
         self._timings: ChatTimings | None = None
         self._failure: GatewayError | None = None
         self._kept: bytes | None = None
-        self._is_over = False
+        self._is_done = self._is_over = False
 
     @property
     def usage(self) -> TokenCounts | None:
@@ -102,15 +102,16 @@ class ResponsesTranslator:
         return self._log.take()
 
     def finish(self) -> bytes:
-        """Return the closing events. An engine that ended before its finish_reason is a ``failure``."""
+        """Return the closing events. An engine that ended before its finish_reason or ``[DONE]`` is a ``failure``."""
         if self._is_over or self._failure is not None:
             return b""
         rest = b"".join(self._large) + self._cutter.finish()
         if rest and self._finish_reason is None:
             self._read(rest, is_cut=True)
-        if self._failure is None and self._finish_reason is None:
-            self._failure = ForwardedRequestFailed("The engine broke off before the end of its answer.")
+        if self._failure is None and self._finish_reason is None and not self._is_done:
+            self._failure = RequestInterrupted("The engine broke off before the end of its answer.")
         if self._failure is None:
+            self._begin()
             self._end()
         return self._log.take()
 
@@ -168,6 +169,7 @@ class ResponsesTranslator:
             payloads = list_payloads(events)
         for payload in payloads:
             if payload == b"[DONE]":
+                self._is_done = True
                 continue
             try:
                 piece = read_chat(payload)

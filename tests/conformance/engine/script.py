@@ -49,7 +49,7 @@ text_error           400 with ``{"error": "words"}``.
 empty_error          500 with no body.
 error_in_stream      Two pieces, then an error as an event, then the end (whole answer: a 500).
 cut                  The connection is reset: after two pieces of a stream, inside an unstreamed body.
-no_finish            A stream that ends in order, but without any finish_reason.
+no_finish            A stream whose connection closes in order, but without its closing event.
 garbage              An event that is not JSON (whole answer: a body that is not).
 ==================== ===============================================================================================
 """

@@ -177,7 +177,7 @@ class ScriptedEngine:
                 return await self._break_off(request, response, voice, script, body)
             if pace_s:
                 await asyncio.sleep(pace_s)
-        if not voice.names_events:
+        if not voice.names_events and "no_finish" not in script:
             await self._write(response, script, frame_event("[DONE]", script))
         await response.write_eof()
         return response

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from gateway.dialects import SURFACES
 from gateway.routing import Alias, Target
@@ -121,7 +122,22 @@ async def test_a_translated_stream_that_breaks_ends_in_one_error_of_its_dialect(
     if ending == "error":
         assert "out of memory" in json.dumps(events[-1])
     assert request.client.is_whole
-    assert (await request.record("state"))[0] == "failed"
+    assert (await request.record("state"))[0] == ("interrupted" if ending == "no finish" else "failed")
+
+
+@pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
+async def test_an_engines_own_stream_that_just_ends_is_recorded_and_counted_as_interrupted(
+    make_gateway: Make, surface: Any
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(surface=surface, max_tokens=5, stream=True, input="hi")
+    before = REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) or 0
+    (await request.on(link)).answer(b'data: {"type":"x","choices":[]}\n\n', headers=SSE)
+    await request.done()
+    assert b'"completed"' not in request.client.body
+    assert await request.record("state", "error_code", "tokens_estimated") == ("interrupted", "REQUEST_INTERRUPTED", True)
+    assert REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) == before + 1
 
 
 async def test_a_request_that_cannot_be_said_in_other_words_is_refused_before_it_is_accepted(make_gateway: Make) -> None:

@@ -13,7 +13,7 @@ from gateway import metrics
 from gateway.catalogue import KeyEntry
 from gateway.dialects import SURFACES
 from gateway.dialects.translation import Translation
-from gateway.values import InferenceRequest, Timeouts
+from gateway.values import InferenceRequest, Limits, Timeouts
 from nodes.links import EndKind
 from nodes.states import POOL_RESPONSES
 from tests.integration.gateway.test_client_surfaces import CHAT, MESSAGES, RESPONSES, STREAM, WHOLE, end_waits
@@ -285,6 +285,9 @@ async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_ga
     if trouble == "whole":
         stream.answer(ANSWER)
     elif trouble == "empty":
+        for _ in range(Limits().max_requeues):
+            stream.answer(headers=SSE)
+            stream = await request.on(link)
         stream.answer(headers=SSE)
     elif trouble == "large":
         stream.answer(*[b"x" * 1024 * 1024] * 17)

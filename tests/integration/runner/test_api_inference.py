@@ -186,7 +186,7 @@ async def test_a_client_that_leaves_frees_the_engine_also_while_it_waits(tmp_pat
 
 @pytest.mark.parametrize(
     ("path", "start"),
-    [(CHAT, "data: {"), ("/v1/messages", "event: error\ndata: {"), ("/v1/responses", "event: error\ndata: {")],
+    [(CHAT, "data: {"), ("/v1/messages", "event: error\ndata: {"), ("/v1/responses", "event: response.failed\ndata: {")],
 )
 async def test_an_engine_that_breaks_off_ends_the_stream_with_one_error_and_without_done(
     tmp_path: Path, path: str, start: str

@@ -191,7 +191,7 @@ async def test_a_stream_ends_with_its_numbers_on_the_boxs_own_port_only(parts: P
 
 async def test_how_long_a_request_waited_is_said_in_its_header(parts: Parts, engine: ScriptedEngine) -> None:
     may_end = asyncio.Event()
-    engine.handler = streamed(WORD, then=may_end)
+    engine.handler = streamed(WORD, DONE, then=may_end)
 
     async def second() -> str:
         async with parts.door.open(ask("beta", stream=True, tenant="t2")) as answer:

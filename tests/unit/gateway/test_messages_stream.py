@@ -9,7 +9,7 @@ import pytest
 
 from gateway.dialects.messages.strands import MAX_HELD_CHARS
 from gateway.dialects.messages.translator import MAX_EVENT_BYTES
-from gateway.errors import ContextTooLong, ForwardedRequestFailed, StreamTooLarge
+from gateway.errors import ContextTooLong, RequestInterrupted, StreamTooLarge
 from tests.unit.gateway.messages_engine import DONE, call, chunk, open_answer, say, translate, usage, write_event
 from tests.unit.gateway.messages_reader import read_events, read_message
 
@@ -436,10 +436,19 @@ def test_null_for_an_error_is_none() -> None:
     assert read_message(data)["content"] == [text("a")]
 
 
-@pytest.mark.parametrize("pieces", [(), (DONE,), (chunk(content="a"),), (chunk(content="a"), usage(), DONE)], ids=str)
-def test_an_end_that_the_engine_did_not_announce_is_a_failure(pieces: tuple[bytes, ...]) -> None:
-    _, failure = fail(*pieces)
-    assert isinstance(failure, ForwardedRequestFailed)
+@pytest.mark.parametrize("last", [b"", usage(), DONE[:8]])
+@pytest.mark.parametrize("said", [b"", chunk(content="a")])
+def test_an_end_that_the_engine_did_not_announce_interrupts_the_answer(said: bytes, last: bytes) -> None:
+    _, failure = fail(said, last)
+    assert isinstance(failure, RequestInterrupted)
+
+
+@pytest.mark.parametrize("done", [DONE, DONE[:-2]])
+@pytest.mark.parametrize(("said", "content"), [((), ""), ((chunk(content="a"), usage()), "a")])
+def test_an_engine_that_says_done_needs_no_finish_reason(said: tuple[bytes, ...], content: str, done: bytes) -> None:
+    data, translator = translate([*said, done])
+    message = read_message(data)
+    assert (translator.failure, message["content"], message["stop_reason"]) == (None, [text(content)], "end_turn")
 
 
 @pytest.mark.parametrize("finish", ["abort", "error"])

@@ -38,6 +38,7 @@ from wire.frames import End
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
 JSON = {"content-type": "application/json"}
 CHAT = SURFACES["/v1/chat/completions"]
+DONE = b"data: [DONE]\n\n"
 
 
 class Attempt:
@@ -121,18 +122,20 @@ async def test_the_box_is_asked_for_exactly_this_attempt() -> None:
     await attempt.outcome()
 
 
-async def test_an_event_stream_passes_through_byte_for_byte_as_it_comes() -> None:
+async def test_an_event_stream_passes_through_byte_for_byte_as_its_events_become_whole() -> None:
     attempt = Attempt()
     stream = await attempt.begin()
     stream.sink.on_head(200, {**SSE, "x-engine": "yes", "server": "vllm", "set-cookie": "a=b", "content-length": "9"})
     assert attempt.client.events == []
     stream.sink.on_data(b"data: \xc3")
-    assert attempt.client.body == b"data: \xc3"
+    assert (attempt.client.body, stream.granted) == (b"", 7)
     stream.sink.on_data(b"\xa9\n\n")
+    assert attempt.client.body == b"data: \xc3\xa9\n\n"
+    stream.sink.on_data(DONE)
     stream.end(EndKind.COMPLETE)
     assert await attempt.outcome() == Served(200, None)
     client = attempt.client
-    assert client.body == b"data: \xc3\xa9\n\n"
+    assert client.body == b"data: \xc3\xa9\n\n" + DONE
     assert client.is_whole
     assert client.headers == {
         **SSE,
@@ -142,7 +145,7 @@ async def test_an_event_stream_passes_through_byte_for_byte_as_it_comes() -> Non
         "x-queue-wait-ms": "0",
         "x-request-id": "req_1",
     }
-    assert (attempt.exchange.bytes_out, attempt.exchange.events) == (10, 2)
+    assert (attempt.exchange.bytes_out, attempt.exchange.events) == (24, 2)
 
 
 async def test_headers_that_could_split_the_response_are_left_out() -> None:
@@ -351,14 +354,14 @@ async def test_a_stream_that_breaks_says_so_once_and_never_done(
 async def test_a_broken_body_that_is_no_event_stream_is_cut(surface: Surface | None) -> None:
     attempt = Attempt(surface=surface)
     stream = await attempt.begin()
-    stream.answer(b'{"half":', headers=SSE if surface is None else JSON, ends=False)
+    stream.answer(b'{"half":\n\n', headers=SSE if surface is None else JSON, ends=False)
     stream.end(EndKind.ENGINE_FAILED)
     outcome = await attempt.outcome()
     assert isinstance(outcome, Broken)
     assert outcome.told
     assert attempt.client.handle.aborted
     assert not attempt.client.is_whole
-    assert attempt.client.body == b'{"half":'
+    assert attempt.client.body == b'{"half":\n\n'
 
 
 # limits
@@ -458,17 +461,18 @@ async def test_a_client_that_left_before_is_not_served() -> None:
 async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> None:
     attempt = Attempt()
     stream = await attempt.begin()
-    stream.answer(b"a" * 100, headers=SSE, ends=False)
+    stream.answer(b"data: %b\n\n" % (b"a" * 92), headers=SSE, ends=False)
     assert stream.granted == 100
     attempt.client.reading.clear()
     for _ in range(5):
-        stream.sink.on_data(b"b" * 100)
+        stream.sink.on_data(b"data: %b\n\n" % (b"b" * 92))
     assert stream.granted == 100
     attempt.client.reading.set()
     await attempt.client.wait(lambda: stream.granted == 600)
+    stream.sink.on_data(DONE)
     stream.end(EndKind.COMPLETE)
     await attempt.outcome()
-    assert attempt.client.body == b"a" * 100 + b"b" * 500
+    assert attempt.client.body == b"data: %b\n\n" % (b"a" * 92) + b"data: %b\n\n" % (b"b" * 92) * 5 + DONE
 
 
 async def test_a_client_that_reads_nothing_is_closed_and_its_box_freed() -> None:
@@ -486,7 +490,7 @@ async def test_a_client_with_too_much_waiting_is_closed_within_the_call() -> Non
     attempt = Attempt(limits=Limits(max_buffer_bytes=1000))
     stream = await attempt.begin()
     attempt.client.reading.clear()
-    stream.answer(*[b"x" * 300] * 10, headers=SSE, ends=False)
+    stream.answer(*[b"x" * 298 + b"\n\n"] * 10, headers=SSE, ends=False)
     assert stream.cancelled
     assert attempt.link.active == 0
     with pytest.raises(ClientTooSlow):
@@ -526,7 +530,7 @@ USAGE = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)
 async def test_usage_is_read_from_the_stream_when_the_link_does_not_report_it(parts: list[bytes]) -> None:
     attempt = Attempt()
     stream = await attempt.begin()
-    stream.answer(*parts, headers=SSE)
+    stream.answer(*parts, DONE, headers=SSE)
     assert await attempt.outcome() == Served(200, USAGE)
 
 
@@ -543,7 +547,7 @@ async def test_usage_is_read_from_the_stream_when_the_link_does_not_report_it(pa
 async def test_usage_that_makes_no_sense_is_no_usage(part: bytes) -> None:
     attempt = Attempt()
     stream = await attempt.begin()
-    stream.answer(part, headers=SSE)
+    stream.answer(part, b"\n\n" + DONE, headers=SSE)
     assert await attempt.outcome() == Served(200, None)
 
 
@@ -564,7 +568,7 @@ async def test_what_the_box_reports_is_believed_over_the_bytes() -> None:
     attempt = Attempt()
     attempt.exchange._sniff = False
     stream = await attempt.begin()
-    stream.answer(b'data: {"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n', headers=SSE, ends=False)
+    stream.answer(b'data: {"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n', DONE, headers=SSE, ends=False)
     attempt.link.streams.clear()
     stream.sink.on_end(LinkEnd(kind=EndKind.COMPLETE, detail=End(usage=USAGE)))
     assert await attempt.outcome() == Served(200, USAGE)

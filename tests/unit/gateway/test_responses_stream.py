@@ -16,6 +16,7 @@ from gateway.errors import (
     GatewayError,
     NoAvailableNode,
     RateLimited,
+    RequestInterrupted,
     RequestTimeout,
     StreamTooLarge,
 )
@@ -484,9 +485,17 @@ def test_a_failure_before_the_first_event_leaves_nothing_said() -> None:
 
 def test_a_stream_without_its_end_is_a_failure() -> None:
     translator = open_answer(stream=True)
-    out = translator.feed(BEGIN + write_chunk({"content": "a"}) + DONE) + translator.finish()
-    assert isinstance(translator.failure, ForwardedRequestFailed)
+    out = translator.feed(BEGIN + write_chunk({"content": "a"})) + translator.finish()
+    assert isinstance(translator.failure, RequestInterrupted)
     assert read_stream(out).end is None
+
+
+@pytest.mark.parametrize("said", [b"", BEGIN + write_chunk({"content": "a"})])
+def test_an_engine_that_says_done_is_done_without_a_finish_reason_too(said: bytes) -> None:
+    translator = open_answer(stream=True)
+    out = translator.feed(said + DONE) + translator.finish()
+    assert translator.failure is None
+    assert read_stream(out).names[-1] == "response.completed"
 
 
 def test_a_stream_cut_inside_an_event_broke_off_and_was_no_rubbish() -> None:

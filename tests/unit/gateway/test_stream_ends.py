@@ -1,0 +1,244 @@
+"""Streams that engines end early: the client is told once, in its dialect, and the request does not count as completed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.dialects import SURFACES
+from gateway.dispatch import Dispatcher, Lease
+from gateway.errors import EngineRefused, RequestInterrupted
+from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
+from gateway.relay import Exchange
+from gateway.values import Limits, Timeouts
+from nodes.links import EndKind, LinkRegistry
+from nodes.links.http import PeerReader
+from nodes.links.keeper import LinkKeeper
+from nodes.states import HealthPolicy
+from tests.conformance.events import DONE, Stream, read_stream
+from tests.unit.gateway.asgi_client import MemoryClient
+from tests.unit.nodes.link_fakes import FakeLink
+from tests.unit.wire.recorded_streams import (
+    BARE_ERRORS,
+    CHAT,
+    COMPLETIONS,
+    FAILURES,
+    MESSAGES,
+    POOL_RESPONSES,
+    RESPONSES,
+    STREAMS,
+    RecordedStream,
+    choice,
+    chunk,
+)
+from wire.contract import RequestState
+from wire.events import MAX_HELD_BYTES
+
+SSE = {"content-type": "text/event-stream"}
+_TURNS = [{"role": "user", "content": "x"}]
+ASKED: dict[str, dict[str, object]] = {
+    CHAT: {"messages": _TURNS},
+    COMPLETIONS: {"prompt": "x"},
+    MESSAGES: {"messages": _TURNS, "max_tokens": 9},
+    RESPONSES: {"input": "x"},
+}
+
+
+class Passage(NamedTuple):
+    """One way from an engine's stream to a client: what it asked for, and in which dialect the engine answers."""
+
+    asked: str
+    stream: RecordedStream
+
+    @property
+    def is_translated(self) -> bool:
+        return self.asked != self.stream.path and self.stream.path != POOL_RESPONSES
+
+    def __str__(self) -> str:
+        way = f"{self.stream.path} as {self.asked}" if self.is_translated else self.stream.path
+        return f"{way} {self.stream.name}"
+
+
+def list_passages() -> Iterator[Passage]:
+    """Yield every way that there is. Translations ask for one answer, so no stream with several comes through one."""
+    for stream in STREAMS:
+        yield Passage(RESPONSES if stream.path == POOL_RESPONSES else stream.path, stream)
+        if stream.path == CHAT and stream.name != "several answers":
+            yield from (Passage(asked, stream) for asked in (MESSAGES, RESPONSES))
+
+
+PASSAGES = tuple(list_passages())
+every_passage = pytest.mark.parametrize("passage", PASSAGES, ids=str)
+
+
+class Serving:
+    """The attempts of one gateway at one request; the engine and the clients are the test's."""
+
+    def __init__(self, passage: Passage, *, for_peer: bool = False, measures: bool = False) -> None:
+        registry = LinkRegistry()
+        keeper = LinkKeeper(registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), connect_s=1.0)
+        self.dispatcher = Dispatcher(registry, keeper, Timeouts())
+        self.link = FakeLink()
+        self.link.endpoints = {"m": frozenset(stream.path for stream in STREAMS)}
+        registry.add(self.link)
+        surface = SURFACES[passage.asked]
+        asked = {"model": "m", "stream": True, **ASKED[passage.asked], **({"x_pool_options": {}} if measures else {})}
+        request = surface.parse(json.dumps(asked).encode(), {"content-type": "application/json"})
+        is_pools = passage.stream.path == POOL_RESPONSES
+        self.request = msgspec.structs.replace(request, lane=POOL_RESPONSES) if is_pools else request
+        self.translation = surface.translate(request) if passage.is_translated and surface.translate is not None else None
+        self.surface = None if for_peer else surface
+
+    async def serve(self, *pieces: bytes, end: EndKind = EndKind.COMPLETE) -> tuple[Outcome, MemoryClient]:
+        """Have the engine send these pieces and end its stream; return how the attempt ended and what the client got."""
+        job = self.dispatcher.new_job(request_id="req_1", request=self.request, tenant="t", max_queue=1)
+        lease = self.dispatcher.acquire(job)
+        assert isinstance(lease, Lease)
+        client = MemoryClient()
+        exchange = Exchange(
+            job=job,
+            lease=lease,
+            client=client.connection,
+            surface=self.surface,
+            limits=Limits(),
+            extra=[],
+            translation=self.translation,
+        )
+        running = asyncio.create_task(exchange.run())
+        await client.wait(lambda: self.link.streams)
+        (stream,) = self.link.streams
+        stream.answer(*pieces, headers=SSE, ends=False)
+        stream.end(end)
+        outcome = await running
+        assert (self.link.active, self.link.streams) == (0, [])
+        return outcome, client
+
+
+def list_errors(path: str, said: Stream) -> list[int]:
+    """Return the places of the events that tell a client of this dialect that its answer failed."""
+    found = []
+    for event in said.events:
+        body = {} if event.data == DONE else json.loads(event.data)
+        if body["type"] in {"response.failed", "error"} if path == RESPONSES else "error" in body:
+            assert event.name == {MESSAGES: "error", RESPONSES: "response.failed"}.get(path, "")
+            found.append(event.number)
+    return found
+
+
+def check(passage: Passage, length: int, outcome: Outcome, client: MemoryClient) -> None:
+    """Hold the end of a stream of which so many bytes came to what its client heard and to what is recorded of it."""
+    if not length:
+        assert isinstance(outcome, Retry)
+        assert (outcome.reason, client.events) == (RetryReason.ENGINE, [])
+        return
+    said = read_stream(client.body)
+    errors = list_errors(passage.asked, said)
+    assert client.is_whole
+    if length >= passage.stream.whole_at:
+        assert (errors, outcome) == ([], Served(200, outcome.usage if isinstance(outcome, Served) else None))
+        return
+    assert isinstance(outcome, Broken)
+    assert (outcome.told, outcome.error.state, type(outcome.error)) == (True, RequestState.INTERRUPTED, RequestInterrupted)
+    assert errors == [said.events[-1].number]
+    assert client.handle.closes
+    if not passage.is_translated:
+        whole = [event.data for event in read_stream(passage.stream.data).events]
+        passed = [event.data for event in said.events[:-1] if length >= len(passage.stream.events[0]) - 2]
+        assert passed == whole[: len(passed)]  # what passed are events of the engine, and no part of one
+
+
+async def test_every_recorded_stream_cut_at_every_byte_is_whole_or_said_to_be_interrupted() -> None:
+    cuts = 0
+    for passage in PASSAGES:
+        serving, data = Serving(passage), passage.stream.data
+        for length in range(len(data) + 1):
+            check(passage, length, *await serving.serve(data[:length]))
+            cuts += 1
+    print(f"{len(PASSAGES)} streams, {cuts} cut points")
+    assert cuts == sum(len(passage.stream.data) + 1 for passage in PASSAGES)
+
+
+@given(data=st.data(), passage=st.sampled_from(PASSAGES), measures=st.booleans())
+def test_frames_of_any_size_make_no_difference(data: st.DataObject, passage: Passage, *, measures: bool) -> None:
+    length = data.draw(st.integers(1, len(passage.stream.data)), label="length")
+    cuts = sorted(data.draw(st.lists(st.integers(0, length)), label="cuts"))
+    pieces = [passage.stream.data[start:end] for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
+    outcome, client = asyncio.run(Serving(passage, measures=measures).serve(*pieces))
+    if not measures:
+        check(passage, length, outcome, client)
+    assert isinstance(outcome, Served if length >= passage.stream.whole_at else Broken)
+
+
+@every_passage
+async def test_a_stream_that_another_gateway_passes_on_is_judged_where_its_client_is(passage: Passage) -> None:
+    if passage.is_translated:
+        return
+    stream, peer, home = passage.stream, Serving(passage, for_peer=True), Serving(passage)
+    for length in (1, len(stream.events[0]), stream.whole_at - 1, stream.whole_at, len(stream.data)):
+        outcome, between = await peer.serve(stream.data[:length])
+        assert isinstance(outcome, Served)
+        reader = PeerReader()
+        passed = reader.feed(between.body) + reader.finish()
+        outcome, client = await home.serve(passed)
+        assert isinstance(outcome, Served if length >= stream.whole_at else Broken if passed else Retry)
+        assert len(list_errors(passage.asked, read_stream(client.body))) == isinstance(outcome, Broken)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
+async def test_what_an_engine_said_of_its_failure_is_not_said_twice(path: str) -> None:
+    passage = next(passage for passage in PASSAGES if (passage.asked, passage.stream.path) == (path, path))
+    word = passage.stream.events[0]
+    for said in FAILURES[CHAT if path == COMPLETIONS else path]:
+        for frames in ([word, said], [word + said], [word + said + word], [word + said[:9], said[9:]]):
+            outcome, client = await Serving(passage).serve(*frames)
+            assert isinstance(outcome, Served)
+            assert (outcome.has_failed, client.body) == (True, b"".join(frames))
+
+
+@pytest.mark.parametrize("error", BARE_ERRORS)
+async def test_a_native_response_never_ends_with_a_bare_error(error: bytes) -> None:
+    passage = next(passage for passage in PASSAGES if passage.stream.path == RESPONSES)
+    began, word = passage.stream.events[:2]
+    outcome, client = await Serving(passage).serve(began, word + error)
+    assert isinstance(outcome, Broken)
+    assert isinstance(outcome.error, EngineRefused)
+    last = json.loads(read_stream(client.body).events[-1].data)
+    assert (last["type"], last["response"]["id"], last["response"]["error"]["message"]) == ("response.failed", "resp_1", "boom")
+    assert outcome.error.state is RequestState.FAILED
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b": hello\n\n", 0, 1),
+        (0, b": hello\n\n", 1),
+        (b": hello\n\n",),
+        (b'data: {"type":"response.output_text.delta","delta":"x"}\n\n',),
+        (b": hello\n\n", b"event: response.created\nda"),
+    ],
+    ids=str,
+)
+async def test_a_native_response_fails_as_one_wherever_its_beginning_stands(frames: tuple[bytes | int, ...]) -> None:
+    passage = next(passage for passage in PASSAGES if passage.stream.path == RESPONSES)
+    pieces = [passage.stream.events[frame] if isinstance(frame, int) else frame for frame in frames]
+    _, client = await Serving(passage).serve(*pieces)
+    events = [json.loads(event.data) for event in read_stream(client.body).events]
+    assert [event["type"] for event in events].count("response.failed") == 1
+    assert events[-1]["type"] == "response.failed"
+    if 1 in frames:
+        assert (events[-1]["sequence_number"], events[-1]["response"]["id"]) == (2, "resp_1")
+
+
+async def test_an_error_does_not_run_into_the_part_of_an_event_that_was_too_large_to_hold() -> None:
+    passage = PASSAGES[0]
+    outcome, client = await Serving(passage).serve(*[chunk(choice("x" * 3 * MAX_HELD_BYTES))[:-9]])
+    assert isinstance(outcome, Broken)
+    assert client.body.rpartition(b"\n\ndata: ")[2].startswith(b'{"error":')
