@@ -54,7 +54,17 @@ def _read_state(telemetry: bridge.Telemetry) -> sessions.ReportedState:
     )
 
 
+def _serves_nothing(link: RelayLink) -> bool:
+    """Return whether a node says why it serves no model, and neither loads one nor could: its engine or server is away."""
+    said = link.telemetry
+    if link.models or said is None or not said.last_error or said.available:
+        return False
+    return not any(replica.state == "loading" for replica in said.replicas)
+
+
 def _status_of(link: RelayLink) -> str:
     if link.box_draining:
         return "draining"
+    if _serves_nothing(link):
+        return "error"
     return "available" if link.has_slot() else "busy"

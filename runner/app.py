@@ -126,7 +126,7 @@ class Box:
             memory=read_memory(reading, models),
             queue_depth=parts.budget.depth,
             avg_wait_ms=round(parts.budget.avg_wait_ms),
-            last_error=next((model.last_error for model in models if model.last_error), None),
+            last_error=next((model.last_error for model in models if model.last_error), parts.attached_error),
         )
 
     def list_models(self) -> ModelsUpdate:
@@ -275,7 +275,7 @@ class Box:
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         self.is_leaving = True
-        log.info("leaving load=%s limit_s=%s", self.load, self._config.timeouts.drain_s)
+        log.info("stopping: %s requests running, up to %g s", self.load, self._config.timeouts.drain_s)
         for link in self._links.values():
             link.post(Draining(reason="the box is shutting down"))
         idle, rush = asyncio.create_task(self._wait_idle()), asyncio.create_task(hurry.wait())

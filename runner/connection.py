@@ -105,7 +105,7 @@ class GatewayLink:
         self._token = token
         self._timeouts = timeouts
         self._session: _Session | None = None
-        self._last_said = ""
+        self._last_said, self._said_at = "", 0.0
 
     @property
     def is_connected(self) -> bool:
@@ -143,21 +143,24 @@ class GatewayLink:
                 await session.run(await self._dial())
             except NameInUse:
                 is_refused = True
-                self._say_once(
+                self._complain(
                     f"another box is at work under this name and credential; start one of them with another --name or give it "
-                    f"its own credential gateway={self.url} retry_s={timeouts.auth_retry_s:.0f}"
+                    f"its own credential gateway={self.url}; retrying every {timeouts.auth_retry_s:g} s"
                 )
             except AuthRefused as refusal:
                 is_refused = True
-                self._say_once(
+                self._complain(
                     f"gateway refuses this box's credential; check --token, it must be a worker credential "
-                    f"gateway={self.url} answer={refusal} retry_s={timeouts.auth_retry_s:.0f}"
+                    f"gateway={self.url} answer={refusal}; retrying every {timeouts.auth_retry_s:g} s"
                 )
             except (SessionLost, ProtocolError) as loss:
                 if session.is_accepted:
                     log.warning("session lost gateway=%s reason=%s", self.url, loss)
                 else:
-                    self._say_once(f"gateway not connected gateway={self.url} reason={loss}")
+                    self._complain(
+                        f"gateway not connected gateway={self.url} reason={loss}; "
+                        f"retrying at least every {timeouts.reconnect_max_s:g} s"
+                    )
             finally:
                 self._session = None
             if session.accepted_at is not None:
@@ -196,10 +199,11 @@ class GatewayLink:
         except (aiohttp.ClientError, OSError) as error:
             raise SessionLost(f"cannot connect: {getattr(error, 'strerror', None) or error}") from None
 
-    def _say_once(self, text: str) -> None:
-        """Log a reason not to be connected, once until it changes."""
-        if text != self._last_said:
-            self._last_said = text
+    def _complain(self, text: str) -> None:
+        """Log a reason not to be connected: at once when it is new, then every ``say_again_s`` for as long as it stays."""
+        now = asyncio.get_running_loop().time()
+        if text != self._last_said or now - self._said_at >= self._timeouts.say_again_s:
+            self._last_said, self._said_at = text, now
             log.error("%s", text)
 
 

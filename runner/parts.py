@@ -120,6 +120,11 @@ class Parts:
             return False
         return all(model.state is not ModelState.LOADING for model in self.pool.registry.models)
 
+    @property
+    def attached_error(self) -> str | None:
+        """Why the server given with ``--backend`` cannot be used, None while it can or when there is none."""
+        return None if self._attached is None else self._attached.supervisor.last_error
+
     def refresh_attached(self) -> None:
         """Have the models of the server given with ``--backend`` looked at now."""
         if self._attached is not None:

@@ -207,7 +207,11 @@ def _describe_commands() -> str:
             if isinstance(target, ast.Name)
         }
         lines += textwrap.wrap(f"{path.stem:<26}{texts.get('help', '')}", 110, initial_indent="  ", subsequent_indent=" " * 28)
-    lines += ["", "./muster manage COMMAND --help explains each. Django's own (migrate, shell, changepassword, ...) work too."]
+    lines += [
+        "",
+        "./muster manage COMMAND --help explains each. Django's own (migrate, shell, changepassword...) work too.",
+        "",
+    ]
     return "\n".join(lines)
 
 

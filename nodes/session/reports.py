@@ -32,7 +32,7 @@ _MAX_TEMPERATURE_C = 1000.0
 _MAX_POWER_W = 100_000.0
 _GONE = frozenset({"failed", "unloaded"})
 
-NO_MODELS = "no models accepted; this worker receives no requests until it sends models_update"
+NO_MODELS = "no models accepted: this node gets no requests until it declares a model"
 
 
 def clean_models(names: Iterable[str], policy: SocketPolicy) -> tuple[tuple[str, ...], list[str]]:

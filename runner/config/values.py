@@ -18,6 +18,7 @@ class Timeouts:
     reconnect_first_s: float = 0.2
     reconnect_max_s: float = 30.0
     auth_retry_s: float = 30.0
+    say_again_s: float = 60.0
     healthy_after_s: float = 5.0
     learned_give_up_s: float = 600.0
     drain_s: float = 30.0

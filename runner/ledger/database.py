@@ -176,7 +176,7 @@ def _open_file(path: Path, lock: int, now: float) -> Database:
         if born_at is None:
             born_at = now
             _create_tables(connection, now)
-            log.info("a new ledger begins; tokens issued before now are refused path=%s", path)
+            log.info("new operation ledger created (older tokens are refused) path=%s", path)
     except BaseException:
         connection.close()
         raise

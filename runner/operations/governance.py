@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 BOX_FACT = "box"
 """What ``./muster trust --show`` tells of a box: its id and level as of its last start."""
-NEEDS_DATA = "at level L2 a box needs a place to remember what it did: start it with --data DIR"
+NEEDS_DATA = "at level L2 a node keeps what it did in a folder; start it with --data DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class Governance:
 
     def _advise(self) -> str:
         if self.disabled:
-            return f"Operations are disabled: {self.disabled}."
+            return f"Remote load/unload is off: {self.disabled}."
         if self.level is not Level.L2 or self.policy is not None or self.policies is None:
             return ""
         if self.policies.offered_words:

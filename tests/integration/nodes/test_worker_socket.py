@@ -444,6 +444,33 @@ async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
         assert presence_reports(door.registry)[0].status == "draining"
 
 
+@pytest.mark.parametrize(
+    ("said", "models", "status"),
+    [
+        (bridge.Telemetry(last_error="cannot use http://127.0.0.1:9: refused"), [], "error"),
+        (bridge.Telemetry(last_error="out of memory"), ["m"], "available"),
+        (bridge.Telemetry(last_error="out of memory", available=["m"]), [], "available"),
+        (bridge.Telemetry(last_error="it died", replicas=[bridge.ReplicaInfo(model="m", state="loading")]), [], "available"),
+        (bridge.Telemetry(last_error="it died", replicas=[bridge.ReplicaInfo(model="m", state="failed")]), [], "error"),
+        (bridge.Telemetry(), [], "available"),
+    ],
+    ids=["dead backend", "another model serves", "it could load one", "it loads one", "its engine died", "nothing is wrong"],
+)
+async def test_a_node_that_serves_nothing_and_says_why_is_in_error(
+    said: bridge.Telemetry, models: list[str], status: str
+) -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        socket.say(said)
+        socket.say(bridge.ModelsUpdate(models=models))
+        await socket.wait(lambda: link.telemetry is not None and link.models == set(models))
+        assert presence_reports(door.registry)[0].status == status
+
+
 async def test_only_boxes_that_said_something_new_are_written_between_two_full_rounds() -> None:
     _, secret = await enrol()
     door = Door()

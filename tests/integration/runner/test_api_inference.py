@@ -264,7 +264,7 @@ async def test_a_box_that_is_told_to_stop_finishes_what_runs_and_takes_nothing_n
         running = asyncio.create_task(client.post(CHAT, json=BODY))
         await eventually(lambda: gate.order, "the engine has it")
         box.process.send_signal(signal.SIGTERM)
-        await eventually(lambda: "leaving load=" in box.log_text(), "the box leaves")
+        await eventually(lambda: "stopping: " in box.log_text(), "the box leaves")
         refused = await client.get("/v1/capabilities")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert refused.headers["retry-after"]
@@ -290,7 +290,7 @@ async def test_a_box_in_a_hurry_tells_streams_that_it_goes(tmp_path: Path) -> No
             chunks = reply.aiter_raw()
             assert await anext(chunks) == EVENT
             box.process.send_signal(signal.SIGTERM)
-            await eventually(lambda: "leaving load=" in box.log_text(), "the box leaves")
+            await eventually(lambda: "stopping: " in box.log_text(), "the box leaves")
             box.process.send_signal(signal.SIGTERM)
             rest = b"".join([chunk async for chunk in chunks])
         assert json.loads(rest.removeprefix(b"data: "))["error"]["code"] == "unavailable"

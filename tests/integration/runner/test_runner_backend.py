@@ -81,6 +81,24 @@ async def test_the_servers_key_is_added_and_a_wrong_one_is_explained(tmp_path: P
             assert "sk-wrong" not in process.log_text()
 
 
+async def test_a_node_whose_server_is_away_says_so_to_its_gateway_until_it_is_back(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine:
+        engine.key = "sk-right"
+        async with run_box(tmp_path, gateway.url, "--backend", engine.url, "--backend-key", "sk-later"):
+            box = await gateway.accept()
+
+            def last_error() -> str | None:
+                said = [message.last_error for message in box.messages if isinstance(message, bridge.Telemetry)]
+                return said[-1] if said else None
+
+            async with asyncio.timeout(30), box.news:
+                await box.news.wait_for(lambda: "refuses the key (HTTP 401)" in (last_error() or ""))
+            engine.key = "sk-later"
+            await box.declares("alpha", "beta")
+            async with asyncio.timeout(30), box.news:
+                await box.news.wait_for(lambda: last_error() is None)
+
+
 async def test_bodies_and_paths_pass_byte_for_byte(tmp_path: Path) -> None:
     body = b'{ "model":"alpha",\n "x": 1.50, "x": "\\u00e9", "unknown": [ ] }'
     async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):

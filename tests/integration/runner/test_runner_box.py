@@ -204,7 +204,7 @@ async def test_a_refused_credential_is_explained_in_one_line_and_not_hammered(tm
         gateway.close_code = 1008
         async with run_box(tmp_path, gateway.url) as process:
             await eventually(lambda: "refuses this box's credential" in process.log_text(), "the refusal is explained")
-            assert "retry_s=30" in process.log_text()
+            assert "; retrying every 30 s" in process.log_text()
             assert gateway.attempts == 1
             assert TOKEN not in process.log_text()
 
@@ -215,7 +215,7 @@ async def test_a_second_box_with_a_taken_name_says_what_would_help_and_does_not_
         async with run_box(tmp_path, gateway.url) as process:
             await eventually(lambda: "start one of them with another --name" in process.log_text(), "the refusal is explained")
             assert "credential; check --token" not in process.log_text()
-            assert "retry_s=30" in process.log_text()
+            assert "; retrying every 30 s" in process.log_text()
             assert gateway.attempts == 1
 
 

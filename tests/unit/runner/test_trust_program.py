@@ -61,18 +61,7 @@ def test_a_full_fingerprint_is_taken_too(tmp_path: Path) -> None:
         ([WORDS, "--renew-key"], "give a fingerprint, or one of"),
         (["--renew-key"], "made no key of its own yet"),
     ],
-    ids=[
-        "short",
-        "long",
-        "no letter",
-        "short word",
-        "short digits",
-        "half",
-        "nothing",
-        "two wishes",
-        "words and a wish",
-        "no key",
-    ],
+    ids=["short", "long", "letter", "word", "digits", "half", "nothing", "two wishes", "words and a wish", "no key"],
 )
 def test_what_cannot_be_done_is_refused_in_clear_words(
     tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
