@@ -65,6 +65,7 @@ class Box:
         self._parts: Parts | None = None
         self._commands: Commands | None = None
         self._offers: set[asyncio.Task[None]] = set()
+        self._notes: set[asyncio.Task[None]] = set()
         self._relay: Relay | None = None
         self._settled = asyncio.Event()
         self.is_leaving = False
@@ -102,7 +103,7 @@ class Box:
             owner_name=self._config.owner or None,
             endpoints=list_endpoints(registry.models),
             gpus=parts.reading.gpus if parts.reading is not None else [],
-            replicas=list_replicas(registry.models),
+            replicas=list_replicas(registry.models, parts.desired.models),
             available=registry.available_ids()[:MAX_AVAILABLE],
             memory=read_memory(parts.reading, registry.models),
             governance=parts.governance.describe(),
@@ -121,7 +122,7 @@ class Box:
         return Telemetry(
             current_load=self.load,
             gpus=reading.gpus if reading is not None else [],
-            replicas=list_replicas(models),
+            replicas=list_replicas(models, parts.desired.models),
             available=parts.pool.registry.available_ids()[:MAX_AVAILABLE],
             memory=read_memory(reading, models),
             queue_depth=parts.budget.depth,
@@ -216,6 +217,10 @@ class Box:
             self._parts = await stack.enter_async_context(
                 assemble(self._config, self._client, on_change=self._models_changed, on_load=self._report_soon)
             )
+            if self._mode is not None:  # said while the ledger was being opened
+                self._note_mode("owner", is_reclaimed=self._mode == "spare_off")
+            elif self._parts.desired.is_reclaimed_by_owner:
+                self._mode = "spare_off"  # until the owner says otherwise, also over a restart
             self._relay = Relay(self._parts.door.open)
             self._commands = Commands(self._parts.operations, self._parts.seek)
             stack.push_async_callback(self._commands.close)
@@ -243,6 +248,22 @@ class Box:
         log.info("owner changed mode mode=%s", mode)
         for link in self._links.values():
             link.post(ModeChange(mode=mode, reason="owner"))
+        self._note_mode("owner", is_reclaimed=mode == "spare_off")
+
+    def hear_mode(self, *, is_reclaimed: bool) -> None:
+        """Take down what the control plane holds of the owner's word, for the next start."""
+        self._note_mode("control", is_reclaimed=is_reclaimed)
+
+    def _note_mode(self, said_by: str, *, is_reclaimed: bool) -> None:
+        if self._parts is not None:
+            self._notes.add(task := asyncio.create_task(self._write_mode(said_by, is_reclaimed=is_reclaimed)))
+            task.add_done_callback(self._notes.discard)
+
+    async def _write_mode(self, said_by: str, *, is_reclaimed: bool) -> None:
+        try:
+            await self.parts.desired.hear_mode(said_by=said_by, is_reclaimed=is_reclaimed)
+        except LedgerError as error:
+            log.error("mode cannot be written down: %s", error)  # noqa: TRY400  # text for the owner
 
     async def reload(self) -> None:
         """Read the settings files again; what is wrong with them goes to the log."""
@@ -268,7 +289,7 @@ class Box:
 
     async def _hang_up(self) -> None:
         await self.relay.close()
-        tasks = [*self._link_tasks, *self._offers]
+        tasks = [*self._link_tasks, *self._offers, *self._notes]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

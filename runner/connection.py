@@ -71,6 +71,9 @@ class Host(Protocol):
     def greet(self, link: GatewayLink, ack: RegisterAck) -> None:
         """Take note of an accepted registration."""
 
+    def hear_mode(self, *, is_reclaimed: bool) -> None:
+        """Take note of what the control plane says: whether the owner has taken this node back."""
+
     def instruct(self, link: GatewayLink, instruction: Instruction) -> None:
         """Do or answer what the control plane says about operations; answers go to ``link``."""
 
@@ -326,6 +329,7 @@ class _Session:
                 self._leave_asked.set()
             case Noticed(notice):
                 log.info("node status=%s mode=%s cordoned=%s", notice.status, notice.mode, notice.cordoned)
+                self._host.hear_mode(is_reclaimed=notice.mode == "spare_off")
             case Accepted(ack):
                 self.accepted_at = self._clock()
                 if ack.heartbeat_interval_s:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,6 +27,8 @@ from runner.fit import read_shape
 from runner.ledger import Ledger
 from runner.library import Hub, Library, allow_listed
 from runner.library.hub import PUBLIC_HUB
+from runner.operations.bodies import LoadBody
+from runner.operations.desired_state import DesiredState
 from runner.operations.gate import Gate, GateRules
 from runner.operations.governance import Governance
 from runner.operations.receipts import Clerk
@@ -75,6 +77,7 @@ class Parts:
     gate: Gate
     governance: Governance
     operations: Operations
+    desired: DesiredState
     costs: Costs
     _client: aiohttp.ClientSession
     _make_queue: Callable[[ModelDefinition], FairQueue]
@@ -164,6 +167,7 @@ class Parts:
         for definition in self.settings.models.values():
             if definition.enabled:
                 self._spawn(self._load_wanted(definition.model_id))
+        self._spawn(self.desired.restore())
 
     def refuse_new(self) -> None:
         """Begin to stop: what runs goes on, nothing new is taken."""
@@ -246,6 +250,7 @@ async def assemble(
         parts = _put_together(config, settings, telemetry, ledger, governance, client, on_change=on_change, on_load=on_load)
         try:
             await parts.operations.recover()
+            await parts.desired.open()
             await ledger.abandon_costs()
             yield parts
         finally:
@@ -309,11 +314,19 @@ def _put_together(
         keeps_engine_errors=config.keeps_engine_errors,
     )
     gate = _make_gate(config, governance, ledger)
+    operations = Operations(pool, gate, ledger, Clerk(governance.identity))
+
+    async def load_again(body: LoadBody) -> Mapping[str, object]:
+        await parts.seek(body.modelId)
+        return await operations.load_again(body)
+
     parts = Parts(
         config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
         tally=tally, serving=serving, door=Door(serving, PoolSurface(serving, lambda: parts.settings.decoding)),
-        gate=gate, governance=governance, operations=Operations(pool, gate, ledger, Clerk(governance.identity)), costs=costs,
-        _client=client, _make_queue=make_queue,
+        gate=gate, governance=governance, operations=operations, costs=costs, _client=client, _make_queue=make_queue,
+        desired=DesiredState(
+            ledger, governance, load_again, min_signers=config.operations.min_signers, on_change=on_change
+        ),
     )  # fmt: skip
     return parts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from runner.definitions.definition import TRANSLATABLE
 from runner.engines.port import Capabilities
@@ -13,18 +13,33 @@ from wire.bridge import MemoryInfo, ReplicaInfo
 
 MIB = 1024 * 1024
 MAX_DETAIL_CHARS = 300
+WAITING = "the node is about to load it again"
 
 
-def list_replicas(models: Iterable[Model]) -> list[ReplicaInfo]:
-    """Return every replica of every model that is or should be loaded; one without replicas yet counts as one."""
+def list_replicas(models: Iterable[Model], desired: Mapping[str, str] | None = None) -> list[ReplicaInfo]:
+    """Return every replica of every model that is or should be loaded; one without replicas yet counts as one.
+
+    ``desired``: the models that approvals keep loaded, each with why it could not be loaded again, "" = nothing is wrong. One
+    that the node does not even know any more counts as failed.
+    """
     found: list[ReplicaInfo] = []
+    missing = dict(desired or {})
     for model in models:
         if model.state is ModelState.UNLOADED:
             continue
+        kept, problem = model.model_id in missing, missing.pop(model.model_id, "")
         if model.state is ModelState.LOADING or not model.replicas:
-            found.append(_describe_loading(model))
+            infos = [_describe_loading(model)]
         else:
-            found += [_describe_replica(model, replica) for replica in model.replicas]
+            infos = [_describe_replica(model, replica) for replica in model.replicas]
+        for info in infos:
+            info.kept = kept
+            if problem and info.state == ModelState.FAILED.value:
+                info.detail = problem[:MAX_DETAIL_CHARS]
+        found += infos
+    for name, problem in missing.items():
+        state = ModelState.FAILED if problem else ModelState.LOADING
+        found.append(ReplicaInfo(model=name, state=state.value, detail=(problem or WAITING)[:MAX_DETAIL_CHARS], kept=True))
     return found
 
 

@@ -52,7 +52,8 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``detail``: what a load is doing, or why it failed. ``progress`` is the share of the load that is done, 0.0 to 1.0, and
     ``eta_s`` the seconds it still takes. Memory in MiB: ``memory_mb`` is measured, ``weights_mb`` and ``kv_mb`` are its
     known parts; None = unknown. ``endpoints`` are the API paths this model answers, empty = those of the registration.
-    ``context_tokens``: prompt and answer of one request together.
+    ``context_tokens``: prompt and answer of one request together. ``kept``: an approval keeps the model loaded, so the node
+    loads it again by itself after a restart; where it cannot, the state is failed and ``detail`` says why.
     """
 
     model: str
@@ -68,6 +69,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     kv_mb: int | None = None
     endpoints: list[str] = []
     context_tokens: int | None = None
+    kept: bool = False
 
 
 class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -97,7 +99,7 @@ class BoxGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``public_key``: its Ed25519 key as SPKI DER in base64url, which signs receipts and which ``runner_id`` names.
     ``op_keys``: HMAC keys by id in base64url, the newest last, that tokens for it are signed with. ``policy_*``: what it
     pinned, 0 and empty = nothing yet. ``witness_*``: the last audit checkpoint that it saw (root in base64). ``clock_ms``: Unix
-    time in milliseconds.
+    time in milliseconds. ``keeps_models``: its loads take ``keepLoaded``.
     """
 
     level: str
@@ -110,6 +112,7 @@ class BoxGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
     witness_size: int = 0
     witness_root: str = ""
     clock_ms: int = 0
+    keeps_models: bool = False
 
 
 # server -> worker

@@ -62,14 +62,25 @@ class UnusableModel(msgspec.Struct, kw_only=True):
     reason: str
 
 
+class KeptModel(msgspec.Struct, kw_only=True):
+    """A model that an operation keeps loaded; ``problem``: why the runner cannot load it again, "" = nothing is wrong."""
+
+    id: str
+    problem: str
+
+
 class Models(msgspec.Struct, kw_only=True):
-    """Every model by what can be done with it; ``failed`` ones may be loaded again, ``unusable`` files may not."""
+    """Every model by what can be done with it; ``failed`` ones may be loaded again, ``unusable`` files may not.
+
+    ``kept``: those that the runner loads again by itself after a restart.
+    """
 
     loaded: list[LoadedModel]
     loading: list[LoadingModel]
     available: list[str]
     failed: list[UnusableModel]
     unusable: list[UnusableModel]
+    kept: list[KeptModel]
 
 
 class Gpu(msgspec.Struct, kw_only=True, rename=spec_name):

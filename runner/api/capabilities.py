@@ -13,6 +13,7 @@ from runner.api.answers import (
     CapabilitiesAnswer,
     Flags,
     Gpu,
+    KeptModel,
     LoadedModel,
     LoadingModel,
     Models,
@@ -84,6 +85,7 @@ class CapabilityReport:
                     if model.state is ModelState.FAILED
                 ],
                 unusable=[UnusableModel(id=name, reason=why) for name, why in parts.pool.registry.problems.items()],
+                kept=[KeptModel(id=name, problem=problem) for name, problem in parts.desired.models.items()],
             ),
             resources=_describe_resources(reading, replicas, stats),
             queue=Queue(

@@ -5,6 +5,7 @@ from runner.ledger.ledger import Ledger
 from runner.ledger.rows import (
     CostRow,
     CostState,
+    DesiredModel,
     OpAlreadyDone,
     OpDetails,
     OpIsRunning,
@@ -22,6 +23,7 @@ __all__ = [
     "FILE_NAME",
     "CostRow",
     "CostState",
+    "DesiredModel",
     "Ledger",
     "LedgerError",
     "LedgerFull",

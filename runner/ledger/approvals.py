@@ -9,6 +9,7 @@ from dataclasses import fields
 
 from runner.ledger.database import LedgerFull, transaction
 from runner.ledger.rows import (
+    DesiredModel,
     OpAlreadyDone,
     OpDetails,
     OpIsRunning,
@@ -22,6 +23,7 @@ from runner.ledger.rows import (
 MAX_NONCES = 50_000
 MAX_OPS = 50_000
 MAX_SLOTS = 10_000
+MAX_DESIRED = 256
 NONCE_GRACE_S = 3600.0
 """How long a nonce is kept beyond its token's life: a clock set back by less brings no token back."""
 OP_LIFE_S = 30 * 86_400.0
@@ -30,6 +32,16 @@ INTERRUPTED: dict[str, object] = {"state": "interrupted"}
 """The outcome of an operation in whose midst the program ended."""
 HOUR_S = 3600.0
 DAY_S = 86_400.0
+_DROP_UNLOADED = """
+DELETE FROM desired_models WHERE EXISTS (
+    SELECT 1 FROM ops WHERE ops.ends = desired_models.model_id AND ops.fence > desired_models.fence
+    AND ops.operation = 'model-unload' AND json_extract(ops.outcome, '$.state') = 'succeeded'
+)"""
+_DROP_CUT_OFF = """
+DELETE FROM desired_models WHERE EXISTS (
+    SELECT 1 FROM ops WHERE ops.ends = desired_models.model_id AND ops.fence > desired_models.fence
+    AND json_extract(ops.outcome, '$.state') = 'interrupted'
+)"""
 _OP_PLAIN = tuple(part.name for part in fields(OpRow) if part.name not in {"op_key", "outcome"})
 
 
@@ -72,17 +84,19 @@ def begin_op(
         connection.executemany(raised, [(each, fence) for each in sorted(slots)])
         connection.execute(
             "INSERT INTO ops (op_id, slot, fence, uses, begun_at, expires_at, operation, model_id, approval_id, use, op_class,"
-            " statement_digest, checkpoint) VALUES (?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " statement_digest, checkpoint, ends) VALUES (?, ?, ?, 1, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT DO UPDATE SET slot = excluded.slot, fence = excluded.fence, uses = uses + 1, outcome = NULL,"
             " begun_at = excluded.begun_at, expires_at = max(expires_at, excluded.expires_at), ended_at = NULL, receipt = '',"
-            " checkpoint = excluded.checkpoint",
+            " checkpoint = excluded.checkpoint, ends = excluded.ends",
             (
                 op_id, slot, fence, now, expires_at, details.operation, details.model_id, details.approval_id, details.use,
-                details.op_class, details.statement_digest, details.checkpoint,
+                details.op_class, details.statement_digest, details.checkpoint, details.ends,
             ),
         )  # fmt: skip
         _refuse_beyond(connection, "SELECT count(*) FROM ops", MAX_OPS)
         _refuse_beyond(connection, "SELECT count(*) FROM fences", MAX_SLOTS)
+        if details.adds_desired:  # refused before it is carried out: an outcome must always find its place
+            _refuse_beyond(connection, "SELECT count(*) + 1 FROM desired_models", MAX_DESIRED)
     return OpStarted()
 
 
@@ -91,12 +105,44 @@ def _is_overtaken(connection: sqlite3.Connection, slot: str, fence: int) -> bool
     return last is not None and fence <= last[0]
 
 
-def finish_op(connection: sqlite3.Connection, op_id: str, outcome: dict[str, object], *, receipt: str, now: float) -> None:
-    """Record how a begun operation went; without effect on one that is not running."""
-    connection.execute(
-        "UPDATE ops SET outcome = ?, receipt = ?, ended_at = ? WHERE op_id = ? AND outcome IS NULL",
-        (json.dumps(outcome), receipt, now, op_id),
-    )
+def finish_op(
+    connection: sqlite3.Connection, op_id: str, outcome: dict[str, object], *, receipt: str, now: float,
+    desired: DesiredModel | None = None, has_ended: bool = False,
+) -> None:  # fmt: skip
+    """Record how a begun operation went, and what is to be loaded from now on; without effect on one that is not running.
+
+    ``desired``: the model that it keeps loaded. ``has_ended``: the model that it unloads (``OpDetails.ends``) is unloaded.
+    """
+    with transaction(connection):
+        found = connection.execute(
+            "UPDATE ops SET outcome = ?, receipt = ?, ended_at = ? WHERE op_id = ? AND outcome IS NULL RETURNING fence, ends",
+            (json.dumps(outcome), receipt, now, op_id),
+        ).fetchone()
+        if found is None:
+            return
+        if has_ended:
+            connection.execute("DELETE FROM desired_models WHERE model_id = ? AND fence <= ?", (found["ends"], found["fence"]))
+        if desired is not None:
+            connection.execute(
+                "INSERT INTO desired_models (model_id, fence, document, seal) VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
+                " fence = excluded.fence, document = excluded.document, seal = excluded.seal, unfinished = 0"
+                " WHERE excluded.fence > fence",
+                (desired.model_id, desired.fence, desired.document, desired.seal),
+            )
+            # An unload that was approved later may have ended before this load was written down.
+            connection.execute(_DROP_UNLOADED)
+
+
+def read_desired(connection: sqlite3.Connection) -> list[DesiredModel]:
+    """Return the models that are to be loaded, in the order in which they were approved."""
+    query = "SELECT model_id, fence, document, seal, unfinished FROM desired_models ORDER BY fence, model_id"
+    return [DesiredModel(*row) for row in connection.execute(query)]
+
+
+def count_unfinished(connection: sqlite3.Connection, model_id: str, fence: int, *, has_ended: bool) -> None:
+    """Count a load of a desired model as begun, or, when it ended in whatever way, forget that loads did not."""
+    query = "UPDATE desired_models SET unfinished = CASE WHEN ? THEN 0 ELSE unfinished + 1 END WHERE model_id = ? AND fence = ?"
+    connection.execute(query, (has_ended, model_id, fence))
 
 
 def certify_op(connection: sqlite3.Connection, op_id: str, outcome: dict[str, object], *, receipt: str) -> OpRow | None:
@@ -127,10 +173,18 @@ def _make_op(row: sqlite3.Row | None) -> OpRow | None:
 
 
 def interrupt_ops(connection: sqlite3.Connection, *, now: float) -> int:
-    """Give every operation that runs no more the outcome ``INTERRUPTED``; return how many there were."""
-    return connection.execute(
-        "UPDATE ops SET outcome = ?, ended_at = ? WHERE outcome IS NULL", (json.dumps(INTERRUPTED), now)
-    ).rowcount
+    """Give every operation that runs no more the outcome ``INTERRUPTED``; return how many there were.
+
+    A model that an interrupted operation was to unload is no longer desired: nothing is loaded now, and to unload it was the
+    last that people approved.
+    """
+    with transaction(connection):
+        count = connection.execute(
+            "UPDATE ops SET outcome = ?, ended_at = ? WHERE outcome IS NULL", (json.dumps(INTERRUPTED), now)
+        ).rowcount
+        connection.execute(_DROP_UNLOADED)
+        connection.execute(_DROP_CUT_OFF)
+    return count
 
 
 def _count_recent(connection: sqlite3.Connection, details: OpDetails, now: float) -> TooManyOps | None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "ledger.sqlite3"
 LOCK_NAME = "ledger.lock"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _BUSY_S = 5.0
 _COMPANIONS = ("", "-wal", "-shm")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -70,7 +70,14 @@ CREATE TABLE policies (
 );
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID
 """
-_STEPS = (_FIRST_SCHEMA, _SECOND_SCHEMA)
+_THIRD_SCHEMA = """
+ALTER TABLE ops ADD COLUMN ends TEXT;
+CREATE TABLE desired_models (
+    model_id TEXT PRIMARY KEY, fence INTEGER NOT NULL, document BLOB NOT NULL, seal BLOB NOT NULL,
+    unfinished INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID
+"""
+_STEPS = (_FIRST_SCHEMA, _SECOND_SCHEMA, _THIRD_SCHEMA)
 """What makes a file of version n+1 out of one of version n; a new file takes every step, so that there is one kind of file."""
 
 

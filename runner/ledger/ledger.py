@@ -19,7 +19,7 @@ from uuid import uuid4
 from runner.definitions.plan import Observation
 from runner.ledger import approvals, costs, history, trust
 from runner.ledger.database import Database, LedgerError, open_database
-from runner.ledger.rows import CostRow, CostState, OpDetails, OpRow, OpStart, OpStarted, PolicyRow, TaskRow
+from runner.ledger.rows import CostRow, CostState, DesiredModel, OpDetails, OpRow, OpStart, OpStarted, PolicyRow, TaskRow
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class Ledger:
         self.is_new = database.is_new
         """No earlier ledger was found, or it could not be read: nothing from before ``born_at`` is remembered."""
         self.born_at = database.born_at
+        self.desired_fences: dict[str, int] = {}
+        """The models that approvals keep loaded, with the fence of their load, as they were last read or written."""
 
     @classmethod
     async def open(cls, directory: Path, *, clock: Clock = time.time) -> Ledger:
@@ -108,10 +110,34 @@ class Ledger:
             self._submit_last(give_up)
             raise
 
-    async def finish_op(self, op_id: str, outcome: dict[str, object], *, receipt: str = "") -> None:
-        """Record how a begun operation went, and what was signed about it; whoever asks for it again is told this."""
+    async def finish_op(
+        self, op_id: str, outcome: dict[str, object], *, receipt: str = "", desired: DesiredModel | None = None,
+        has_ended: bool = False,
+    ) -> None:  # fmt: skip
+        """Record how a begun operation went, and what was signed about it; whoever asks for it again is told this.
+
+        In the same transaction ``desired`` becomes what is loaded after a restart, and, when it ``has_ended``, the model that
+        the operation unloads (``OpDetails.ends``) ceases to be.
+        """
         now = self._clock()
-        await self._run(lambda db: approvals.finish_op(db, op_id, outcome, receipt=receipt, now=now))
+
+        def finish(db: sqlite3.Connection) -> list[DesiredModel]:
+            approvals.finish_op(db, op_id, outcome, receipt=receipt, now=now, desired=desired, has_ended=has_ended)
+            return approvals.read_desired(db) if desired is not None or has_ended else []
+
+        found = await self._run(finish)
+        if desired is not None or has_ended:
+            self.desired_fences = {model.model_id: model.fence for model in found}
+
+    async def read_desired(self) -> list[DesiredModel]:
+        """Return the models that approvals keep loaded, in the order in which they were approved."""
+        found = await self._run(approvals.read_desired)
+        self.desired_fences = {model.model_id: model.fence for model in found}
+        return found
+
+    async def count_unfinished(self, model: DesiredModel, *, has_ended: bool) -> None:
+        """Count a load of a desired model as begun, before it begins; ``has_ended``: it did not end with the program."""
+        await self._run(lambda db: approvals.count_unfinished(db, model.model_id, model.fence, has_ended=has_ended))
 
     async def certify_op(self, op_id: str, outcome: dict[str, object], *, receipt: str) -> OpRow | None:
         """Give an operation that ended without a receipt one, and return it; the first receipt stays."""
@@ -131,8 +157,9 @@ class Ledger:
         await self._run(lambda db: trust.add_policy(db, policy, now=now))
 
     async def forget_trust(self, *facts: str) -> None:
-        """Drop every pinned policy and the facts of these names."""
+        """Drop every pinned policy, the desired models and the facts of these names."""
         await self._run(lambda db: trust.forget_trust(db, *facts))
+        self.desired_fences = {}
 
     async def read_fact(self, name: str) -> str | None:
         """Return a fact, or None."""

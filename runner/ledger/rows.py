@@ -38,7 +38,8 @@ class OpDetails:
     ``approval_id`` and ``use``: which use of which approval it is. ``statement_digest``: of what people signed, hex, "" below
     L2. ``checkpoint``: of the audit log, as the token named it. ``most_per_hour``: operations of all kinds that may begin
     within an hour; ``most_per_day``: those of ``op_class`` within 24 h; None = no limit. ``other_slots``: what it changes
-    beside its own slot, which must not overtake it either.
+    beside its own slot, which must not overtake it either. ``ends``: the model that it unloads and that is no longer desired
+    then, None = none. ``adds_desired``: it needs room for one more desired model.
     """
 
     operation: str = ""
@@ -51,6 +52,23 @@ class OpDetails:
     most_per_hour: int | None = None
     most_per_day: int | None = None
     other_slots: tuple[str, ...] = ()
+    ends: str | None = None
+    adds_desired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredModel:
+    """A model that an approval keeps loaded. ``fence``: of the load that was approved.
+
+    ``document``: what the runner accepted, with the op token and its proofs; ``seal``: the runner's signature over it.
+    ``unfinished``: loads that were begun since and in whose midst the program ended, one after the other.
+    """
+
+    model_id: str
+    fence: int
+    document: bytes
+    seal: bytes
+    unfinished: int = 0
 
 
 @dataclass(frozen=True, slots=True)

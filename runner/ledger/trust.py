@@ -35,8 +35,9 @@ def write_fact(connection: sqlite3.Connection, name: str, value: str) -> None:
 
 
 def forget_trust(connection: sqlite3.Connection, *names: str) -> None:
-    """Drop every pinned policy and the facts of these names, all at once."""
+    """Drop every pinned policy, what was approved under them to stay loaded, and the facts of these names, all at once."""
     with transaction(connection):
         connection.execute("DELETE FROM policies")
+        connection.execute("DELETE FROM desired_models")
         for name in names:
             connection.execute("DELETE FROM facts WHERE name = ?", (name,))

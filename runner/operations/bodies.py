@@ -11,7 +11,10 @@ from runner.engines.port import FlushScope
 
 
 class LoadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/models/load``. ``overrides`` are the backend's own fields; the others are those of the specification."""
+    """``POST /v1/models/load``. ``overrides`` are the backend's own fields; most others are those of the specification.
+
+    ``keepLoaded``: the runner loads the model again by itself after every restart, until it is unloaded by an operation.
+    """
 
     modelId: str  # noqa: N815  # names of the specification, here and below
     quantization: str | None = None
@@ -19,6 +22,7 @@ class LoadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     gpuMemoryBudgetMB: int | None = None  # noqa: N815
     evictModel: str | None = None  # noqa: N815
     overrides: dict[str, object] = {}
+    keepLoaded: bool | None = None  # noqa: N815
     verifiedOpToken: Any = None  # noqa: N815  # Any: an object, its text, or base64url of it
 
 

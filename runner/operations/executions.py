@@ -13,6 +13,7 @@ from runner.errors import OperationInterrupted, RequestRefused, RunnerError, Una
 from runner.ledger import Ledger, LedgerError, OpRow
 from runner.ledger.approvals import INTERRUPTED
 from runner.operations.bodies import Reply
+from runner.operations.desired_state import seal_accepted
 from runner.operations.gate import Admitted, Gate, OperationRunning
 from runner.operations.outcomes import refusal_outcome
 from runner.operations.receipts import Booked, Clerk
@@ -35,17 +36,23 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an operation ended. ``body``: the answer of the model-runner API, plain JSON; ``status``: its HTTP status."""
+    """How an operation ended. ``body``: the answer of the model-runner API, plain JSON; ``status``: its HTTP status.
+
+    ``unloaded``: the model that a load unloaded first, "" = it came to none.
+    """
 
     outcome: Outcome
     status: int
     body: dict[str, object]
+    unloaded: str = ""
 
     def as_record(self) -> dict[str, object]:
         """Return what the ledger keeps."""
         return {"state": self.outcome, "status": self.status, "body": self.body}
 
 
+KEPT_FIELD = "keptLoaded"
+"""Says in the result of a load that the runner loads the model again after a restart."""
 CUT_OFF = Ending("interrupted", 409, {})
 BROKEN = Ending("failed", 500, {"error": {"code": "internal_error", "message": "See the log."}})
 
@@ -96,7 +103,7 @@ class Executions:
         """Record how a task ended for every operation that it carried out; return the receipt of the first, "" = none."""
         receipts = []
         for admitted in self._awaiting.pop(task_id, []):
-            receipts.append(await self._record(admitted, ending))
+            receipts.append((await self._record(admitted, ending))[0])
             if admitted.booked is not None:
                 self._task_of.pop(admitted.booked.op_key, None)
         return receipts[0] if receipts else ""
@@ -140,7 +147,7 @@ class Executions:
     async def _carry_out(self, admitted: Admitted, carry_out: Callable[[], Awaitable[Reply | Begun]]) -> Reply:
         ending: Ending | None = BROKEN
         refused: RequestRefused | None = None
-        receipt = ""
+        receipt, body = "", dict[str, object]()
         try:
             done = await carry_out()
             if isinstance(done, Begun):
@@ -162,28 +169,38 @@ class Executions:
             raise
         finally:
             if ending is not None:
-                receipt = await self._record(admitted, ending)
+                receipt, body = await self._record(admitted, ending)
             if refused is not None and receipt:
                 refused.details["receipt"] = receipt
-        return Reply(done.status, {**done.body, "receipt": receipt} if receipt else done.body)
+        return Reply(done.status, {**body, "receipt": receipt} if receipt else body)
 
     def _follow(self, task_id: str, admitted: Admitted) -> None:
         self._awaiting.setdefault(task_id, []).append(admitted)
         if admitted.booked is not None:
             self._task_of[admitted.booked.op_key] = task_id
 
-    async def _record(self, admitted: Admitted, ending: Ending) -> str:
-        """Write down how an operation ended and return the receipt, "" = none."""
+    async def _record(self, admitted: Admitted, ending: Ending) -> tuple[str, dict[str, object]]:
+        """Write down how an operation ended; return its receipt ("" = none) and the body that the receipt is about."""
         if admitted.booked is None:
-            return ""
-        is_cut_off = ending.outcome == "interrupted"
+            return "", ending.body
+        is_cut_off, desired, identity = ending.outcome == "interrupted", None, self._clerk.identity
+        unkept = ending
+        if admitted.keeps is not None and identity is not None and ending.outcome == "succeeded":
+            desired = seal_accepted(admitted.keeps, identity)
+            ending = replace(ending, body={**ending.body, KEPT_FIELD: True})
+        is_unload = admitted.operation is Operation.MODEL_UNLOAD and ending.outcome == "succeeded"
+        has_ended = admitted.ends is not None and not is_cut_off and (is_unload or ending.unloaded == admitted.ends)
         receipt = "" if is_cut_off else self._clerk.sign(admitted.booked, ending.outcome, ending.body, ended_at=time.time())
         try:
-            await self._gate.finish(admitted, dict(INTERRUPTED) if is_cut_off else ending.as_record(), receipt=receipt)
+            record = dict(INTERRUPTED) if is_cut_off else ending.as_record()
+            await self._gate.finish(admitted, record, receipt=receipt, desired=desired, has_ended=has_ended)
         except LedgerError as error:
             # It was done, and its token is spent: the caller must hear how it went even if nobody else will.
             log.error("outcome of an operation was not recorded operation=%s error=%s", admitted.operation, error)  # noqa: TRY400
-        return receipt
+            if desired is not None:  # what is not on disk is not loaded again
+                ending = unkept
+                receipt = self._clerk.sign(admitted.booked, ending.outcome, ending.body, ended_at=time.time())
+        return receipt, ending.body
 
     async def _repeat(self, admitted: Admitted) -> Reply:
         """Answer an operation that was carried out before, in the same words. Raises OperationInterrupted."""

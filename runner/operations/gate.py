@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable, WrongState
+from runner.errors import InvalidRequest, OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable, WrongState
 from runner.ledger import (
+    DesiredModel,
     Ledger,
     LedgerError,
     LedgerFull,
@@ -25,9 +26,21 @@ from runner.ledger import (
     StaleFence,
     TooManyOps,
 )
+from runner.operations.desired_state import PARAM, Accepted
 from runner.operations.keys import KeyRing
 from runner.operations.receipts import Booked
-from wire.optoken import Level, Operation, OpTokenError, Policy, Reason, SignedToken, Verified, Verifier, read_token
+from wire.optoken import (
+    Level,
+    Operation,
+    OpTokenError,
+    Policy,
+    Reason,
+    SignedToken,
+    Verified,
+    Verifier,
+    encode_token,
+    read_token,
+)
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +66,7 @@ class Admitted:
     """An operation that may go on. ``op_id``: the approval behind it, None at L0, where tokens name none and nothing is booked.
 
     ``recorded``: how it went when it was carried out already, with its ``receipt``; then it must not be done again and the
-    caller is told this.
+    caller is told this. ``keeps``: the model of a load that is to stay loaded; ``ends``: the model that it is to unload.
     """
 
     level: Level
@@ -63,6 +76,8 @@ class Admitted:
     booked: Booked | None = None
     recorded: dict[str, object] | None = None
     receipt: str = ""
+    keeps: Accepted | None = None
+    ends: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +106,15 @@ class _Touched:
     model_id: str | None
     slot: str
     other_slots: tuple[str, ...]
+    ends: str | None
 
     @classmethod
-    def by(cls, model_id: str | None, params: Mapping[str, object]) -> _Touched:
-        evicted = params.get("evictModel")
+    def by(cls, operation: Operation, model_id: str | None, params: Mapping[str, object]) -> _Touched:
+        named = params.get("evictModel")
+        evicted = named if isinstance(named, str) else None
         slot = "cache" if model_id is None else f"model:{model_id}"
-        return cls(model_id, slot, (f"model:{evicted}",) if isinstance(evicted, str) else ())
+        ends = model_id if operation is Operation.MODEL_UNLOAD else evicted if evicted != model_id else None
+        return cls(model_id, slot, () if evicted is None else (f"model:{evicted}",), ends)
 
 
 class Gate:
@@ -118,13 +136,14 @@ class Gate:
 
         ``token``: what stands in ``verifiedOpToken``. ``params``: all members of the request body. Raises OperationsDisabled
         (no usable key, or no place to remember), OpTokenRefused (one text for all reasons), OperationRunning, OperationLimit
-        (nothing was booked), Unavailable (the ledger fails).
+        (nothing was booked), Unavailable (the ledger fails), InvalidRequest (a token of L0 cannot keep a model loaded).
         """
-        verifier = await self._make_verifier()
+        verifier, now = await self._make_verifier(), self._clock()
         try:
             signed = read_token(token)
-            verified = verifier.verify(signed, operation=operation, model_id=model_id, params=params, now=self._clock())
-            admitted = await self._book(signed, verified, operation, _Touched.by(model_id, params))
+            verified = verifier.verify(signed, operation=operation, model_id=model_id, params=params, now=now)
+            keeps = self._read_keeps(signed, verified, operation, params, now)
+            admitted = await self._book(signed, verified, operation, _Touched.by(operation, model_id, params), keeps)
         except OpTokenError as error:
             self._count(error.reason.value)
             log.warning("operation refused operation=%s reason=%s", operation, error)
@@ -143,13 +162,35 @@ class Gate:
         )  # fmt: skip
         return admitted
 
-    async def finish(self, admitted: Admitted, outcome: dict[str, object], *, receipt: str = "") -> None:
+    async def finish(
+        self, admitted: Admitted, outcome: dict[str, object], *, receipt: str = "", desired: DesiredModel | None = None,
+        has_ended: bool = False,
+    ) -> None:  # fmt: skip
         """Record how an admitted operation went (plain JSON), for whoever comes with another token of the same approval.
 
-        Raises LedgerError.
+        ``desired`` and ``has_ended`` as in ``Ledger.finish_op``. Raises LedgerError.
         """
         if admitted.booked is not None and admitted.recorded is None:
-            await self._ledger.finish_op(admitted.booked.op_key, outcome, receipt=receipt)
+            await self._ledger.finish_op(
+                admitted.booked.op_key, outcome, receipt=receipt, desired=desired, has_ended=has_ended
+            )  # fmt: skip
+
+    def _read_keeps(
+        self, signed: SignedToken, verified: Verified, operation: Operation, params: Mapping[str, object], now: float
+    ) -> Accepted | None:  # fmt: skip
+        """Return what is to be written down of a load whose model stays loaded. Raises InvalidRequest."""
+        if operation is not Operation.MODEL_LOAD or params.get(PARAM) is not True:
+            return None
+        if verified.op_key is None or verified.fence is None:
+            raise InvalidRequest(
+                "A token of level 0 signs no parameters, so it cannot keep a model loaded. Use tokens of level 1 or 2, or "
+                "switch the model on in the settings file of the node.", param=PARAM,
+            )  # fmt: skip
+        return Accepted(
+            model_id=str(params["modelId"]), runner_id=self._rules.runner_id, op_key=verified.op_key, fence=verified.fence,
+            accepted_at_ms=int(now * 1000), params={name: value for name, value in params.items() if value is not None},
+            token=encode_token({**signed.extra, "opToken": dict(signed.claims), "signature": signed.signature}),
+        )  # fmt: skip
 
     def _count(self, reason: str) -> None:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
@@ -175,7 +216,9 @@ class Gate:
             counted_signers=rules.counted_signers,
         )
 
-    async def _book(self, signed: SignedToken, verified: Verified, operation: Operation, touched: _Touched) -> Admitted:
+    async def _book(
+        self, signed: SignedToken, verified: Verified, operation: Operation, touched: _Touched, keeps: Accepted | None
+    ) -> Admitted:  # fmt: skip
         try:
             if not await self._ledger.spend_nonce(verified.nonce, expires_at=verified.expires_at):
                 raise OpTokenError(Reason.REPLAYED)
@@ -187,12 +230,16 @@ class Gate:
                 statement_digest="" if verified.statement is None else verified.statement.digest.hex(),
                 checkpoint=str(signed.claims.get("checkpoint") or ""), begun_at=self._clock(),
             )  # fmt: skip
-            recorded, receipt = await self._begin(booked, verified, touched)
+            recorded, receipt = await self._begin(booked, verified, touched, adds_desired=keeps is not None)
         except LedgerFull:
             raise OpTokenError(Reason.LEDGER_FULL) from None
-        return Admitted(verified.level, operation, verified.op_id, verified.signers, booked, recorded, receipt)
+        return Admitted(
+            verified.level, operation, verified.op_id, verified.signers, booked, recorded, receipt, keeps, touched.ends
+        )  # fmt: skip
 
-    async def _begin(self, booked: Booked, verified: Verified, touched: _Touched) -> tuple[dict[str, object] | None, str]:
+    async def _begin(
+        self, booked: Booked, verified: Verified, touched: _Touched, *, adds_desired: bool
+    ) -> tuple[dict[str, object] | None, str]:  # fmt: skip
         """Return how the operation went when it was carried out before, with its receipt; None and "" when it may begin."""
         begun = await self._ledger.begin_op(
             booked.op_key,
@@ -205,7 +252,7 @@ class Gate:
                 operation=booked.operation, model_id=touched.model_id, approval_id=booked.op_id, use=booked.use,
                 op_class=verified.op_class, statement_digest=booked.statement_digest, checkpoint=booked.checkpoint,
                 most_per_hour=self._rules.ops_per_hour, most_per_day=verified.daily_cap or None,
-                other_slots=touched.other_slots,
+                other_slots=touched.other_slots, ends=touched.ends, adds_desired=adds_desired,
             ),
         )  # fmt: skip
         match begun:

@@ -12,6 +12,7 @@ from runner.operations.fingerprint import fingerprint_matches
 from wire.optoken.approval import (
     ApprovalError,
     Policy,
+    PolicyRef,
     decode_bytes,
     policy_words,
     read_policy,
@@ -54,6 +55,10 @@ class PolicyStore:
     def policy(self) -> Policy | None:
         """The pinned policy, None while there is none."""
         return self._chain[-1] if self._chain else None
+
+    def find(self, ref: PolicyRef) -> Policy | None:
+        """Return a policy that was pinned, be it followed by others; None for one that was not."""
+        return next((policy for policy in self._chain if policy.ref == ref), None)
 
     async def open(self) -> None:
         """Read what was pinned, and check it again: a chain that does not hold is none. Raises LedgerError."""

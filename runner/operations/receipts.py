@@ -32,6 +32,11 @@ class Clerk:
     def __init__(self, identity: Identity | None) -> None:
         self._identity = identity
 
+    @property
+    def identity(self) -> Identity | None:
+        """Whose key it is; None without a data folder."""
+        return self._identity
+
     def sign(self, booked: Booked, outcome: Outcome, result: Mapping[str, object], *, ended_at: float) -> str:
         """Return the receipt, "" when there can be none. The result has to be plain JSON. ``ended_at``: Unix seconds."""
         if self._identity is None:

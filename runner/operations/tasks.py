@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 from runner.definitions.plan import Progress
 from runner.engines.port import FlushRequest, FlushResult, FlushScope
-from runner.errors import InvalidRequest, RunnerError, UnknownTask, WrongState
+from runner.errors import InvalidRequest, RunnerError, Unavailable, UnknownTask, WrongState
 from runner.ledger import Ledger, LedgerError, OpRow, TaskRow, TaskState
 from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
+from runner.operations.desired_state import PARAM
 from runner.operations.executions import CUT_OFF, Begun, Ending, Executions
 from runner.operations.gate import Gate
 from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result
@@ -58,6 +59,7 @@ class Operations:
     def __init__(self, pool: Pool, gate: Gate, ledger: Ledger, clerk: Clerk) -> None:
         self._pool = pool
         self._ledger = ledger
+        self._clerk = clerk
         self._executions = Executions(self, gate, ledger, clerk)
         self._tasks: dict[str, TaskRow] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -101,6 +103,10 @@ class Operations:
     async def load(self, body: LoadBody, params: Mapping[str, object], *, on_begin: OnBegin = _tell_nobody) -> Reply:
         """Start a load: 202 with its task; 200 when the model is loaded already. Raises RequestRefused."""
         overrides = _overrides(body)
+        if body.keepLoaded and self._clerk.identity is None:
+            raise InvalidRequest(
+                "To keep a model loaded the node needs a place to remember it: start it with --data DIR.", param=PARAM
+            )
         model = self._pool.registry.find_or_plan(body.modelId)
         self._pool.loader.check(model, overrides)
         if body.evictModel is not None:
@@ -115,7 +121,8 @@ class Operations:
 
     async def unload(self, body: UnloadBody, params: Mapping[str, object], *, on_begin: OnBegin = _tell_nobody) -> Reply:
         """Unload a model and answer when it is gone. Raises RequestRefused, EngineError."""
-        self._pool.registry.find(body.modelId)
+        if body.modelId not in self._ledger.desired_fences:  # else its files may be gone, and it must not be desired for ever
+            self._pool.registry.find(body.modelId)
         return await self._executions.run(
             body.verifiedOpToken, Operation.MODEL_UNLOAD, body.modelId, params, lambda: _begin(on_begin, self._unload(body))
         )
@@ -126,6 +133,24 @@ class Operations:
         return await self._executions.run(
             body.verifiedOpToken, Operation.CACHE_FLUSH, body.modelId, params, lambda: _begin(on_begin, self._flush(body))
         )
+
+    async def load_again(self, body: LoadBody) -> dict[str, object]:
+        """Load a model that is to stay loaded, and return its task once that has ended. Raises RequestRefused, LedgerError.
+
+        This is no new run of an operation: it needs no token and has no receipt. The caller has verified what was approved.
+        """
+        if self.is_stopping:
+            raise Unavailable("The box is shutting down.", retry_after_s=5)
+        overrides = _overrides(body)
+        self._pool.loader.check(self._pool.registry.find_or_plan(body.modelId), overrides)
+        try:
+            begun = await self._start_load(body, overrides)
+        except RunnerError as error:
+            self._pool.loader.note_refusal(body.modelId, error)
+            raise
+        if isinstance(begun, Begun):
+            return await self.wait(begun.task_id)
+        return {**begun.body, "status": "completed"}  # somebody else has loaded it, or is about to
 
     async def find(self, op_id: str, use: int) -> OpRow | None:
         """Return one use of an approval as it was booked here, None when it never was. Raises LedgerError."""
@@ -272,12 +297,14 @@ class Operations:
             changes = {"state": state, "error": "the load was cancelled", "result": {}}
             raise
         finally:
-            await self._end(replace(self._tasks[task_id], finished_at=time.time(), **changes), saves)
+            row = replace(self._tasks[task_id], finished_at=time.time(), **changes)
+            await self._end(row, saves, unloaded=order.progress.evicted)
 
-    async def _end(self, row: TaskRow, saves: set[asyncio.Task[bool]]) -> None:
+    async def _end(self, row: TaskRow, saves: set[asyncio.Task[bool]], *, unloaded: str) -> None:
         """Say the last word on a load, and write it down after everything that was said before it."""
         try:
-            if receipt := await self._executions.end_task(row.task_id, _ending(row, self._show(row))):
+            ending = replace(_ending(row, self._show(row)), unloaded=unloaded)
+            if receipt := await self._executions.end_task(row.task_id, ending):
                 row = replace(row, result={**row.result, "receipt": receipt})
             self._tasks[row.task_id] = row
             if self._task_of.get(row.model_id) == row.task_id and row.state is not TaskState.COMPLETED:
@@ -301,6 +328,9 @@ class Operations:
     # Steps of unload and flush
 
     async def _unload(self, body: UnloadBody) -> Reply:
+        known = any(model.model_id == body.modelId for model in self._pool.registry.models)
+        if not known:
+            return Reply(200, {"modelId": body.modelId, "gpuMemoryFreedMB": 0, "kvCacheFlushed": True, "wasLoaded": False})
         result = await self._pool.unloader.unload(body.modelId, force=body.force)
         self._task_of.pop(body.modelId, None)
         return Reply(

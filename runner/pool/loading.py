@@ -234,6 +234,7 @@ class Loader:
             return None
         tell(Progress(f"unloading {order.evictee.model_id}", 0.0))
         await self._unloader.unload(order.evictee.model_id)
+        order.progress.evicted = order.evictee.model_id
         return order.evictee
 
     async def _fetch(self, order: LoadOrder, tell: Report) -> tuple[LoadPlan, Prediction]:

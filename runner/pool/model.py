@@ -54,12 +54,16 @@ class Replica:
 
 @dataclass(slots=True)
 class LoadProgress:
-    """How a load goes on. ``fraction`` over all replicas; ``expected_s`` is how long the last load like it took."""
+    """How a load goes on. ``fraction`` over all replicas; ``expected_s`` is how long the last load like it took.
+
+    ``evicted``: the model that it has unloaded to make room, "" = none so far.
+    """
 
     started_at: float = field(default_factory=time.monotonic)
     stage: str = "waiting"
     fraction: float | None = None
     expected_s: float | None = None
+    evicted: str = ""
 
     def eta_s(self) -> float | None:
         """Return the seconds that are left: by the last load like it, else by what is done so far; None = cannot be told."""

@@ -76,7 +76,7 @@ async def test_an_upgraded_file_is_like_a_new_one(tmp_path: Path) -> None:
         async with opened(each):
             pass
     assert shape_of(old) == shape_of(new)
-    assert shape_of(old)[0] == SCHEMA_VERSION == 2
+    assert shape_of(old)[0] == SCHEMA_VERSION == 3
 
 
 async def test_nothing_is_lost_and_what_was_written_goes_on_working(tmp_path: Path) -> None:
