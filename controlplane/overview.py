@@ -20,6 +20,7 @@ from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_mo
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
 from gateway.services.waiting import MAX_WAITING_MODELS, Wait, WaitingModel, explain_waits, read_waits
 from governance.services import active_policy
+from nodes.operations.lost_models import LostModel, find_lost_models
 from nodes.services.overview import FleetOverview, NodeHealth, read_fleet
 from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS, Freshness
 from wire.contract import NodeStatus
@@ -92,6 +93,7 @@ class Facts:
     waits: Sequence[WaitingModel] = ()
     unserved: Mapping[str, Wait] = field(default_factory=dict)
     gateways: tuple[GatewayHealth, ...] = ()
+    lost_models: tuple[LostModel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def read_slow_facts() -> SlowFacts:
 
 
 def read_live_overview(slow: SlowFacts) -> Overview:
-    """Collect what the open page refreshes by itself; at most eight queries beside ``slow``."""
+    """Collect what the open page refreshes by itself; eleven queries at most, and one for each lost model."""
     fleet, open_requests = read_fleet(), read_open_requests()
     waits = read_waits() if open_requests.queued else ()
     missing = slow.allowed.keys() - fleet.served_models - {waiting.model for waiting in waits}
@@ -135,6 +137,7 @@ def read_live_overview(slow: SlowFacts) -> Overview:
         waits=waits,
         unserved=explain_waits(asked_most),
         gateways=read_gateways(),
+        lost_models=find_lost_models(),
     )
     return Overview(fleet=fleet, open_requests=open_requests, traffic=slow.traffic, problems=find_problems(facts))
 
@@ -261,6 +264,12 @@ def _find_dead_backends(facts: Facts) -> Iterable[Problem]:
             yield _blame(node, f"{model} failed on {node.name}.", advice)
 
 
+def _find_lost_models(facts: Facts) -> Iterable[Problem]:
+    for lost in facts.lost_models:
+        url = f"{reverse('approvals:propose')}?{lost.again}"
+        yield Problem(lost.what, lost.advice, Severity.DOWN, since=lost.back_at, link="Propose it again", url=url)
+
+
 def _find_idle_nodes(facts: Facts) -> Iterable[Problem]:
     for node in _online(facts):
         if not node.model_names and not node.failed and not node.is_loading:
@@ -340,6 +349,7 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_failures,
     _find_lost_nodes,
     _find_dead_backends,
+    _find_lost_models,
     _find_alarms,
     _find_rivals,
     _find_silent_redis,

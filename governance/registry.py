@@ -130,7 +130,8 @@ Choices = Mapping[str, object]
 
 A field is {"name", "label"} and, where it needs them: "kind" (text, number, checkbox, select, json); "choices"
 [(value, label)…] of a select, and "others", the label of a text field beside it for what is not in the list; "min" and "max"
-of a number; "help", one sentence; "required" (False = may be left out); "is_rare" (True = folded away at first).
+of a number; "initial" of a checkbox (True = checked at first); "help", one sentence; "required" (False = may be left out);
+"is_rare" (True = folded away at first).
 """
 
 
@@ -140,6 +141,22 @@ class OffersChoices(Protocol):
 
     def choices(self) -> Choices:
         """Return what can be chosen now. Reads only; ``clean`` decides, whatever was offered. Never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """Something that an operation has brought about and that is not so any more. ``again``: query of the page that proposes."""
+
+    text: str
+    again: str
+
+
+@runtime_checkable
+class FindsUndone(Protocol):
+    """A kind whose work can come undone without an operation, such as by a restart. Optional."""
+
+    def find_undone(self, op_id: uuid.UUID) -> Sequence[Undone]:
+        """Return what of this operation's work is not so any more. Reads only. Never raises."""
 
 
 @cache

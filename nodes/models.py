@@ -109,6 +109,7 @@ class Node(models.Model):
     witness_size = models.BigIntegerField(default=0, help_text="Entries of the last audit checkpoint that the box saw")
     witness_alarm = models.CharField(max_length=300, blank=True)
     clock_skew_ms = models.IntegerField(null=True, blank=True)
+    keeps_models = models.BooleanField(default=False, db_default=False, help_text="Its loads take keepLoaded")
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from django.db import connection, transaction
 
+from governance.models import AuditEvent
 from wire.auditlog import Entry, Record, Seal, Stray, Witness, entry_hash
 
 _ENTRIES = """
@@ -72,6 +74,11 @@ def read_hashes(lo: int, hi: int) -> Iterator[tuple[int, bytes]]:
         query = "SELECT seq, hash FROM governance_auditentry WHERE seq > %s AND seq <= %s ORDER BY seq"
         for seq, hashed in _stream(query, lo, hi):
             yield seq, bytes(hashed)
+
+
+def find_last_event_at(*, action: str, target: str) -> datetime | None:
+    """Return when something was last done to a target, None = never."""
+    return AuditEvent.objects.filter(action=action, target=target).order_by("-id").values_list("at", flat=True).first()
 
 
 def read_entries_of(op_id: str) -> list[Entry]:

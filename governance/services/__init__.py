@@ -23,7 +23,16 @@ from governance.services.reading import (
 )
 from governance.services.reconciling import reconcile
 from governance.services.reviews import explain_own_review, list_users
-from governance.services.runs import finish_run, last_run, note_progress, requeue_run, run_due, work_on
+from governance.services.runs import (
+    LastRun,
+    finish_run,
+    last_run,
+    list_last_successes,
+    note_progress,
+    requeue_run,
+    run_due,
+    work_on,
+)
 from governance.services.standing import use_approval
 from governance.services.values import DecisionView, Inbox, OperationSummary, OperationView, Proposer, RunView
 
@@ -32,6 +41,7 @@ __all__ = [
     "ApproverChoice",
     "DecisionView",
     "Inbox",
+    "LastRun",
     "OperationSummary",
     "OperationView",
     "Proposer",
@@ -50,6 +60,7 @@ __all__ = [
     "is_governed",
     "last_run",
     "lift_freeze",
+    "list_last_successes",
     "list_policy_versions",
     "list_users",
     "name_freeze",

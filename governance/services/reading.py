@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from governance.errors import UnknownOperation
 from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun, PolicyVersion
-from governance.registry import Description, Impact, Line, find_kind
+from governance.registry import Description, FindsUndone, Impact, Line, Undone, find_kind
 from governance.services.evidence import find_new_policy, find_policy, list_proofs, read_stored
 from governance.services.freezes import read_freeze
 from governance.services.lookup import find_operation, is_current
@@ -119,7 +119,14 @@ def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
         hindrances=hindrances,
         assertion=_make_assertion(statement, policy, user),
         is_frozen=read_freeze() is not None,
+        undone=_find_undone(operation),
     )
+
+
+def _find_undone(operation: Operation) -> Sequence[Undone]:
+    kind = find_kind(operation.operation)
+    has_succeeded = any(run.state == RunState.SUCCEEDED.value for run in operation.runs.all())
+    return kind.find_undone(operation.pk) if has_succeeded and isinstance(kind, FindsUndone) else ()
 
 
 def _with_parts(rows: object) -> list[Operation]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from governance.registry import Description, Impact
+from governance.registry import Description, Impact, Undone
 from wire.optoken.approval import Verdict
 
 
@@ -87,6 +87,7 @@ class OperationView:
     ``statement``: its parsed members; ``statement_b64``: the signed bytes in base64url. ``actions``: what the viewer may do,
     of approve, reject, withdraw, cancel, use, claim; ``hindrances``: action → why not, in one sentence. ``assertion``: WebAuthn
     request options for the viewer's passkeys that the policy names, None when there are none; the challenge is the digest.
+    ``undone``: what the operation has brought about and that is not so any more.
     """
 
     summary: OperationSummary
@@ -111,6 +112,7 @@ class OperationView:
     hindrances: Mapping[str, str]
     assertion: Mapping[str, object] | None
     is_frozen: bool
+    undone: Sequence[Undone] = ()
 
 
 @dataclass(frozen=True, slots=True)

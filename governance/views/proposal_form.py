@@ -165,7 +165,7 @@ def _make_field(spec: FieldSpec) -> forms.Field:
         case "number":
             return forms.IntegerField(min_value=spec.get("min"), max_value=spec.get("max"), **common)
         case "checkbox":
-            return forms.BooleanField(**{**common, "required": False})
+            return forms.BooleanField(**{**common, "required": False}, initial=bool(spec.get("initial")))
         case "select":
             offered = list(spec["choices"])
             if "others" in spec:

@@ -7,7 +7,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("nodes", "0005_rivals"),
+        ("nodes", "0006_keeps_models"),
     ]
 
     operations = [

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from governance.registry import Choices
 from nodes.models import Node, ProviderState
-from nodes.operations.params import MAX_TEXT_CHARS, SCOPES
+from nodes.operations.params import KEEP, MAX_TEXT_CHARS, SCOPES
 from nodes.operations.targets import Target
 from nodes.services import describe_box, judge_status
 from nodes.services.clock import clock_of, with_clock
@@ -59,7 +59,12 @@ def load_choices(boxes: list[Target]) -> Choices:
         {"name": "overrides", "label": "Settings of the engine", "kind": "json", "required": False, "is_rare": True,
          "help": 'A JSON object, such as {"n_gpu_layers": 20}. Whole numbers only.'},
     ]  # fmt: skip
-    return offer(boxes, is_remote=True, params=[model, _offer_eviction(boxes), *limits])
+    keep = {
+        "name": KEEP, "label": "Keep it loaded", "kind": "checkbox", "required": False,
+        "initial": any(box.node.keeps_models for box in boxes),
+        "help": "The node loads it again by itself after every restart, until an unload is approved. Approvers sign this.",
+    }  # fmt: skip
+    return offer(boxes, is_remote=True, params=[model, keep, _offer_eviction(boxes), *limits])
 
 
 def unload_choices(boxes: list[Target]) -> Choices:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from governance.errors import InvalidProposal
+from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer, Undone
 from nodes.commands import Command, put_command
 from nodes.models import Node, NodeOpKey, NodePresence, Reach
 from nodes.operations.choices import flush_choices, list_boxes, load_choices, unload_choices
@@ -19,7 +21,8 @@ from nodes.operations.impact import (
     judge_memory,
     judge_reach,
 )
-from nodes.operations.params import LOAD_FIELDS, UNLOAD_FIELDS, clean_flush, clean_params
+from nodes.operations.lost_models import find_lost_models
+from nodes.operations.params import KEEP, LOAD_FIELDS, UNLOAD_FIELDS, clean_flush, clean_params
 from nodes.operations.targets import Target, clean_targets, find_signed, hinders, name_of, read_target
 from nodes.services import judge_status
 from nodes.services.clock import read_clock
@@ -111,12 +114,30 @@ class ModelLoad(_BoxOperation):
     name = "model-load"
     title = "Load a model"
 
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that cannot keep a model."""
+        request = super().clean(targets, params)
+        nodes = [node for node in map(find_signed, request.targets) if node is not None] if _is_kept(request.params) else []
+        unable = [node.name for node in nodes if not node.keeps_models]
+        if unable:
+            raise InvalidProposal(
+                f"{', '.join(unable[:_MAX_NAMED])} has not said that it can keep a model loaded: the runner there is of an "
+                "older version, works at level L0, or is called over HTTP. Update it, or ask for the load alone.", param=KEEP,
+            )  # fmt: skip
+        return request
+
+    def find_undone(self, op_id: uuid.UUID) -> Sequence[Undone]:
+        """Return which models this operation has loaded that are not loaded any more."""
+        return [Undone(f"{lost.what} {lost.advice}", lost.again) for lost in find_lost_models(op_id)]
+
     def choices(self) -> Choices:
         """Return what the page that proposes offers."""
         return load_choices(list_boxes())
 
     def _clean_params(self, params: Mapping[str, object]) -> dict[str, object]:
-        return clean_params(params, LOAD_FIELDS)
+        cleaned = clean_params(params, LOAD_FIELDS)
+        # Left out where it is false: so statements without it stay what they were, and runners that do not know it take them.
+        return cleaned if _is_kept(cleaned) else {name: value for name, value in cleaned.items() if name != KEEP}
 
     def _sentence(self, params: Mapping[str, object]) -> str:
         return f"Load {params.get('modelId')} on"
@@ -131,6 +152,8 @@ class ModelLoad(_BoxOperation):
         lines += [Line(label, str(params[field]), "as the box is set up") for field, label in labels.items() if field in params]
         if "evictModel" in params:
             lines.append(Line("Unloaded first", str(params["evictModel"]), _now_of(found, params["evictModel"])))
+        after = "is loaded again, until an unload is approved" if _is_kept(params) else "is not loaded again"
+        lines.append(Line("After a restart of the node", after))
         overrides = params.get("overrides")
         if isinstance(overrides, Mapping):
             lines += [Line(f"Engine: {name}", str(value), "as the box is set up") for name, value in sorted(overrides.items())]
@@ -139,7 +162,8 @@ class ModelLoad(_BoxOperation):
     def _judge(self, target: Target, params: Mapping[str, object], signed: str) -> Iterator[Impact]:
         model = str(params.get("modelId"))
         if model in target.loaded:
-            yield Impact(CAUTION, f"{model} is loaded on {target.node.name} already; the box then changes nothing.")
+            kept = " It is kept loaded from then on." if _is_kept(params) else ""
+            yield Impact(CAUTION, f"{model} is loaded on {target.node.name} already; the box then changes nothing.{kept}")
             return
         yield from judge_eviction(target, params)
         yield from judge_memory(target, params, operation=self.name, signed=signed)
@@ -221,6 +245,10 @@ class CacheFlush(_BoxOperation):
             yield Impact(OK, f"No model is loaded on {target.node.name}.")
         else:
             yield from judge_live(target, model if isinstance(model, str) else None, verb="some engines refuse while they run")
+
+
+def _is_kept(params: Mapping[str, object]) -> bool:
+    return params.get(KEEP) is True
 
 
 def _is_away(node: Node) -> str:

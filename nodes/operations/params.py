@@ -14,6 +14,8 @@ MAX_NUMBER = 2**31 - 1
 SCOPES = ("all", "model", "tenant", "tag")
 _NEEDED_BY_SCOPE = {"model": "modelId", "tenant": "tenantId", "tag": "tag"}
 _MAX_OVERRIDES = 64
+KEEP = "keepLoaded"
+"""Of a load: the node loads the model again by itself after every restart."""
 
 Kind = Literal["text", "number", "truth", "object"]
 
@@ -35,6 +37,7 @@ LOAD_FIELDS: Mapping[str, Field] = {
     "gpuMemoryBudgetMB": Field("number"),
     "evictModel": Field("text"),
     "overrides": Field("object"),
+    KEEP: Field("truth"),
 }
 UNLOAD_FIELDS: Mapping[str, Field] = {"modelId": Field("text", is_required=True), "force": Field("truth")}
 FLUSH_FIELDS: Mapping[str, Field] = {

@@ -48,7 +48,10 @@ class MemoryBar:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One copy of a model. ``percent`` of a load that is done and ``eta_s`` it still takes; None = not known."""
+    """One copy of a model. ``percent`` of a load that is done and ``eta_s`` it still takes; None = not known.
+
+    ``kept``: an approval keeps it loaded, also over restarts of the node.
+    """
 
     model: str
     engine: str
@@ -61,6 +64,7 @@ class ReplicaView:
     memory_mb: int | None
     weights_mb: int | None
     kv_mb: int | None
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,7 @@ def _view_replica(replica: ReplicaInfo) -> ReplicaView:
         memory_mb=replica.memory_mb,
         weights_mb=replica.weights_mb,
         kv_mb=replica.kv_mb,
+        kept=replica.kept,
     )
 
 
