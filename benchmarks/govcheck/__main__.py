@@ -1,14 +1,17 @@
 """``python -m benchmarks.govcheck`` (``./muster bench governance``): governed operations on a whole installation of its own.
 
-The exit status is 0 when every demand was met, 1 when one was not, 2 when a check could not be made.
+The exit status is 0 when every demand was met, 1 when one was not, 2 when a check could not be made. SIGTERM ends the
+installation too.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
@@ -70,10 +73,17 @@ def check_governance(arguments: argparse.Namespace, progress: Progress) -> int:
     return 0 if all(section.passed for section in sections) else 1
 
 
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """End this program the way an exception does, so that the installation it has started is stopped on the way out."""
+    raise SystemExit(128 + number)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
     arguments = build_parser().parse_args(argv)
     progress = Progress()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     try:
         return check_governance(arguments, progress)
     except (BenchmarkError, AssertionError) as error:

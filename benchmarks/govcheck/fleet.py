@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from benchmarks.errors import BenchmarkError
+from controlplane.launcher.processes import Command, spawn
 from wire.optoken.approval import decode_bytes, encode_bytes, read_statement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,11 +264,10 @@ def open_fleet(directory: Path | None = None) -> Iterator[Fleet]:
         command = [sys.executable, str(ROOT / "muster"), "up", "--data", str(place / "data"), "--ready-file", str(ready_file)]
         port, gateway_port = _find_ports(2)
         command += ["--port", str(port), "--gateway-port", str(gateway_port)]
+        # It is told to stop also when this process dies without a chance to say so (Linux).
+        started = Command(argv=command, env={**_clean_environment(), **GENEROUS}, cwd=ROOT, death_signal=signal.SIGTERM)
         with (place / "up.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env={**_clean_environment(), **GENEROUS}, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            process = spawn(started, log)
         try:
             with contextlib.closing(_await_ready(place, process, ready_file)) as fleet:
                 yield fleet
