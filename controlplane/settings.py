@@ -158,7 +158,7 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
 }
 CELERY_BEAT_SCHEDULE = {
     "reconcile-requests": {"task": "gateway.tasks.reconcile_requests", "schedule": 5.0, "options": {"expires": 10}},
-    "probe-direct-nodes": {"task": "nodes.tasks.probe_direct_nodes", "schedule": 30.0, "options": {"expires": 30}},
+    "probe-direct-nodes": {"task": "nodes.tasks.probe_direct_nodes", "schedule": 5.0, "options": {"expires": 5}},
     "ring-direct-boxes": {"task": "nodes.tasks.ring_direct_boxes", "schedule": 5.0, "options": {"expires": 10}},
     "sweep-nodes": {"task": "nodes.tasks.sweep_nodes", "schedule": 5.0, "options": {"expires": 10}},
     "sweep-operations": {"task": "governance.tasks.sweep", "schedule": 5.0, "options": {"expires": 10}},
@@ -280,7 +280,8 @@ NODE_SOCKETS = SocketPolicy(
     auth_block_s=read_float("MUSTER_WORKER_AUTH_BLOCK_S", 0.25),
     allow_query_secret=read_bool("MUSTER_ALLOW_QUERY_SECRET", default=True),
 )
-# Boxes that register a URL are called only on these hosts or networks; loopback and metadata addresses need the second switch.
+# Nodes that register a URL are called only on these hosts or networks ("private" = every private network); loopback needs the
+# second switch.
 NODE_DIRECT_HOSTS = read_list("MUSTER_DIRECT_HOSTS")
 NODE_DIRECT_ALLOW_LOOPBACK = read_bool("MUSTER_DIRECT_ALLOW_LOOPBACK", default=False)
 # What each governed operation does. governance stands below the apps that do it and may not import them.

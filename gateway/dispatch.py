@@ -83,8 +83,9 @@ class Lease:
         if not self.released:
             self.released = True
             self.link.active -= 1
+            self.link.released_at = now = time.monotonic()
             if self.granted:
-                self.dispatcher.note_held(self.model, time.monotonic() - self.granted)
+                self.dispatcher.note_held(self.model, now - self.granted)
             self.dispatcher.place_on(self.link)
 
 
@@ -321,6 +322,8 @@ class Dispatcher:
         conditions = {link.condition(now) for link in self._registry.links_answering(model, lane)}
         if LinkCondition.READY in conditions:
             return None
+        if LinkCondition.BUSY in conditions:
+            return NoAvailableNode("Every node that serves the model is busy with work of its own right now.", retry_after_s=5)
         if LinkCondition.STALE in conditions:
             return NodeStale(retry_after_s=5)
         if LinkCondition.DRAINING in conditions:

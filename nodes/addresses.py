@@ -136,9 +136,15 @@ def parse_rule(text: str) -> HostRule:
     return HostRule(network=None, name=host, port=port)
 
 
+PRIVATE = "private"
+"""Entry of the allow-list for the networks that no router of the internet knows (RFC 1918, RFC 4193)."""
+_PRIVATE = tuple(parse_rule(text) for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"))
+
+
 def parse_policy(hosts: Sequence[str], *, allow_loopback: bool) -> AddressPolicy:
     """Return the policy that ``NODE_DIRECT_HOSTS`` and ``NODE_DIRECT_ALLOW_LOOPBACK`` describe. Raises ValueError."""
-    return AddressPolicy(rules=tuple(parse_rule(text) for text in hosts), allow_loopback=allow_loopback)
+    rules = [rule for text in hosts for rule in (_PRIVATE if text.lower() == PRIVATE else (parse_rule(text),))]
+    return AddressPolicy(rules=tuple(rules), allow_loopback=allow_loopback)
 
 
 def parse_direct_url(url: str) -> DirectUrl:
@@ -182,8 +188,9 @@ def resolve_direct_target(url: str, *, policy: AddressPolicy | None = None, reso
     parts = parse_direct_url(url)
     if not allowed.rules and not allowed.allow_loopback:
         raise _refusal(
-            "cannot be used: no host is allowed. An operator lists hosts or networks in MUSTER_DIRECT_HOSTS; "
-            "or leave it empty and let the box dial in"
+            "cannot be used: MUSTER_DIRECT_HOSTS is empty, so no host is allowed. An operator lists hosts or networks there "
+            "(private = all private networks) and restarts control plane, worker and gateways; or leave the URL out and let "
+            "the node dial in"
         )
     literal = _read_literal(parts.host)
     addresses = [str(literal)] if literal is not None else _look_up(parts, resolver or _resolve_with_system)
@@ -202,7 +209,10 @@ def _check_address(url: DirectUrl, address: Address, policy: AddressPolicy, *, i
     if isinstance(address, ipaddress.IPv6Address) and address.scope_id:
         raise _refusal("leads to an address with a zone, which is never called")
     if not is_named and not any(rule.covers(address, url.port) for rule in policy.rules):
-        raise _refusal(f"names {url.host} port {url.port}, which is not listed; an operator adds it to MUSTER_DIRECT_HOSTS")
+        raise _refusal(
+            f"names {url.host} port {url.port}, which is not in MUSTER_DIRECT_HOSTS; an operator adds it there (private = all "
+            "private networks) and restarts control plane, worker and gateways"
+        )
 
 
 def _read_host(host: str) -> str:

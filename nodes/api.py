@@ -58,13 +58,15 @@ class RegisterView(NodeView):
         form = RegisterSerializer(data=request.data)
         form.is_valid(raise_exception=True)
         registration = form.to_registration()
-        node, status = register_direct_node(credential=_holder(request).credential, registration=registration)
+        registered = register_direct_node(credential=_holder(request).credential, registration=registration)
         return Response(
             {
-                "node_id": node.printed_id,
-                "status": status.value,
+                "node_id": registered.node.printed_id,
+                "status": registered.status.value,
                 "accepted_model": registration.current_model,
                 "heartbeat_interval_sec": _plain_number(settings.NODE_HEALTH.heartbeat_interval_s),
+                "reachable": not registered.unreachable,
+                "unreachable_reason": registered.unreachable or None,
             }
         )
 
@@ -95,6 +97,8 @@ class HeartbeatView(NodeView):
                 "server_time": print_time(result.server_time),
                 "effective_status": result.effective_status.value,
                 "should_drain": result.should_drain,
+                "reachable": not result.unreachable,
+                "unreachable_reason": result.unreachable or None,
             }
         )
 

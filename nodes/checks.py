@@ -57,7 +57,7 @@ def _check_direct_hosts() -> list[CheckMessage]:
         return [
             Error(
                 f"MUSTER_DIRECT_HOSTS: {error}",
-                hint="List hosts and networks, separated by commas: gpu1.lan, .gpus.lan, 10.0.0.0/24, gpu1.lan:8000.",
+                hint="List hosts and networks, separated by commas: gpu1.lan, .gpus.lan, 10.0.0.0/24, gpu1.lan:8000, private.",
                 id="nodes.E002",
             )
         ]

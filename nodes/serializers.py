@@ -11,6 +11,7 @@ from rest_framework import serializers
 from nodes.models import Node, NodePresence
 from nodes.services import Heartbeat, Registration, is_drained, judge_status
 from nodes.services.clock import clock_of
+from nodes.services.health import explain_unreachable
 from wire.contract import NodeMode, NodeStatus
 
 MAX_INT = 2_147_483_647
@@ -48,7 +49,7 @@ class RegisterSerializer(serializers.Serializer[Registration]):
         required=False,
         allow_null=True,
         default=None,
-        help_text="Requests the box takes at once; 8 when it never said",
+        help_text="Requests the node takes at once; 1 when it never said",
     )
 
     def to_registration(self) -> Registration:
@@ -64,6 +65,9 @@ class RegisterAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, 
     status = serializers.ChoiceField(choices=STATUSES)
     accepted_model = serializers.CharField()
     heartbeat_interval_sec = serializers.FloatField()
+    # Ours, beyond the contract.
+    reachable = serializers.BooleanField(help_text="Whether a gateway can send the node requests")
+    unreachable_reason = serializers.CharField(allow_null=True)
 
 
 class HeartbeatSerializer(serializers.Serializer[Heartbeat]):
@@ -110,6 +114,9 @@ class HeartbeatAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer,
     server_time = serializers.DateTimeField()
     effective_status = serializers.ChoiceField(choices=STATUSES)
     should_drain = serializers.BooleanField()
+    # Ours, beyond the contract.
+    reachable = serializers.BooleanField(help_text="Whether a gateway can send the node requests")
+    unreachable_reason = serializers.CharField(allow_null=True)
 
 
 class ModeSerializer(serializers.Serializer[Any]):  # Any: a request, no model
@@ -152,6 +159,8 @@ class NodeSerializer(serializers.Serializer[Node]):
     drain_interrupted = serializers.IntegerField(help_text="Requests that the drain or reclaim interrupted")
     reach = serializers.ChoiceField(choices=["relay", "direct"])
     connected = serializers.BooleanField()
+    reachable = serializers.BooleanField(help_text="Whether a gateway can send the node requests")
+    unreachable_reason = serializers.CharField(allow_null=True)
     provider = serializers.CharField()
     gpu_name = serializers.CharField()
     vram_total_mb = serializers.IntegerField(allow_null=True)
@@ -168,6 +177,7 @@ class NodeSerializer(serializers.Serializer[Node]):
     def to_representation(self, instance: Node) -> dict[str, Any]:  # Any: JSON
         presence: NodePresence | None = getattr(instance, "presence", None)
         live = presence or NodePresence(node=instance)
+        unreachable = explain_unreachable(instance, presence)
         return {
             "node_id": instance.printed_id,
             "node_name": instance.name,
@@ -190,6 +200,8 @@ class NodeSerializer(serializers.Serializer[Node]):
             "drain_interrupted": instance.drain_interrupted,
             "reach": instance.reach,
             "connected": live.connected,
+            "reachable": not unreachable,
+            "unreachable_reason": unreachable or None,
             "provider": instance.provider.name,
             "gpu_name": instance.gpu_name,
             "vram_total_mb": instance.vram_total_mb,

@@ -120,6 +120,8 @@ class NodeRow:
     active_requests: int
     connected: bool
     gateway_id: uuid.UUID | None
+    unreachable: str
+    """Why no gateway can reach it; empty = one can."""
     endpoints: Mapping[str, frozenset[str]]
     """API paths by model; a model that is not in it answers any."""
     carries_bytes: bool

@@ -25,6 +25,7 @@ _BRIEF = {
     Obstacle.HOLDS_BACK: "box holds back",
     Obstacle.LATE: "box late",
     Obstacle.ERROR: "box in error",
+    Obstacle.UNREACHABLE: "box unreachable",
     Obstacle.SILENT: "box offline",
 }
 _LIFTED_FIRST = tuple(_BRIEF)
@@ -126,6 +127,8 @@ def _advise(model: str, box: ServingBox) -> str:
             return f"{box.name} says: {box.last_error}" if box.last_error else f"Look at the page of {box.name} and at its log."
         case Obstacle.LATE:
             return f"{box.name} gets no new work until it is heard again. Check its network."
+        case Obstacle.UNREACHABLE:
+            return f"{box.name} is heard, but its public_base_url does not answer: its page under Nodes says why."
         case _:
             return f"Check the power of {box.name}, its network and the runner's log."
 

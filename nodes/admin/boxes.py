@@ -36,6 +36,7 @@ from nodes.services import (
     undrain_node,
 )
 from nodes.services.clock import clock_of, with_clock
+from nodes.services.health import explain_unreachable
 from nodes.services.lifecycle import EVICT, FORCED_DRAIN
 from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS
 from wire.contract import NodeStatus
@@ -333,8 +334,8 @@ class NodeAdmin(ShowingAdmin):
         presence = _presence(node)
         if presence is None:
             return "-"
-        unreachable = f"URL unreachable: {presence.probe_error}" if presence.probe_error else ""
-        return " · ".join(part for part in (presence.last_error, unreachable) if part) or "-"
+        why = explain_unreachable(node, presence) if node.reach == Reach.DIRECT.value else ""
+        return " · ".join(part for part in (presence.last_error, f"cannot be reached: {why}" if why else "") if part) or "-"
 
     @column("Second box")
     def show_rival(self, node: Node) -> str:

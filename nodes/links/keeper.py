@@ -211,9 +211,12 @@ class LinkKeeper:
         link.stale_after_s, link.offline_after_s = self.health.stale_after_s, self.health.offline_after_s
         if row.is_direct:
             status = row.reported_status
-            link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else ""
-            refusing = not row.is_accepting_jobs or status in {NodeStatus.DRAINING.value, NodeStatus.OFFLINE.value}
-            link.box_draining = refusing or (status == NodeStatus.BUSY.value and link.active == 0)
+            link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else row.unreachable
+            link.box_draining = not row.is_accepting_jobs or status in {NodeStatus.DRAINING.value, NodeStatus.OFFLINE.value}
+            # A report from before our last request ended still counts that request.
+            is_news = link.last_seen >= link.released_at
+            is_full = not link.active or row.active_requests >= link.max_concurrent > link.active
+            link.busy_elsewhere = status == NodeStatus.BUSY.value and is_news and is_full
 
     def _set_policy(self, link: Link, row: NodeRow) -> None:
         policy = link.policy

@@ -71,6 +71,8 @@ class LinkCondition(StrEnum):
     READY = "ready"
     STALE = "stale"
     DRAINING = "draining"
+    BUSY = "busy"
+    """It says that its slots are taken, by more than what is sent from here."""
     UNHEALTHY = "unhealthy"
     DISABLED = "disabled"
 
@@ -115,6 +117,10 @@ class Link:
         self.last_served = 0
         self.policy = NodePolicy()
         self.box_draining = False
+        self.busy_elsewhere = False
+        """Whether the node says that its slots are taken, while this gateway holds some of them or none."""
+        self.released_at = 0.0
+        """time.monotonic() seconds at which the last request from here ended."""
         self.unhealthy_reason = ""
         self.busy_until = 0.0
         self.last_seen = time.monotonic()
@@ -180,6 +186,8 @@ class Link:
             return LinkCondition.DRAINING
         if now - self.last_seen >= self.stale_after_s:
             return LinkCondition.STALE
+        if self.busy_elsewhere:
+            return LinkCondition.BUSY
         return LinkCondition.READY
 
     def can_take(self, now: float) -> bool:

@@ -9,7 +9,7 @@ from django.conf import settings
 from django.db.models import Case, CharField, F, Q, Value, When
 from django.db.models.functions import Now
 
-from nodes.models import Node, NodePresence, ProviderState
+from nodes.models import Node, NodePresence, ProviderState, Reach
 from nodes.states import effective_status, freshness_windows, judge_freshness
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
@@ -17,7 +17,7 @@ from wire.contract import NodeMode, NodeStatus
 
 def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) -> NodeStatus:
     """Return the contract status every list shows; how fresh the box is counts at ``now``, not when it last spoke."""
-    if presence is None:
+    if presence is None or explain_unreachable(node, presence):
         return NodeStatus.OFFLINE
     stale_after_s, offline_after_s = freshness_windows(settings.NODE_HEALTH, protocol=presence.protocol)
     freshness = judge_freshness(
@@ -33,10 +33,22 @@ def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) ->
     )
 
 
+def explain_unreachable(node: Node, presence: NodePresence | None) -> str:
+    """Return why no gateway can send the node a request, however often it is heard; empty when one can."""
+    if presence is None:
+        return "it has never been heard"
+    if presence.connected:
+        return ""
+    if node.reach != Reach.DIRECT.value or not node.public_base_url:
+        return "it holds no socket to a gateway and registered no public_base_url"
+    return presence.probe_error if presence.probed_at is not None else "its public_base_url has not been called yet"
+
+
 def status_expression(*, now: datetime | Now) -> Case:
     """Return ``judge_status`` as SQL over Node, for filters. A test holds the two together."""
     _, rest_s = freshness_windows(settings.NODE_HEALTH, protocol="")
     _, bridge_s = freshness_windows(settings.NODE_HEALTH, protocol=BRIDGE_V1)
+    answers = Q(reach=Reach.DIRECT.value, presence__probed_at__isnull=False, presence__probe_error="") & ~Q(public_base_url="")
     is_bridge = Q(presence__protocol=BRIDGE_V1)
     offline = (
         Q(presence__isnull=True)
@@ -44,6 +56,7 @@ def status_expression(*, now: datetime | Now) -> Case:
         | (is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=bridge_s)))
         | (~is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=rest_s)))
         | Q(presence__reported_status=NodeStatus.OFFLINE.value)
+        | ~(Q(presence__connected=True) | answers)
     )
     held_back = (
         Q(draining=True)

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from django.conf import settings
 from django.db import transaction
+from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from governance.audit import record_event
@@ -25,11 +26,13 @@ from nodes.errors import (
 )
 from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach
 from nodes.services.clock import read_clock
-from nodes.services.health import judge_status, should_drain
+from nodes.services.health import explain_unreachable, judge_status, should_drain
 from nodes.services.lifecycle import set_mode
+from nodes.services.probe import probe_url
 from wire.contract import NodeMode, NodeStatus
 
-DEFAULT_DIRECT_CONCURRENCY = 8
+DEFAULT_DIRECT_CONCURRENCY = 1
+"""Requests at once for an agent that says nothing of it: contract v1 has one node serve one model, one request at a time."""
 MAX_ERROR_CHARS = 500
 
 
@@ -45,6 +48,15 @@ class Registration:
     vram_total_mb: int | None = None
     agent_version: str = ""
     max_concurrent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What a registration came to. ``unreachable``: why no gateway can reach the node; empty = one can."""
+
+    node: Node
+    status: NodeStatus
+    unreachable: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +83,12 @@ class HeartbeatResult:
     server_time: datetime
     effective_status: NodeStatus
     should_drain: bool
+    unreachable: str
+    """Why no gateway can reach the node; empty = one can."""
 
 
-def register_direct_node(*, credential: NodeCredential, registration: Registration) -> tuple[Node, NodeStatus]:
-    """Enrol a box, or refresh the one this credential already enrolled under that name; return it and its status.
+def register_direct_node(*, credential: NodeCredential, registration: Registration) -> Registered:
+    """Enrol a node, or refresh the one this credential already enrolled under that name; its URL is called once.
 
     Raises ModelNotAllowed, AddressRefused, AddressUnresolvable, ProviderUnavailable, EnrolmentRefused and
     InvalidNodeToken.
@@ -84,12 +98,17 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
             f"Model {registration.current_model!r} is not on the allow-list; an operator can add it.",
             param="current_model",
         )
+    probe_error: str | None = None
     if registration.public_base_url:
-        # Outside the transaction: a slow name server must not hold row locks.
+        # Outside the transaction: a slow name server, or a node that does not answer, must not hold row locks.
         resolve_direct_target(registration.public_base_url)
+        probe_error = probe_url(registration.public_base_url)
     with transaction.atomic():
         node, is_new = claim_node(credential=credential, name=registration.node_name)
         presence, _ = NodePresence.objects.get_or_create(node=node)
+        if probe_error is not None:
+            presence.probed_at, presence.probe_error = timezone.now(), probe_error
+            presence.save(update_fields=["probed_at", "probe_error"])
         changed = _apply(node, registration, is_new=is_new, is_connected=presence.connected)
         if changed:
             node.save(update_fields=[*changed, "updated_at"])
@@ -98,7 +117,8 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
             detail = {"name": node.name, "credential": credential.keyid, "changed": sorted(changed)}
             record_event(actor=f"node:{node.name}", action=action, target=node.printed_id, detail=detail)
             publish_hint("nodes", str(node.pk))
-    return node, judge_status(node, presence, now=read_clock())
+    status = judge_status(node, presence, now=read_clock())
+    return Registered(node=node, status=status, unreachable=explain_unreachable(node, presence))
 
 
 @transaction.atomic
@@ -161,7 +181,12 @@ def record_heartbeat(*, credential: NodeCredential, heartbeat: Heartbeat) -> Hea
     after = judge_status(node, presence, now=now)
     if before is not after:
         _announce(node, before, after)
-    return HeartbeatResult(server_time=now, effective_status=after, should_drain=should_drain(node))
+    return HeartbeatResult(
+        server_time=now,
+        effective_status=after,
+        should_drain=should_drain(node),
+        unreachable=explain_unreachable(node, presence),
+    )
 
 
 def _apply(node: Node, registration: Registration, *, is_new: bool, is_connected: bool) -> list[str]:

@@ -14,7 +14,7 @@ from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.boxes import BoxView, describe_box
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.drains import is_drained
-from nodes.services.health import heartbeat_age_s, judge_status
+from nodes.services.health import explain_unreachable, heartbeat_age_s, judge_status
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.contract import NodeMode, NodeStatus
 
@@ -32,6 +32,7 @@ class Obstacle(StrEnum):
     """Why a box takes no new work, said of the box; the first that holds counts."""
 
     SILENT = "is offline"
+    UNREACHABLE = "cannot be reached"
     PROVIDER_OFF = "belongs to a provider that is switched off"
     ERROR = "reports an error"
     DRAINING = "is being drained"
@@ -83,7 +84,8 @@ def find_obstacle(node: Node, presence: NodePresence | None, *, now: datetime) -
     """Return why a box gets no new work at ``now``; None when it does. ``node.provider`` must be loaded."""
     status = judge_status(node, presence, now=now)
     if status is NodeStatus.OFFLINE or presence is None:
-        return Obstacle.SILENT
+        is_heard = presence is not None and not _is_silent(presence, now=now)
+        return Obstacle.UNREACHABLE if is_heard and explain_unreachable(node, presence) else Obstacle.SILENT
     if node.provider.state != ProviderState.ENABLED:
         return Obstacle.PROVIDER_OFF
     if status is NodeStatus.ERROR:
@@ -96,10 +98,18 @@ def find_obstacle(node: Node, presence: NodePresence | None, *, now: datetime) -
         return Obstacle.TAKEN_BACK
     if status is NodeStatus.DRAINING:
         return Obstacle.HOLDS_BACK
+    return Obstacle.LATE if _judge(presence, now=now) is not Freshness.FRESH else None
+
+
+def _judge(presence: NodePresence, *, now: datetime) -> Freshness:
     stale_after_s, offline_after_s = freshness_windows(settings.NODE_HEALTH, protocol=presence.protocol)
     age_s = heartbeat_age_s(presence, now=now)
-    freshness = judge_freshness(age_s, stale_after_s=stale_after_s, offline_after_s=offline_after_s)
-    return Obstacle.LATE if freshness is not Freshness.FRESH else None
+    return judge_freshness(age_s, stale_after_s=stale_after_s, offline_after_s=offline_after_s)
+
+
+def _is_silent(presence: NodePresence, *, now: datetime) -> bool:
+    is_gone = presence.reported_status == NodeStatus.OFFLINE.value
+    return is_gone or _judge(presence, now=now) is Freshness.OFFLINE
 
 
 def _find_share(node: Node, presence: NodePresence | None, view: BoxView, model: str) -> tuple[Has | None, int | None]:

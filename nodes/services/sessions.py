@@ -19,6 +19,7 @@ from governance import audit, hints
 from nodes.errors import EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.services.governance import take_governance
+from nodes.services.health import explain_unreachable
 from nodes.services.rivals import is_held_elsewhere, is_rival, note_rival, take_instance
 from nodes.session import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
@@ -398,6 +399,7 @@ def load_node_rows() -> list[NodeRow]:
                 active_requests=presence.active_requests if presence is not None else 0,
                 connected=presence.connected if presence is not None else False,
                 gateway_id=presence.gateway_id if presence is not None else None,
+                unreachable=explain_unreachable(node, presence),
                 endpoints=read_endpoints(node.model_endpoints),
                 carries_bytes=presence is None or presence.protocol != BRIDGE_V1,
                 contexts=read_contexts(presence.replicas) if presence is not None else {},

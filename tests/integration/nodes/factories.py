@@ -8,7 +8,7 @@ from typing import Any
 from django.utils import timezone
 
 from governance.models import AuditEvent
-from nodes.models import Node, NodeCredential, NodePresence, Provider
+from nodes.models import Node, NodeCredential, NodePresence, Provider, Reach
 from nodes.services import create_credential, create_provider
 from wire.contract import NodeStatus
 
@@ -33,9 +33,11 @@ def make_node(name: str = "box", *, credential: NodeCredential | None = None, **
 
 
 def make_presence(node: Node, *, age_s: float | None = 1.0, **changes: Any) -> NodePresence:
-    """Return a presence that was heard ``age_s`` seconds ago (None = never)."""
+    """Return a presence that was heard ``age_s`` seconds ago (None = never); on a socket, or with a URL that answers."""
     heard = timezone.now() - timedelta(seconds=age_s) if age_s is not None else None
-    values = {"reported_status": NodeStatus.AVAILABLE.value, "last_heartbeat_at": heard, **changes}
+    is_dialled = node.reach == Reach.DIRECT.value
+    reach: dict[str, Any] = {"probed_at": heard} if is_dialled else {"connected": age_s is not None}
+    values = {"reported_status": NodeStatus.AVAILABLE.value, "last_heartbeat_at": heard, **reach, **changes}
     return NodePresence.objects.create(node=node, **values)
 
 

@@ -5,14 +5,30 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from django.utils import timezone
 from pytest_django import Settings
 
+from gateway.services import allow_model
 from nodes.models import Node, NodePresence, Reach
-from nodes.services import probe, probe_direct_nodes
-from tests.integration.nodes.factories import make_node
+from nodes.services import (
+    Heartbeat,
+    Registration,
+    judge_status,
+    probe,
+    probe_direct_nodes,
+    record_heartbeat,
+    register_direct_node,
+)
+from nodes.services.health import explain_unreachable
+from nodes.services.overview import list_served_models, read_served_models
+from nodes.services.probe import SILENT_S
+from nodes.services.sessions import load_node_rows
+from tests.integration.nodes.factories import ACTOR, make_credential, make_node
+from wire.contract import NodeStatus
 
 pytestmark = pytest.mark.django_db
 
@@ -104,3 +120,45 @@ def test_an_address_that_is_no_longer_allowed_is_not_called(
     assert probe_direct_nodes() == 1
     assert NodePresence.objects.get(node=node).probe_error
     assert handler.seen == []
+
+
+def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_until_a_call_succeeds(
+    answering: tuple[type[_Answering], int],
+) -> None:
+    handler, port = answering
+    handler.status = 503
+    credential, _ = make_credential()
+    about = Registration(node_name="agent", current_model="m", public_base_url=f"http://127.0.0.1:{port}")
+    allow_model(name="m", actor=ACTOR)
+    registered = register_direct_node(credential=credential, registration=about)
+    assert registered.unreachable == "answers with 503"
+    heartbeat = Heartbeat(node_id=registered.node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
+    beaten = record_heartbeat(credential=credential, heartbeat=heartbeat)
+    assert (beaten.effective_status, beaten.unreachable) == (NodeStatus.OFFLINE, "answers with 503")
+    (row,) = load_node_rows()
+    assert row.unreachable == "answers with 503"
+    assert list_served_models() == frozenset()
+    handler.status = 404  # it has no such path, and it is there
+    long_ago = timezone.now() - timedelta(seconds=SILENT_S + 1)
+    NodePresence.objects.update(probed_at=long_ago)
+    assert probe_direct_nodes() == 0
+    assert record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
+    assert read_served_models() == list_served_models() == frozenset({"m"})
+
+
+def test_a_node_that_heartbeats_without_url_and_socket_is_offline() -> None:
+    node = make_node()
+    presence = NodePresence.objects.create(node=node, reported_status="available", last_heartbeat_at=timezone.now())
+    assert judge_status(node, presence, now=timezone.now()) is NodeStatus.OFFLINE
+    assert "registered no public_base_url" in explain_unreachable(node, presence)
+
+
+@pytest.mark.parametrize(("error", "age_s", "calls"), [("", 10.0, 0), ("", 31.0, 1), ("refused", 2.0, 0), ("refused", 5.0, 1)])
+def test_a_node_that_does_not_answer_is_called_again_sooner(
+    answering: tuple[type[_Answering], int], error: str, age_s: float, calls: int
+) -> None:
+    handler, port = answering
+    _direct_node(f"http://127.0.0.1:{port}")
+    NodePresence.objects.update(probed_at=timezone.now() - timedelta(seconds=age_s), probe_error=error)
+    probe_direct_nodes()
+    assert len(handler.seen) == calls

@@ -77,9 +77,10 @@ def post(path: str, token: str | None, body: object, **extra: Any) -> tuple[int,
 
 
 def register(token: str, **changes: Any) -> str:
-    """Register a box and return its id."""
+    """Register a node whose socket a gateway holds, and return its id."""
     status, answer = post("/nodes/register", token, {**REGISTRATION, **changes})
     assert status == 200, answer
+    NodePresence.objects.filter(node__reach="relay").update(connected=True)
     return str(answer["node_id"])
 
 
@@ -112,13 +113,16 @@ def assert_error(answer: tuple[int, Any], status: int, code: str, param: str | N
 def test_registration_answers_exactly_what_the_contract_says(token: str) -> None:
     status, answer = post("/nodes/register", token, REGISTRATION)
     assert status == 200
-    assert list(answer) == ["node_id", "status", "accepted_model", "heartbeat_interval_sec"]
+    contract = ["node_id", "status", "accepted_model", "heartbeat_interval_sec"]
+    assert list(answer) == [*contract, "reachable", "unreachable_reason"]
     node = Node.objects.get()
     assert answer == {
         "node_id": node.printed_id,
         "status": "offline",
         "accepted_model": MODEL,
         "heartbeat_interval_sec": 5,
+        "reachable": False,
+        "unreachable_reason": "it holds no socket to a gateway and registered no public_base_url",
     }
     assert isinstance(answer["heartbeat_interval_sec"], int)
     assert (node.name, node.owner_name, node.gpu_name, node.vram_total_mb) == (
@@ -127,7 +131,7 @@ def test_registration_answers_exactly_what_the_contract_says(token: str) -> None
         "RTX Pro 6000 Blackwell",
         98304,
     )
-    assert (node.reach, node.max_concurrent, node.model_names) == ("relay", 8, [MODEL])
+    assert (node.reach, node.max_concurrent, node.model_names) == ("relay", 1, [MODEL])
     (event,) = audited("node.register")
     assert (event.actor, event.target) == ("node:joy-rtx6000-01", node.printed_id)
 
@@ -323,7 +327,8 @@ def test_a_heartbeat_answers_exactly_what_the_contract_says(token: str) -> None:
     node_id = register(token)
     before = timezone.now()
     answer = beat(token, node_id)
-    assert list(answer) == ["ok", "server_time", "effective_status", "should_drain"]
+    contract = ["ok", "server_time", "effective_status", "should_drain"]
+    assert list(answer) == [*contract, "reachable", "unreachable_reason"]
     assert (answer["ok"], answer["effective_status"], answer["should_drain"]) == (True, "available", False)
     assert answer["server_time"].endswith("Z")
     assert before <= datetime.fromisoformat(answer["server_time"]) <= timezone.now()

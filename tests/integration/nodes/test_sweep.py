@@ -54,7 +54,7 @@ def test_a_box_that_connected_and_was_never_heard_goes_offline_too() -> None:
 
 def test_a_drain_ends_when_its_deadline_is_long_past_and_the_box_is_gone() -> None:
     node = make_node()
-    make_presence(node, age_s=60, reported_status="offline")
+    make_presence(node, age_s=60, reported_status="offline", connected=False)
     drain_node(node_id=node.pk, actor=ACTOR, reason="fans")
     assert sweep_presence() == SweepReport(drained=1)
     Node.objects.update(drain_deadline_at=timezone.now() - timedelta(seconds=31))

@@ -267,12 +267,23 @@ def _sicken(link: FakeLink) -> None:
     link.unhealthy_reason = "ECC"
 
 
+def _occupy(link: FakeLink) -> None:
+    link.busy_elsewhere = True
+
+
 def _disable(link: FakeLink) -> None:
     link.policy.provider_enabled = False
 
 
 @pytest.mark.parametrize(
-    ("change", "error"), [(_stale, NodeStale), (_drain, NodeDraining), (_sicken, NodeUnhealthy), (_disable, NoAvailableNode)]
+    ("change", "error"),
+    [
+        (_stale, NodeStale),
+        (_drain, NodeDraining),
+        (_sicken, NodeUnhealthy),
+        (_occupy, NoAvailableNode),
+        (_disable, NoAvailableNode),
+    ],
 )
 async def test_a_wait_for_boxes_that_take_no_work_ends_early_and_says_why(
     change: Callable[[FakeLink], None], error: type[GatewayError]

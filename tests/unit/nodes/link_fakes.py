@@ -100,6 +100,7 @@ def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
         "active_requests": 0,
         "connected": True,
         "gateway_id": None,
+        "unreachable": "",
         "endpoints": {},
         "carries_bytes": True,
         "contexts": {},

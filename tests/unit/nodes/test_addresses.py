@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from nodes.addresses import AddressPolicy, parse_direct_url, parse_policy, parse_rule, resolve_direct_target
+from nodes.addresses import AddressPolicy, check_addresses, parse_direct_url, parse_policy, parse_rule, resolve_direct_target
 from nodes.errors import AddressRefused, AddressUnresolvable
 
 EVERYTHING = parse_policy(["0.0.0.0/0", "::/0", ".lan", "box.example"], allow_loopback=False)
@@ -294,3 +294,24 @@ def test_an_allow_list_entry_means_what_it_says(entry: str, url: str, allowed: b
     else:
         with pytest.raises(AddressRefused):
             resolve_direct_target(url, policy=policy, resolver=resolver)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_allowed"),
+    [
+        ("10.1.2.3", True),
+        ("172.31.0.9", True),
+        ("192.168.7.7", True),
+        ("fd12::5", True),
+        ("8.8.8.8", False),
+        ("fd00:ec2::254", False),
+    ],
+)
+def test_one_word_opens_the_private_networks_and_nothing_that_is_never_called(address: str, is_allowed: bool) -> None:
+    policy = parse_policy(["private"], allow_loopback=False)
+    url = parse_direct_url(f"http://{f'[{address}]' if ':' in address else address}:8000")
+    if is_allowed:
+        assert check_addresses(url, [address], policy) == address
+        return
+    with pytest.raises(AddressRefused):
+        check_addresses(url, [address], policy)
