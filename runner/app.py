@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Literal, assert_never
@@ -12,6 +13,8 @@ from typing import Literal, assert_never
 import aiohttp
 
 from runner import AGENT_VERSION
+from runner.api.model_facts import list_facts
+from runner.api.shapes import Shapes
 from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
@@ -26,6 +29,7 @@ from wire.bridge import (
     Draining,
     GovernanceReport,
     ModeChange,
+    ModelFacts,
     ModelsUpdate,
     OpCommand,
     OpQuery,
@@ -46,6 +50,9 @@ FAREWELL_S = 1.0
 SETTLE_S = 2.0
 MAX_AVAILABLE = 200
 """Names of loadable models that a gateway is told."""
+MAX_FACTS = 32
+"""Models whose memory and limits of a load a gateway is told."""
+FACTS_LIFE_S = 30.0
 MAX_OFFERS = 64
 """Offers of policies and checkpoints that are judged or wait for it; more are dropped, and offered again."""
 
@@ -68,6 +75,10 @@ class Box:
         self._notes: set[asyncio.Task[None]] = set()
         self._relay: Relay | None = None
         self._settled = asyncio.Event()
+        self._shapes = Shapes()
+        self._facts: list[ModelFacts] = []
+        self._facts_key: list[tuple[object, ...]] | None = None
+        self._facts_at = 0.0
         self.is_leaving = False
 
     @property
@@ -113,7 +124,25 @@ class Box:
         """Return a fresh reading of the machine, the models and the load."""
         await self.parts.look()
         await self._look_at_governance()
-        return self._sample()
+        sample = self._sample()
+        if sample.memory is not None:
+            sample.memory.models = await self._list_facts()
+        return sample
+
+    async def _list_facts(self) -> list[ModelFacts]:
+        """Return what loads of the models take and may set, put together anew when a model changed and twice a minute."""
+        models = self.parts.pool.registry.models
+        key: list[tuple[object, ...]] = [
+            (model.model_id, model.state, model.definition, len(model.replicas)) for model in models
+        ]
+        now = time.monotonic()
+        if key != self._facts_key or now - self._facts_at >= FACTS_LIFE_S:
+            self._facts_key, self._facts_at = key, now
+            try:
+                self._facts = await list_facts(self.parts, self._shapes, most=MAX_FACTS)
+            except LedgerError as error:  # what was told before holds; a node must not fall silent for a full disk
+                log.warning("facts of the models are not told error=%s", error)
+        return self._facts
 
     def _sample(self) -> Telemetry:
         """Return the models and the load as they are now, and the machine as it was last read."""

@@ -35,6 +35,7 @@ from runner.session import (
 from wire.bridge import (
     NAME_TAKEN,
     Message,
+    ModelFacts,
     ModelsUpdate,
     Pong,
     ProtocolError,
@@ -225,6 +226,7 @@ class _Session:
         self._leave_asked = asyncio.Event()
         self._leave_within_s = timeouts.drain_s
         self._heartbeat_s = timeouts.heartbeat_s
+        self._told_facts: list[ModelFacts] | None = None
         self._clock = asyncio.get_running_loop().time
         self._heard_at = self._clock()
         self.wake = asyncio.Event()
@@ -353,8 +355,16 @@ class _Session:
                 await asyncio.wait_for(self.wake.wait(), self._heartbeat_s)
             self.wake.clear()
             if self.is_accepted:
-                await _send(ws, encode_message(await self._host.take_sample()))
+                await _send(ws, encode_message(self._leave_out_known(await self._host.take_sample())))
                 await asyncio.sleep(min(MIN_REPORT_GAP_S, self._heartbeat_s))
+
+    def _leave_out_known(self, sample: Telemetry) -> Telemetry:
+        """Return a sample without what this session was told of the models already; it may be as long as all the rest."""
+        if sample.memory is not None and sample.memory.models is not None:
+            told, self._told_facts = self._told_facts, sample.memory.models
+            if told == sample.memory.models:
+                sample.memory.models = None
+        return sample
 
     async def _watch_silence(self) -> None:
         """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long."""

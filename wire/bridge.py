@@ -72,10 +72,33 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     kept: bool = False
 
 
+class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What the node knows of one of its models, loaded or not: what a load takes and what it may set.
+
+    ``estimate_mb``: memory in MiB of ``estimate_replicas`` replicas, measured by ``observed_load_delta`` or taken from the size
+    of the files (``model_artifact_size``), None when that is ``unavailable``. ``replica_max``: most replicas of a load;
+    ``target_inflight``: requests that one takes at once. ``load_constraints``: by the name of a load's field, its kind, limits
+    and default, as in llm-pool's ``GET /v1/admin/models``.
+    """
+
+    name: str
+    backend: str = ""
+    state: str = ""
+    replicas: int = 0
+    loaded_replicas: int = 0
+    replica_max: int = 0
+    target_inflight: int = 0
+    estimate_mb: int | None = None
+    estimate_replicas: int = 0
+    estimate_source: str = ""
+    load_constraints: dict[str, dict[str, Any]] = {}
+
+
 class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     """The memory that models share on the box, in MiB: that of its GPUs, or of the host where it has none (``kind``).
 
-    ``weights_mb`` and ``kv_mb`` are what the loaded models are known to hold of ``used_mb``.
+    ``weights_mb`` and ``kv_mb`` are what the loaded models are known to hold of ``used_mb``. ``models``: what loads of the
+    node's models take and may set; None = as told before in this session.
     """
 
     kind: str = "gpu"
@@ -83,6 +106,7 @@ class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     used_mb: int | None = None
     weights_mb: int | None = None
     kv_mb: int | None = None
+    models: list[ModelFacts] | None = None
 
 
 class TokenCounts(msgspec.Struct, kw_only=True):

@@ -150,6 +150,13 @@ class RelayLink(Link):
     def take_telemetry(self, telemetry: bridge.Telemetry) -> bool:
         """Take what the box says of itself now; return whether it changed what it has of models."""
         before, self.telemetry = self.telemetry, telemetry
+        if (
+            telemetry.memory is not None
+            and telemetry.memory.models is None
+            and before is not None
+            and before.memory is not None
+        ):
+            telemetry.memory.models = before.memory.models  # it says them again only when they change
         self.contexts, self.engines = find_contexts(telemetry.replicas), find_engines(telemetry.replicas)
         self.report_load(telemetry.current_load)
         is_news = before is None or (before.replicas, before.available) != (telemetry.replicas, telemetry.available)

@@ -163,7 +163,10 @@ class ModelLoad(_BoxOperation):
         model = str(params.get("modelId"))
         if model in target.loaded:
             kept = " It is kept loaded from then on." if _is_kept(params) else ""
-            yield Impact(CAUTION, f"{model} is loaded on {target.node.name} already; the box then changes nothing.{kept}")
+            yield Impact(
+                CAUTION,
+                f"{model} is loaded on {target.node.name}: as asked for nothing changes, other values are refused.{kept}",
+            )
             return
         yield from judge_eviction(target, params)
         yield from judge_memory(target, params, operation=self.name, signed=signed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
@@ -16,7 +16,7 @@ from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import heartbeat_age_s
 from nodes.states import Freshness, freshness_windows, judge_freshness
-from wire.bridge import GpuInfo, MemoryInfo, ReplicaInfo
+from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
 
 SHOWN_AVAILABLE = 40
 _LOADED, _FAILED = "loaded", "failed"
@@ -68,6 +68,19 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, slots=True)
+class FactsView:
+    """What a load of one model takes and may set. ``estimate``: where ``estimate_mb`` is from; ``limits``: a line a field."""
+
+    name: str
+    backend: str
+    replicas: str
+    target_inflight: int
+    estimate_mb: int | None
+    estimate: str
+    limits: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BoxView:
     """Everything the page of a box shows of its models and memory. ``age_s``: since it was heard; None = never."""
 
@@ -79,6 +92,7 @@ class BoxView:
     available: tuple[str, ...]
     available_beyond: int
     memory: MemoryBar | None
+    facts: tuple[FactsView, ...]
     gpus: tuple[GpuInfo, ...]
     queue_depth: int | None
     avg_wait_ms: int | None
@@ -105,6 +119,7 @@ def describe_box(node: Node, *, now: datetime) -> BoxView:
     replicas = [_view_replica(replica) for replica in _read_replicas(presence)]
     gpus = _convert(presence.gpus, list[GpuInfo]) or _guess_gpus(node, presence)
     available = [str(name) for name in presence.available_models or ()]
+    memory = _convert(presence.memory, MemoryInfo)
     return BoxView(
         age_s=age_s,
         is_current=freshness is Freshness.FRESH,
@@ -113,7 +128,8 @@ def describe_box(node: Node, *, now: datetime) -> BoxView:
         failed=_of_state(replicas, _FAILED),
         available=tuple(available[:SHOWN_AVAILABLE]),
         available_beyond=max(0, len(available) - SHOWN_AVAILABLE),
-        memory=draw_memory(_convert(presence.memory, MemoryInfo), gpus),
+        memory=draw_memory(memory, gpus),
+        facts=tuple(_view_facts(facts) for facts in (memory.models or ())) if memory is not None else (),
         gpus=tuple(gpus),
         queue_depth=presence.queue_depth,
         avg_wait_ms=presence.avg_wait_ms,
@@ -206,6 +222,39 @@ def _view_replica(replica: ReplicaInfo) -> ReplicaView:
         kv_mb=replica.kv_mb,
         kept=replica.kept,
     )
+
+
+_ESTIMATES = {"observed_load_delta": "measured", "model_artifact_size": "size of the files"}
+
+
+def _view_facts(facts: ModelFacts) -> FactsView:
+    count = f"{facts.loaded_replicas} of {facts.replica_max}" if facts.loaded_replicas else f"up to {facts.replica_max}"
+    several = f", {facts.estimate_replicas} replicas" if facts.estimate_replicas > 1 else ""
+    return FactsView(
+        name=facts.name,
+        backend=facts.backend,
+        replicas=count,
+        target_inflight=facts.target_inflight,
+        estimate_mb=facts.estimate_mb,
+        estimate=_ESTIMATES.get(facts.estimate_source, "not known") + several,
+        limits=tuple(f"{name}: {describe_limits(limits)}" for name, limits in facts.load_constraints.items()),
+    )
+
+
+def describe_limits(limits: Mapping[str, object]) -> str:
+    """Return what a field of a load may be, in words: ``1 to 64 in steps of 256 tokens; 4096 when left out``."""
+    words: list[str] = []
+    if isinstance(values := limits.get("allowed_values"), list):
+        words.append(", ".join("nothing" if value is None else str(value) for value in values))
+    elif "minimum" in limits:
+        words.append(f"{limits['minimum']} to {limits['maximum']}" if "maximum" in limits else f"from {limits['minimum']}")
+        if limits.get("step") not in {None, 1}:
+            words.append(f"in steps of {limits['step']}")
+        words.append(str(limits.get("unit") or ""))
+    else:
+        words.append(str(limits.get("format") or limits.get("kind") or "any value"))
+    default = limits.get("default")
+    return " ".join(filter(None, words)) + (f"; {default} when left out" if default is not None else "")
 
 
 def _convert(stored: object, kind: type[T]) -> T | None:

@@ -6,7 +6,9 @@ raises: a wrong figure on a page is better than a box that cannot work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +20,11 @@ MAX_GPUS = 32
 MAX_REPLICAS = 256
 MAX_AVAILABLE = 512
 MAX_ENDPOINTS = 32
+MAX_FACTS = 32
+MAX_LIMITS = 32
+"""Fields of a load, limits of a field and words of a limit."""
+MAX_CONSTRAINTS_BYTES = 16_384
+"""Of one model; an engine with twenty fields has a fifth of it."""
 MAX_MB = 2**25
 """32 TiB: the sum over MAX_GPUS still fits the column."""
 MAX_CONTEXT_TOKENS = 10**9
@@ -25,12 +32,16 @@ _NAME_CHARS = 200
 _WORD_CHARS = 40
 _DETAIL_CHARS = 300
 _ERROR_CHARS = 500
+_LIMIT_CHARS = 200
+_MAX_LIMIT = 2**53 - 1
 _PATH_CHARS = 100
 _MAX_MS = 10**9
 _MAX_ETA_S = 1e6
 _MAX_TEMPERATURE_C = 1000.0
 _MAX_POWER_W = 100_000.0
 _GONE = frozenset({"failed", "unloaded"})
+
+T = TypeVar("T")
 
 NO_MODELS = "no models accepted: this node gets no requests until it declares a model"
 
@@ -201,7 +212,51 @@ def _clean_memory(memory: bridge.MemoryInfo | None) -> bridge.MemoryInfo | None:
         used_mb=_clean_int(memory.used_mb, MAX_MB),
         weights_mb=_clean_int(memory.weights_mb, MAX_MB),
         kv_mb=_clean_int(memory.kv_mb, MAX_MB),
+        models=None if memory.models is None else [_clean_facts(facts) for facts in memory.models[:MAX_FACTS]],
     )
+
+
+def _clean_facts(facts: bridge.ModelFacts) -> bridge.ModelFacts:
+    constraints = {
+        _clean_text(name, _WORD_CHARS): {_clean_text(key, _WORD_CHARS): _clean_limit(value) for key, value in _first(limits)}
+        for name, limits in _first(facts.load_constraints)
+    }
+    if len(msgspec.json.encode(constraints)) > MAX_CONSTRAINTS_BYTES:
+        constraints = {}
+    return bridge.ModelFacts(
+        name=_clean_text(facts.name, _NAME_CHARS),
+        backend=_clean_text(facts.backend, _WORD_CHARS),
+        state=_clean_text(facts.state, _WORD_CHARS),
+        replicas=_clean_int(facts.replicas, MAX_REPORTED_LOAD) or 0,
+        loaded_replicas=_clean_int(facts.loaded_replicas, MAX_REPORTED_LOAD) or 0,
+        replica_max=_clean_int(facts.replica_max, MAX_REPORTED_LOAD) or 0,
+        target_inflight=_clean_int(facts.target_inflight, MAX_REPORTED_LOAD) or 0,
+        estimate_mb=_clean_int(facts.estimate_mb, MAX_MB),
+        estimate_replicas=_clean_int(facts.estimate_replicas, MAX_REPORTED_LOAD) or 0,
+        estimate_source=_clean_text(facts.estimate_source, _WORD_CHARS),
+        load_constraints=constraints,
+    )
+
+
+def _first(members: Mapping[str, T]) -> list[tuple[str, T]]:
+    return list(members.items())[:MAX_LIMITS]
+
+
+def _clean_limit(value: object) -> object:
+    """Return one limit of a field: a number, a flag, null, a short text or a list of short texts and nulls."""
+    match value:
+        case None | bool():
+            return value
+        case int() if abs(value) <= _MAX_LIMIT:
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case str():
+            return _clean_text(value, _LIMIT_CHARS)
+        case list():
+            return [_clean_text(item, _WORD_CHARS) for item in value[:MAX_LIMITS] if isinstance(item, str)]
+        case _:
+            return None
 
 
 def _clean_endpoints(paths: Sequence[str]) -> list[str]:

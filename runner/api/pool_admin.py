@@ -5,9 +5,6 @@ Loads and unloads pass the same gate as those of the model-runner API: each need
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,14 +12,14 @@ from starlette.responses import Response
 from runner.api.answers import ReloadAnswer
 from runner.api.bodies import read_object
 from runner.api.lifecycle import TOKEN_FIELD, answer, without_token
+from runner.api.model_facts import effective_inflight, estimate_memory, name_constraints, wanted_replicas
 from runner.api.refusals import ModelLoadFailed
 from runner.api.shapes import Shapes
-from runner.definitions.overrides import describe, load_constraints, load_recommendations
+from runner.definitions.overrides import describe, load_recommendations
 from runner.errors import InvalidRequest
 from runner.operations.bodies import LoadBody, Reply, UnloadBody
 from runner.parts import MIB, Parts
 from runner.pool import Model
-from runner.pool.loading import is_elsewhere
 
 
 class PoolAdmin:
@@ -99,7 +96,7 @@ class PoolAdmin:
             **await self._describe_memory(model),
             "resolved_backend": definition.backend,
             "configured_enabled": definition.enabled,
-            "replicas": _wanted_replicas(model),
+            "replicas": wanted_replicas(model),
             "replica_max": definition.replica_max,
             "loaded_replicas": sum(replica.supervisor.is_ready for replica in model.replicas),
             "inflight_requests": model.active,
@@ -107,7 +104,7 @@ class PoolAdmin:
             "runtime_inflight": model.active,
             "fairness": _describe_fairness(model),
             "last_error": model.last_error,
-            "load_constraints": {name: _constrain(limits) for name, limits in load_constraints(definition).items()},
+            "load_constraints": name_constraints(definition),
             "load_recommendations": _recommend(model),
             "load_override": model.overrides,
             "capabilities": _describe_capabilities(model),
@@ -115,54 +112,17 @@ class PoolAdmin:
         }
 
     async def _describe_memory(self, model: Model) -> dict[str, object]:
-        size, source, count = await self._estimate(model)
+        size, source, count = await estimate_memory(self._parts, self._shapes, model)
         return {
             "name": model.model_id,
             "runtime_state": model.state.value,
             "is_loaded": model.is_ready,
             "configured_target_inflight": model.definition.target_inflight,
-            "effective_target_inflight": _effective_inflight(model),
+            "effective_target_inflight": effective_inflight(model),
             "vram_estimate_mib": None if size is None else -(-size // MIB),
             "vram_estimate_replica_count": count,
             "vram_estimate_source": source,
         }
-
-    async def _estimate(self, model: Model) -> tuple[int | None, str, int]:
-        """Return bytes, where they come from, and for how many replicas they are."""
-        if model.memory_bytes is not None:
-            return model.memory_bytes, "observed_load_delta", len(model.replicas)
-        wanted = _wanted_replicas(model)
-        seen = await self._parts.ledger.observations(model.definition.backend)
-        for observation in seen:
-            if observation.model_id == model.model_id and observation.measured_bytes:
-                return observation.measured_bytes * wanted, "observed_load_delta", wanted
-        size = await self._file_size(model)
-        return (None, "unavailable", wanted) if size is None else (size * wanted, "model_artifact_size", wanted)
-
-    async def _file_size(self, model: Model) -> int | None:
-        registry, definition = self._parts.pool.registry, model.definition
-        if is_elsewhere(definition):
-            return None
-        wanted = definition.model_path or definition.model_id
-        found = next((entry for entry in registry.found if wanted in {entry.model_id, str(entry.path)}), None)
-        if found is not None:
-            return found.size_bytes
-        path = Path(wanted)
-        shape = await self._shapes.read(path) if definition.is_configured and path.is_absolute() else None
-        return shape.weights_bytes if shape is not None else None
-
-
-def _wanted_replicas(model: Model) -> int:
-    asked = model.overrides.get("replicas")
-    return asked if isinstance(asked, int) else model.definition.replicas
-
-
-def _effective_inflight(model: Model) -> int:
-    """Return the requests that one replica takes at once: what is wanted, within what its engine can."""
-    if model.replicas:
-        return min(replica.slots for replica in model.replicas)
-    asked = model.overrides.get("target_inflight")
-    return asked if isinstance(asked, int) else model.definition.target_inflight
 
 
 def _describe_fairness(model: Model) -> dict[str, object]:
@@ -194,11 +154,6 @@ def _describe_capabilities(model: Model) -> dict[str, object]:
 
 def _can_think(model: Model) -> bool:
     return model.definition.enable_thinking is not None or model.definition.prompt_format == "gemma4_template"
-
-
-def _constrain(limits: Mapping[str, object]) -> dict[str, object]:
-    """Return a constraint with the choices of an enum under llm-pool's name for them."""
-    return {"allowed_values" if name == "values" else name: value for name, value in limits.items()}
 
 
 def _recommend(model: Model) -> dict[str, object]:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from django.template.loader import render_to_string
 from django.utils import timezone
 
 from nodes.models import Node, NodePresence
 from nodes.services import delete_provider
-from nodes.services.boxes import SHOWN_AVAILABLE, BoxView, count_replicas, describe_box, describe_counts, draw_memory, read_box
+from nodes.services.boxes import (
+    SHOWN_AVAILABLE,
+    BoxView,
+    count_replicas,
+    describe_box,
+    describe_counts,
+    describe_limits,
+    draw_memory,
+    read_box,
+)
 from nodes.services.overview import read_fleet
 from tests.integration.nodes.factories import ACTOR, make_credential, make_node, make_presence
-from wire.bridge import GpuInfo, MemoryInfo
+from wire.bridge import GpuInfo, MemoryInfo, ModelFacts
 
 
 def describe(node: Node | None = None, **presence: Any) -> BoxView:
@@ -127,3 +138,36 @@ def test_a_box_of_a_deleted_provider_is_not_there() -> None:
     node = make_node(credential=credential)
     delete_provider(name="gone", actor=ACTOR)
     assert read_box(node.pk) is None
+
+
+def test_what_loads_take_and_may_set_is_shown() -> None:
+    facts = ModelFacts(
+        name="m", backend="gguf", replica_max=4, target_inflight=2, estimate_mb=700, estimate_replicas=2,
+        estimate_source="model_artifact_size", load_constraints={"gguf_n_ctx": {"kind": "integer", "minimum": 1, "step": 1}},
+    )  # fmt: skip
+    box = describe(memory=msgspec.to_builtins(MemoryInfo(total_mb=10, models=[facts])))
+    (shown,) = box.facts
+    assert (shown.name, shown.replicas, shown.estimate_mb, shown.estimate) == (
+        "m",
+        "up to 4",
+        700,
+        "size of the files, 2 replicas",
+    )
+    assert shown.limits == ("gguf_n_ctx: from 1",)
+    page = render_to_string("admin/muster/box_state.html", {"box": box})
+    assert "What a load takes and may set" in page
+    assert "gguf_n_ctx: from 1" in page
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ({"minimum": 1, "maximum": 64, "step": 1, "unit": "replicas", "default": 1}, "1 to 64 replicas; 1 when left out"),
+        ({"minimum": 256, "step": 256, "unit": "tokens", "default": None}, "from 256 in steps of 256 tokens"),
+        ({"allowed_values": ["f16", None], "default": "f16"}, "f16, nothing; f16 when left out"),
+        ({"kind": "string_or_null", "format": "a path"}, "a path"),
+        ({}, "any value"),
+    ],
+)
+def test_limits_of_a_field_are_said_in_words(limits: dict[str, object], words: str) -> None:
+    assert describe_limits(limits) == words

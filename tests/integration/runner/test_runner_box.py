@@ -360,3 +360,19 @@ async def engine_of(process: RunningBox) -> psutil.Process:
     """Return the engine process, once there is exactly one."""
     await eventually(lambda: len(process.children()) == 1, "one engine process runs")
     return process.children()[0]
+
+
+async def test_a_box_tells_each_session_once_what_loads_of_its_models_take_and_may_set(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, program=PATIENT):
+        for _ in range(2):
+            box = await gateway.accept()
+            reports = [await box.expect(bridge.Telemetry, skip=number) for number in range(2)]
+            told = [report.memory.models for report in reports if report.memory is not None]
+            assert told[0] is not None
+            (facts,) = told[0]
+            assert (facts.name, facts.backend, facts.state, facts.loaded_replicas) == ("muster-tiny", "gguf", "loaded", 1)
+            assert facts.estimate_source in {"observed_load_delta", "model_artifact_size"}
+            assert facts.estimate_mb
+            assert facts.load_constraints["gguf_n_ctx"]["minimum"] == 1
+            assert told[1] is None or told[1] != told[0], "what has not changed is not said again"
+            await box.socket.close()

@@ -434,3 +434,19 @@ async def test_a_drain_that_was_read_while_a_session_was_being_opened_holds_for_
     setting.apply(row, read_at=asked_at + (1.0 if is_newer else -1.0))
     setting.keeper.welcome(late.link, asked_at=asked_at)
     assert late.link.policy.draining is is_newer
+
+
+async def test_what_a_box_told_of_its_models_holds_until_it_tells_it_again(setting: Setting) -> None:
+    link = setting.box().link
+
+    def hear(models: list[bridge.ModelFacts] | None) -> list[str] | None:
+        link.take_telemetry(bridge.Telemetry(memory=bridge.MemoryInfo(used_mb=1, models=models)))
+        assert link.telemetry is not None
+        assert link.telemetry.memory is not None
+        known = link.telemetry.memory.models
+        return None if known is None else [facts.name for facts in known]
+
+    first, second = [bridge.ModelFacts(name="a")], [bridge.ModelFacts(name="b")]
+    assert [hear(told) for told in (None, first, None, None, second, None, [])] == [
+        None, ["a"], ["a"], ["a"], ["b"], ["b"], [],
+    ]  # fmt: skip

@@ -24,7 +24,9 @@ from nodes.session.reports import (
     MAX_AVAILABLE,
     MAX_CONTEXT_TOKENS,
     MAX_ENDPOINTS,
+    MAX_FACTS,
     MAX_GPUS,
+    MAX_LIMITS,
     MAX_MB,
     MAX_REPLICAS,
     clean_register,
@@ -32,7 +34,7 @@ from nodes.session.reports import (
 )
 from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
 from wire import bridge
-from wire.bridge import GpuInfo, MemoryInfo, ReplicaInfo, Telemetry
+from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo, Telemetry
 
 CHAT, EMBED = "/v1/chat/completions", "/v1/embeddings"
 MEGABYTE = 1024 * 1024
@@ -215,3 +217,41 @@ def test_a_model_has_the_engines_of_the_replicas_that_are_there() -> None:
 def test_a_box_of_before_says_nothing_of_contexts_and_one_that_knows_none_sends_nothing() -> None:
     assert b"context_tokens" not in msgspec.json.encode(loaded("m"))
     assert msgspec.json.decode(b'{"model":"m","state":"loaded"}', type=ReplicaInfo).context_tokens is None
+
+
+LIMITS = {
+    "gguf_n_ctx": {"kind": "integer", "minimum": 1, "step": 1, "unit": "tokens", "default": None},
+    "gguf_type_k": {"kind": "enum", "allowed_values": ["f16", "q8_0"], "default": "f16"},
+}
+
+
+def facts_of(telemetry: Telemetry) -> list[ModelFacts]:
+    assert telemetry.memory is not None
+    assert telemetry.memory.models is not None
+    return telemetry.memory.models
+
+
+def test_what_a_load_may_set_stays_as_it_is_within_its_bounds() -> None:
+    facts = ModelFacts(
+        name="m", backend="gguf", state="loaded", replicas=1, loaded_replicas=1, replica_max=4, target_inflight=2,
+        estimate_mb=700, estimate_replicas=1, estimate_source="observed_load_delta", load_constraints=LIMITS,
+    )  # fmt: skip
+    assert facts_of(cleaned(memory=MemoryInfo(models=[facts]))) == [facts]
+
+
+def test_what_a_load_may_set_is_cut_to_size() -> None:
+    wild = {
+        "x" * 1000: {"a": "\x00" * 1000, "b": [1, "w" * 1000, None] * 100, "c": {"deep": {}}, "d": 1e308 * 10, "e": 2**80},
+        **{f"f{number}": dict.fromkeys(map(str, range(500)), 1) for number in range(500)},
+    }
+    facts = [ModelFacts(name="n" * 1000, estimate_mb=-5, replicas=2**70, load_constraints=wild)] * 500
+    kept = facts_of(cleaned(memory=MemoryInfo(models=facts)))
+    assert len(kept) == MAX_FACTS
+    (name, limits), *others = kept[0].load_constraints.items()
+    assert (len(kept[0].name), kept[0].estimate_mb, len(name), len(others)) == (200, 0, 40, MAX_LIMITS - 1)
+    assert {key: limits[key] for key in "cde"} == {"c": None, "d": None, "e": None}
+    assert all(len(word) <= 40 for word in limits["b"])
+    assert all(len(inner) <= MAX_LIMITS for _, inner in others)
+    long = {f"f{number}": dict.fromkeys(map(str, range(MAX_LIMITS)), "w" * 200) for number in range(MAX_LIMITS)}
+    assert facts_of(cleaned(memory=MemoryInfo(models=[ModelFacts(name="n", load_constraints=long)])))[0].load_constraints == {}
+    assert len(msgspec.json.encode(kept)) < MEGABYTE
