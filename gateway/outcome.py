@@ -32,7 +32,7 @@ class Served:
     has_failed: bool = False
     """The engine's stream held an error: the client was told by the engine itself."""
     error: GatewayError | None = field(default=None, compare=False)
-    """What the engine refused the request with, in a status of 400 and above: the client was told that."""
+    """What the engine said instead of an answer, or at the end of its stream: the client was told that."""
 
 
 @dataclass(frozen=True, slots=True)

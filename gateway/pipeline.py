@@ -407,6 +407,7 @@ class Pipeline:
             case Served():
                 record.status_code = outcome.status
                 if outcome.error is not None and outcome.error.state is RequestState.REJECTED:
+                    record.status_code = outcome.error.status  # also where it was said in a stream
                     return Ending(RequestState.REJECTED, outcome.error)
                 if outcome.status < 400 and not outcome.has_failed:
                     return COMPLETED

@@ -327,7 +327,9 @@ class Exchange:
             return
         if usage is not None and self._surface is None and self._is_event_stream:
             last += USAGE_COMMENT + write_token_counts(usage) + b"\n\n"  # for the peer's records
-        self._finish(last, Served(self._status, usage, has_failed=ended is StreamEnd.FAILED))
+        has_failed = ended is StreamEnd.FAILED
+        said = read_stream_failure(self._ends.error) if has_failed and self._ends is not None and self._ends.error else None
+        self._finish(last, Served(self._status, usage, has_failed=has_failed, error=said))
 
     def _complete_held(self, body: bytes, usage: TokenCounts | None) -> None:
         """Give a whole answer, translated if need be; an error in the caller's dialect."""

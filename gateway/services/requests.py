@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 from operator import or_
+from typing import Any
 
 from django.db.models import Q, QuerySet, TextField
 from django.db.models.functions import Cast, Right
@@ -73,7 +74,7 @@ def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[Reques
         ids = [pk for pk in _with_tail(tail[-TAIL_CHARS:]).values_list("pk", flat=True) if pk.hex.endswith(tail)]
         if ids:
             return records.filter(pk__in=ids)
-    known = (
+    known: tuple[tuple[str, QuerySet[Any, Any]], ...] = (  # Any: names or UUIDs, of different tables
         ("model", Model.objects.filter(name__iexact=text).values_list("name", flat=True)),
         ("asked_model", ModelAlias.objects.filter(name__iexact=text).values_list("name", flat=True)),
         ("tenant", Tenant.objects.filter(name__iexact=text).values_list("name", flat=True)),
@@ -81,7 +82,7 @@ def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[Reques
     )
     named = Q()
     for field, names in known:
-        if found := sorted(set(names)):
+        if found := list(names):
             named |= Q(**{f"{field}__in": found})
     if named:
         return records.filter(named)

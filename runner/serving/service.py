@@ -244,7 +244,12 @@ class Serving:
                     await self._take_error(request, answer)
                 if forgotten:
                     answer.headers["x-muster-ignored"] = ", ".join(forgotten)[:_MAX_IGNORED_CHARS]
-                yield answer
+                try:
+                    yield answer
+                finally:
+                    if answer.has_failed and answer.ends is not None:
+                        message = read_message(b'{"error":%b}' % answer.ends.error) if answer.ends.error else ""
+                        await self._log_error(request, answer.status, message)
             finally:
                 await context.__aexit__(None, None, None)
         finally:
@@ -280,18 +285,21 @@ class Serving:
 
     async def _take_error(self, request: Inference, answer: Answer) -> None:
         """Log what an engine refused a request with. Raises ModalityUnsupported where it calls the caller's mistake its own."""
-        message, asked = read_message(answer.body or b""), request.body
-        status = correct_status(answer.status, message)
-        quoted = ""
+        message = read_message(answer.body or b"")
+        await self._log_error(request, answer.status, message)
+        if correct_status(answer.status, message) != answer.status:
+            raise ModalityUnsupported(message[:_MAX_MESSAGE_CHARS])
+
+    async def _log_error(self, request: Inference, status: int, message: str) -> None:
+        """Write one line of an engine's error, with its words as far as they are none of the request's."""
+        asked, quoted = request.body, ""
         if self._keeps_engine_errors:
             is_large = len(asked) > _LARGE_BODY_BYTES
             quoted = await asyncio.to_thread(quote_message, message, asked) if is_large else quote_message(message, asked)
         log.warning(
             "engine answered with an error request=%s model=%s path=%s status=%d error=%s",
-            request.request_id or "-", request.model, request.endpoint, answer.status, quoted or "-",
+            request.request_id or "-", request.model, request.endpoint, status, quoted or "-",
         )  # fmt: skip
-        if status != answer.status:
-            raise ModalityUnsupported(message[:_MAX_MESSAGE_CHARS])
 
     def _change_load(self, by: int, request: Inference) -> None:
         self.load += by

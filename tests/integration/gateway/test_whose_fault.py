@@ -118,14 +118,25 @@ async def test_nothing_of_what_engines_say_is_kept_where_that_is_switched_off(
     assert request.client.headers["x-request-id"] in caplog.text
 
 
-async def test_an_error_inside_a_translated_stream_is_kept_too(make_gateway: Make) -> None:
+@pytest.mark.parametrize("surface", [CHAT, MESSAGES], ids=["as it is", "translated"])
+async def test_an_error_inside_a_stream_is_kept_too(make_gateway: Make, surface: Surface) -> None:
     gateway = make_gateway()
     link = gateway.link(paths={CHAT.path})
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
+    request = gateway.ask(surface=surface, max_tokens=5, stream=True)
     oom = b'data: {"error":{"message":"CUDA out of memory","code":500}}\n\n'
     (await request.on(link)).answer(oom, headers={"content-type": "text/event-stream"})
     await request.done()
     assert await request.record("state", "engine_error") == ("failed", "CUDA out of memory")
+
+
+async def test_what_the_caller_did_wrong_is_refused_in_a_stream_too(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(stream=True)
+    event = b'data: {"error":{"message":"max_tokens is too large","code":400}}\n\n'
+    (await request.on(link)).answer(event, headers={"content-type": "text/event-stream"})
+    await request.done()
+    assert await request.record("state", "status_code", "engine_error") == ("rejected", 400, "max_tokens is too large")
 
 
 class NotingWriter(RecordWriter):
