@@ -397,11 +397,7 @@ async def _stream_events(
     answer.usage = reader.usage()
     if ends is not None:
         rest = ends.feed(rest) + ends.finish()
-        end = ends.judge()
-        answer.has_failed = end is not StreamEnd.WHOLE
-        if end is StreamEnd.CUT and not request.on_socket:
-            replica.supervisor.report_failure(f"{request.method} {request.endpoint}: the stream ended early")
-            raise EngineUnavailable(_read_words(ends.error) or "The engine ended its stream before its answer was finished.")
+        _judge(replica, request, answer, ends)
     # Through a gateway the engine's bytes pass as they are; the numbers travel beside them.
     if last := rest + (b"" if request.on_socket else numbers.comment()) + held:
         yield last
@@ -421,6 +417,17 @@ async def _stream_body(
         raise _report(replica, request, error, began_answer=True) from None
     answer.numbers.wall_ms = (time.monotonic() - began) * 1000
     answer.usage = reader.usage()
+
+
+def _judge(replica: Replica, request: Inference, answer: Answer, ends: EndReader) -> None:
+    """Note how a stream ended. Raises EngineUnavailable on the box's own port for one that just ended."""
+    end = ends.judge()
+    answer.has_failed = end is not StreamEnd.WHOLE
+    if end is StreamEnd.CUT:
+        replica.supervisor.report_failure(f"{request.method} {request.endpoint}: the stream ended early")
+        if not request.on_socket:
+            words = _read_words(ends.error)
+            raise EngineUnavailable(words or "The engine ended its stream before its answer was finished.")
 
 
 def _read_words(error: bytes) -> str:

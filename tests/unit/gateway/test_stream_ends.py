@@ -6,6 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -133,6 +134,12 @@ def list_errors(path: str, said: Stream) -> list[int]:
     return found
 
 
+@cache
+def list_data(stream: RecordedStream) -> list[str]:
+    """Return the data of a recorded stream's events."""
+    return [event.data for event in read_stream(stream.data).events]
+
+
 def check(passage: Passage, length: int, outcome: Outcome, client: MemoryClient) -> None:
     """Hold the end of a stream of which so many bytes came to what its client heard and to what is recorded of it."""
     if not length:
@@ -150,7 +157,7 @@ def check(passage: Passage, length: int, outcome: Outcome, client: MemoryClient)
     assert errors == [said.events[-1].number]
     assert client.handle.closes
     if not passage.is_translated:
-        whole = [event.data for event in read_stream(passage.stream.data).events]
+        whole = list_data(passage.stream)
         passed = [event.data for event in said.events[:-1] if length >= len(passage.stream.events[0]) - 2]
         assert passed == whole[: len(passed)]  # what passed are events of the engine, and no part of one
 

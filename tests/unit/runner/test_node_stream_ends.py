@@ -212,13 +212,17 @@ async def test_every_recorded_stream_cut_at_every_byte_is_whole_or_said_to_be_br
 
 
 @pytest.mark.parametrize("passage", [passage for passage in PASSAGES if passage.asked != POOL_RESPONSES], ids=str)
-async def test_a_gateway_gets_what_came_and_judges_it_itself(passage: Passage, node: Node) -> None:
+async def test_a_gateway_gets_what_came_and_judges_it_itself(
+    passage: Passage, node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
     stream = passage.stream
     for length in (0, 1, len(stream.events[0]), stream.whole_at - 1, stream.whole_at, len(stream.data)):
+        caplog.clear()
         passed = await node.relay(stream.path, stream.data[:length])
         assert stream.data[: stream.whole_at].startswith(passed[: stream.whole_at].rstrip())
         is_whole = length >= stream.whole_at
         assert node.counted() == (is_whole, not is_whole)
+        assert ("the stream ended early" in caplog.text) is not is_whole  # and the engine's health is looked at
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
