@@ -40,9 +40,12 @@ def find_out_of_bounds(endpoint: str, fields: Mapping[str, object]) -> tuple[str
 
     ``fields``: decoded JSON values by name; what is no number is somebody else's to refuse.
     """
-    for name, (lowest, highest) in BOUNDS.get(endpoint, {}).items():
-        value = fields.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
+    bounds = BOUNDS.get(endpoint, {})
+    for name in fields:
+        if name not in bounds:
+            continue
+        (lowest, highest), value = bounds[name], fields[name]
+        if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if value < lowest or (highest is not None and value > highest):
             wanted = f"at least {lowest:g}" if highest is None else f"between {lowest:g} and {highest:g}"

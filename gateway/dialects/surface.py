@@ -43,6 +43,8 @@ from wire.events import fail_response
 from wire.unreadable import UNREADABLE
 
 _json = msgspec.json.Encoder()
+_decode = msgspec.json.Decoder().decode
+_BOUNDED = {path: frozenset(bounds) for path, bounds in BOUNDS.items()}
 
 _COMMENT_PING = b": ping\n\n"
 _ANTHROPIC_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -159,11 +161,14 @@ class Surface:
 
     def _check_bounds(self, fields: Mapping[str, msgspec.Raw]) -> None:
         """Raise BadRequest for a number that the original refuses. ``fields``: the top level of the body as it came."""
+        bounded = _BOUNDED.get(self.path)
+        if bounded is None or bounded.isdisjoint(fields):
+            return
         given: dict[str, object] = {}
-        for name in BOUNDS.get(self.path, ()):
-            if name in fields:
+        for name, raw in fields.items():
+            if name in bounded:
                 try:
-                    given[name] = msgspec.json.decode(fields[name])
+                    given[name] = _decode(raw)
                 except UNREADABLE as error:
                     raise BadRequest(f"The field '{name}' cannot be read: {error}.", param=name) from None
         fault = find_out_of_bounds(self.path, given)
