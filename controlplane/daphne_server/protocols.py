@@ -118,7 +118,8 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
             return
         handshake = self.handshake_deferred
         del self.handshake_deferred
-        handshake.errback(ConnectionDeny(code=message["status"], reason=HTTPStatus(message["status"]).phrase))
+        denial = ConnectionDeny(code=message["status"], reason=HTTPStatus(message["status"]).phrase)  # type: ignore[no-untyped-call]  # autobahn ships few types
+        handshake.errback(denial)
         self.server.protocol_disconnected(self)
 
     def serverClose(self, code: int | None = None) -> None:  # noqa: N802  # Daphne's interface

@@ -232,7 +232,10 @@ async def test_a_compacted_conversation_goes_on(sdk: openai.AsyncOpenAI, respond
     compacted = await sdk.responses.compact(model=responder, input=talk)
     assert [item.type for item in compacted.output] == ["message", "compaction"]
     assert compacted.usage.output_tokens == len(speech.TEXT_PIECES)
-    later: list[Any] = [*(item.model_dump() for item in compacted.output), {"role": "user", "content": "go on [[echo]]"}]
+    later: list[Any] = [
+        *(item.to_dict(warnings=False) for item in compacted.output),
+        {"role": "user", "content": "go on [[echo]]"},
+    ]
     response = await sdk.responses.create(model=responder, input=later, store=False)
     assert f"Summary of the conversation so far:\\n{speech.TEXT}" in response.output_text
 
