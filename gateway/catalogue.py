@@ -69,6 +69,8 @@ class ModelEntry:
     fallbacks: tuple[str, ...] = ()
     context_tokens: int | None = None
     tokenizer: str = ""
+    tidy: bool = False
+    """Whether chunks of its chat streams are put right for strict clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class Catalogue:
                 fallbacks=tuple(row.fallbacks),
                 context_tokens=row.context_tokens,
                 tokenizer=row.tokenizer,
+                tidy=row.tidy,
             )
             for row in Model.objects.all()
         ]

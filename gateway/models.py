@@ -105,6 +105,9 @@ class Model(models.Model):
         db_default="",
         help_text="Folder below MUSTER_TOKENIZERS_DIR, with a tokenizer.json",
     )
+    tidy = models.BooleanField(
+        default=False, db_default=False, help_text="Put chunks of its chat streams right for strict clients"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 

@@ -357,6 +357,7 @@ class Pipeline:
             keepalive=call.keepalive,
             queue_ms=call.queue_ms,
             waits=call.keeping is not None,
+            tidies=call.entries[request.model].tidy and request.is_streaming and request.endpoint == KEPT_LANE,
         )
 
     async def _keep(self, call: Call, keeping: Keeping, job: Job, exchange: Exchange) -> None:

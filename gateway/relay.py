@@ -38,6 +38,7 @@ from nodes.states import POOL_RESPONSES
 from wire.bridge import CANCEL_CLIENT_DISCONNECT, CANCEL_TIMEOUT, TokenCounts
 from wire.events import EndReader, StreamEnd, open_end_reader
 from wire.ids import format_id
+from wire.tidy import ChatTidier
 from wire.usage import write_token_counts
 
 _HOLD_LIMIT_BYTES = 1024 * 1024
@@ -53,7 +54,8 @@ class Exchange:
     """One attempt. Create, ``run``, read the counters. ``surface`` None: a break cuts the answer instead of saying so.
 
     ``translation``: the box is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here
-    until ``deliver``, because something has to be kept before the client may know that it is.
+    until ``deliver``, because something has to be kept before the client may know that it is. ``tidies``: chunks of a chat
+    stream are put right for strict clients.
     """
 
     # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
@@ -77,6 +79,7 @@ class Exchange:
         keepalive: KeepAlive | None = None,
         queue_ms: int = 0,
         waits: bool = False,
+        tidies: bool = False,
     ) -> None:
         self._job = job
         self._lease = lease
@@ -111,8 +114,9 @@ class Exchange:
             context = AnswerContext(job.request_id, job.request.model, int(time.time()), received_at=job.accepted)
             self.translator = translation.open_answer(context)
         self._rewriter: Rewriter | None = None
-        if translation is not None or job.request.options is not None:
-            self._rewriter = Rewriter(self.translator, self._measure if job.request.options is not None else None)
+        if translation is not None or job.request.options is not None or tidies:
+            measure = self._measure if job.request.options is not None else None
+            self._rewriter = Rewriter(self.translator, measure, ChatTidier() if tidies else None)
         self.bytes_out = 0
         self.events = 0
         self.first_byte_at: float | None = None

@@ -8,13 +8,23 @@ from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
 from gateway.dialects.translation import AnswerTranslator, FailingTranslator
 from gateway.errors import GatewayError
 from wire.bridge import TokenCounts
+from wire.tidy import ChatTidier
 
 
 class Rewriter:
-    """One attempt's answer, rewritten. ``measure``: given when the client asked for the pool's numbers."""
+    """One attempt's answer, rewritten. ``measure``: given when the client asked for the pool's numbers.
 
-    def __init__(self, translator: AnswerTranslator | None, measure: Callable[[], PoolMeta] | None) -> None:
+    ``tidier``: given for a chat stream that is passed on and put right for strict clients.
+    """
+
+    def __init__(
+        self,
+        translator: AnswerTranslator | None,
+        measure: Callable[[], PoolMeta] | None,
+        tidier: ChatTidier | None = None,
+    ) -> None:
         self.translator = translator
+        self._tidier = tidier
         self._measure = measure
         self._meta = MetaStream(measure) if measure is not None else None
 
@@ -32,11 +42,17 @@ class Rewriter:
         """Take bytes of the engine's stream; return those for the client."""
         if self.translator is not None:
             data = self.translator.feed(data)
+        elif self._tidier is not None:
+            data = self._tidier.feed(data)
         return self._meta.feed(data) if self._meta is not None and data else data
 
     def finish(self) -> bytes:
         """Return the closing events; after a failure only what came before it."""
-        last = self.translator.finish() if self.translator is not None else b""
+        last = b""
+        if self.translator is not None:
+            last = self.translator.finish()
+        elif self._tidier is not None:
+            last = self._tidier.finish()
         return last if self._meta is None else self._meta.feed(last) + self._meta.finish()
 
     def rewrite_whole(self, body: bytes) -> bytes:

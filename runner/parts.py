@@ -220,6 +220,7 @@ class Parts:
         self._attached = AttachedServer(
             self.pool.registry, queue, url=backend.url, key=backend.key, given=backend.models, slots=slots,
             silent_s=self.config.timeouts.engine_silent_s, client=self._client, translate=backend.translate,
+            tidies=backend.tidies,
         )  # fmt: skip
         self._attached.start()
 

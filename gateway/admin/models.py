@@ -8,7 +8,7 @@ from django import forms
 from django.contrib import admin
 from django.db.models import JSONField, QuerySet, Value
 from django.http import HttpRequest
-from unfold.widgets import UnfoldAdminTextInputWidget
+from unfold.widgets import UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
 
 from gateway.admin.forms import NameListField, limit_field
 from gateway.models import Model
@@ -28,7 +28,7 @@ from gateway.services.waiting import explain_waits
 from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 from nodes.services.overview import read_served_models
 
-DETAILS = ("fallbacks", "context_tokens", "tokenizer")
+DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy")
 
 
 class ModelCapsForm(forms.Form):
@@ -52,6 +52,12 @@ class ModelDetailsForm(forms.Form):
         required=False,
         widget=UnfoldAdminTextInputWidget,
         help_text="Folder below MUSTER_TOKENIZERS_DIR with its tokenizer.json, to count tokens without asking a box.",
+    )
+    tidy = forms.BooleanField(
+        required=False,
+        label="Tidy chat streams",
+        widget=UnfoldBooleanSwitchWidget,
+        help_text="Put chunks right that strict clients cannot read: no role, ids of tool calls that are null or said again.",
     )
 
 
@@ -121,6 +127,7 @@ class AllowListAdmin(CreatingAdmin):
         "show_fallbacks",
         "show_context",
         "show_tokenizer",
+        "tidy",
         "created_at",
         "updated_at",
     )

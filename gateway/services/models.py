@@ -114,20 +114,28 @@ def raise_model_caps(
 
 @transaction.atomic
 def change_model_details(
-    *, name: str, fallbacks: Iterable[str], context_tokens: int | None, tokenizer: str, actor: str
+    *,
+    name: str,
+    fallbacks: Iterable[str],
+    context_tokens: int | None,
+    tokenizer: str,
+    actor: str,
+    tidy: bool = False,
 ) -> Model:
     """Set what stands in for a model, and what clients are told of it. Raises InvalidValue, ModelNotFound.
 
     ``fallbacks``: models in the order in which they are tried. ``context_tokens`` None = what its boxes say.
-    ``tokenizer``: a folder below MUSTER_TOKENIZERS_DIR; empty = none.
+    ``tokenizer``: a folder below MUSTER_TOKENIZERS_DIR; empty = none. ``tidy``: put chunks of its chat streams right for strict
+    clients, whatever node they come from.
     """
     names = _clean_fallbacks(fallbacks, of=name)
     tokens, folder = clean_limit(context_tokens, param="context_tokens"), _clean_folder(tokenizer)
-    after = {"fallbacks": names, "context_tokens": tokens, "tokenizer": folder}
+    after = {"fallbacks": names, "context_tokens": tokens, "tokenizer": folder, "tidy": tidy}
     model = _get_model(name)
-    before = {"fallbacks": model.fallbacks, "context_tokens": model.context_tokens, "tokenizer": model.tokenizer}
+    before = {field: getattr(model, field) for field in after}
     if after != before:
-        model.fallbacks, model.context_tokens, model.tokenizer = names, tokens, folder
+        for field, value in after.items():
+            setattr(model, field, value)
         model.save(update_fields=[*after, "updated_at"])
         record_event(actor=actor, action="model.details", target=name, detail={"from": before, "to": after})
         publish_hint("models", name)

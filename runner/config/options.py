@@ -22,9 +22,10 @@ LOG_LEVELS = {
 
 EPILOG = """\
 Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,
-MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_MAX_CONCURRENT,
-MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS, MUSTER_OWNER,
-MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA, MUSTER_MEMORY_BUDGET_MB.
+MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_TIDY,
+MUSTER_MAX_CONCURRENT, MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS,
+MUSTER_OWNER, MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA,
+MUSTER_MEMORY_BUDGET_MB.
 
 The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), MAX_QUEUE_DEPTH (16),
 QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
@@ -181,6 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--backend-key", metavar="KEY", help="bearer key of that server")
     add("--models", action="append", metavar="A,B", help="models to offer (default: what the backend lists)")
     add("--translate", action="append", metavar="A,B", help="messages, responses: have gateways translate what is asked there")
+    add("--tidy", action="store_true", help="put chunks of its chat streams right for strict clients")
     add("--max-concurrent", metavar="N", help="requests served at the same time (default: 4)")
     add("--name", help="name of this box (default: its host name)")
     add("--engine", metavar="ENGINE", help="embedded engine: llamacpp (default)")

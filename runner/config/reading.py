@@ -206,7 +206,13 @@ def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | Llama
         path = parts.path.rstrip("/").removesuffix("/v1")
         url = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
         models = tuple(dict.fromkeys(name for name in options.texts("models") if name != "*"))
-        return BackendConfig(url=url, key=options.secret("backend_key"), models=models, translate=_read_translate(options))
+        return BackendConfig(
+            url=url,
+            key=options.secret("backend_key"),
+            models=models,
+            translate=_read_translate(options),
+            tidies=options.is_set("tidy") or options.switch("MUSTER_TIDY", default=False),
+        )
     engine = options.text("engine", "llamacpp")
     if engine != "llamacpp":
         raise ConfigError(f"--engine must be llamacpp, not {engine!r}; other engines are named in the settings file")

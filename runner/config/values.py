@@ -31,13 +31,15 @@ class Timeouts:
 class BackendConfig:
     """An OpenAI-compatible server that somebody else runs. ``url`` ends before ``/v1``.
 
-    ``translate``: surfaces that gateways are to translate although the server may answer them.
+    ``translate``: surfaces that gateways are to translate although the server may answer them. ``tidies``: chunks of its chat
+    streams are put right for strict clients.
     """
 
     url: str
     key: str = field(default="", repr=False)
     models: tuple[str, ...] = ()
     translate: tuple[str, ...] = ()
+    tidies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ TRANSLATABLE: dict[str, str] = {"messages": "/v1/messages", "responses": "/v1/re
 class ModelDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A configured model, defaults filled in. ``options`` holds the backend's own fields under their full names.
 
-    ``translate``: words of TRANSLATABLE; gateways are not told that the engine answers those, so they translate.
+    ``translate``: words of TRANSLATABLE; gateways are not told that the engine answers those, so they translate. ``tidy``:
+    whether chunks of its chat streams are put right for strict clients; None = where the engine is known to need it.
     """
 
     model_id: str
@@ -36,6 +37,7 @@ class ModelDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     target_inflight: int = 1
     revision: str | None = None
     translate: tuple[str, ...] = ()
+    tidy: bool | None = None
     options: dict[str, object] = {}
     is_configured: bool = True
     """False: found among the model files, not described in the settings."""

@@ -87,6 +87,7 @@ COMMON_FIELDS: Mapping[str, Field] = {
     "replica_max": _plain(Integer(minimum=1, maximum=64, unit="replicas")),
     "target_inflight": Field(Integer(minimum=1, maximum=1024, unit="requests"), is_override=True, uses_memory=False, default=1),
     "revision": _plain(Text(what="a revision of the model's repository", nullable=True)),
+    "tidy": _plain(Boolean(nullable=True)),
     "translate": _plain(TextList(item=Text(what=" or ".join(TRANSLATABLE), is_valid=TRANSLATABLE.__contains__))),
 }
 """Fields of every backend. ``uses_memory`` of target_inflight is no: it is the plan's ``slots``, which is in every key."""

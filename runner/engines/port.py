@@ -69,6 +69,8 @@ class Capabilities:
     audio_input: bool = False
     function_calling: bool = False
     is_remote: bool = False
+    needs_tidying: bool = False
+    """Whether chunks of its chat streams are known to break strict clients."""
 
     @property
     def declared_endpoints(self) -> tuple[str, ...]:

@@ -106,6 +106,7 @@ class TgiEngine:
             reports_progress=self._is_ours,
             counts_tokens=True,
             function_calling=True,
+            needs_tidying=True,  # each piece of a tool call has an empty id and a name that is null
         )
 
     @property

@@ -17,17 +17,18 @@ from runner.pool.registry import Registry
 class AttachedServer:
     """Follows one server. ``queue`` is shared by its models, because its slots are; ``given``: models named by the owner.
 
-    ``translate``: as in the definitions of its models.
+    ``translate`` and ``tidies``: as in the definitions of its models.
     """
 
     def __init__(
         self, registry: Registry, queue: FairQueue, *, url: str, key: str, given: Sequence[str], slots: int, silent_s: float,
-        client: aiohttp.ClientSession, translate: tuple[str, ...] = (),
+        client: aiohttp.ClientSession, translate: tuple[str, ...] = (), tidies: bool = False,
     ) -> None:  # fmt: skip
         self._registry = registry
         self._queue = queue
         self._slots = slots
         self._translate = translate
+        self._tidy = True if tidies else None
         self._server = OpenAIServer(url, key=key, given=given, client=client, on_models=self._follow)
         self.supervisor = Supervisor(self._server, silent_s=silent_s, on_change=self._follow)
 
@@ -52,7 +53,7 @@ class AttachedServer:
         plan = LoadPlan(model_id="", backend="attached", slots=self._slots)
         for name in wanted:
             definition = ModelDefinition(
-                model_id=name, backend="attached", target_inflight=self._slots, translate=self._translate
+                model_id=name, backend="attached", target_inflight=self._slots, translate=self._translate, tidy=self._tidy
             )
             self._registry.attach(definition, plan, self.supervisor, self._queue)
 

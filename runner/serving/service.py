@@ -40,6 +40,7 @@ from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.events import EndReader, StreamEnd, open_end_reader
 from wire.messages_fields import FORMATS, find_unhonoured
+from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
 from wire.usage import BodyReader, StreamReader, ask_for_usage
 
@@ -239,7 +240,11 @@ class Serving:
             except (aiohttp.ClientError, EngineError, OSError) as error:
                 raise _report(replica, request, error, began_answer=False) from None
             try:
-                answer = await self._begin(replica, request, response, turn, began=began, drops_usage=drops_usage)
+                tidy = model.definition.tidy
+                answer = await self._begin(
+                    replica, request, response, turn, began=began, drops_usage=drops_usage,
+                    is_tidied=replica.capabilities.needs_tidying if tidy is None else tidy,
+                )  # fmt: skip
                 if answer.status >= 400:
                     await self._take_error(request, answer)
                 if forgotten:
@@ -257,7 +262,7 @@ class Serving:
 
     async def _begin(
         self, replica: Replica, request: Inference, response: aiohttp.ClientResponse, turn: Turn, *, began: float,
-        drops_usage: bool,
+        drops_usage: bool, is_tidied: bool,
     ) -> Answer:  # fmt: skip
         is_stream = response.content_type == "text/event-stream"
         headers = headers_to_client(response.headers, is_event_stream=is_stream)
@@ -272,7 +277,8 @@ class Serving:
                 headers |= {"x-cache-hit": "false", "x-cache-tokens-reused": "0"}
             reader = StreamReader(drops_usage=drops_usage)
             answer.ends = open_end_reader(request.endpoint) if response.status < 300 else None
-            answer.chunks = _stream_events(replica, request, response, answer, reader, began=began)
+            tidier = ChatTidier() if request.endpoint == CHAT and is_tidied else None
+            answer.chunks = _stream_events(replica, request, response, answer, reader, tidier, began=began)
             return answer
         length, held = response.content_length, b""
         is_whole = response.status >= 400 or response.content_type.endswith("json")
@@ -364,6 +370,7 @@ async def _stream_events(
     response: aiohttp.ClientResponse,
     answer: Answer,
     reader: StreamReader,
+    tidier: ChatTidier | None,
     *,
     began: float,
 ) -> AsyncIterator[bytes]:
@@ -377,6 +384,8 @@ async def _stream_events(
     try:
         while chunk := await response.content.readany():
             out = reader.feed(chunk)
+            if tidier is not None:
+                out = tidier.feed(out)
             if ends is not None:
                 out = ends.feed(out)
             if numbers.first_byte_ms is None:
@@ -393,6 +402,8 @@ async def _stream_events(
     except (aiohttp.ClientError, OSError) as error:
         raise _report(replica, request, error, began_answer=True) from None
     rest = reader.finish()
+    if tidier is not None:
+        rest = tidier.feed(rest) + tidier.finish()
     _finish(numbers, reader, began)
     answer.usage = reader.usage()
     if ends is not None:

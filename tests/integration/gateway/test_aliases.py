@@ -206,17 +206,18 @@ def test_models_behind_aliases_say_whether_they_can_answer_now() -> None:
     assert read_target_states()["a"] is TargetState.NO_BOX
 
 
-DETAILS: dict[str, Any] = {"fallbacks": ["b", "known"], "context_tokens": 8192, "tokenizer": "meta/llama-3"}
+DETAILS: dict[str, Any] = {"fallbacks": ["b", "known"], "context_tokens": 8192, "tokenizer": "meta/llama-3", "tidy": True}
 
 
 def test_details_of_a_model_are_changed_audited_and_reach_the_gateways() -> None:
-    none: dict[str, Any] = {"fallbacks": [], "context_tokens": None, "tokenizer": ""}
+    none: dict[str, Any] = {"fallbacks": [], "context_tokens": None, "tokenizer": "", "tidy": False}
     for _ in range(2):
         change_model_details(name="a", actor=ACTOR, **DETAILS)
     (event,) = audited("model.details")
     assert (event.actor, event.target, event.detail) == (ACTOR, "a", {"from": none, "to": DETAILS})
     entry = load().models["a"]
     assert (entry.fallbacks, entry.context_tokens, entry.tokenizer) == (("b", "known"), 8192, "meta/llama-3")
+    assert entry.tidy
 
 
 @pytest.mark.parametrize(

@@ -527,3 +527,24 @@ async def test_a_model_that_cannot_chat_cannot_compact_either_and_says_so(make_g
     assert (request.client.status, request.error["type"], request.error["code"]) == (404, "not_found_error", "NOT_FOUND")
     assert "/v1/responses/compact" in request.error["message"]
     assert "/v1/chat/completions" in request.error["message"]
+
+
+SLOPPY = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"Hi"},"finish_reason":null}]}\n\n'
+ENDED = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize("options", [None, {}], ids=["plain", "with the pool's numbers"])
+@pytest.mark.parametrize("tidy", [True, False])
+async def test_chunks_of_a_model_that_is_to_be_tidied_are_put_right_whatever_node_they_come_from(
+    make_gateway: Make, options: dict[str, object] | None, *, tidy: bool
+) -> None:
+    gateway = make_gateway(tidy=tidy)
+    link = gateway.link()
+    more = {} if options is None else {"x_pool_options": options}
+    request = gateway.ask(stream=True, **more)
+    (await request.on(link)).answer(SLOPPY[:30], SLOPPY[30:], ENDED, headers={"content-type": "text/event-stream"})
+    await request.done()
+    body = request.client.body
+    assert ((SLOPPY in body), b'"role":"assistant"' in body) == (not tidy, tidy)
+    assert (b"x_pool_meta" in body) is (options is not None)
+    assert body.endswith(b"data: [DONE]\n\n")

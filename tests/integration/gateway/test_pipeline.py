@@ -55,6 +55,7 @@ class Gateway:
         models: dict[str, tuple[str, ...]] | None = None,
         aliases: tuple[Alias, ...] = (),
         priority: Priority = Priority.NORMAL,
+        tidy: bool = False,
     ) -> None:
         self.rows = rows
         self.timeouts = timeouts or Timeouts(no_node_wait_s=29.0, stream_ping_s=60.0)  # longer than a machine stands still
@@ -85,6 +86,7 @@ class Gateway:
                     max_queue=max_queue,
                     created=0,
                     fallbacks=fallbacks,
+                    tidy=tidy,
                 )
                 for name, fallbacks in (models or {"m": ()}).items()
             ]

@@ -536,3 +536,17 @@ async def test_a_pool_request_for_a_stream_that_is_answered_whole_gets_the_four_
     assert events[1]["delta"] == events[3]["response"]["output_text"] == "Het regende."
     assert len({event.get("id") or event["response"]["id"] for event in events}) == 1
     assert events[2]["metrics"]["engine_output_tokens"] == 6
+
+
+@pytest.mark.parametrize("on_socket", [False, True])
+@pytest.mark.parametrize(("tidy", "is_tidied"), [(True, True), (False, False), (None, False)])
+async def test_chunks_are_put_right_where_the_owner_says_so(
+    parts: Parts, engine: ScriptedEngine, tidy: bool | None, *, is_tidied: bool, on_socket: bool
+) -> None:
+    model = find(parts, "alpha")
+    model.definition = msgspec.structs.replace(model.definition, tidy=tidy)
+    engine.handler = streamed(WORD, DONE)
+    out = await serve(parts, replace(ask(stream=True), on_socket=on_socket))
+    assert out.startswith(WORD) is not is_tidied
+    assert (b'"role":"assistant"' in out) is is_tidied
+    assert out.endswith(DONE)

@@ -162,6 +162,7 @@ async def test_other_paths_do_not_reach_it(client: aiohttp.ClientSession) -> Non
         completion = Call("POST", COMPLETIONS, {"content-type": "application/json"}, b'{"model":"tiny","prompt":"a"}')
         assert await ask(engine, completion)
         assert set(engine.capabilities.endpoints) == {CHAT, COMPLETIONS, TOKENIZE}
+        assert engine.capabilities.needs_tidying
 
 
 async def test_a_flush_says_that_there_is_none(client: aiohttp.ClientSession) -> None:

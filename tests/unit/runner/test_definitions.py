@@ -315,6 +315,16 @@ def test_no_text_of_a_value_is_repeated_for_it_may_be_secret() -> None:
         assert "not a string" in words or "not a list" in words
 
 
+def test_tidy_is_the_engines_own_unless_the_owner_says_it() -> None:
+    assert [one({"backend": "vllm", **said}).tidy for said in ({}, {"tidy": True}, {"tidy": False}, {"tidy": None})] == [
+        None,
+        True,
+        False,
+        None,
+    ]
+    assert "tidy" in model_refusal({"backend": "vllm", "tidy": "yes"})
+
+
 def test_surfaces_to_be_translated_are_named_by_their_words() -> None:
     assert one({"backend": "vllm", "translate": ["responses"]}).translate == ("responses",)
     assert one({"backend": "vllm"}).translate == ()

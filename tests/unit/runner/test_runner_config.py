@@ -64,6 +64,13 @@ def test_what_gateways_are_to_translate_can_be_named_for_a_backend_and_a_model_f
             read_config([*MINIMAL, *serving, "--translate", "chat"], {})
 
 
+def test_the_chunks_of_a_backend_are_put_right_where_its_owner_says_so() -> None:
+    for options, env, tidies in ((["--tidy"], {}, True), ([], {"MUSTER_TIDY": "true"}, True), ([], {}, False)):
+        engine = read_config([*MINIMAL, "--backend", "http://b:1", *options], env).engine
+        assert isinstance(engine, BackendConfig)
+        assert engine.tidies is tidies
+
+
 def test_a_model_file_of_ones_own_is_named_after_itself(tmp_path: Path) -> None:
     model = tmp_path / "small-q4.gguf"
     model.write_bytes(b"GGUF")
