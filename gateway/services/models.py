@@ -119,8 +119,8 @@ def change_model_details(
     fallbacks: Iterable[str],
     context_tokens: int | None,
     tokenizer: str,
+    tidy: bool,
     actor: str,
-    tidy: bool = False,
 ) -> Model:
     """Set what stands in for a model, and what clients are told of it. Raises InvalidValue, ModelNotFound.
 

@@ -142,7 +142,9 @@ LESS: dict[str, Callable[[], object]] = {
     "to the same number as the setting": lambda: change(max_prompt_chars=LIMITS.max_prompt_chars),
     "back to the setting from above": lambda: change("huge", max_tokens=None),
     "above the setting and less than today": lambda: change("huge", max_tokens=10**8),
-    "details": lambda: change_model_details(name="big", fallbacks=[], context_tokens=10**9, tokenizer="big", actor=ACTOR),
+    "details": lambda: change_model_details(
+        name="big", fallbacks=[], context_tokens=10**9, tokenizer="big", tidy=True, actor=ACTOR
+    ),
     "not allowed and allowed": lambda: [disallow_model(name="huge", actor=ACTOR), allow_model(name="huge", actor=ACTOR)],
     "allowed with what it had": lambda: allow_model(name="huge", max_tokens=10**9, actor=ACTOR),
     "new model": lambda: allow_model(name="new", actor=ACTOR),
