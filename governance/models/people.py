@@ -45,7 +45,7 @@ class ApproverKey(models.Model):
     user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.PROTECT, related_name="approver_keys")
     kind = models.CharField(max_length=10, choices=Kind.choices)
     keyid = models.CharField(max_length=300, unique=True, help_text="Credential id in base64url, or the head of the thumbprint")
-    public_key = models.CharField(max_length=400, help_text="SPKI DER in base64url")
+    public_key = models.CharField(max_length=800, help_text="SPKI DER in base64url")
     thumbprint = models.CharField(max_length=64, unique=True, help_text="SHA-256 of the SPKI DER")
     label = models.CharField(max_length=80)
     transports = models.JSONField(default=list, blank=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from django.conf import settings
 from django.utils.crypto import salted_hmac
@@ -44,7 +44,12 @@ from webauthn.helpers.structs import (
 from governance.errors import GovernanceError, SignInRefused
 from wire.optoken.approval import ApprovalError, load_public_key
 
-ALGORITHMS = [COSEAlgorithmIdentifier.ECDSA_SHA_256, COSEAlgorithmIdentifier.EDDSA]
+ALGORITHMS = [
+    COSEAlgorithmIdentifier.ECDSA_SHA_256,
+    COSEAlgorithmIdentifier.EDDSA,
+    COSEAlgorithmIdentifier.RSASSA_PKCS1_v1_5_SHA_256,
+]
+"""In the order of preference. The last is all that older Windows Hello has."""
 TIMEOUT_MS = 120_000
 MAX_KEYID_CHARS = 300
 SITE_NAME = "Muster"
@@ -218,12 +223,15 @@ def _read_public_key(cose: bytes) -> bytes:
 
 
 def _make_cose(spki: bytes) -> bytes:
-    """Return a stored key as the library wants it (COSE_Key, RFC 9053 sections 7.1 and 7.2)."""
+    """Return a stored key as the library wants it (COSE_Key, RFC 9053 sections 7.1 and 7.2, RFC 8230 section 4)."""
     key = load_public_key(spki)
     if isinstance(key, ec.EllipticCurvePublicKey):
         numbers = key.public_numbers()
         point = {1: 2, 3: -7, -1: 1, -2: numbers.x.to_bytes(32), -3: numbers.y.to_bytes(32)}
         return encode_cbor(point)
+    if isinstance(key, rsa.RSAPublicKey):
+        public = key.public_numbers()
+        return encode_cbor({1: 3, 3: -257, -1: public.n.to_bytes(key.key_size // 8), -2: public.e.to_bytes(3)})
     return encode_cbor({1: 1, 3: -8, -1: 6, -2: key.public_bytes(Encoding.Raw, PublicFormat.Raw)})
 
 

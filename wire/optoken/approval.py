@@ -20,7 +20,7 @@ from itertools import combinations
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
 
 MAX_STATEMENT_BYTES, MAX_POLICY_BYTES, MAX_DEPTH, MAX_INTEGER = 8192, 65536, 8, 2**53 - 1
@@ -222,6 +222,8 @@ def read_statement(raw: bytes) -> Statement:
 
 # The policy
 
+PublicKey = ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | rsa.RSAPublicKey
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -230,7 +232,7 @@ class Key:
     approver: str
     keyid: str
     kind: str
-    public_key: ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey = field(repr=False)
+    public_key: PublicKey = field(repr=False)
     thumbprint: str
     is_break_glass: bool
 
@@ -345,14 +347,18 @@ def _read_key(approver: str, value: object) -> Key:
     )  # fmt: skip
 
 
+_RSA_BITS = frozenset({2048, 3072, 4096})
 _FIELD_PRIME = 2**255 - 19
 _ORDER_8 = 2707385501144840649318225287225658788936804267575313519463743609750303402022
 _SMALL_ORDER = frozenset({0, 1, _FIELD_PRIME - 1, _ORDER_8, _FIELD_PRIME - _ORDER_8})
 """The y coordinates of the eight points of edwards25519 whose order divides 8."""
 
 
-def load_public_key(spki: bytes) -> ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey:
-    """Return the P-256 or Ed25519 key in SPKI DER. Raises ApprovalError; a second spelling of a key is refused as well."""
+def load_public_key(spki: bytes) -> PublicKey:
+    """Return the P-256, Ed25519 or RSA key in SPKI DER. Raises ApprovalError; a second spelling of a key is refused as well.
+
+    RSA is what older Windows Hello makes passkeys with; of 2048 to 4096 bits, with the exponent that everybody uses.
+    """
     try:
         key = serialization.load_der_public_key(spki)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -362,7 +368,12 @@ def load_public_key(spki: bytes) -> ec.EllipticCurvePublicKey | ed25519.Ed25519P
         return key
     if spelling == spki and isinstance(key, ed25519.Ed25519PublicKey) and _is_sound(key):
         return key
-    raise ApprovalError(Rule.BAD_POLICY, "only P-256 and Ed25519 keys in their usual encoding are accepted")
+    is_rsa = spelling == spki and isinstance(key, rsa.RSAPublicKey)
+    if is_rsa and key.key_size in _RSA_BITS and key.public_numbers().e == 65537:
+        return key
+    raise ApprovalError(
+        Rule.BAD_POLICY, "only P-256, Ed25519 and RSA keys of 2048, 3072 or 4096 bits in their usual encoding are accepted"
+    )
 
 
 def _is_sound(key: ed25519.Ed25519PublicKey) -> bool:
@@ -505,6 +516,8 @@ def _check_signature(key: Key, signature: bytes, signed: bytes) -> None:
     try:
         if isinstance(key.public_key, ed25519.Ed25519PublicKey):
             key.public_key.verify(signature, signed)
+        elif isinstance(key.public_key, rsa.RSAPublicKey):  # RS256 of WebAuthn: RFC 8812, section 2
+            key.public_key.verify(signature, signed, padding.PKCS1v15(), SHA256())
         else:
             key.public_key.verify(signature, signed, ec.ECDSA(SHA256()))
     except InvalidSignature:

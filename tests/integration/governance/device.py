@@ -10,6 +10,7 @@ from typing import Any
 
 import cbor2
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from tests.unit.wire.passkeys import BACKED_UP, BACKUP_ELIGIBLE, SoftPasskey
@@ -67,5 +68,8 @@ class Device:
         if isinstance(key, Ed25519PrivateKey):
             raw = key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
             return cbor2.dumps({1: 1, 3: -8, -1: 6, -2: raw})
+        if isinstance(key, RSAPrivateKey):
+            public = key.public_key().public_numbers()
+            return cbor2.dumps({1: 3, 3: -257, -1: public.n.to_bytes(key.key_size // 8), -2: public.e.to_bytes(3)})
         point = key.public_key().public_numbers()
         return cbor2.dumps({1: 2, 3: -7, -1: 1, -2: point.x.to_bytes(32), -3: point.y.to_bytes(32)})

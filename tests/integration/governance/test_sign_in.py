@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pyotp
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1
+from cryptography.hazmat.primitives.asymmetric.ec import generate_private_key as generate_ec_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from django.conf import LazySettings
@@ -23,7 +26,7 @@ from governance.services.passkeys import KnownPasskey, verify_known
 from governance.services.people import create_invitation
 from governance.services.sign_in_throttle import NAME_PACE, REFUSAL, sweep_failures
 from tests.integration.governance.device import Device
-from tests.unit.wire.passkeys import USER_PRESENT, SoftPasskey
+from tests.unit.wire.passkeys import USER_PRESENT, PrivateKey, SoftPasskey
 from tests.unit.wire.policies import make_people, make_policy
 from wire.optoken.approval import decode_bytes, encode_bytes
 
@@ -92,9 +95,17 @@ def is_signed_in(client: Client) -> bool:
     return client.get("/sign-in/keys").status_code == 200
 
 
-@pytest.mark.parametrize("algorithm", ["ES256", "EdDSA"])
+MAKERS: dict[str, Callable[[], PrivateKey]] = {
+    "ES256": lambda: generate_ec_key(SECP256R1()),
+    "EdDSA": Ed25519PrivateKey.generate,
+    "RS256, 2048 bits": lambda: generate_private_key(65537, 2048),
+    "RS256, 4096 bits": lambda: generate_private_key(65537, 4096),
+}
+
+
+@pytest.mark.parametrize("algorithm", list(MAKERS))
 def test_an_invitation_enrols_a_passkey_that_signs_in_from_then_on(ada: User, algorithm: str) -> None:
-    device = Device(SoftPasskey() if algorithm == "ES256" else SoftPasskey(Ed25519PrivateKey.generate()))
+    device = Device(SoftPasskey(MAKERS[algorithm]()))
     client = enrolled(ada, device)
     assert is_signed_in(client)
     key = ApproverKey.objects.get()
@@ -243,8 +254,8 @@ def test_no_altered_answer_is_accepted_and_every_one_is_refused_in_words() -> No
 def test_a_key_that_no_verifier_reads_is_refused(ada: User, monkeypatch: pytest.MonkeyPatch) -> None:
     import cbor2
 
-    number = generate_private_key(65537, 2048).public_key().public_numbers()
-    rsa = cbor2.dumps({1: 3, 3: -257, -1: number.n.to_bytes(256), -2: number.e.to_bytes(3)})
+    number = generate_private_key(65537, 1024).public_key().public_numbers()
+    rsa = cbor2.dumps({1: 3, 3: -257, -1: number.n.to_bytes(128), -2: number.e.to_bytes(3)})
     monkeypatch.setattr(Device, "_cose", lambda self: rsa)
     assert accept(Client(), invite(ada), Device()).status_code == 403
 

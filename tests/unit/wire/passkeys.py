@@ -10,6 +10,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, EllipticCurvePrivateKey, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
@@ -22,7 +24,10 @@ USER_PRESENT, USER_VERIFIED, BACKUP_ELIGIBLE, BACKED_UP = 0x01, 0x04, 0x08, 0x10
 Proof = dict[str, Any]  # Any: tests put anything into a proof.
 
 
-def spki_of(key: EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
+PrivateKey = EllipticCurvePrivateKey | Ed25519PrivateKey | RSAPrivateKey
+
+
+def spki_of(key: PrivateKey) -> bytes:
     """The public half as SPKI DER."""
     return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
@@ -31,7 +36,7 @@ def spki_of(key: EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
 class SoftPasskey:
     """A passkey of one site; ``replace`` a field to make it, or its browser, misbehave."""
 
-    private_key: EllipticCurvePrivateKey | Ed25519PrivateKey = field(default_factory=lambda: generate_private_key(SECP256R1()))
+    private_key: PrivateKey = field(default_factory=lambda: generate_private_key(SECP256R1()))
     rp_id: str = RP_ID
     origin: str = ORIGIN
     flags: int = USER_PRESENT | USER_VERIFIED
@@ -76,6 +81,8 @@ class SoftPasskey:
     def _sign(self, message: bytes) -> bytes:
         if isinstance(self.private_key, Ed25519PrivateKey):
             return self.private_key.sign(message)
+        if isinstance(self.private_key, RSAPrivateKey):
+            return self.private_key.sign(message, PKCS1v15(), SHA256())
         return self.private_key.sign(message, ECDSA(SHA256()))
 
 

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.wire.passkeys import KeyFile, SoftPasskey
+from tests.unit.wire.passkeys import KeyFile, SoftPasskey, spki_of
 from tests.unit.wire.policies import NOW, Person, make_people, make_policy_bytes, make_statement
 from wire.optoken.approval import (
     BREAK_GLASS,
@@ -322,7 +322,7 @@ POLICY_ROWS: dict[str, bytes] = {
     "keyid empty": with_key(keyid=""),
     "no key": with_key(publicKey=encode_bytes(b"no key")),
     "a key in PEM": with_key(publicKey=encode_bytes(b"-----BEGIN PUBLIC KEY-----")),
-    "an RSA key": with_key(publicKey=other_key(rsa.generate_private_key(65537, 2048))),
+    "a short RSA key": with_key(publicKey=other_key(rsa.generate_private_key(65537, 1024))),
     "a P-384 key": with_key(publicKey=other_key(ec.generate_private_key(ec.SECP384R1()))),
     "a secp256k1 key": with_key(publicKey=other_key(ec.generate_private_key(ec.SECP256K1()))),
     "an X25519 key": with_key(publicKey=other_key(x25519.X25519PrivateKey.generate())),
@@ -412,6 +412,12 @@ def test_a_key_has_one_encoding() -> None:
         assert load_public_key(key.public_key) is not None
     assert rule_of(load_public_key, COMPRESSED) is Rule.BAD_POLICY
     assert rule_of(load_public_key, b"") is Rule.BAD_POLICY
+    for bits, exponent, holds in ((2048, 65537, True), (4096, 65537, True), (1024, 65537, False), (2048, 3, False)):
+        spki = spki_of(rsa.generate_private_key(exponent, bits))
+        if holds:
+            assert load_public_key(spki) is not None
+        else:
+            assert rule_of(load_public_key, spki) is Rule.BAD_POLICY
     weak = dsa.generate_private_key(1024).public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     assert rule_of(load_public_key, weak) is Rule.BAD_POLICY
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
@@ -393,3 +394,27 @@ def test_anything_at_all_in_place_of_a_member_is_refused_and_never_breaks_the_ve
 def test_a_key_file_is_the_one_that_the_policy_names() -> None:
     proof = {**KeyFile().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.key_file.keyid}
     assert rule_of([proof, BOB.approve(STATEMENT)]) is Rule.BAD_SIGNATURE
+
+
+def test_a_passkey_of_rsa_approves_with_its_own_signature_alone() -> None:
+    passkeys = [SoftPasskey(private_key=rsa.generate_private_key(65537, 2048)) for _ in range(2)]
+    people = [replace(ADA, passkey=passkeys[0]), BOB, CLEO, DAN]
+    policy = make_policy(people)
+    statement = make_statement(policy)
+    proof = people[0].approve(statement)
+    assert check_proof(proof, statement, policy).approver == people[0].name
+    assert require_met(statement, [proof, BOB.approve(statement)], policy).is_met
+    signed = passkeys[1].sign(statement.digest, approver=people[0].name)
+    other = edit_statement(statement, opId="another")
+    forged: list[Proof] = [
+        {**signed, "keyid": proof["keyid"]}, {**proof, "signature": encode_bytes(b"\x00" * 256)},
+        {**proof, "signature": encode_bytes(decode_bytes(proof["signature"]) + b"\x00")},
+        {**BOB.approve(statement), "approver": people[0].name, "keyid": proof["keyid"]},
+    ]  # fmt: skip
+    for wrong in forged:
+        with pytest.raises(ApprovalError) as caught:
+            check_proof(wrong, statement, policy)
+        assert caught.value.rule is Rule.BAD_SIGNATURE
+    with pytest.raises(ApprovalError) as caught:
+        check_proof(proof, other, policy)
+    assert caught.value.rule is Rule.WRONG_CHALLENGE
