@@ -15,9 +15,10 @@ def is_governed() -> bool:
     return PolicyVersion.objects.filter(activated_at__isnull=False).exists()
 
 
-def require_approval(operation: str, *, order: RunOrder | None) -> None:
+def require_approval(operation: str, *, order: RunOrder | None, instead: str = "") -> None:
     """Let a governed change pass when it carries out an approved run of that operation. Raises NeedsApproval.
 
+    ``instead``: a sentence that names what is allowed without approval, "" = nothing that is like it.
     Before the first policy there is nobody who could approve, so the operator decides alone; the audit trail says so.
     """
     if order is not None:
@@ -33,7 +34,8 @@ def require_approval(operation: str, *, order: RunOrder | None) -> None:
             return
     elif not is_governed():
         return
-    raise NeedsApproval(f"This needs approval: propose {operation} under Approvals, and others sign it.", param="operation")
+    words = f"This needs approval: propose {operation} under Approvals, and others sign it."
+    raise NeedsApproval(f"{words} {instead}".strip(), param="operation")
 
 
 def _is_signed(run: OperationRun, order: RunOrder) -> bool:

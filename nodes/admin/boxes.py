@@ -268,7 +268,8 @@ class NodeAdmin(ShowingAdmin):
     def list_links(self, request: HttpRequest, row: Node) -> list[ChangeLink]:
         """Return the changes that can be made at once, then those that others have to approve."""
         links = super().list_links(request, row)
-        if not self.may_change(request):
+        # To ask for an operation is a permission of its own: who has it need not be able to cordon or drain.
+        if not (self.may_change(request) or request.user.has_perm("governance.add_operation")):
             return links
         if row.runner_id and row.op_level:
             links += [_propose(operation, label, row.runner_id) for operation, label in PROPOSALS]

@@ -54,7 +54,10 @@ def drain_node(
         raise BadRequest(f"timeout_s must be between 0 and {MAX_DRAIN_TIMEOUT_S:.0f} seconds.", param="timeout_s")
     if limit_s < settings.NODE_HEALTH.drain_timeout_s:
         is_eviction = order is not None and order.operation == EVICT
-        require_approval(EVICT if is_eviction else FORCED_DRAIN, order=order)
+        usual = f"the same without a time of your own (--timeout, timeout_s) gives {settings.NODE_HEALTH.drain_timeout_s:.0f} s"
+        require_approval(
+            EVICT if is_eviction else FORCED_DRAIN, order=order, instead=f"A plain drain needs none: {usual} to what runs."
+        )  # fmt: skip
     deadline = read_clock() + timedelta(seconds=limit_s)
 
     def decide(node: Node) -> Changes:

@@ -377,3 +377,12 @@ def test_the_page_of_a_box_costs_the_same_however_many_there_are(boss: Client, b
     with CaptureQueriesContext(connection) as queries:
         page(boss, "nodes_node_change", nodes[0].pk)
     assert len(queries) <= PAGE_QUERIES, [query["sql"][:120] for query in queries]
+
+
+def test_whoever_may_propose_is_offered_that_without_being_able_to_change_the_node() -> None:
+    node = make_box(Identity())
+    url = reverse("admin:nodes_node_change", args=[node.pk])
+    proposer, viewer = sign_in("ana", "view_node", "add_operation"), sign_in("vic", "view_node")
+    pages = [client.get(url).content.decode() for client in (proposer, viewer)]
+    assert ["Propose: load" in page for page in pages] == [True, False]
+    assert ["Cordon</" in page for page in pages] == [False, False]
