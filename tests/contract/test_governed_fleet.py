@@ -48,6 +48,35 @@ def test_an_approved_load_serves_and_an_approved_unload_ends_it(fleet: Fleet) ->
     fleet.wait(lambda: fleet.chat(MODEL).status_code != 200 or None, within_s=60, what="the model is gone")
 
 
+def kill_runner(fleet: Fleet) -> None:
+    """kill -9, and wait until the installation runs another one that has connected."""
+    runner = fleet.part("runner")
+    assert runner is not None
+    connects = "SELECT count(*) FROM governance_auditevent WHERE action = 'node.connect'"
+    (before,) = fleet.query(connects)
+    runner.kill()
+    fleet.wait(lambda: fleet.query(connects)[0] > before or None, within_s=60, what="the runner connected again")
+
+
+def test_a_kept_model_serves_after_its_runner_is_killed_and_one_that_is_not_is_said_to_be_gone(fleet: Fleet) -> None:
+    (kept,) = fleet.run("model-load", modelId=MODEL, keepLoaded=True)
+    assert (kept["state"], kept["result"]["keptLoaded"]) == ("succeeded", True)
+    kill_runner(fleet)
+    fleet.wait(lambda: fleet.chat(MODEL).status_code == 200 or None, within_s=60, what="the kept model answers again")
+    (unloaded,) = fleet.run("model-unload", modelId=MODEL)
+    assert unloaded["state"] == "succeeded"
+    (plain,) = fleet.run("model-load", modelId=MODEL)
+    assert plain["state"] == "succeeded"
+    assert "any more" not in fleet.backstage("benchmarks.govcheck.problems")
+    kill_runner(fleet)
+    said = fleet.wait(
+        lambda: "any more" in (words := fleet.backstage("benchmarks.govcheck.problems")) and words, within_s=60,
+        what="Overview names the model",
+    )  # fmt: skip
+    assert f"{MODEL} was loaded on local and is not any more." in said
+    assert "Propose it again: /approvals/propose?operation=model-load&target=local%23" in said
+
+
 def test_what_must_not_count_is_refused_with_its_rule(fleet: Fleet, section: Section) -> None:
     refusals.run(section, fleet)
     assert section.passed, section.findings
