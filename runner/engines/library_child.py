@@ -73,7 +73,7 @@ class LibraryChild:
         key = secrets.token_urlsafe(24)
         url = await self._child.start_ours(self._module, {**settings, "key": key}, report, limit_s=LOAD_LIMIT_S)
         self.server.base_url, self.server.headers = url, {"Authorization": f"Bearer {key}"}
-        self._child.info["version"] = await asyncio.to_thread(_installed_version, self._distribution)
+        self._child.info["version"] = await asyncio.to_thread(installed_version, self._distribution)
 
     async def stop(self, *, gently: bool) -> None:
         """End the child; return when the process is gone."""
@@ -214,7 +214,8 @@ class LibraryEngine:
         await self._child.wait_gone()
 
 
-def _installed_version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
+    """Return the version of a package that is installed beside this program, empty when it is not. Blocks on the disk."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

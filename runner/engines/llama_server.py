@@ -214,7 +214,7 @@ class LlamaServer:
             # A call to /v1/messages cannot be pinned: it would read the slots of others.
             endpoints=(CHAT, COMPLETIONS, *others, TOKENIZE),
             private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by
-            version=properties.build_info,
+            version=properties.version,
             max_inflight=properties.total_slots,
             context_tokens=properties.context_tokens,
             prefix_caching=True,

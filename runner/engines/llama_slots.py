@@ -70,6 +70,11 @@ class Properties(msgspec.Struct):
     build_info: str = ""
 
     @property
+    def version(self) -> str:
+        """The build, as in ``b6000-0123abc``; empty where the program was built without knowing it (``b0-unknown``)."""
+        return "" if self.build_info.endswith("unknown") else self.build_info
+
+    @property
     def context_tokens(self) -> int | None:
         """Tokens of one request, None where the server does not tell."""
         return self.default_generation_settings.n_ctx or None

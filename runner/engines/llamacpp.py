@@ -17,6 +17,7 @@ import psutil
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.child import Child, gpu_environment
 from runner.engines.http import HttpServer
+from runner.engines.library_child import installed_version
 from runner.engines.llama_slots import LlamaSlots, plain_call
 from runner.engines.llamacpp_log import LoadLog
 from runner.engines.port import (
@@ -174,7 +175,7 @@ class LlamaCpp:
         properties = await self._slots.read_properties()
         self._capabilities = replace(
             self._capabilities,
-            version=properties.build_info,
+            version=properties.version or await asyncio.to_thread(installed_version, "xllamacpp"),
             context_tokens=properties.context_tokens,
             function_calling=properties.chat_template_caps.supports_tools and CHAT in self._capabilities.endpoints,
             vision_input=properties.modalities.vision,

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from runner.engines.http import HttpServer
+from runner.engines.llama_slots import Properties
 from runner.engines.port import (
     Call,
     Capabilities,
@@ -35,10 +36,6 @@ class _ModelEntry(msgspec.Struct):
 
 class _ModelList(msgspec.Struct):
     data: list[_ModelEntry]
-
-
-class _Build(msgspec.Struct):
-    build_info: str = ""
 
 
 class OpenAIServer:
@@ -136,6 +133,6 @@ class OpenAIServer:
         """Return the build that a llama-server says it is, empty where it does not."""
         try:
             status, body = await self._server.ask("GET", "/props")
-            return msgspec.json.decode(body, type=_Build).build_info if status == 200 else ""
+            return msgspec.json.decode(body, type=Properties).version if status == 200 else ""
         except (EngineError, msgspec.DecodeError, UnicodeDecodeError):
             return ""

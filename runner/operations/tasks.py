@@ -264,6 +264,7 @@ class Operations:
                 "taskId": task_id, "status": "loading" if model.state is ModelState.LOADING else "completed",
                 "modelId": model.model_id, "gpuMemoryUsedMB": None if memory is None else memory // MIB,
                 "loadTimeMs": None if model.load_s is None else round(model.load_s * 1000), "alreadyLoaded": True,
+                "evicted": None,
             },
         )  # fmt: skip
 

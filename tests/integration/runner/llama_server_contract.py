@@ -133,6 +133,7 @@ class RouterContract:
         return web.json_response({
             "total_slots": SLOTS, "chat_template_caps": {"supports_tools": True}, "modalities": {"vision": True},
             "default_generation_settings": {"id": 0, "n_ctx": 4096, "params": {"n_predict": -1}},
+            "build_info": "b6000-0123abc",
         })  # fmt: skip
 
     async def show_slots(self, request: web.Request) -> web.Response:

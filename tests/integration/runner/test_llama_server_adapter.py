@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ import pytest_asyncio
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import Progress
 from runner.engines.llama_server import LlamaServer
-from runner.engines.port import MESSAGES, FlushRequest, FlushResult, FlushScope, Health
+from runner.engines.port import MESSAGES, RESPONSES, FlushRequest, FlushResult, FlushScope, Health
 from runner.errors import EngineError
 from tests.integration.runner import engine_suite
 from tests.integration.runner.engine_cases_llama_server import QUESTION, server_plan
@@ -90,7 +91,23 @@ async def test_a_model_that_is_loaded_already_is_not_loaded_again(
     engine = LlamaServer(server_plan(router.url), client)
     await engine.load(ignore)
     assert router.told == []
+    assert engine.capabilities.version == "b6000-0123abc"
     await assert_health(engine, Health.OK)
+
+
+@pytest.mark.parametrize("wanted", [True, None])
+async def test_dialects_that_the_template_is_told_nothing_in_are_left_to_translation(
+    router: RouterContract, client: aiohttp.ClientSession, *, wanted: bool | None
+) -> None:
+    plan = server_plan(router.url)
+    if wanted is not None:
+        plan = dataclasses.replace(plan, options={**plan.options, "enable_thinking": wanted})
+    engine = LlamaServer(plan, client)
+    await engine.load(ignore)
+    assert (RESPONSES in engine.capabilities.endpoints) is (wanted is None)
+    assert (MESSAGES in engine.capabilities.endpoints) is False, "its slots are pinned"
+    await ask(engine, chat_call("tiny", QUESTION))
+    assert router.bodies[-1].get("chat_template_kwargs") == (None if wanted is None else {"enable_thinking": wanted})
 
 
 async def test_requests_reach_the_router_under_its_own_name_for_the_model(

@@ -163,6 +163,7 @@ async def test_other_paths_do_not_reach_it(client: aiohttp.ClientSession) -> Non
         assert await ask(engine, completion)
         assert set(engine.capabilities.endpoints) == {CHAT, COMPLETIONS, TOKENIZE}
         assert engine.capabilities.needs_tidying
+        assert engine.capabilities.version == "3.3.6-dev"
 
 
 async def test_a_flush_says_that_there_is_none(client: aiohttp.ClientSession) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -219,7 +220,7 @@ def test_a_box_of_before_says_nothing_of_contexts_and_one_that_knows_none_sends_
     assert msgspec.json.decode(b'{"model":"m","state":"loaded"}', type=ReplicaInfo).context_tokens is None
 
 
-LIMITS = {
+LIMITS: dict[str, dict[str, Any]] = {  # Any: JSON, here and below
     "gguf_n_ctx": {"kind": "integer", "minimum": 1, "step": 1, "unit": "tokens", "default": None},
     "gguf_type_k": {"kind": "enum", "allowed_values": ["f16", "q8_0"], "default": "f16"},
 }
@@ -240,7 +241,7 @@ def test_what_a_load_may_set_stays_as_it_is_within_its_bounds() -> None:
 
 
 def test_what_a_load_may_set_is_cut_to_size() -> None:
-    wild = {
+    wild: dict[str, dict[str, Any]] = {
         "x" * 1000: {"a": "\x00" * 1000, "b": [1, "w" * 1000, None] * 100, "c": {"deep": {}}, "d": 1e308 * 10, "e": 2**80},
         **{f"f{number}": dict.fromkeys(map(str, range(500)), 1) for number in range(500)},
     }
