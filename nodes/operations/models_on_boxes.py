@@ -165,7 +165,7 @@ class ModelLoad(_BoxOperation):
             kept = " It is kept loaded from then on." if _is_kept(params) else ""
             yield Impact(
                 CAUTION,
-                f"{model} is loaded on {target.node.name}: as asked for nothing changes, other values are refused.{kept}",
+                f"{model} is loaded on {target.node.name} already: the same load changes nothing, another is refused.{kept}",
             )
             return
         yield from judge_eviction(target, params)
