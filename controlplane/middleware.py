@@ -35,11 +35,12 @@ OFFLINE_POLICY = "frame-ancestors 'none'"
 """That page is one file that is also opened from a disk: it brings the rest of its policy itself, with hashes."""
 
 GOVERNED_PATHS = ("/admin/", "/approvals/")
-OPEN_PATHS = ("/admin/login/", "/admin/logout/")
+OPEN_PATHS = ("/admin/login/", "/admin/logout/", "/admin/playground/code")
+"""Posts that change nothing, or only the session: the last writes the form of the playground as programs."""
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 LOOKING_ONLY = (
-    "Sign in with your passkey to do this. A session that was opened with a password may only look, once its person has a "
-    "passkey or an approval policy is in force. Nothing was changed."
+    "Sign in with your passkey to do this. Password sessions are read-only once you have a passkey or an approval policy is in "
+    "force. Nothing was changed."
 )
 
 Next = Callable[[HttpRequest], HttpResponse]

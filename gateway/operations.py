@@ -47,7 +47,7 @@ _HELP = {
     PRIORITY: "Of keys.",
     "max_tokens": "Of models: requests that ask for more are refused.",
     "max_prompt_chars": "Of models: longer prompts are refused.",
-    "max_queue": "Of models: so many may wait for a box; what comes then is refused.",
+    "max_queue": "Of models: so many may wait for a node; what comes then is refused.",
 }
 _OFFERS = {
     RATE: "{} a minute",
@@ -145,7 +145,7 @@ class LimitRaise:
         """Return who else is concerned: the keys that follow a tenant, the boxes that are shared, who waits."""
         impacts = [*_preview_tenants(_names(targets, TENANT)), *_preview_models(_names(targets, MODEL), params)]
         if PRIORITY in params:
-            impacts.append(Impact("caution", "On a busy box, requests of high priority go before all others."))
+            impacts.append(Impact("caution", "On a busy node, requests of high priority go before all others."))
         return impacts or (Impact("ok", "Nobody else's limit changes."),)
 
     def find_signer(self, target: str) -> Signer | None:
@@ -271,9 +271,9 @@ def _preview_models(names: Sequence[str], params: Mapping[str, object]) -> list[
 def _say_serving(name: str, boxes: Sequence[ServingBox]) -> str:
     serving = [box for box in boxes if box.has is Has.LOADED and box.obstacle is None]
     if not serving:
-        return f"No box serves {name} now."
+        return f"No node serves {name} now."
     slots = sum(box.slots for box in serving)
-    count = "1 box serves" if len(serving) == 1 else f"{len(serving)} boxes serve"
+    count = "1 node serves" if len(serving) == 1 else f"{len(serving)} nodes serve"
     return f"{count} {name} now, with {slots} {'slot' if slots == 1 else 'slots'} in all."
 
 

@@ -92,8 +92,8 @@ def _move_on(run_id: uuid.UUID) -> None:
 
 def _give_up(run: OperationRun) -> None:
     if RunState(run.state) is not RunState.UNKNOWN:
-        finish(run, RunEvent.LOSE, code="box_lost", message="The box has not been heard for a day.")
-    finish(run, RunEvent.RESOLVE, code="box_lost", message="The box never came back to tell how it went; look at it by hand.")
+        finish(run, RunEvent.LOSE, code="box_lost", message="The node has not been heard for a day.")
+    finish(run, RunEvent.RESOLVE, code="box_lost", message="The node never came back to tell how it went; look at it by hand.")
 
 
 # What boxes report

@@ -19,16 +19,16 @@ LIVE_TEMPLATE = "approvals/live.html"
 ONLY_LOOKING = "This session is for looking, because it was opened with a password. Sign in with your passkey to act."
 RUN_WORDS = {
     RunState.QUEUED: "waits for its turn",
-    RunState.DISPATCHED: "sent to the box",
+    RunState.DISPATCHED: "sent to the node",
     RunState.EXECUTING: "being carried out",
     RunState.UNKNOWN: "outcome not known yet",
-    RunState.RESOLVED: "resolved: the box was asked what it has",
+    RunState.RESOLVED: "resolved: the node was asked what it has",
     RunState.SKIPPED: "skipped",
 }
 KEY_WORDS = {"webauthn": "passkey", "ed25519": "key file"}
 _FLAGS = ((0x01, "user present"), (0x04, "user verified"), (0x08, "may be copied to other devices"), (0x10, "is copied"))
 _RECEIPT_LABELS = {
-    "opId": "Operation id", "use": "Use", "statementDigest": "Statement", "runnerId": "Box", "operation": "Operation",
+    "opId": "Operation id", "use": "Use", "statementDigest": "Statement", "runnerId": "Node", "operation": "Operation",
     "outcome": "Outcome", "resultDigest": "Digest of the result", "fence": "Fence", "startedAt": "Begun (Unix s)",
     "endedAt": "Ended (Unix s)", "checkpoint": "Audit log seen (entries)",
 }  # fmt: skip

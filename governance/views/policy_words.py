@@ -71,10 +71,10 @@ def list_classes(policy: Policy) -> list[ShownClass]:
 
 
 def say_needs(found: OperationClass, policy: Policy) -> str:
-    """Return who must approve, such as "2 of 3 approvers, 1 of them of owners"."""
+    """Return who must approve, such as "2 of 3, not counting the requester; 1 of the group owners"."""
     able = {key.approver for key in policy.keys.values() if key.is_break_glass == (found.name == BREAK_GLASS)}
     needed = max(found.threshold, sum(found.factors.values()))
-    words = [f"{needed} of {len(able)} approvers"]
+    words = [f"{needed} of {len(able)}, {'' if found.solo else 'not '}counting the requester"]
     words += [f"{count} of the group {group}" for group, count in sorted(found.factors.items())]
     if found.file_proofs:
         words.append(f"{found.file_proofs} with a key file")
@@ -82,7 +82,6 @@ def say_needs(found: OperationClass, policy: Policy) -> str:
         words.append("with keys that cannot be copied")
     if found.deny_threshold > 1:
         words.append(f"{found.deny_threshold} rejections end it")
-    words.append("the requester counts" if found.solo else "the requester does not count")
     return "; ".join(words)
 
 
@@ -91,7 +90,7 @@ def _say_bounds(found: OperationClass) -> str:
     if found.max_uses > 1:
         words.append(f"up to {found.max_uses} uses")
     if found.daily_cap:
-        words.append(f"{found.daily_cap} a day and box")
+        words.append(f"{found.daily_cap} a day and node")
     if found.proposers:
         words.append(f"asked for by {', '.join(found.proposers)} only")
     return "; ".join(words)

@@ -39,7 +39,7 @@ def offer(boxes: list[Target], *, is_remote: bool, params: Sequence[Mapping[str,
     rest = [box for box in boxes if box not in able]
     offered = [(box.node.runner_id if is_remote else box.node.printed_id, _label(box, is_remote=is_remote)) for box in able]
     offered += [(box.node.printed_id, _label(box, is_remote=is_remote)) for box in rest]
-    return {"targets": offered, "targets_label": "Boxes", "params": params}
+    return {"targets": offered, "targets_label": "Nodes", "params": params}
 
 
 def load_choices(boxes: list[Target]) -> Choices:
@@ -48,14 +48,14 @@ def load_choices(boxes: list[Target]) -> Choices:
     for box in boxes:
         for name in _available(box):
             places.setdefault(name, []).append(f"loaded on {box.node.name}" if name in box.loaded else f"on {box.node.name}")
-    model = {**_offer_models(places), "help": "What the boxes say that they have; another name can be typed."}
+    model = {**_offer_models(places), "help": "Models found on the nodes, or type a name."}
     limits = [
         {"name": "maxContextLength", "label": "Context length in tokens", "kind": "number", "min": 1, "required": False,
-         "is_rare": True, "help": "Empty: as the box is set up."},
+         "is_rare": True, "help": "Empty: as the node is set up."},
         {"name": "gpuMemoryBudgetMB", "label": "GPU memory that it may take, in MiB", "kind": "number", "min": 1,
          "required": False, "is_rare": True, "help": "Empty: what it needs."},
         {"name": "quantization", "label": "Quantization", "required": False, "is_rare": True,
-         "help": "Empty: as the box is set up."},
+         "help": "Empty: as the node is set up."},
         {"name": "overrides", "label": "Settings of the engine", "kind": "json", "required": False, "is_rare": True,
          "help": 'A JSON object, such as {"n_gpu_layers": 20}. Whole numbers only.'},
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def unload_choices(boxes: list[Target]) -> Choices:
     """Return what an unload offers: what is loaded, and whether to wait for what runs."""
     force = {
         "name": "force", "label": "By force: requests that run are cut off", "kind": "checkbox", "required": False,
-        "help": "Otherwise they may finish within the box's own limit.",
+        "help": "Otherwise they may finish within the node's own limit.",
     }  # fmt: skip
     return offer(boxes, is_remote=True, params=[_offer_models(_loaded_places(boxes)), force])
 
@@ -137,12 +137,12 @@ def _offer_models(places: dict[str, list[str]], *, blank: str = "Choose…") -> 
     """Return the field of a model. Without any that is known its name is typed."""
     field: dict[str, object] = {"name": "modelId", "label": "Model"}
     if not places:
-        return {**field, "help": "No box says that it has one; write its name."}
+        return {**field, "help": "No node says that it has one; write its name."}
     return {**field, "kind": "select", "choices": [("", blank), *_name_places(places)], "others": "Another model"}
 
 
 def _offer_eviction(boxes: list[Target]) -> dict[str, object]:
-    field: dict[str, object] = {"name": "evictModel", "label": "Unload first, to make room", "required": False}
+    field: dict[str, object] = {"name": "evictModel", "label": "Replace (unload first)", "required": False}
     places = _loaded_places(boxes)
     if not places:
         return {**field, "help": "Nothing is loaded at the moment."}

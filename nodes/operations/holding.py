@@ -37,7 +37,7 @@ class _Holding:
         for signed in targets:
             target = read_target(signed)
             if target is None:
-                impacts.append(Impact(DANGER, f"{signed} is no box that is known here any more."))
+                impacts.append(Impact(DANGER, f"{signed} is no node that is known here any more."))
                 continue
             impacts += judge_live(target, None, verb=self._verb(params))
             impacts += judge_history(self.name, signed, params, target.node.name)
@@ -55,7 +55,7 @@ class NodeDrain(_Holding):
     """Drain a box with less time for what runs than a plain drain gives."""
 
     name = "node-drain"
-    title = "Drain a box by force"
+    title = "Drain a node by force"
     fields = DRAIN_FIELDS
 
     def choices(self) -> Choices:
@@ -68,7 +68,7 @@ class NodeDrain(_Holding):
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         """Return the request in words."""
         usual = f"{settings.NODE_HEALTH.drain_timeout_s:.0f} s in a plain drain"
-        lines = [Line("Box", ", ".join(targets)), Line("Time for requests that run", f"{params.get('timeout_s')} s", usual)]
+        lines = [Line("Node", ", ".join(targets)), Line("Time for requests that run", f"{params.get('timeout_s')} s", usual)]
         return Description(f"Drain {_name_all(targets)} by force", lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
@@ -87,7 +87,7 @@ class NodeEvict(_Holding):
     """End everything that runs on a box, and give it no new work."""
 
     name = "node-evict"
-    title = "Put everything off a box"
+    title = "Evict a node (stop all work)"
     fields = EVICT_FIELDS
 
     def choices(self) -> Choices:
@@ -97,11 +97,11 @@ class NodeEvict(_Holding):
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         """Return the request in words."""
         lines = [
-            Line("Box", ", ".join(targets)),
+            Line("Node", ", ".join(targets)),
             Line("Requests that run", "are interrupted at once"),
             Line("Afterwards", "cordoned and draining until an operator lifts both", _held_now(targets)),
         ]
-        return Description(f"Put everything off {_name_all(targets)}", lines)
+        return Description(f"Evict {_name_all(targets)}", lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         """Cordon it and end what runs. Raises InvalidProposal for a box that is gone."""
@@ -117,7 +117,7 @@ class NodeEvict(_Holding):
 def _require(target: str) -> Node:
     node = find_signed(target)
     if node is None:
-        raise InvalidProposal(f"There is no box {target} any more.", param="targets")
+        raise InvalidProposal(f"There is no node {target} any more.", param="targets")
     return node
 
 

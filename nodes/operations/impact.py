@@ -84,7 +84,7 @@ def judge_eviction(target: Target, params: Mapping[str, object]) -> Iterator[Imp
         yield Impact(CAUTION, f"{evicted} is to be unloaded first, but it is not loaded on {target.node.name}.")
         return
     yield Impact(CAUTION, f"{evicted} is unloaded from {target.node.name} first.")
-    yield from judge_live(target, evicted, verb="they may finish within the box's own limit")
+    yield from judge_live(target, evicted, verb="they may finish within the node's own limit")
 
 
 def judge_history(operation: str, signed: str, params: Mapping[str, object], name: str) -> Iterator[Impact]:

@@ -48,7 +48,7 @@ class _BoxOperation:
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         """Return the request in words, each parameter beside what is so today."""
         found = [target for target in map(read_target, targets) if target is not None]
-        boxes = Line("On" if len(targets) == 1 else f"On {len(targets)} boxes, one after the other", ", ".join(targets))
+        boxes = Line("On" if len(targets) == 1 else f"On {len(targets)} nodes, one after the other", ", ".join(targets))
         return Description(f"{self._sentence(params)} {_name_boxes(targets)}", [boxes, *self._lines(params, found)])
 
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
@@ -57,7 +57,7 @@ class _BoxOperation:
         for signed in targets:
             target = read_target(signed)
             if target is None:
-                impacts.append(Impact(DANGER, f"{signed} is no box that is known here any more."))
+                impacts.append(Impact(DANGER, f"{signed} is no node that is known here any more."))
                 continue
             impacts += [*judge_reach(target), *self._judge(target, params, signed)]
             impacts += judge_history(self.name, signed, params, target.node.name)
@@ -75,7 +75,7 @@ class _BoxOperation:
         """Put the command where a gateway finds it; a box called over HTTP is called by a task."""
         node = find_signed(order.target)
         if node is None:
-            return NotNow(f"{order.target} is no box that is known here", retry_s=AWAY_RETRY_S)
+            return NotNow(f"{order.target} is no node that is known here", retry_s=AWAY_RETRY_S)
         if problem := hinders(node) or _is_away(node):
             return NotNow(problem, retry_s=AWAY_RETRY_S)
         put_command(
@@ -149,14 +149,16 @@ class ModelLoad(_BoxOperation):
             "gpuMemoryBudgetMB": "Memory for it, MiB",
         }
         lines = [Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId")))]
-        lines += [Line(label, str(params[field]), "as the box is set up") for field, label in labels.items() if field in params]
+        lines += [
+            Line(label, str(params[field]), "as the node is set up") for field, label in labels.items() if field in params
+        ]
         if "evictModel" in params:
             lines.append(Line("Unloaded first", str(params["evictModel"]), _now_of(found, params["evictModel"])))
         after = "is loaded again, until an unload is approved" if _is_kept(params) else "is not loaded again"
         lines.append(Line("After a restart of the node", after))
         overrides = params.get("overrides")
         if isinstance(overrides, Mapping):
-            lines += [Line(f"Engine: {name}", str(value), "as the box is set up") for name, value in sorted(overrides.items())]
+            lines += [Line(f"Engine: {name}", str(value), "as the node is set up") for name, value in sorted(overrides.items())]
         return lines
 
     def _judge(self, target: Target, params: Mapping[str, object], signed: str) -> Iterator[Impact]:
@@ -191,7 +193,7 @@ class ModelUnload(_BoxOperation):
 
     def _lines(self, params: Mapping[str, object], found: Sequence[Target]) -> list[Line]:
         is_forced = params.get("force") is True
-        running = "are cut off at once" if is_forced else "may finish within the box's own limit"
+        running = "are cut off at once" if is_forced else "may finish within the node's own limit"
         return [
             Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId"))),
             Line("Requests that run", running),
@@ -202,7 +204,7 @@ class ModelUnload(_BoxOperation):
         if model not in target.loaded:
             yield Impact(CAUTION, f"{model} is not loaded on {target.node.name}.")
             return
-        verb = "they are cut off" if params.get("force") is True else "they may finish within the box's own limit"
+        verb = "they are cut off" if params.get("force") is True else "they may finish within the node's own limit"
         yield from judge_live(target, model, verb=verb)
 
 

@@ -114,7 +114,8 @@ def _refuse_floats(name: str, value: object) -> None:
     """Fractions have several spellings, and what is signed must have one."""
     if isinstance(value, float):
         raise InvalidProposal(
-            f"{name} is {value}: only whole numbers can be signed. Give it in a smaller unit, or set it on the box.", param=name
+            f"{name} is {value}: only whole numbers can be signed. Give it in a smaller unit, or set it on the node.",
+            param=name,
         )
     if isinstance(value, Mapping):
         for inner, each in value.items():

@@ -55,7 +55,7 @@ def clean_targets(targets: Sequence[str], *, is_remote: bool) -> tuple[str, ...]
             )
         found[node.runner_id if is_remote else node.printed_id] = None
     if not 1 <= len(found) <= MAX_TARGETS:
-        raise InvalidProposal(f"Name 1 to {MAX_TARGETS} boxes, each by its runner id, its id or its name.", param="targets")
+        raise InvalidProposal(f"Name 1 to {MAX_TARGETS} nodes, each by its runner id, its id or its name.", param="targets")
     return tuple(found)
 
 
@@ -92,7 +92,7 @@ def hinders(node: Node) -> str:
     if node.op_level == "L2" and not node.policy_version:
         return f"{node.name} has no approval policy pinned; run ./muster trust on it"
     if node.clock_skew_ms is not None and abs(node.clock_skew_ms) > SKEW_LIMIT_MS:
-        return f"the clock of {node.name} is {abs(node.clock_skew_ms) // 1000} s off; set it, then have the box reconnect"
+        return f"the clock of {node.name} is {abs(node.clock_skew_ms) // 1000} s off; set it, then have the node reconnect"
     return ""
 
 

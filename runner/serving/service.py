@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -381,13 +381,10 @@ async def _stream_events(
     """
     numbers, held = answer.numbers, b""
     ends = answer.ends
+    steps: list[StreamReader | ChatTidier | EndReader] = [step for step in (reader, tidier, ends) if step is not None]
     try:
         while chunk := await response.content.readany():
-            out = reader.feed(chunk)
-            if tidier is not None:
-                out = tidier.feed(out)
-            if ends is not None:
-                out = ends.feed(out)
+            out = _feed(steps, chunk)
             if numbers.first_byte_ms is None:
                 numbers.first_byte_ms = (time.monotonic() - began) * 1000
             if not out:
@@ -401,17 +398,23 @@ async def _stream_events(
                 yield out
     except (aiohttp.ClientError, OSError) as error:
         raise _report(replica, request, error, began_answer=True) from None
-    rest = reader.finish()
-    if tidier is not None:
-        rest = tidier.feed(rest) + tidier.finish()
+    rest = b""
+    for step in steps:
+        rest = (step.feed(rest) if rest else b"") + step.finish()
     _finish(numbers, reader, began)
     answer.usage = reader.usage()
     if ends is not None:
-        rest = ends.feed(rest) + ends.finish()
         _judge(replica, request, answer, ends)
     # Through a gateway the engine's bytes pass as they are; the numbers travel beside them.
     if last := rest + (b"" if request.on_socket else numbers.comment()) + held:
         yield last
+
+
+def _feed(steps: Iterable[StreamReader | ChatTidier | EndReader], data: bytes) -> bytes:
+    """Return what is left of a chunk once each has taken it from the one before; nothing is fed once nothing is left."""
+    for step in steps:
+        data = step.feed(data) if data else data
+    return data
 
 
 async def _stream_body(

@@ -193,9 +193,9 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
     field = ana.page.locator("[name='param-name'], [name='param-']")
     field.fill("ci" if field.get_attribute("name") == "param-name" else '{"name": "ci"}')
     ana.page.get_by_label("Why?").fill("for the nightly build")
-    ana.page.get_by_role("button", name="Look at it first").click()
+    ana.page.get_by_role("button", name="Preview").click()
     expect(ana.page.get_by_text("Nothing is sent yet")).to_be_visible()
-    ana.page.get_by_role("button", name="Send it for approval").click()
+    ana.page.get_by_role("button", name="Request approval").click()
     expect(ana.page.locator("#own-verdict")).to_contain_text("Same words")
     expect(approve_button(ana.page)).to_be_hidden()
     operation = in_database(lambda: Operation.objects.exclude(pk=draft.pk).get())
@@ -354,7 +354,7 @@ def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Si
         visit.open(path_of(operation))
     for visit in (otto, ana, ben):
         wait_live(visit.page)
-        expect(visit.page.get_by_role("heading", name="If it ran now")).to_be_visible()
+        expect(visit.page.get_by_role("heading", name="Impact now")).to_be_visible()
     expect(approve_button(otto.page)).to_be_hidden()
     expect(otto.page.get_by_text("The policy does not name you as an approver")).to_be_visible()
     ben.page.get_by_label("Comment (optional)").fill("checked the name")
@@ -371,7 +371,7 @@ def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Si
     expect(ben.page.get_by_text("Your rejection is recorded.")).to_be_visible()
     for visit in (ana, deaf):  # with a socket, and by asking every three seconds
         expect(visit.page.get_by_text("rejected by ben: nobody needs it")).to_be_visible()
-        expect(visit.page.get_by_role("heading", name="If it ran now")).to_have_count(0)
+        expect(visit.page.get_by_role("heading", name="Impact now")).to_have_count(0)
     expect(ana.page.get_by_role("button", name="Cancel the operation")).to_be_hidden()
     expect(ana.page.locator("#said")).to_contain_text("rejected")
     assert in_database(lambda: Operation.objects.get(pk=operation.pk).state) == ApprovalState.REJECTED

@@ -329,7 +329,7 @@ def test_the_description_says_what_is_now_and_what_would_be(big: Model) -> None:
 
 def test_the_preview_says_whose_slots_are_held_and_who_waits(big: Model) -> None:
     (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_tokens": 4096})
-    assert (impact.level, "No box serves big now." in impact.text) == ("caution", True)
+    assert (impact.level, "No node serves big now." in impact.text) == ("caution", True)
     for name, slots, draining in (("rig", 4, False), ("other", 2, False), ("away", 8, True)):
         make_presence(make_node(name, model_names=["big"], max_concurrent=slots, draining=draining))
     (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_prompt_chars": 2_000_000})

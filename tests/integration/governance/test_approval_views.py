@@ -214,7 +214,7 @@ def test_rejecting_withdrawing_and_cancelling_say_what_happened(team: Team, oper
     team[1].approve(operation)
     said = approver.post(page_of(operation, "withdraw"), follow=True).content.decode()
     assert "Your decision is withdrawn." in said
-    assert "Nothing is carried out before it is approved" in said
+    assert "Waiting for approval." in said
     assert (
         "Say why you reject it" in approver.post(page_of(operation, "reject"), {"comment": " "}, follow=True).content.decode()
     )
@@ -266,7 +266,7 @@ def test_proposing_looks_before_it_sends(team: Team) -> None:
     before = Operation.objects.count()
     preview = client.post(path, {**filled, "step": "look"}).content.decode()
     assert "Nothing is sent yet" in preview
-    assert "2 of 3 approvers; the requester does not count" in preview
+    assert "2 of 3, not counting the requester" in preview
     assert Operation.objects.count() == before
     again = dict(re.findall(r'<input type="hidden" name="([^"]+)" value="([^"]*)"', preview))
     sent = client.post(path, {**filled, "step": "send"})

@@ -134,7 +134,7 @@ def test_a_load_in_words_has_today_beside_it(rig: Identity, box: Node) -> None:
     lines = {line.label: (line.value, line.now) for line in found.lines}
     assert lines["Model"] == ("m", "not loaded")
     assert lines["Unloaded first"] == ("old", "loaded")
-    assert lines["Tokens per request"] == ("4096", "as the box is set up")
+    assert lines["Tokens per request"] == ("4096", "as the node is set up")
     assert lines["Engine: n_ctx"][0] == "9"
     assert lines["On"][0] == rig.runner_id
 
@@ -159,14 +159,14 @@ def test_a_drain_and_an_eviction_in_words(box: Node) -> None:
     drain = NODE_DRAIN.describe([box.printed_id], {"timeout_s": 5})
     assert drain.title == "Drain rig by force"
     assert [(line.value, line.now) for line in drain.lines][1] == ("5 s", "120 s in a plain drain")
-    assert NODE_EVICT.describe([box.printed_id], {}).title == "Put everything off rig"
+    assert NODE_EVICT.describe([box.printed_id], {}).title == "Evict rig"
 
 
 @pytest.mark.parametrize("kind", [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, NODE_DRAIN, NODE_EVICT], ids=lambda kind: kind.name)
 def test_a_box_that_is_gone_is_still_described(kind: Any) -> None:
     params = {"modelId": "m", "scope": "all", "timeout_s": 1}
     assert "gone#x" in kind.describe(["gone#x"], params).title
-    assert "danger: gone#x is no box that is known here any more." in texts(kind, "gone#x", params=params)
+    assert "danger: gone#x is no node that is known here any more." in texts(kind, "gone#x", params=params)
 
 
 def test_the_preview_says_what_goes_and_whether_it_fits(rig: Identity, box: Node) -> None:
@@ -323,4 +323,4 @@ def test_an_eviction_of_a_box_that_is_gone_fails_with_words(team: Team, box: Nod
     services.run_due()
     run = only_run(operation)
     assert run.state == RunState.FAILED.value
-    assert "There is no box" in run.message
+    assert "There is no node" in run.message
