@@ -52,12 +52,12 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[misc,type-arg]  
         """Return whether the person may sign in."""
         return "active" if person.is_active else "off"
 
-    @column("May")
+    @column("Role")
     def show_role(self, person: User) -> str:
         """Return what the person may do, in words."""
         if person.is_superuser:
-            return "do everything here"
-        return "work in the admin, as permitted" if person.is_staff else "ask and approve, not enter the admin"
+            return "administrator"
+        return "operator, as permitted" if person.is_staff else "requests and approves only"
 
     def has_delete_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
         """Refuse: switch the account off instead."""

@@ -217,7 +217,7 @@ def _find_waits(facts: Facts) -> Iterable[Problem]:
 def _find_unserved(facts: Facts) -> Iterable[Problem]:
     """Name allowed models that no node can answer for. Nothing is said of them while there is no node at all."""
     for model, wait in facts.unserved.items() if facts.fleet.nodes else ():
-        if wait.is_starting or wait.brief in {"loading", "boxes full"}:
+        if wait.is_starting or wait.brief in {"loading", "nodes full"}:
             continue
         asked = facts.slow.allowed.get(model, 0)
         requests = "1 request" if asked == 1 else f"{asked} requests"

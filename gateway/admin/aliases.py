@@ -33,6 +33,8 @@ TARGETS_HELP = (
     "One model to a line, then its weight: qwen3-8b 9. Without a weight: 1. The others stand in, heaviest first, "
     "when the chosen one cannot answer; a model of weight 0 only ever stands in."
 )
+STATE_WORDS = {TargetState.NO_BOX: "no node"}
+"""Where a page says it otherwise than the API."""
 STATE_STYLES = {
     TargetState.SERVED: "mst-available",
     TargetState.NO_BOX: "mst-draining",
@@ -202,7 +204,9 @@ class AliasAdmin(CreatingAdmin):
         lines = []
         for target in targets:
             state = TargetState(states.get(target.model, TargetState.NOT_ALLOWED))
-            lines.append((target.model, _print_share(target, targets), STATE_STYLES[state], state.value))
+            lines.append(
+                (target.model, _print_share(target, targets), STATE_STYLES[state], STATE_WORDS.get(state, state.value))
+            )
         return format_html('<ul class="mst-targets">{}</ul>', format_html_join("", _LINE, lines))
 
 

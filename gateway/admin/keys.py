@@ -29,7 +29,7 @@ def _priority_field() -> forms.ChoiceField:
         choices=[(priority.value, priority.value) for priority in Priority],
         initial=Priority.NORMAL.value,
         widget=UnfoldAdminSelectWidget,
-        help_text="How a box orders what waits on it",
+        help_text="Order in the node's queue",
     )
 
 
@@ -46,8 +46,8 @@ class ApiKeyForm(forms.Form):
     last_day = forms.DateField(
         required=False,
         widget=DateInput,
-        label="Last day",
-        help_text="It expires when this day ends (UTC). Empty: never.",
+        label="Expires on",
+        help_text="It works until this day ends (UTC). Empty: it never expires.",
     )
 
 

@@ -36,7 +36,7 @@ class ModelCapsForm(forms.Form):
 
     max_tokens = limit_field("Most tokens to generate", "Empty: the installation's default.")
     max_prompt_chars = limit_field("Longest prompt in characters", "Empty: the installation's default.")
-    max_queue = limit_field("Longest queue", "How many requests may wait for a box. Empty: the installation's default.")
+    max_queue = limit_field("Longest queue", "How many requests may wait for a node. Empty: the installation's default.")
 
 
 class ModelDetailsForm(forms.Form):
@@ -44,14 +44,14 @@ class ModelDetailsForm(forms.Form):
 
     fallbacks = NameListField(
         required=False,
-        help_text="Models that answer instead when this one has no box or cannot answer in time. One to a line, in order.",
+        help_text="Models that answer instead when this one has no node or cannot answer in time. One to a line, in order.",
     )
-    context_tokens = limit_field("Context window in tokens", "Shown to clients. Empty: what its boxes say.")
+    context_tokens = limit_field("Context window in tokens", "Shown to clients. Empty: what the nodes report.")
     tokenizer = forms.CharField(
         max_length=MAX_MODEL_NAME_CHARS,
         required=False,
         widget=UnfoldAdminTextInputWidget,
-        help_text="Folder below MUSTER_TOKENIZERS_DIR with its tokenizer.json, to count tokens without asking a box.",
+        help_text="Folder below MUSTER_TOKENIZERS_DIR with its tokenizer.json, to count tokens without asking a node.",
     )
     tidy = forms.BooleanField(
         required=False,
@@ -67,7 +67,7 @@ class ModelForm(ModelCapsForm):
     name = forms.CharField(
         max_length=MAX_MODEL_NAME_CHARS,
         widget=UnfoldAdminTextInputWidget,
-        help_text="Exactly as boxes declare it and clients ask for it",
+        help_text="The model name clients send, e.g. llama3.2",
     )
     field_order = ("name", *CAPS)
 
@@ -137,7 +137,7 @@ class AllowListAdmin(CreatingAdmin):
     create_form = ModelForm
     create_title = "Allow a model"
     create_explanation = (
-        "Clients may ask for it within seconds, whether a box serves it yet or not. "
+        "Clients may ask for it within seconds, whether a node serves it yet or not. "
         "Caps above the installation's defaults need approval once there is a policy."
     )
     row_changes: ClassVar[tuple[RowChange, ...]] = (
@@ -198,12 +198,12 @@ class AllowListAdmin(CreatingAdmin):
         """Return whether clients may use it."""
         return "allowed" if model.allowed else "declared"
 
-    @column("Boxes", label={"served": "success", "no box": "warning"})
+    @column("Nodes", label={"served": "success", "no node": "warning"})
     def show_served(self, model: Model) -> str:
         """Return whether a box that takes work has it."""
-        return "served" if model.name in getattr(model, "served_now", ()) else "no box"
+        return "served" if model.name in getattr(model, "served_now", ()) else "no node"
 
-    @column("Boxes")
+    @column("Nodes")
     def show_boxes(self, model: Model) -> str:
         """Return which box would serve it now, or what stands in the way."""
         wait = explain_waits([model.name])[model.name]
@@ -232,7 +232,7 @@ class AllowListAdmin(CreatingAdmin):
     @column("Context window")
     def show_context(self, model: Model) -> str:
         """Return the context window that clients are told."""
-        return "as its boxes say" if model.context_tokens is None else f"{model.context_tokens:,} tokens"
+        return "reported by the nodes" if model.context_tokens is None else f"{model.context_tokens:,} tokens"
 
     @column("Tokenizer")
     def show_tokenizer(self, model: Model) -> str:

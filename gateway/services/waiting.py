@@ -22,11 +22,11 @@ _BRIEF = {
     Obstacle.CORDONED: "cordoned",
     Obstacle.PROVIDER_OFF: "provider off",
     Obstacle.TAKEN_BACK: "taken back",
-    Obstacle.HOLDS_BACK: "box holds back",
-    Obstacle.LATE: "box late",
-    Obstacle.ERROR: "box in error",
-    Obstacle.UNREACHABLE: "box unreachable",
-    Obstacle.SILENT: "box offline",
+    Obstacle.HOLDS_BACK: "node holds back",
+    Obstacle.LATE: "node late",
+    Obstacle.ERROR: "node in error",
+    Obstacle.UNREACHABLE: "node unreachable",
+    Obstacle.SILENT: "node offline",
 }
 _LIFTED_FIRST = tuple(_BRIEF)
 """A click first, then a question to somebody, then a walk to the box."""
@@ -83,16 +83,16 @@ def explain_wait(model: str, boxes: Sequence[ServingBox]) -> Wait:
     if free:
         return Wait(
             "starting",
-            f"{free[0].name} has {model} and a free slot.",
-            "It starts at once. If it does not, the box may not answer the request's path: see its page.",
+            f"{model} is served by {free[0].name} ({free[0].slots - free[0].active} of {free[0].slots} slots free).",
+            "It starts at once. If it does not, the node may not answer the request's path: see its page.",
             is_starting=True,
         )
     if able:
         full = _join(f"{box.name} {box.active} of {box.slots}" for box in able)
         return Wait(
-            "boxes full",
-            f"Every box that has {model} is full: {full}.",
-            f"It starts when one is done. To shorten the queue, load {model} on another box or lower the rates of keys.",
+            "nodes full",
+            f"Every node that has {model} is full: {full}.",
+            f"It starts when one is done. To shorten the queue, load {model} on another node or lower the rates of keys.",
         )
     loading = [box for box in boxes if box.has is Has.LOADING and box.obstacle is None]
     if loading:
@@ -109,20 +109,20 @@ def _explain_held(model: str, boxes: Sequence[ServingBox]) -> Wait:
     if len(boxes) == 1:
         reason = f"Only {first.name} has {model}, and it {first.obstacle}."
     else:
-        reason = f"No box that has {model} takes work: {_join(f'{box.name} {box.obstacle}' for box in boxes)}."
+        reason = f"No node that has {model} takes work: {_join(f'{box.name} {box.obstacle}' for box in boxes)}."
     return Wait(_BRIEF[first.obstacle or Obstacle.SILENT], reason, _advise(model, first))
 
 
 def _advise(model: str, box: ServingBox) -> str:
     match box.obstacle:
         case Obstacle.PROVIDER_OFF:
-            return f"Enable the provider {box.provider}, or load {model} on a box of another one."
+            return f"Enable the provider {box.provider}, or load {model} on a node of another one."
         case Obstacle.DRAINING | Obstacle.DRAINED:
-            return f"Undrain {box.name}, or load {model} on another box."
+            return f"Undrain {box.name}, or load {model} on another node."
         case Obstacle.CORDONED:
-            return f"Uncordon {box.name}, or load {model} on another box."
+            return f"Uncordon {box.name}, or load {model} on another node."
         case Obstacle.TAKEN_BACK:
-            return f"Ask {box.owner or 'its owner'}, or load {model} on another box."
+            return f"Ask {box.owner or 'its owner'}, or load {model} on another node."
         case Obstacle.ERROR:
             return f"{box.name} says: {box.last_error}" if box.last_error else f"Look at the page of {box.name} and at its log."
         case Obstacle.LATE:
@@ -138,12 +138,12 @@ def _explain_missing(model: str, boxes: Sequence[ServingBox]) -> Wait:
     if able:
         where = _join(able)
         return Wait(
-            "not loaded", f"No box has {model} loaded; {where} could load it.", f"Propose on the page of {able[0]} to load it."
+            "not loaded", f"No node has {model} loaded; {where} could load it.", f"Propose on the page of {able[0]} to load it."
         )
     return Wait(
-        "no box",
-        f"No box has {model}.",
-        "Start a box that has it. If the name is wrong, correct the alias or the client.",
+        "no node",
+        f"No node has {model}.",
+        "Start a node that has it. If the name is wrong, correct the alias or the client.",
     )
 
 

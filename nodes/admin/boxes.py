@@ -39,12 +39,12 @@ from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import explain_unreachable
 from nodes.services.lifecycle import EVICT, FORCED_DRAIN
 from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS
-from wire.contract import NodeStatus
+from wire.contract import NodeMode, NodeStatus
 
 LEVELS = {
-    "L2": "L2: it checks the signatures of the approvers itself",
-    "L1": "L1: it checks a key that belongs to it alone",
-    "L0": "L0: it checks a shared key",
+    "L2": "L2: approvals are verified on the node",
+    "L1": "L1: the node checks a key of its own",
+    "L0": "L0: the node checks a shared key",
 }
 STATUS_COLOURS = {
     NodeStatus.AVAILABLE.value: "success",
@@ -66,15 +66,15 @@ class DrainForm(forms.Form):
         max_length=200,
         required=False,
         widget=UnfoldAdminTextInputWidget,
-        help_text="Shown beside the box and in the audit",
+        help_text="Shown beside the node and in the audit",
     )
     timeout_s = forms.FloatField(
-        label="Time for running requests, seconds",
+        label="Interrupt running requests after (seconds)",
         min_value=0,
         max_value=86_400,
         required=False,
         widget=UnfoldAdminIntegerFieldWidget,
-        help_text="What still runs then is interrupted. Empty = the setting",
+        help_text="Empty: MUSTER_DRAIN_TIMEOUT_S, 120 unless it was changed",
     )
 
 
@@ -82,14 +82,14 @@ class OpKeyForm(forms.Form):
     """What is asked of the key that tokens for a box called over HTTP are signed with."""
 
     level = forms.ChoiceField(
-        choices=[("L0", "L0: as public model runners check it"), ("L1", "L1: bound to box and parameters")]
+        choices=[("L0", "L0: as public model runners check it"), ("L1", "L1: bound to node and parameters")]
     )
     secret = forms.CharField(
         label="Key",
         max_length=64,
         strip=False,
         widget=forms.PasswordInput(attrs={"autocomplete": "off"}),
-        help_text="The text in the box's key file, 16 to 64 bytes. It is not shown again",
+        help_text="The text in the node's key file, 16 to 64 bytes. It is not shown again",
     )
     kid = forms.CharField(
         label="Id of the key", max_length=64, required=False, widget=UnfoldAdminTextInputWidget, help_text="L1 needs one"
@@ -99,7 +99,7 @@ class OpKeyForm(forms.Form):
         max_length=200,
         required=False,
         widget=UnfoldAdminTextInputWidget,
-        help_text="L1: MUSTER_RUNNER_ID of the box. Empty = a name made from this one",
+        help_text="L1: MUSTER_RUNNER_ID of the node. Empty = a name made from this one",
     )
 
 
@@ -160,7 +160,7 @@ def _set_op_key(node: Node, actor: str, values: Values) -> str:
 
 
 PROPOSALS = (("model-load", "Propose: load"), ("model-unload", "Propose: unload"), ("cache-flush", "Propose: flush"))
-FORCED = ((FORCED_DRAIN, "Propose: forced drain"), (EVICT, "Propose: put everything off"))
+FORCED = ((FORCED_DRAIN, "Propose: forced drain"), (EVICT, "Request eviction (stop all work)"))
 
 
 @admin.register(Node)
@@ -174,7 +174,7 @@ class NodeAdmin(ShowingAdmin):
         "show_models",
         "show_load",
         "show_gpus",
-        "mode",
+        "show_lending",
         "show_held_back",
         "show_changes",
     )
@@ -188,7 +188,7 @@ class NodeAdmin(ShowingAdmin):
     refusals = (NodeError, GovernanceError)
     fieldsets = (
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_rival")}),
-        ("Decided", {"fields": ("mode", "show_held_back", "show_drain", "drain_deadline_at", "drain_reason")}),
+        ("Scheduling", {"fields": ("show_lending", "show_held_back", "show_drain", "drain_deadline_at", "drain_reason")}),
         (
             "Governance",
             {
@@ -202,10 +202,10 @@ class NodeAdmin(ShowingAdmin):
                 )
             },
         ),
-        ("Box", {"fields": ("name", "printed_id", "owner_name", "provider", "credential", "show_models")}),
+        ("Node", {"fields": ("name", "show_id", "owner_name", "provider", "credential", "show_models")}),
         (
             "Link",
-            {"fields": ("reach", "public_base_url", "show_connected", "max_concurrent", "agent_version", "created_at")},
+            {"fields": ("show_reach", "public_base_url", "show_connected", "max_concurrent", "agent_version", "created_at")},
         ),
     )
     readonly_fields = tuple(name for _, options in fieldsets for name in options["fields"])
@@ -213,21 +213,21 @@ class NodeAdmin(ShowingAdmin):
         RowChange(
             name="cordon",
             label="Cordon",
-            explanation="The box gets no new work. What runs goes on. A cordon survives reconnects and restarts.",
+            explanation="The node gets no new work. What runs goes on. A cordon survives reconnects and restarts.",
             run=_cordon,
             is_offered=lambda node: not node.cordoned,
         ),
         RowChange(
             name="uncordon",
             label="Uncordon",
-            explanation="The box gets work again.",
+            explanation="The node gets work again.",
             run=_uncordon,
             is_offered=lambda node: node.cordoned,
         ),
         RowChange(
             name="drain",
             label="Drain",
-            explanation="The box gets no new work; what still runs after the time below is interrupted.",
+            explanation="The node gets no new work; what still runs after the time below is interrupted.",
             run=_drain,
             is_offered=lambda node: not node.draining,
             form=DrainForm,
@@ -237,7 +237,7 @@ class NodeAdmin(ShowingAdmin):
         RowChange(
             name="undrain",
             label="Undrain",
-            explanation="The drain ends and the box gets work again.",
+            explanation="The drain ends and the node gets work again.",
             run=_undrain,
             is_offered=lambda node: node.draining,
         ),
@@ -245,7 +245,7 @@ class NodeAdmin(ShowingAdmin):
             name="op-key",
             label="Operation key",
             explanation=(
-                "Approved operations for this box are signed with this key from now on. Whoever has it can operate the box "
+                "Approved operations for this node are signed with this key from now on. Whoever has it can operate the node "
                 "without any approval, so keep it nowhere else."
             ),
             run=_set_op_key,
@@ -282,7 +282,7 @@ class NodeAdmin(ShowingAdmin):
         status = judge_status(node, presence, now=clock_of(node))
         return "drained" if status is NodeStatus.DRAINING and is_drained(node, presence) else status.value
 
-    @column("Heartbeat", ordering="presence__last_heartbeat_at")
+    @column("Last seen", ordering="presence__last_heartbeat_at")
     def show_heartbeat(self, node: Node) -> str:
         """Return how long ago the box was heard."""
         presence = _presence(node)
@@ -308,7 +308,7 @@ class NodeAdmin(ShowingAdmin):
         return describe_gpus(node, _presence(node)) or "-"
 
     @column(
-        "Held back",
+        "Scheduling",
         label={
             "cordoned": "warning",
             "draining": "warning",
@@ -321,7 +321,22 @@ class NodeAdmin(ShowingAdmin):
         """Return what operators decided against new work on it."""
         drain = "drained" if is_drained(node, _presence(node)) else "draining"
         words = [word for word, is_so in (("cordoned", node.cordoned), (drain, node.draining)) if is_so]
-        return ", ".join(words)
+        return ", ".join(words) or "open"
+
+    @column("Lending", ordering="mode", label={"reclaimed by owner": "warning"})
+    def show_lending(self, node: Node) -> str:
+        """Return whether its owner lends it."""
+        return "on" if node.mode == NodeMode.SPARE_ON.value else "reclaimed by owner"
+
+    @column("Node ID")
+    def show_id(self, node: Node) -> str:
+        """Return the printed id."""
+        return node.printed_id
+
+    @column("Connection")
+    def show_reach(self, node: Node) -> str:
+        """Return how the gateway reaches it."""
+        return "outbound: the node dials in" if node.reach == Reach.RELAY.value else "inbound: called over HTTP"
 
     @column("Drain")
     def show_drain(self, node: Node) -> str:
@@ -338,7 +353,7 @@ class NodeAdmin(ShowingAdmin):
         why = explain_unreachable(node, presence) if node.reach == Reach.DIRECT.value else ""
         return " · ".join(part for part in (presence.last_error, f"cannot be reached: {why}" if why else "") if part) or "-"
 
-    @column("Second box")
+    @column("Duplicate node")
     def show_rival(self, node: Node) -> str:
         """Return that another box asked for this one's name, until a day after it did so last."""
         age_s = (timezone.now() - node.rival_seen_at).total_seconds() if node.rival_seen_at is not None else _RIVAL_SHOWN_S
@@ -358,7 +373,9 @@ class NodeAdmin(ShowingAdmin):
         found = active_policy()
         newest = found[0].version if found is not None else 0
         pinned = (
-            f"version {node.policy_version} pinned" if node.policy_version else "none pinned: run ./muster trust on the box"
+            f"version {node.policy_version} pinned"
+            if node.policy_version
+            else "This node trusts no policy yet. Run ./muster trust WORDS on it"
         )
         return f"{pinned} · version {newest} is in force" if newest else f"{pinned} · none is in force"
 
@@ -382,7 +399,7 @@ class NodeAdmin(ShowingAdmin):
         """Return whether a gateway holds its socket, and from where."""
         presence = _presence(node)
         if presence is None or not presence.connected:
-            return "no socket"
+            return "not connected"
         return f"{presence.protocol or 'socket'} from {presence.peer_address or 'an unknown address'}"
 
 

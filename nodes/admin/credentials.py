@@ -17,20 +17,20 @@ from nodes.services import create_credential, revoke_credential
 class CredentialForm(forms.Form):
     """What is asked for a new node credential."""
 
-    name = forms.CharField(max_length=80, widget=UnfoldAdminTextInputWidget, help_text="Which box or boxes will use it")
+    name = forms.CharField(max_length=80, widget=UnfoldAdminTextInputWidget, help_text="Which node or nodes will use it")
     provider = forms.ModelChoiceField(
         queryset=Provider.objects.exclude(state=ProviderState.DELETED),
         widget=UnfoldAdminSelectWidget,
-        help_text="Boxes of a provider are switched on and off together",
+        help_text="Nodes of a provider are switched on and off together",
     )
     max_nodes = forms.IntegerField(
-        min_value=1, initial=1, widget=UnfoldAdminIntegerFieldWidget, help_text="How many boxes may enrol with it"
+        min_value=1, initial=1, widget=UnfoldAdminIntegerFieldWidget, help_text="How many nodes may enrol with it"
     )
     node = forms.ModelChoiceField(
         queryset=Node.objects.all(),
         required=False,
         widget=UnfoldAdminSelectWidget,
-        help_text="Bind it to one known box, to replace that box's credential. Empty = boxes enrol with it",
+        help_text="Bind it to one known node, to replace that node's credential. Empty = nodes enrol with it",
     )
 
 
@@ -62,12 +62,12 @@ class NodeCredentialAdmin(CreatingAdmin):
     empty_words = "A node shows its credential when it connects. Create one, then start the node with it."
     create_form = CredentialForm
     create_title = "New node credential"
-    create_explanation = "A GPU box shows it when it connects. It is shown here once."
+    create_explanation = "A node shows it when it connects. It is shown here once."
     row_changes: ClassVar[tuple[RowChange, ...]] = (
         RowChange(
             name="revoke",
             label="Revoke",
-            explanation="Boxes that use it are cut off and cannot come back with it, for good.",
+            explanation="Nodes that use it are cut off and cannot come back with it, for good.",
             run=_revoke,
             is_offered=lambda credential: credential.revoked_at is None,
             is_danger=True,
@@ -83,7 +83,7 @@ class NodeCredentialAdmin(CreatingAdmin):
             node_id=values["node"].pk if values["node"] else None,
             actor=actor,
         )
-        return Created(row=credential, secret=text, usage="On the box: ./muster node --gateway URL --token <credential>")
+        return Created(row=credential, secret=text, usage="On the node: ./muster node --gateway URL --token <credential>")
 
     @column("Credential")
     def show_prefix(self, credential: NodeCredential) -> str:

@@ -29,7 +29,7 @@ def _enable(provider: Provider, actor: str, values: Values) -> str:
 
 def _disable(provider: Provider, actor: str, values: Values) -> str:
     disable_provider(name=provider.name, actor=actor)
-    return f"Provider {provider.name} is disabled: its boxes get no work and cannot connect."
+    return f"Provider {provider.name} is disabled: its nodes get no work and cannot connect."
 
 
 def _delete(provider: Provider, actor: str, values: Values) -> str:
@@ -54,21 +54,21 @@ class ProviderAdmin(CreatingAdmin):
         RowChange(
             name="disable",
             label="Disable",
-            explanation="Its boxes get no new work and cannot connect until it is enabled again.",
+            explanation="Its nodes get no new work and cannot connect until it is enabled again.",
             run=_disable,
             is_offered=lambda provider: provider.state == ProviderState.ENABLED,
         ),
         RowChange(
             name="enable",
             label="Enable",
-            explanation="Its boxes may connect and get work again.",
+            explanation="Its nodes may connect and get work again.",
             run=_enable,
             is_offered=lambda provider: provider.state == ProviderState.DISABLED,
         ),
         RowChange(
             name="delete",
             label="Delete",
-            explanation="Its boxes are cut off and all its credentials are revoked, for good. Records stay.",
+            explanation="Its nodes are cut off and all its credentials are revoked, for good. Records stay.",
             run=_delete,
             is_offered=lambda provider: provider.state != ProviderState.DELETED,
             is_danger=True,
@@ -92,7 +92,7 @@ class ProviderAdmin(CreatingAdmin):
         """Return the state as a word."""
         return provider.state
 
-    @column("Boxes", ordering="node_count")
+    @column("Nodes", ordering="node_count")
     def show_nodes(self, provider: Any) -> int:  # Any: carries an annotation
         """Return how many boxes it has."""
         return int(provider.node_count)

@@ -118,7 +118,7 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: BoxThread
     expect(table(page, "Loading")).to_contain_text("reading weights")
     expect(table(page, "Loading")).to_contain_text("37 s")
     expect(table(page, "Failed")).to_contain_text("model.bin ends after 12 MiB")
-    expect(page.locator("#box")).to_contain_text("3 waiting on the box, 0.42 s on average")
+    expect(page.locator("#box")).to_contain_text("3 waiting on the node, 0.42 s on average")
     expect(page.locator("#box .mst-chips")).to_contain_text("nomic-embed-text-v1.5")
     expect(page.locator("#box h2 small").first).to_contain_text("live")
 

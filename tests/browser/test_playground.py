@@ -116,7 +116,7 @@ def wait_with_a_reason(page: Page) -> None:
     """Ask for a model that no box has; see why nothing comes, and stop."""
     page.get_by_label("Model or alias").select_option("unserved")
     page.get_by_role("button", name="Send").click()
-    expect(page.locator("#pg-status")).to_contain_text("Waiting. No box has unserved. Start a box that has it.")
+    expect(page.locator("#pg-status")).to_contain_text("Waiting. No node has unserved. Start a node that has it.")
     page.locator("#pg-stop").click()
     expect(page.locator("#pg-status")).to_have_text("Stopped.")
     page.get_by_label("Model or alias").select_option(MODEL)

@@ -258,7 +258,7 @@ class Run {
         this.#showTokens(usage.completion ?? (pieces || null), { isGuess: usage.completion === null });
         find("raw").hidden = this.#raw === "";
         find("raw-text").textContent = this.#raw;
-        find("status").textContent = isStopped ? "Stopped." : isBad ? "It did not work." : "Done.";
+        find("status").textContent = isStopped ? "Stopped." : isBad ? "Request failed." : "Done.";
         find("empty").textContent = isStopped ? "Stopped before anything came." : "The answer is empty.";
         find("empty").hidden = this.answer.hasContent || isBad;
     }

@@ -59,11 +59,11 @@ const refresh = async (url) => {
             find("code-hint").innerHTML = usualHint;
             show();
         } else {
-            find("code-hint").textContent = `Not up to date: ${answer.error.message}`;
+            find("code-hint").textContent = answer.error.message;
         }
     } catch (error) {
         if (error.name !== "AbortError") {
-            find("code-hint").textContent = "Not up to date: the control plane did not answer. Reload the page.";
+            find("code-hint").textContent = "The control plane did not answer, so the code may be old. Reload the page.";
         }
     }
 };

@@ -61,7 +61,7 @@ async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
         while (pushed := await receive(page))["queued"] == 0:
             pass  # it looks every few seconds as well, and may have done so before
     assert pushed["queued"] == 1
-    assert "No box has &lt;b&gt;tiny&lt;/b&gt;." in pushed["html"]
+    assert "No node has &lt;b&gt;tiny&lt;/b&gt;." in pushed["html"]
     await page.disconnect(timeout=30)
 
 

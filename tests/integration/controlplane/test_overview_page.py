@@ -78,9 +78,9 @@ def test_what_waits_is_said_with_its_reason_and_what_to_do(boss: Client) -> None
     page = boss.get(reverse("admin:index")).content.decode()
 
     assert re.search(r"1 waits for tiny, for \d+\ss\.", page)
-    assert "Only attic has tiny, and it is being drained. Undrain attic, or load tiny on another box." in page
-    assert "Every box that has big is full: cellar 1 of 1." in page
-    assert "No box has unheard-of." in page
+    assert "Only attic has tiny, and it is being drained. Undrain attic, or load tiny on another node." in page
+    assert "Every node that has big is full: cellar 1 of 1." in page
+    assert "No node has unheard-of." in page
 
 
 def test_an_allowed_model_that_no_node_has_is_named_with_the_requests_for_it() -> None:
@@ -93,9 +93,9 @@ def test_an_allowed_model_that_no_node_has_is_named_with_the_requests_for_it() -
     said = {problem.what: problem.advice for problem in read_overview().problems}
 
     assert said["No node answers for llama3.2, and clients sent 1 request for it in the last hour."].startswith(
-        "No box has llama3.2."
+        "No node has llama3.2."
     )
-    assert said["Clients may use big, and no node answers for it."].startswith("No box has big loaded; attic could load it.")
+    assert said["Clients may use big, and no node answers for it."].startswith("No node has big loaded; attic could load it.")
     assert not any("tiny" in what for what in said)
 
 

@@ -34,6 +34,7 @@ from gateway.services.aliases import create_alias
 from nodes.models import Node
 from tests.control_process import free_port
 from tests.integration.gateway_admin.factories import ACTOR, audited, make_operator, make_record
+from tests.integration.governance.team import make_governed
 from tests.integration.nodes.factories import make_node, make_presence
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -164,6 +165,13 @@ def test_the_same_question_as_code(operator: Client, settings: Any) -> None:
     assert not ApiKey.objects.exists()
 
 
+def test_a_session_that_is_read_only_still_gets_the_code(operator: Client) -> None:
+    make_governed()
+
+    assert "curl" in post(operator, CODE).json()
+    assert post(operator, SEND).status_code == 403
+
+
 def test_a_record_is_followed_by_those_who_may_see_it(operator: Client) -> None:
     record = make_record(node_name="attic", queue_ms=7, completion_tokens=5)
     facts = operator.get(FACTS, {"request": record.printed_id}).json()
@@ -180,9 +188,9 @@ def test_why_an_answer_is_long_in_coming_is_said_of_models_and_aliases(operator:
     def why(model: str) -> str:
         return str(operator.get(WAIT, {"model": model}).json()["why"])
 
-    held = f"Waiting. Only attic has {MODEL}, and it is cordoned. Uncordon attic, or load {MODEL} on another box."
+    held = f"Waiting. Only attic has {MODEL}, and it is cordoned. Uncordon attic, or load {MODEL} on another node."
     assert why(MODEL) == why("fast") == held
-    assert "No box has other." in why("other")
+    assert "No node has other." in why("other")
     assert why("auto") == why("") == ""
     Node.objects.update(cordoned=False)
     assert why(MODEL) == why("fast") == ""

@@ -411,5 +411,5 @@ def test_the_list_of_requests_says_what_was_asked_for_why_it_failed_and_why_it_w
             page = boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode()
         counts.append(len(queries))
 
-    assert all(text in page for text in ("asked for gpt-4o-mini", "FORWARDED_REQUEST_FAILED", "no box"))
+    assert all(text in page for text in ("asked for gpt-4o-mini", "FORWARDED_REQUEST_FAILED", "no node"))
     assert counts[0] == counts[1]

@@ -320,7 +320,7 @@ def test_the_page_of_a_box_says_how_it_decides_and_what_can_be_proposed(boss: Cl
     node = make_box(rig, policy_version=1, witness_size=42, clock_ms=1)
     shown = page(boss, "nodes_node_change", node.pk)
     for text in (
-        "L2: it checks the signatures",
+        "L2: approvals are verified on the node",
         rig.runner_id,
         "version 1 pinned · none is in force",
         "42",

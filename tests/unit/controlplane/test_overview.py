@@ -185,7 +185,7 @@ def test_what_is_no_problem_is_not_listed(case: str) -> None:
 
 
 def test_a_queue_needs_attention_only_when_its_head_has_waited() -> None:
-    wait = Wait("boxes full", "Every node is full.", "Add one.")
+    wait = Wait("nodes full", "Every node is full.", "Add one.")
 
     assert find_problems(facts(waits=[WaitingModel("tiny", 40, 1.0, wait)])) == ()
     problems = find_problems(facts(waits=[WaitingModel("tiny", 3, 9.0, wait), WaitingModel("big", 1, 4.0, wait)]))
