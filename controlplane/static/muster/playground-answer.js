@@ -12,8 +12,8 @@ const keyAdvice = "A key that this page made was revoked: send again, and it mak
 
 // What to do about an error that the gateway names. Without an entry its own words must do.
 const advice = {
-    NO_AVAILABLE_NODE: "Choose a model that a box serves, or look under Nodes why no box takes work.",
-    NODE_DRAINING: "Undrain a box under Nodes, or choose another model.",
+    NO_AVAILABLE_NODE: "Choose a model that a node serves, or look under Nodes why no node takes work.",
+    NODE_DRAINING: "Undrain a node under Nodes, or choose another model.",
     MODEL_NOT_ALLOWED: "Allow the model under Models, or choose another one.",
     INVALID_API_KEY: keyAdvice,
     invalid_api_key: keyAdvice,
@@ -22,9 +22,9 @@ const advice = {
     PROMPT_TOO_LARGE: "Shorten the prompt, or choose a model with a larger window.",
     context_length_exceeded: "Shorten the prompt or lower Max tokens, or choose a model with a larger window.",
     MAX_TOKENS_TOO_LARGE: "Lower Max tokens.",
-    REQUEST_TIMEOUT: "Every box was busy, or the model is slow. Send again, or ask for fewer tokens.",
-    FORWARDED_REQUEST_FAILED: "The engine on the box failed; the log of the box says why.",
-    REQUEST_INTERRUPTED: "The box went away in the middle. Send again.",
+    REQUEST_TIMEOUT: "Every node was busy, or the model is slow. Send again, or ask for fewer tokens.",
+    FORWARDED_REQUEST_FAILED: "The engine on the node failed; the log of the node says why.",
+    REQUEST_INTERRUPTED: "The node went away in the middle. Send again.",
 };
 let latest = null;
 

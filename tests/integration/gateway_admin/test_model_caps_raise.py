@@ -334,7 +334,7 @@ def test_the_preview_says_whose_slots_are_held_and_who_waits(big: Model) -> None
         make_presence(make_node(name, model_names=["big"], max_concurrent=slots, draining=draining))
     (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_prompt_chars": 2_000_000})
     assert impact.text.startswith("Longer requests for big hold a slot longer")
-    assert impact.text.endswith("2 boxes serve big now, with 6 slots in all.")
+    assert impact.text.endswith("2 nodes serve big now, with 6 slots in all.")
     (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_queue": 50})
     assert impact.text.startswith("More requests for big may wait")
 
