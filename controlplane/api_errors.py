@@ -46,7 +46,7 @@ _LOOK_FIRST = (
 )
 
 logger = logging.getLogger(__name__)
-_TYPES = {
+_TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",

@@ -228,7 +228,7 @@ class Serving:
             request.method, request.path, request.headers, body, request.tenant, request.cache_mode, request.cache_tag,
             request.priority,
         )  # fmt: skip
-        forgotten = ()
+        forgotten: tuple[str, ...] = ()
         if request.endpoint == MESSAGES and not request.on_socket:  # else the gateway has seen to it
             forgotten = find_unhonoured([replica.supervisor.engine.name], request.body)
         replica.active += 1

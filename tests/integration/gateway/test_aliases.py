@@ -377,10 +377,11 @@ def test_looking_at_the_question_deletes_nothing(boss: Client) -> None:
 def test_details_of_a_model_are_changed_on_its_page(boss: Client) -> None:
     model = Model.objects.get(name="a")
     page = reverse("admin:gateway_model_confirm", args=[model.pk, "details"])
-    sent = {"fallbacks": "c\nb\n", "context_tokens": "8192", "tokenizer": "qwen3"}
+    sent = {"fallbacks": "c\nb\n", "context_tokens": "8192", "tokenizer": "qwen3", "tidy": "on"}
     assert boss.post(page, sent).status_code == 302
     model.refresh_from_db()
     assert (model.fallbacks, model.context_tokens, model.tokenizer) == (["c", "b"], 8192, "qwen3")
+    assert model.tidy
     assert "c\nb" in boss.get(page).content.decode()
     shown = boss.get(reverse("admin:gateway_model_change", args=[model.pk])).content.decode()
     for text in ("c, b", "8,192 tokens", "qwen3"):

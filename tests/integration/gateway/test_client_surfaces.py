@@ -540,7 +540,7 @@ async def test_chunks_of_a_model_that_is_to_be_tidied_are_put_right_whatever_nod
 ) -> None:
     gateway = make_gateway(tidy=tidy)
     link = gateway.link()
-    more = {} if options is None else {"x_pool_options": options}
+    more: dict[str, Any] = {} if options is None else {"x_pool_options": options}
     request = gateway.ask(stream=True, **more)
     (await request.on(link)).answer(SLOPPY[:30], SLOPPY[30:], ENDED, headers={"content-type": "text/event-stream"})
     await request.done()

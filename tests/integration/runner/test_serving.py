@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any  # fields are JSON
 
 import msgspec
 import pytest

@@ -114,7 +114,7 @@ class TestTheRealEngine:
         assert await answer(box, ask(messages=long, padding="x" * 1_200_000)) == counted
 
     async def test_the_owner_is_told_what_the_engines_own_messages_leave_out(self, box: Parts) -> None:
-        asked = {"max_tokens": 1, "messages": TALK[1:], "thinking": {"type": "disabled"}, "seed": 7}
+        asked: dict[str, Any] = {"max_tokens": 1, "messages": TALK[1:], "thinking": {"type": "disabled"}, "seed": 7}
         async with box.door.open(ask(MESSAGES, **asked)) as found:
             assert (found.status, found.headers["x-muster-ignored"]) == (200, "thinking.type, seed")
         async with box.door.open(ask(MESSAGES, max_tokens=1, messages=TALK[1:])) as found:

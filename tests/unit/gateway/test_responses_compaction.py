@@ -10,9 +10,9 @@ import httpx2
 import openai
 import pytest
 
-from gateway.dialects import SURFACES
+from gateway.dialects import SURFACES, Surface
 from gateway.dialects.responses.compaction import pack_summary, translate_compact
-from gateway.dialects.translation import AnswerContext
+from gateway.dialects.translation import AnswerContext, Translation
 from gateway.errors import BadRequest
 from gateway.values import InferenceRequest
 
@@ -28,8 +28,15 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-def ask(surface: Any = COMPACT, **fields: Any) -> InferenceRequest:
-    return surface.parse(json.dumps({"model": "m", **fields}).encode(), {})
+def ask(surface: Surface = COMPACT, **fields: Any) -> InferenceRequest:
+    request: InferenceRequest = surface.parse(json.dumps({"model": "m", **fields}).encode(), {})
+    return request
+
+
+def say(request: InferenceRequest, surface: Surface = COMPACT) -> Translation:
+    """Return a request as a node gets it."""
+    assert surface.translate is not None
+    return surface.translate(request)
 
 
 def answer(content: str | None, *, reason: str = "stop") -> bytes:
@@ -38,7 +45,7 @@ def answer(content: str | None, *, reason: str = "stop") -> bytes:
 
 
 def compact(summary: str = "Somebody asks about λ.", **fields: Any) -> dict[str, Any]:
-    translation = COMPACT.translate(ask(**{"input": TALK, **fields}))
+    translation = say(ask(**{"input": TALK, **fields}))
     translator = translation.open_answer(CONTEXT)
     body = translator.translate_whole(answer(summary))
     assert translator.failure is None
@@ -54,13 +61,15 @@ def test_the_answer_is_what_openais_sdk_reads_users_messages_first() -> None:
     assert (found.usage.input_tokens, found.usage.output_tokens) == (40, 6)
     assert [item.type for item in found.output] == ["message", "message", "compaction"]
     assert found.output[-1].id == "cmp_0123"
-    assert "λ" not in found.output[-1].encrypted_content  # clients pass it on unread
+    last = found.output[-1]
+    assert last.type == "compaction"
+    assert "λ" not in last.encrypted_content  # clients pass it on unread
 
 
 def test_the_model_is_asked_for_the_summary_of_all_that_was_said() -> None:
     tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
     form = {"format": {"type": "json_object"}}
-    translation = COMPACT.translate(ask(input=TALK, instructions="Be brief.", tools=tools, text=form))
+    translation = say(ask(input=TALK, instructions="Be brief.", tools=tools, text=form))
     chat = json.loads(translation.body)
     assert translation.path == "/v1/chat/completions"
     assert [turn["role"] for turn in chat["messages"]] == ["system", "user", "assistant", "tool", "user"]
@@ -74,11 +83,11 @@ def test_the_output_is_the_input_of_the_next_request(summary: str) -> None:
     output = compact(summary)["output"]
     request = ask(RESPONSES, input=[*output, {"role": "user", "content": "Go on."}])
     assert request.path == "/v1/chat/completions"  # engines that speak Responses would not know the item
-    (turn,) = json.loads(RESPONSES.translate(request).body)["messages"]
+    (turn,) = json.loads(say(request, RESPONSES).body)["messages"]
     assert turn["role"] == "user"
     for words in ("What is a λ?", f"Summary of the conversation so far:\n{summary}", "Go on."):
         assert words in turn["content"]
-    again = COMPACT.translate(ask(input=output))
+    again = say(ask(input=output))
     assert summary in json.loads(again.body)["messages"][-1]["content"]
 
 
@@ -88,7 +97,7 @@ def test_the_output_is_the_input_of_the_next_request(summary: str) -> None:
 )
 def test_what_somebody_else_compacted_is_refused_by_its_field(packed: object) -> None:
     with pytest.raises(BadRequest) as caught:
-        RESPONSES.translate(ask(RESPONSES, input=[{"type": "compaction", "encrypted_content": packed}]))
+        say(ask(RESPONSES, input=[{"type": "compaction", "encrypted_content": packed}]), RESPONSES)
     assert caught.value.param == "input[0].encrypted_content"
 
 
@@ -105,7 +114,7 @@ def test_what_a_compaction_cannot_be_is_refused_by_its_field(fields: dict[str, A
     "body", [answer(""), answer(None), answer("  \n"), b"{", b'{"choices":[]}', b'{"error":{"message":"no"}}']
 )
 def test_an_answer_without_a_summary_is_a_failure(body: bytes) -> None:
-    translator = COMPACT.translate(ask(input=TALK)).open_answer(CONTEXT)
+    translator = say(ask(input=TALK)).open_answer(CONTEXT)
     assert translator.translate_whole(body) == b""
     assert translator.failure is not None
 

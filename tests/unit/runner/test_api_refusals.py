@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import MutableMapping
+from typing import Any
 
 import pytest
 
@@ -24,13 +26,13 @@ PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
     ],
 )
 def test_the_type_of_an_error_is_what_clients_choose_their_exception_by(path: str, refusal: RequestRefused, kind: str) -> None:
-    said = json.loads(render(refusal, path=path).body)
+    said = json.loads(bytes(render(refusal, path=path).body))
     assert (said["error"]["type"], said["error"]["code"], said["error"]["message"]) == (kind, refusal.code, "no")
     assert said.get("type") == ("error" if path == "/v1/messages" else None)
 
 
 async def test_a_wrong_key_is_named_in_the_words_that_litellm_looks_for() -> None:
-    sent: list[dict[str, object]] = []
+    sent: list[MutableMapping[str, Any]] = []  # Any: ASGI leaves it open
 
     async def nobody(*_: object) -> None:
         raise AssertionError("the guard let it through")
@@ -38,11 +40,11 @@ async def test_a_wrong_key_is_named_in_the_words_that_litellm_looks_for() -> Non
     async def receive() -> dict[str, object]:
         return {"type": "http.request"}
 
-    async def send(message: dict[str, object]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
     config = ApiConfig(host="127.0.0.1", port=0, key="a key of more than 16 characters", has_metrics=False, metrics_port=None)
     guard = AccessGuard(nobody, config=config)
     await guard({"type": "http", "path": "/v1/models", "headers": []}, receive, send)
     assert sent[0]["status"] == 401
-    assert b"Incorrect API key provided" in bytes(sent[1]["body"])  # type: ignore[call-overload]  # ASGI leaves it open
+    assert b"Incorrect API key provided" in sent[1]["body"]
