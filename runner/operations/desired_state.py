@@ -133,7 +133,9 @@ class DesiredState:
         except LedgerError as error:
             log.error("desired models cannot be read: %s", error)  # noqa: TRY400  # text for the owner
             return
-        await asyncio.gather(*(self._restore(model) for model in models))
+        # All are verified before the first is loaded, so that they are loaded in the order in which they were approved.
+        bodies = [(model, await self._find_body(model)) for model in models]
+        await asyncio.gather(*(self._try_a_few_times(model, body) for model, body in bodies if body is not None))
 
     def verify(self, model: DesiredModel) -> Accepted:
         """Return what was approved about a model, after verifying all of it again. Raises NotDesired.
@@ -175,21 +177,21 @@ class DesiredState:
         else:
             self._lent.set()
 
-    async def _restore(self, model: DesiredModel) -> None:
+    async def _find_body(self, model: DesiredModel) -> LoadBody | None:
+        """Return with what a model is loaded again; None when it is not to be, which is its problem then."""
+        if model.unfinished >= MAX_UNFINISHED:
+            times = f"{model.unfinished} times in a row"
+            self._give_up(model, f"the runner ended {times} while it loaded it; have it approved again to retry")
+            return None
         try:
             accepted = await asyncio.to_thread(self.verify, model)
             # What made room for it then is gone, and nothing else is to go for it.
-            body = msgspec.convert({**accepted.params, "evictModel": None}, LoadBody)
+            return msgspec.convert({**accepted.params, "evictModel": None}, LoadBody)
         except NotDesired as error:
             self._give_up(model, str(error))
         except msgspec.ValidationError as error:  # of a later version of this program
             self._give_up(model, f"its parameters cannot be used: {error}")
-        else:
-            if model.unfinished < MAX_UNFINISHED:
-                await self._try_a_few_times(model, body)
-            else:
-                times = f"{model.unfinished} times in a row"
-                self._give_up(model, f"the runner ended {times} while it loaded it; have it approved again to retry")
+        return None
 
     async def _try_a_few_times(self, model: DesiredModel, body: LoadBody) -> None:
         attempts = len(self._pauses_s) + 1

@@ -69,10 +69,12 @@ def test_a_kept_model_serves_after_its_runner_is_killed_and_one_that_is_not_is_s
     assert plain["state"] == "succeeded"
     assert "any more" not in fleet.backstage("benchmarks.govcheck.problems")
     kill_runner(fleet)
-    said = fleet.wait(
-        lambda: "any more" in (words := fleet.backstage("benchmarks.govcheck.problems")) and words, within_s=60,
-        what="Overview names the model",
-    )  # fmt: skip
+
+    def read_loss() -> str | None:
+        words = fleet.backstage("benchmarks.govcheck.problems")
+        return words if "any more" in words else None
+
+    said = fleet.wait(read_loss, within_s=60, what="Overview names the model")
     assert f"{MODEL} was loaded on local and is not any more." in said
     assert "Propose it again: /approvals/propose?operation=model-load&target=local%23" in said
 

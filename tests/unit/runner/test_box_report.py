@@ -120,3 +120,19 @@ async def test_memory_is_that_of_the_machine_with_the_models_parts_of_it() -> No
     memory = read_memory(replace(READING, used_mb=500), [model])
     assert memory is not None
     assert (memory.used_mb, memory.weights_mb, memory.kv_mb) == (500, 60, 1)
+
+
+def test_a_kept_model_is_marked_and_one_that_could_not_be_loaded_again_says_why() -> None:
+    there, gone = served(make_model("there", replicas=1)), make_model("gone")
+    failed = make_model("failed")
+    failed.apply(ModelEvent.LOAD)
+    failed.apply(ModelEvent.FAIL, error="the engine's words")
+    desired = {"there": "an old problem", "gone": "", "failed": "4 attempts failed", "unknown": "There is no such model"}
+    found = {info.model: (info.state, info.kept, info.detail) for info in list_replicas([there, gone, failed], desired)}
+    assert found == {
+        "there": ("loaded", True, ""),
+        "gone": ("loading", True, "the node is about to load it again"),
+        "failed": ("failed", True, "4 attempts failed"),
+        "unknown": ("failed", True, "There is no such model"),
+    }
+    assert not list_replicas([there])[0].kept
