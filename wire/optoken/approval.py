@@ -368,12 +368,15 @@ def load_public_key(spki: bytes) -> PublicKey:
         return key
     if spelling == spki and isinstance(key, ed25519.Ed25519PublicKey) and _is_sound(key):
         return key
-    is_rsa = spelling == spki and isinstance(key, rsa.RSAPublicKey)
-    if is_rsa and key.key_size in _RSA_BITS and key.public_numbers().e == 65537:
+    if spelling == spki and isinstance(key, rsa.RSAPublicKey) and _is_usual(key):
         return key
     raise ApprovalError(
         Rule.BAD_POLICY, "only P-256, Ed25519 and RSA keys of 2048, 3072 or 4096 bits in their usual encoding are accepted"
     )
+
+
+def _is_usual(key: rsa.RSAPublicKey) -> bool:
+    return key.key_size in _RSA_BITS and key.public_numbers().e == 65537
 
 
 def _is_sound(key: ed25519.Ed25519PublicKey) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -242,7 +242,9 @@ def test_a_second_spelling_of_a_signature_is_still_one_vote() -> None:
 
 
 def test_a_passkey_signature_over_the_bare_digest_is_no_assertion() -> None:
-    bare = ADA.passkey.private_key.sign(STATEMENT.digest, ECDSA(SHA256()))  # type: ignore[call-arg]  # a P-256 key here
+    key = ADA.passkey.private_key
+    assert isinstance(key, EllipticCurvePrivateKey)
+    bare = key.sign(STATEMENT.digest, ECDSA(SHA256()))
     assert rule_of(edited(signature=encode_bytes(bare))) is Rule.BAD_SIGNATURE
 
 
