@@ -36,7 +36,7 @@ INVITATION_USAGE = "Hand this link to the person yourself. It works once, for 72
 
 
 @admin.register(User)
-class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[misc,type-arg]  # not generic at run time; Unfold has no types
+class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg]  # not generic at run time; Unfold has no types
     """Operators. Switched off, never deleted: the audit trail names them."""
 
     form = UserChangeForm
@@ -143,7 +143,7 @@ admin.site.unregister(Group)
 
 
 @admin.register(Group)
-class GroupAdmin(DjangoGroupAdmin, FindingAdmin):  # type: ignore[misc]  # Unfold ships no types
+class GroupAdmin(DjangoGroupAdmin, FindingAdmin):
     """Named sets of permissions. Administrators alone change them: whoever is in a group could give it more."""
 
     actions = None

@@ -152,7 +152,7 @@ class AuditEventAdmin(ShowingAdmin):
     ) -> HttpResponse:  # Any: Django's
         """Show the list below what is known of the log's integrity."""
         context = {**(extra_context or {}), "audit_log": read_status()}
-        return super().changelist_view(request, context)  # type: ignore[no-any-return]  # Unfold ships no types
+        return super().changelist_view(request, context)
 
     @column("Entry", ordering="entry__seq")
     def show_seq(self, event: AuditEvent) -> str:

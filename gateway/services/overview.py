@@ -76,4 +76,4 @@ def read_expiring_keys() -> tuple[ExpiringKey, ...]:
     now = timezone.now()
     usable = ApiKey.objects.filter(revoked_at=None, last_used_at__gte=now - KEY_WARNING)
     rows = usable.filter(expires_at__range=(now, now + KEY_WARNING)).order_by("expires_at")
-    return tuple(ExpiringKey(*row) for row in rows.values_list("pk", "name", "expires_at"))
+    return tuple(ExpiringKey(key.pk, key.name, key.expires_at) for key in rows if key.expires_at is not None)

@@ -116,7 +116,7 @@ def test_a_password_session_is_told_to_use_the_passkey(at_home: Visit, authentic
     page.get_by_role("button", name="Sign in", exact=True).click()
     press(page, "Make a passkey")
     expect(page.get_by_text("It signs you in from now on")).to_be_visible()
-    expect(page.get_by_text("This session may only look")).to_be_visible()
+    expect(page.get_by_text("This session is read-only")).to_be_visible()
     expect(page.get_by_role("button", name="Make a passkey")).to_have_count(0)
 
 

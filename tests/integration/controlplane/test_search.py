@@ -27,7 +27,7 @@ def boss() -> Client:
 
 
 def search(client: Client, text: str) -> str:
-    return client.get(reverse("admin:search"), {"s": text, "extended": 1}).content.decode()
+    return client.get(reverse("admin:search"), {"s": text, "extended": "1"}).content.decode()
 
 
 def test_nodes_models_keys_and_pages_are_found_by_a_part_of_their_name(boss: Client) -> None:

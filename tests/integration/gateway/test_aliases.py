@@ -331,7 +331,7 @@ def test_pages_show_shares_and_who_can_answer_now(boss: Client) -> None:
     page = boss.get(reverse(LIST)).content.decode()
     one = boss.get(reverse("admin:gateway_modelalias_change", args=[alias.pk])).content.decode()
     for shown in (page, one):
-        for text in ("75\u00a0%", "25\u00a0%", "stands in", "served", "no box", "not allowed"):
+        for text in ("75\u00a0%", "25\u00a0%", "stands in", "served", "no node", "not allowed"):
             assert text in shown
     assert "no model answers" in page
     assert "no model answers" not in one

@@ -39,7 +39,7 @@ class Scrape:
 
 async def test_nodes_are_counted_by_their_status_and_those_of_deleted_providers_are_not() -> None:
     scrape = Scrape()
-    changes = (
+    changes: tuple[dict[str, object], ...] = (
         {},
         {},
         {"draining": True},
