@@ -124,9 +124,10 @@ class Box:
         """Return a fresh reading of the machine, the models and the load."""
         await self.parts.look()
         await self._look_at_governance()
-        sample = self._sample()
+        facts = await self._list_facts()
+        sample = self._sample()  # nothing waits behind it: the load that it tells is that of the moment it is sent
         if sample.memory is not None:
-            sample.memory.models = await self._list_facts()
+            sample.memory.models = facts
         return sample
 
     async def _list_facts(self) -> list[ModelFacts]:
