@@ -6,7 +6,7 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-    dependencies = [("gateway", "0004_change_marks")]
+    dependencies = [("gateway", "0005_refused_requests")]
 
     operations = [
         migrations.AddField(
