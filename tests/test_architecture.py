@@ -299,3 +299,12 @@ def test_pages_load_nothing_from_other_servers(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     foreign = re.findall(r"""(?:src|href|@import|url\()\s*=?\s*["'(]?((?:https?:)?//[^\s"')]+)""", text)
     assert not [url for url in foreign if not url.startswith(("http://www.w3.org/", "https://www.w3.org/"))]
+
+
+def test_a_wheel_holds_every_package_that_ships_and_the_templates() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        setuptools = tomllib.load(file)["tool"]["setuptools"]
+    assert setuptools["packages"]["find"]["include"] == sorted(f"{name}*" for name in (*PACKAGES, "templates"))
+    assert setuptools["package-data"] == {"*": ["*"]}
+    top = {name.split("/")[0] for name in tree_files() if name.endswith("/__init__.py")}
+    assert top - set(PACKAGES) == {"benchmarks", "tests"}, "a package at the top either ships or is named here"

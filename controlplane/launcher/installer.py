@@ -140,8 +140,14 @@ def run_installer(command: Sequence[str], environment: Mapping[str, str], total:
             now = time.monotonic()
             if now - shown_at >= _TICK_S:
                 shown_at = now
-                progress(f"  {what}: {min(len(found), total)} of {total}, {now - began:.0f} s: {tail[-1][:60]}")
+                progress(describe_step(what, found=len(found), total=total, seconds=now - began, last=tail[-1]))
     return None if process.returncode == 0 else " / ".join(tail)[-400:]
+
+
+def describe_step(what: str, *, found: int, total: int, seconds: float, last: str) -> str:
+    """Return how far an installer is. What is counted was found in an index, which comes before it is downloaded."""
+    counted = f" (found {min(found, total)} of {total})" if total > 1 else ""
+    return f"  {what}{counted}, {seconds:.0f} s: {last[:60]}"
 
 
 def _read_lines(output: IO[bytes]) -> Iterator[str]:

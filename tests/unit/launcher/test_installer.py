@@ -6,7 +6,14 @@ import os
 import sys
 
 from controlplane.launcher.environment import SETS, lock_file
-from controlplane.launcher.installer import count_pins, parse_pip_settings, run_installer, uv_environment, uv_options
+from controlplane.launcher.installer import (
+    count_pins,
+    describe_step,
+    parse_pip_settings,
+    run_installer,
+    uv_environment,
+    uv_options,
+)
 
 
 def test_variables_win_over_install_files_and_those_over_global_files() -> None:
@@ -83,3 +90,11 @@ def test_an_installer_that_fails_leaves_its_last_words() -> None:
 
 def test_an_installer_that_succeeds_has_no_last_words() -> None:
     assert run_installer([sys.executable, "-c", "print('fine')"], os.environ, 1) is None
+
+
+def test_a_step_says_what_is_counted_and_counts_no_single_package() -> None:
+    step = describe_step("packages", found=104, total=103, seconds=2.4, last="Downloaded twisted")
+    assert step == "  packages (found 103 of 103), 2 s: Downloaded twisted"
+    assert describe_step("the installer uv", found=0, total=1, seconds=4.0, last="downloading…") == (
+        "  the installer uv, 4 s: downloading…"
+    )
