@@ -71,9 +71,6 @@ class Node(models.Model):
     credential = models.ForeignKey(NodeCredential, on_delete=models.PROTECT, null=True, blank=True, related_name="nodes")
     reach = models.CharField(max_length=10, choices=Reach.choices, default=Reach.RELAY)
     public_base_url = models.URLField(max_length=300, blank=True)
-    runner_api_key = models.CharField(
-        max_length=200, blank=True, default="", db_default="", editable=False, help_text="What its URL is called with"
-    )
     gpu_name = models.CharField(max_length=200, blank=True)
     vram_total_mb = models.PositiveIntegerField(null=True, blank=True)
     agent_version = models.CharField(max_length=60, blank=True)

@@ -75,7 +75,9 @@ async def register(lab: Lab, url: str) -> DirectNode:
     _, token = lab.operate("nodes.services.create_credential", name=name, provider_name="local")
     reply = await lab.control("POST", "/nodes/register", token=token, body=registration(name, url, model))
     assert reply.status == 200, reply
-    assert set(reply.json) == {"node_id", "status", "accepted_model", "heartbeat_interval_sec"}
+    contract = {"node_id", "status", "accepted_model", "heartbeat_interval_sec"}
+    assert set(reply.json) == contract | {"reachable", "unreachable_reason"}
+    assert reply.json["reachable"], reply.json
     assert reply.json["status"] == "offline"
     assert reply.json["accepted_model"] == model
     return DirectNode(lab, token, reply.json["node_id"], model, name)

@@ -15,13 +15,6 @@ class Migration(migrations.Migration):
             field=models.DateTimeField(blank=True, help_text="When the mode was asked for; an older wish is void", null=True),
         ),
         migrations.AddField(
-            model_name="node",
-            name="runner_api_key",
-            field=models.CharField(
-                blank=True, db_default="", default="", editable=False, help_text="What its URL is called with", max_length=200
-            ),
-        ),
-        migrations.AddField(
             model_name="nodepresence",
             name="gateway_links",
             field=models.JSONField(
