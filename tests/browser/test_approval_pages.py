@@ -175,7 +175,7 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
     expect(ana.page.get_by_role("heading", name="No policy is in force yet")).to_be_visible()
     ana.page.get_by_role("link", name="Draft the first policy").click()
     ana.page.get_by_label("Why?").fill("so that nobody acts alone")
-    ana.page.get_by_role("button", name="Draft it").click()
+    ana.page.get_by_role("button", name="Submit for approval").click()
     expect(ana.page.get_by_text("You asked for this and cannot approve it")).to_be_visible()
     draft = in_database(Operation.objects.get)
     for visit in (ben, cleo):
