@@ -69,7 +69,7 @@ def registration(name: str, url: str, model: str) -> dict[str, Any]:
     }
 
 
-async def register(lab: Lab, url: str) -> DirectNode:
+async def register(lab: Lab, url: str, *, reachable: bool = True) -> DirectNode:
     """Register a box with a credential and a model of its own."""
     model, name = await lab.model(), unique("direct")
     _, token = lab.operate("nodes.services.create_credential", name=name, provider_name="local")
@@ -77,7 +77,7 @@ async def register(lab: Lab, url: str) -> DirectNode:
     assert reply.status == 200, reply
     contract = {"node_id", "status", "accepted_model", "heartbeat_interval_sec"}
     assert set(reply.json) == contract | {"reachable", "unreachable_reason"}
-    assert reply.json["reachable"], reply.json
+    assert reply.json["reachable"] is reachable, reply.json
     assert reply.json["status"] == "offline"
     assert reply.json["accepted_model"] == model
     return DirectNode(lab, token, reply.json["node_id"], model, name)
@@ -94,7 +94,8 @@ async def test_a_registered_box_that_reports_itself_serves_requests(lab: Lab, ba
     node = await register(lab, backend.url)
     beat = await node.heartbeat()
     assert beat.status == 200
-    assert set(beat.json) == {"ok", "server_time", "effective_status", "should_drain"}
+    contract = {"ok", "server_time", "effective_status", "should_drain"}
+    assert set(beat.json) == contract | {"reachable", "unreachable_reason"}
     assert (beat.json["ok"], beat.json["effective_status"], beat.json["should_drain"]) == (True, "available", False)
     reply = await lab.ask(node.model, "over HTTP")
     assert reply.status == 200
@@ -124,15 +125,14 @@ async def test_an_upstream_error_of_a_direct_box_keeps_status_and_body(lab: Lab,
     assert reply.error["message"] == "the engine's own words"
 
 
-async def test_a_direct_box_that_cannot_be_reached_is_502(lab: Lab, backend: ScriptedBackend) -> None:
+async def test_a_node_whose_url_nobody_listens_on_is_offline_and_gets_no_request(lab: Lab, backend: ScriptedBackend) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # held, but nobody listens
-        node = await register(lab, f"http://127.0.0.1:{deaf.getsockname()[1]}")
-        await node.heartbeat()
+        node = await register(lab, f"http://127.0.0.1:{deaf.getsockname()[1]}", reachable=False)
+        beat = await node.heartbeat()
+        assert (beat.json["effective_status"], beat.json["reachable"]) == ("offline", False)
         reply = await lab.ask(node.model)
-    assert reply.status in {502, 503}, reply
-    assert reply.error["code"] in {"FORWARDED_REQUEST_FAILED", "REQUEST_INTERRUPTED"}
-    assert_failure(reply, reply.status, reply.error["code"])
+    assert_failure(reply, 503, "NODE_UNHEALTHY")
 
 
 async def test_a_client_that_leaves_aborts_the_call_to_a_direct_box(lab: Lab, backend: ScriptedBackend) -> None:
