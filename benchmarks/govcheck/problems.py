@@ -13,7 +13,7 @@ def main() -> int:
     from controlplane.overview import read_overview
 
     for problem in read_overview().problems:
-        sys.stdout.write(f"{problem.what} {problem.advice} {problem.link_text}: {problem.link}\n")
+        sys.stdout.write(f"{problem.what} {problem.advice} {problem.link}: {problem.url}\n")
     return 0
 
 

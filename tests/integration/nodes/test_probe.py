@@ -24,7 +24,7 @@ from nodes.services import (
     register_direct_node,
 )
 from nodes.services.health import explain_unreachable
-from nodes.services.overview import list_served_models, read_served_models
+from nodes.services.overview import read_fleet, read_served_models
 from nodes.services.probe import SILENT_S
 from nodes.services.sessions import load_node_rows
 from tests.integration.nodes.factories import ACTOR, make_credential, make_node
@@ -137,13 +137,13 @@ def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_unti
     assert (beaten.effective_status, beaten.unreachable) == (NodeStatus.OFFLINE, "answers with 503")
     (row,) = load_node_rows()
     assert row.unreachable == "answers with 503"
-    assert list_served_models() == frozenset()
+    assert read_fleet().served_models == frozenset()
     handler.status = 404  # it has no such path, and it is there
     long_ago = timezone.now() - timedelta(seconds=SILENT_S + 1)
     NodePresence.objects.update(probed_at=long_ago)
     assert probe_direct_nodes() == 0
     assert record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
-    assert read_served_models() == list_served_models() == frozenset({"m"})
+    assert read_served_models() == read_fleet().served_models == frozenset({"m"})
 
 
 def test_a_node_that_heartbeats_without_url_and_socket_is_offline() -> None:
