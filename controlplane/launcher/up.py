@@ -40,7 +40,7 @@ _BOOTSTRAP_DEADLINE_S = 300.0
 _TICK_S, _REPEAT_S = 3.0, 10.0
 """How long the person waits for the next line about the database: one that is new, and the same again."""
 EXAMPLE_QUESTION = "Tell me a story."
-"""The same in README.md and in the playground."""
+"""The same as in README.md."""
 
 
 @dataclass(frozen=True, slots=True)
