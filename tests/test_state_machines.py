@@ -6,11 +6,15 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS, ApprovalState, RunState
 from nodes.states import Freshness, effective_status
 from runner.pool.states import TRANSITIONS, ModelState
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, NodeStatus
+
+State = TypeVar("State", bound=str)
+Event = TypeVar("Event", bound=str)
 
 PAGE = Path(__file__).parents[1] / "docs" / "state-machines.md"
 HEAD = """# State machines
@@ -33,7 +37,9 @@ def render() -> str:
     return "\n".join(sections)
 
 
-def _machine(title: str, source: str, table: Mapping[tuple[str, str], str], states: Iterable[str], final: Iterable[str]) -> str:
+def _machine(
+    title: str, source: str, table: Mapping[tuple[State, Event], State], states: Iterable[str], final: Iterable[str]
+) -> str:
     ends = set(final)
     rows = [f"| `{state}` | `{event}` | `{after}` |" for (state, event), after in table.items()]
     lines = [f"## {title}", "", f"Source: {source}. States: {_list(states)}."]

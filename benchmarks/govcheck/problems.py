@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import django
@@ -9,6 +10,7 @@ import django
 
 def main() -> int:
     """Print the problems."""
+    os.environ["MUSTER_ADMIN_PAGES"] = "true"  # problems link to pages; most programs of an installation do without them
     django.setup()
     from controlplane.overview import read_overview
 

@@ -107,7 +107,7 @@ async def test_an_unknown_model_is_a_not_found_error(sdk: openai.AsyncOpenAI) ->
     with pytest.raises(openai.NotFoundError) as caught:
         await sdk.chat.completions.create(model=unique("unheard-of"), messages=[{"role": "user", "content": "hi"}])
     assert caught.value.code == "MODEL_NOT_ALLOWED"
-    assert caught.value.type == "invalid_request_error"
+    assert caught.value.type == "not_found_error"
 
 
 async def test_a_used_up_key_is_a_rate_limit_error_that_says_when_to_come_back(lab: Lab, sdk: openai.AsyncOpenAI) -> None:

@@ -86,7 +86,7 @@ async def test_a_bug_of_ours_is_a_failure_and_no_interruption(make_gateway: Make
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
-async def test_what_an_engine_refuses_has_failed_and_was_not_rejected(make_gateway: Make, *, streams: bool) -> None:
+async def test_what_an_engine_refuses_for_its_size_is_the_callers_mistake(make_gateway: Make, *, streams: bool) -> None:
     gateway = make_gateway()
     link = gateway.link(paths={CHAT})
     request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=streams)
@@ -98,7 +98,7 @@ async def test_what_an_engine_refuses_has_failed_and_was_not_rejected(make_gatew
         stream.answer(said)
     await request.done()
     assert b"prompt is too long" in request.client.body
-    assert await request.record("state", "error_code") == ("failed", "context_length_exceeded")
+    assert await request.record("state", "error_code") == ("rejected", "context_length_exceeded")
 
 
 # models

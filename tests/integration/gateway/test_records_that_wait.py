@@ -28,7 +28,7 @@ async def test_a_request_that_lost_its_box_is_queued_until_it_has_another(make_g
     first = gateway.link()
     request = gateway.ask()
     await request.on(first)
-    await until_record(gateway, "state, node_name", "assigned", first.node_name)
+    await until_record(gateway, "state, node_name", "running", first.node_name)
     gateway.registry.remove(first)
     await until_record(gateway, "state, model, attempts", "queued", "m", 1)
     second = gateway.link()

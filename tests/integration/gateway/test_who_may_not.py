@@ -73,7 +73,7 @@ async def test_kept_answers_which_may_have_megabytes_are_given_out_at_the_keys_r
 # The playground
 
 
-@pytest.mark.parametrize("path", ["playground/send", "playground/code", "gateway/apikey/add/", "gateway/modelalias/add/"])
+@pytest.mark.parametrize("path", ["playground/send", "gateway/apikey/add/", "gateway/modelalias/add/"])
 def test_a_session_that_may_only_look_neither_asks_nor_makes_keys_or_aliases(path: str) -> None:
     make_operator()
     create_tenant(name="default", actor=ACTOR)

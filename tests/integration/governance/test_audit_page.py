@@ -46,10 +46,10 @@ def test_the_list_says_what_was_verified_signed_and_witnessed(boss: Client, sett
     WitnessStatement.objects.create(node_name="box-1", root=b"1", **seen)
     page = read_list(boss)
     assert "4 entries, signed 2026-11-02 09:08:07 UTC" in page
-    assert "1 box witnessed it, last at 2026-11-02 10:09:08 UTC" in page
+    assert "1 node witnessed it, last at 2026-11-02 10:09:08 UTC" in page
     assert "alarm" not in page
     WitnessStatement.objects.create(node_name="box-2", root=b"2", alarm=True, **seen)
-    assert "1 alarm of boxes that saw another log" in read_list(boss)
+    assert "1 alarm of nodes that saw another log" in read_list(boss)
 
 
 def test_an_event_is_shown_with_its_place_and_hash(boss: Client) -> None:

@@ -89,19 +89,22 @@ def test_every_way_in_which_a_gateway_ends_a_request_is_explained() -> None:
     ("ended", "said"),
     [
         (record(None), None),
-        (record("A_CODE_OF_LATER"), "refused with this code"),
-        (record(ErrorCode.NO_AVAILABLE_NODE), "No box took it in time"),
+        (record("A_CODE_OF_LATER"), "ended with this code"),
+        (record(ErrorCode.NO_AVAILABLE_NODE), "No node took the request in time"),
         (record(ErrorCode.NO_AVAILABLE_NODE, state="rejected"), "The queue of the model was full"),
         (record(ErrorCode.REQUEST_TIMEOUT), "in the queue"),
         (record(ErrorCode.REQUEST_TIMEOUT, attempts=1), "longer than a request may take"),
-        (record(ErrorCode.FORWARDED_REQUEST_FAILED, node_name="attic", status_code=502), "The engine on attic failed."),
-        (record(ErrorCode.FORWARDED_REQUEST_FAILED, status_code=429), "The engine refused it with HTTP 429."),
+        (
+            record(ErrorCode.FORWARDED_REQUEST_FAILED, node_name="attic", status_code=502),
+            "The engine on attic failed with HTTP 502.",
+        ),
+        (record(ErrorCode.FORWARDED_REQUEST_FAILED, status_code=429), "The engine had no room (HTTP 429)."),
         (
             record(ErrorCode.FORWARDED_REQUEST_FAILED, status_code=200, is_streaming=True, bytes_out=1234),
             "in the middle of the answer, after 1,234 bytes",
         ),
     ],
-    ids=["served", "unknown", "no-box", "queue-full", "queue", "in-all", "engine", "refused", "middle"],
+    ids=["served", "unknown", "no-box", "queue-full", "queue", "in-all", "engine", "no-room", "middle"],
 )
 def test_an_ending_says_what_the_record_knows(ended: RequestRecord, said: str | None) -> None:
     ending = explain_ending(ended)
