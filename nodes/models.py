@@ -71,6 +71,9 @@ class Node(models.Model):
     credential = models.ForeignKey(NodeCredential, on_delete=models.PROTECT, null=True, blank=True, related_name="nodes")
     reach = models.CharField(max_length=10, choices=Reach.choices, default=Reach.RELAY)
     public_base_url = models.URLField(max_length=300, blank=True)
+    sealed_api_key = models.TextField(
+        blank=True, default="", db_default="", editable=False, help_text="What calls of its URL authenticate with, encrypted"
+    )
     gpu_name = models.CharField(max_length=200, blank=True)
     vram_total_mb = models.PositiveIntegerField(null=True, blank=True)
     agent_version = models.CharField(max_length=60, blank=True)
@@ -152,6 +155,9 @@ class NodePresence(models.Model):
     observed_at = models.DateTimeField(null=True, blank=True)
     probed_at = models.DateTimeField(null=True, blank=True, help_text="When its URL was last called to see whether it answers")
     probe_error = models.CharField(max_length=300, blank=True, help_text="Why that failed; empty = it answered")
+    capabilities_at = models.DateTimeField(
+        null=True, blank=True, help_text="When its GET /v1/capabilities was last read; empty = it never answered that"
+    )
     updated_at = models.DateTimeField(default=timezone.now)
 
     def __str__(self) -> str:

@@ -1,80 +1,183 @@
-"""Calling the URL of each node that registered one: until it answers, the node is not available and gets no request."""
+"""Calling the URL of each node that registered one: until it answers, the node is not available and gets no request.
+
+A node of the model-runner API is asked for its capabilities every 5 s. They fill the columns that the telemetry of a node
+that dials in fills. A node without that endpoint is asked for its models, and lives by its register and heartbeats.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 
 import httpx
+import msgspec
+from django.conf import settings
+from django.db import transaction
 from django.db.models import F, Q
+from django.db.models.functions import Now
 from django.utils import timezone
 
+from governance.audit import record_event
 from governance.hints import publish_hint
 from nodes.addresses import DirectTarget, resolve_direct_target
 from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, Reach
+from nodes.session import Capabilities, find_endpoints, read_capabilities, store_endpoints
+from wire.contract import NodeStatus
 
 _PROBE_TIMEOUT_S = 3.0
-_MAX_ERROR_CHARS = 300
+MAX_ERROR_CHARS = 300
+_MAX_BODY_BYTES = 1024 * 1024
 _BATCH = 100
 _AT_ONCE = 16
 ANSWERED_S, SILENT_S = 29.0, 4.0
-"""After so many seconds a node that answered, and one that did not, is called again."""
+"""After so many seconds a node that answered is called again, and one that did not or that tells its capabilities."""
 NO_ANSWER = "it took the connection and did not answer in time"
+_CAPABILITIES, _MODELS = "/v1/capabilities", "/v1/models"
+
+logger = logging.getLogger("muster.nodes")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a call came to. ``error``: why no gateway can reach the node, empty = one can; ``said``: its capabilities."""
+
+    error: str = ""
+    said: Capabilities | None = None
 
 
 def probe_direct_nodes() -> int:
     """Call the nodes that are due, those longest not called first; return how many did not answer.
 
-    One that answered is due after ANSWERED_S, one that did not after SILENT_S. At most _BATCH are called, _AT_ONCE at a time.
+    One that tells its capabilities, and one that did not answer, is due after SILENT_S, any other after ANSWERED_S. At most
+    _BATCH are called, _AT_ONCE at a time.
     """
     now = timezone.now()
     is_due = Q(presence__probed_at=None) | Q(presence__probed_at__lte=now - timedelta(seconds=ANSWERED_S))
-    is_due |= ~Q(presence__probe_error="") & Q(presence__probed_at__lte=now - timedelta(seconds=SILENT_S))
+    is_soon = ~Q(presence__probe_error="") | Q(presence__capabilities_at__isnull=False)
+    is_due |= is_soon & Q(presence__probed_at__lte=now - timedelta(seconds=SILENT_S))
     nodes = Node.objects.filter(is_due, reach=Reach.DIRECT, presence__isnull=False).exclude(public_base_url="")
     due = list(nodes.select_related("presence").order_by(F("presence__probed_at").asc(nulls_first=True))[:_BATCH])
     with ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="probe") as pool:
-        errors = list(pool.map(lambda node: probe_url(node.public_base_url), due))
-    for node, error in zip(due, errors, strict=True):
-        _store(node, error)
-    return sum(bool(error) for error in errors)
+        results = list(pool.map(probe_node, due))
+    for node, result in zip(due, results, strict=True):
+        _store(node, result)
+    return sum(bool(result.error) for result in results)
 
 
-def _store(node: Node, error: str) -> None:
-    presence = node.presence
+@transaction.atomic
+def _store(node: Node, result: ProbeResult) -> None:
+    presence, error = node.presence, result.error
     if error == NO_ANSWER and presence.probed_at is not None and not presence.probe_error and presence.active_requests:
         error = ""  # it took the connection and has work: a server of one thread answers when that is done
     same = NodePresence.objects.filter(
         node_id=node.pk, probed_at=presence.probed_at
     )  # registering again may have called it since
-    if same.update(probed_at=timezone.now(), probe_error=error[:_MAX_ERROR_CHARS]) and bool(error) != bool(
-        presence.probe_error
-    ):
+    if not same.update(probed_at=timezone.now(), probe_error=error[:MAX_ERROR_CHARS]):
+        return
+    is_news = bool(error) != bool(presence.probe_error)
+    if result.said is not None:
+        is_news |= store_capabilities(node, presence, result.said)
+    if is_news:
         publish_hint("nodes", str(node.pk))
 
 
-def probe_url(url: str) -> str:
-    """Ask ``GET /v1/models`` of a box; return why that failed, or an empty text. Any HTTP answer counts as an answer."""
+def store_capabilities(node: Node, presence: NodePresence, said: Capabilities) -> bool:
+    """Write what a node said of itself; return whether its models or its status changed. ``presence`` as it was read.
+
+    A node that ever sent a heartbeat lives by its heartbeats, also for its status. Of one that never did the call is the sign
+    of life, and its health the status.
+    """
+    rows = NodePresence.objects.filter(pk=node.pk, connected=False)
+    told = said.telemetry
+    values: dict[str, object] = {
+        "gpus": msgspec.to_builtins(told.gpus),
+        "replicas": msgspec.to_builtins(told.replicas),
+        "available_models": told.available,
+        "memory": msgspec.to_builtins(told.memory),
+        "queue_depth": told.queue_depth,
+        "avg_wait_ms": told.avg_wait_ms,
+    }
+    sums = {"vram_used_mb": said.vram_used_mb, "vram_free_mb": said.vram_free_mb, "gpu_util_percent": said.gpu_util_percent}
+    known = {name: value for name, value in sums.items() if value is not None}
+    if not rows.update(**values, **known, updated_at=Now()):
+        return False  # it holds a socket by now, and says more there
+    status = NodeStatus.ERROR if said.ailment else NodeStatus.AVAILABLE
+    is_alive = rows.filter(Q(last_heartbeat_at=None) | Q(last_heartbeat_at=F("capabilities_at"))).update(
+        capabilities_at=Now(),
+        last_heartbeat_at=Now(),
+        reported_status=status.value,
+        is_accepting_jobs=True,
+        last_error=f"the node says that its health is {said.ailment}" if said.ailment else "",
+    )
+    if not is_alive:
+        rows.update(capabilities_at=Now())
+    elif presence.reported_status == NodeStatus.OFFLINE.value:
+        record_event(actor=f"node:{node.name}", action="node.online", target=node.printed_id, detail={"name": node.name})
+    endpoints = find_endpoints(said.models, replicas=told.replicas, registered=())
+    declared: dict[str, object] = {"model_names": list(said.models), "model_endpoints": store_endpoints(endpoints)}
+    is_declared = Node.objects.filter(pk=node.pk, reach=Reach.DIRECT).exclude(**declared).update(**declared, updated_at=Now())
+    is_loading = (presence.replicas, presence.available_models) != (values["replicas"], values["available_models"])
+    return bool(is_declared) or is_loading or bool(is_alive and presence.reported_status != status.value)
+
+
+def probe_node(node: Node) -> ProbeResult:
+    """Ask ``GET /v1/capabilities`` of a node, and where it has no such endpoint ``GET /v1/models``.
+
+    Any HTTP answer but 5xx counts as an answer; 503 to the first says that the node starts or stops.
+    """
     try:
-        target = resolve_direct_target(url)
+        target = resolve_direct_target(node.public_base_url)
     except NodeError as error:
-        return error.message
+        return ProbeResult(error=error.message)
     try:
         with httpx.Client(timeout=_PROBE_TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
-            response = client.send(_build_request(client, target), stream=True)
-            response.close()
+            status, body = _get(client, target, _CAPABILITIES, max_bytes=_MAX_BODY_BYTES)
+            if status == httpx.codes.OK:
+                return ProbeResult(said=_read(node, body))
+            if status not in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.UNAUTHORIZED):
+                status, _ = _get(client, target, _MODELS, max_bytes=0)
     except httpx.ReadTimeout:
-        return NO_ANSWER
+        return ProbeResult(error=NO_ANSWER)
     except httpx.TimeoutException:
-        return f"no connection within {_PROBE_TIMEOUT_S:g} s"
+        return ProbeResult(error=f"no connection within {_PROBE_TIMEOUT_S:g} s")
     except httpx.HTTPError as error:
-        return f"{type(error).__name__}: {error}"
-    return "" if response.status_code < 500 else f"answers with {response.status_code}"
+        return ProbeResult(error=f"{type(error).__name__}: {error}")
+    return ProbeResult(error="" if status < 500 else f"answers with {status}")
 
 
-def _build_request(client: httpx.Client, target: DirectTarget) -> httpx.Request:
+def _read(node: Node, body: bytes) -> Capabilities | None:
+    try:
+        return read_capabilities(body, policy=settings.NODE_SOCKETS, gpu_name=node.gpu_name)
+    except ValueError as error:
+        logger.warning("node.capabilities_unreadable node=%s error=%s", node.name, error)
+        return None
+
+
+def _get(client: httpx.Client, target: DirectTarget, path: str, *, max_bytes: int) -> tuple[int, bytes]:
+    """Return the status and, of an answer with 200, the body. Raises httpx.HTTPError, also for one too long or too slow."""
+    response = client.send(_build_request(client, target, path), stream=True)
+    try:
+        if not max_bytes or response.status_code != httpx.codes.OK:
+            return response.status_code, b""
+        raw, until = bytearray(), time.monotonic() + _PROBE_TIMEOUT_S
+        for piece in response.iter_raw():
+            raw += piece
+            if len(raw) > max_bytes:
+                raise httpx.ReadError(f"GET {path} answers with more than {max_bytes} bytes")
+            if time.monotonic() > until:
+                raise httpx.ReadTimeout(f"GET {path} was not answered in full within {_PROBE_TIMEOUT_S:g} s")
+        return response.status_code, bytes(raw)
+    finally:
+        response.close()
+
+
+def _build_request(client: httpx.Client, target: DirectTarget, path: str) -> httpx.Request:
     """Return a request that dials the checked address and is for the host of the URL, in HTTP and in TLS alike."""
-    url = httpx.URL(scheme=target.scheme, host=target.address, port=target.port, path=f"{target.base_path}/v1/models")
-    return client.build_request(
-        "GET", url, headers={"host": f"{target.host}:{target.port}"}, extensions={"sni_hostname": target.host}
-    )
+    url = httpx.URL(scheme=target.scheme, host=target.address, port=target.port, path=f"{target.base_path}{path}")
+    headers: Mapping[str, str] = {"host": f"{target.host}:{target.port}", "accept-encoding": "identity"}
+    return client.build_request("GET", url, headers=headers, extensions={"sni_hostname": target.host})

@@ -28,7 +28,8 @@ from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reac
 from nodes.services.clock import read_clock
 from nodes.services.health import explain_unreachable, judge_status, should_drain
 from nodes.services.lifecycle import set_mode
-from nodes.services.probe import probe_url
+from nodes.services.probe import MAX_ERROR_CHARS as MAX_PROBE_ERROR_CHARS
+from nodes.services.probe import ProbeResult, probe_node, store_capabilities
 from wire.contract import NodeMode, NodeStatus
 
 DEFAULT_DIRECT_CONCURRENCY = 1
@@ -98,16 +99,18 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
             f"Model {registration.current_model!r} is not on the allow-list; an operator can add it.",
             param="current_model",
         )
-    probe_error: str | None = None
+    probed: ProbeResult | None = None
     if registration.public_base_url:
         # Outside the transaction: a slow name server, or a node that does not answer, must not hold row locks.
         resolve_direct_target(registration.public_base_url)
-        probe_error = probe_url(registration.public_base_url)
+        probed = probe_node(
+            Node(name=registration.node_name, public_base_url=registration.public_base_url, gpu_name=registration.gpu_name)
+        )
     with transaction.atomic():
         node, is_new = claim_node(credential=credential, name=registration.node_name)
         presence, _ = NodePresence.objects.get_or_create(node=node)
-        if probe_error is not None:
-            presence.probed_at, presence.probe_error = timezone.now(), probe_error
+        if probed is not None:
+            presence.probed_at, presence.probe_error = timezone.now(), probed.error[:MAX_PROBE_ERROR_CHARS]
             presence.save(update_fields=["probed_at", "probe_error"])
         changed = _apply(node, registration, is_new=is_new, is_connected=presence.connected)
         if changed:
@@ -117,6 +120,9 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
             detail = {"name": node.name, "credential": credential.keyid, "changed": sorted(changed)}
             record_event(actor=f"node:{node.name}", action=action, target=node.printed_id, detail=detail)
             publish_hint("nodes", str(node.pk))
+        if probed is not None and probed.said is not None:
+            store_capabilities(node, presence, probed.said)
+            presence.refresh_from_db()
     status = judge_status(node, presence, now=read_clock())
     return Registered(node=node, status=status, unreachable=explain_unreachable(node, presence))
 

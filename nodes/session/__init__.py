@@ -25,9 +25,11 @@ from nodes.session.effects import (
 )
 from nodes.session.governance import clean_result
 from nodes.session.reports import (
+    Capabilities,
     find_contexts,
     find_endpoints,
     find_engines,
+    read_capabilities,
     read_contexts,
     read_endpoints,
     read_engines,
@@ -37,6 +39,7 @@ from nodes.session.server import ServerSession
 
 __all__ = [
     "BoxLeaving",
+    "Capabilities",
     "DataArrived",
     "Effect",
     "FrameDropped",
@@ -55,6 +58,7 @@ __all__ = [
     "find_contexts",
     "find_endpoints",
     "find_engines",
+    "read_capabilities",
     "read_contexts",
     "read_endpoints",
     "read_engines",

@@ -7,7 +7,9 @@ raises: a wrong figure on a page is better than a box that cannot work.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -15,6 +17,7 @@ import msgspec
 from nodes.session.governance import clean_governance
 from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
 from wire import bridge
+from wire.unreadable import UNREADABLE
 
 MAX_GPUS = 32
 MAX_REPLICAS = 256
@@ -44,6 +47,212 @@ _GONE = frozenset({"failed", "unloaded"})
 T = TypeVar("T")
 
 NO_MODELS = "no models accepted: this node gets no requests until it declares a model"
+
+
+_HEALTHY = "healthy"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What ``GET /v1/capabilities`` of the model-runner API says, cut to sizes that can be kept.
+
+    ``models``: names of the loaded models. ``ailment``: the node's word for its health where that is not "healthy".
+    ``vram_*`` in MiB and ``gpu_util_percent`` of all GPUs together; None = it does not say.
+    """
+
+    models: tuple[str, ...]
+    telemetry: bridge.Telemetry
+    ailment: str
+    vram_used_mb: int | None
+    vram_free_mb: int | None
+    gpu_util_percent: float | None
+
+
+class _Loaded(
+    msgspec.Struct,
+    rename={"context_length": "contextLength", "memory_mb": "gpuMemoryMB", "weights_mb": "weightsMB", "kv_mb": "kvMB"},
+):
+    id: str
+    context_length: float | None = None
+    memory_mb: float | None = None
+    engine: str = ""
+    replicas: float = 1
+    endpoints: list[str] = []
+    weights_mb: float | None = None
+    kv_mb: float | None = None
+
+
+class _Loading(msgspec.Struct):
+    id: str
+    progress: float | None = None
+    eta: float | None = None
+    stage: str = ""
+
+
+class _Failed(msgspec.Struct):
+    id: str
+    reason: str = ""
+
+
+class _Models(msgspec.Struct):
+    loaded: list[_Loaded] = []
+    loading: list[_Loading] = []
+    available: list[str] = []
+    failed: list[_Failed] = []
+
+
+class _Gpu(
+    msgspec.Struct,
+    rename={
+        "memory_total_mb": "memoryTotalMB", "memory_used_mb": "memoryUsedMB",
+        "temperature_c": "temperatureC", "power_w": "powerW",
+    },
+):  # fmt: skip
+    index: int
+    name: str = ""
+    memory_total_mb: float | None = None
+    memory_used_mb: float | None = None
+    utilization: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+class _Resources(
+    msgspec.Struct,
+    rename={
+        "gpu_ids": "gpuIds", "total_mb": "gpuMemoryTotalMB", "used_mb": "gpuMemoryUsedMB", "free_mb": "gpuMemoryFreeMB",
+        "utilization": "gpuUtilization", "kv_mb": "kvCacheSizeMB",
+    },
+):  # fmt: skip
+    device: str = "gpu"
+    gpu_ids: list[int] = []
+    total_mb: float | None = None
+    used_mb: float | None = None
+    free_mb: float | None = None
+    utilization: float | None = None
+    kv_mb: float | None = None
+    gpus: list[_Gpu] = []
+
+
+class _Queue(msgspec.Struct, rename={"avg_wait_ms": "avgWaitMs"}):
+    depth: float = 0
+    avg_wait_ms: float | None = None
+
+
+class _Answer(msgspec.Struct, rename={"runner_type": "runnerType"}):
+    models: _Models
+    runner_type: str = ""
+    resources: _Resources = msgspec.field(default_factory=_Resources)
+    queue: _Queue = msgspec.field(default_factory=_Queue)
+    health: str = _HEALTHY
+
+
+_answers = msgspec.json.Decoder(_Answer)
+_VERSION_RE = re.compile(r"-v?b?[0-9].*")
+
+
+def read_capabilities(body: bytes, *, policy: SocketPolicy, gpu_name: str = "") -> Capabilities:
+    """Return what a node answers to ``GET /v1/capabilities``. Unknown members are skipped.
+
+    ``gpu_name``: of the registration, for a node that numbers its GPUs without naming them. Raises ValueError, saying which
+    member is wrong.
+    """
+    try:
+        said = _answers.decode(body)
+    except UNREADABLE as error:
+        raise ValueError(str(error)) from None
+    resources, loaded = said.resources, said.models.loaded[:MAX_REPLICAS]
+    telemetry = bridge.Telemetry(
+        current_load=0,
+        gpus=_read_gpus(resources, gpu_name),
+        replicas=[
+            *(replica for model in loaded for replica in _read_loaded(model, said.runner_type)),
+            *(
+                bridge.ReplicaInfo(model=one.id, state="loading", detail=one.stage, progress=one.progress, eta_s=one.eta)
+                for one in said.models.loading
+            ),
+            *(bridge.ReplicaInfo(model=one.id, state="failed", detail=one.reason) for one in said.models.failed),
+        ],
+        available=said.models.available,
+        memory=None
+        if resources.total_mb is None
+        else bridge.MemoryInfo(
+            kind=resources.device,
+            total_mb=_whole(resources.total_mb),
+            used_mb=_whole(resources.used_mb),
+            weights_mb=_sum_whole(model.weights_mb for model in loaded),
+            kv_mb=_whole(resources.kv_mb),
+        ),
+        queue_depth=_whole(said.queue.depth) or 0,
+        avg_wait_ms=_whole(said.queue.avg_wait_ms),
+    )
+    clean_telemetry(telemetry)
+    models, _ = clean_models((model.id for model in loaded), policy)
+    return Capabilities(
+        models=models,
+        telemetry=telemetry,
+        ailment="" if said.health == _HEALTHY else _clean_text(said.health, _WORD_CHARS) or "unknown",
+        vram_used_mb=_clean_int(_whole(resources.used_mb), MAX_MB),
+        vram_free_mb=_clean_int(_whole(resources.free_mb), MAX_MB),
+        gpu_util_percent=_clean_float(_percent(resources.utilization), 0.0, 100.0),
+    )
+
+
+def _read_loaded(model: _Loaded, runner_type: str) -> list[bridge.ReplicaInfo]:
+    """Return one entry per replica; memory is said of all of them together and divided evenly."""
+    count = min(max(1, int(model.replicas)), MAX_REPLICAS)
+    replica = bridge.ReplicaInfo(
+        model=model.id,
+        state="loaded",
+        engine=_VERSION_RE.sub("", model.engine or runner_type),
+        memory_mb=_whole(model.memory_mb, parts=count),
+        weights_mb=_whole(model.weights_mb, parts=count),
+        kv_mb=_whole(model.kv_mb, parts=count),
+        endpoints=model.endpoints,
+        context_tokens=_whole(model.context_length),
+    )
+    return [replica] * count
+
+
+def _read_gpus(resources: _Resources, name: str) -> list[bridge.GpuInfo]:
+    """Return the GPUs; where the node gives sums alone, they are told of a GPU only if it is the only one."""
+    if resources.gpus:
+        return [
+            bridge.GpuInfo(
+                index=gpu.index,
+                name=gpu.name or name,
+                memory_total_mb=_whole(gpu.memory_total_mb),
+                memory_used_mb=_whole(gpu.memory_used_mb),
+                utilization_percent=_percent(gpu.utilization),
+                temperature_c=gpu.temperature_c,
+                power_w=gpu.power_w,
+            )
+            for gpu in resources.gpus
+        ]
+    if len(resources.gpu_ids) != 1:
+        return [bridge.GpuInfo(index=index, name=name) for index in resources.gpu_ids]
+    return [
+        bridge.GpuInfo(
+            index=resources.gpu_ids[0],
+            name=name,
+            memory_total_mb=_whole(resources.total_mb),
+            memory_used_mb=_whole(resources.used_mb),
+            utilization_percent=_percent(resources.utilization),
+        )
+    ]
+
+
+def _whole(value: float | None, *, parts: int = 1) -> int | None:
+    return None if value is None else int(value / parts)
+
+
+def _sum_whole(values: Iterable[float | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return int(sum(known)) if known else None
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def clean_models(names: Iterable[str], policy: SocketPolicy) -> tuple[tuple[str, ...], list[str]]:

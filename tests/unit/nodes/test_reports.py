@@ -16,6 +16,7 @@ from nodes.session import (
     find_contexts,
     find_endpoints,
     find_engines,
+    read_capabilities,
     read_contexts,
     read_endpoints,
     read_engines,
@@ -256,3 +257,77 @@ def test_what_a_load_may_set_is_cut_to_size() -> None:
     long = {f"f{number}": dict.fromkeys(map(str, range(MAX_LIMITS)), "w" * 200) for number in range(MAX_LIMITS)}
     assert facts_of(cleaned(memory=MemoryInfo(models=[ModelFacts(name="n", load_constraints=long)])))[0].load_constraints == {}
     assert len(msgspec.json.encode(kept)) < MEGABYTE
+
+
+# the model-runner API
+
+CAPABILITIES = """{
+  "runnerType": "vllm-0.6.0", "runnerId": "node-1",
+  "models": {
+    "loaded": [{"id": "meta-llama/Llama-3.1-70B-Instruct", "quantization": "awq-4bit", "contextLength": 32768,
+      "loadedAt": 1745880000, "gpuMemoryMB": 24000}],
+    "loading": [{"id": "mistralai/Mistral-7B-Instruct-v0.3", "progress": 0.45, "eta": 180}],
+    "available": ["meta-llama/Llama-3.1-8B-Instruct", "deepseek-ai/deepseek-r1-distill-llama-70b"]
+  },
+  "resources": {"gpuIds": [0], "gpuMemoryTotalMB": 81920, "gpuMemoryUsedMB": 58000, "gpuMemoryFreeMB": 23920,
+    "gpuUtilization": 0.67, "kvCacheSizeMB": 12000, "kvCacheUtilization": 0.45},
+  "queue": {"depth": 3, "maxDepth": 16, "avgWaitMs": 150, "p95WaitMs": 450},
+  "capabilities": {"streaming": true, "prefixCaching": true},
+  "health": "healthy"
+}"""
+
+
+def test_capabilities_in_the_words_of_the_model_runner_api_become_telemetry() -> None:
+    said = read_capabilities(CAPABILITIES.encode(), policy=SocketPolicy(), gpu_name="H100")
+    assert (said.models, said.ailment) == (("meta-llama/Llama-3.1-70B-Instruct",), "")
+    assert (said.vram_used_mb, said.vram_free_mb, said.gpu_util_percent) == (58000, 23920, 67.0)
+    told = said.telemetry
+    assert told.replicas[0].engine == "vllm"
+    assert (told.replicas[0].context_tokens, told.replicas[0].memory_mb) == (32768, 24000)
+    assert (told.replicas[1].state, told.replicas[1].progress, told.replicas[1].eta_s) == ("loading", 0.45, 180.0)
+    gpu = GpuInfo(index=0, name="H100", memory_total_mb=81920, memory_used_mb=58000, utilization_percent=67.0)
+    assert told.gpus == [gpu]
+    assert told.memory == MemoryInfo(kind="gpu", total_mb=81920, used_mb=58000, kv_mb=12000)
+    assert (told.queue_depth, told.avg_wait_ms) == (3, 150)
+
+
+@pytest.mark.parametrize(
+    ("answer", "names", "replicas", "ailment"),
+    [
+        ({"models": {}}, (), [], ""),
+        ({"models": {"loaded": [{"id": " "}, {"id": "x" * 201}, {"id": "a"}]}}, ("a",), None, ""),
+        ({"models": {"failed": [{"id": "a", "reason": "out of memory"}]}}, (), [("a", "failed", None)], ""),
+        (
+            {"models": {"loaded": [{"id": "a", "replicas": 2, "gpuMemoryMB": 9.0}]}},
+            ("a",),
+            [("a", "loaded", 4), ("a", "loaded", 4)],
+            "",
+        ),
+        ({"models": {}, "health": "un\nwell" * 50}, (), [], ("un well" * 50)[:40]),
+        ({"models": {}, "health": ""}, (), [], "unknown"),
+        ({"models": {"loaded": [{"id": "a", "replicas": 1e300, "gpuMemoryMB": -1}] * 999}}, ("a",), None, ""),
+    ],
+)
+def test_capabilities_are_cut_to_what_can_be_kept(
+    answer: dict[str, Any], names: tuple[str, ...], replicas: list[tuple[str, str, int | None]] | None, ailment: str
+) -> None:
+    said = read_capabilities(json.dumps(answer).encode(), policy=SocketPolicy())
+    assert (said.models, said.ailment) == (names, ailment)
+    assert len(said.telemetry.replicas) <= MAX_REPLICAS
+    if replicas is not None:
+        assert [(one.model, one.state, one.memory_mb) for one in said.telemetry.replicas] == replicas
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (b"", "truncated"),
+        (b"{}", "models"),
+        (b'{"models": {"loaded": [{"id": 7}]}}', r"\$\.models\.loaded\[0\]\.id"),
+        (b'{"models": {}, "queue": {"depth": "many"}}', r"\$\.queue\.depth"),
+        (b"[" * 100_000, "object"),
+    ],
+)
+def test_capabilities_that_cannot_be_read_are_refused_with_the_member_that_is_wrong(body: bytes, where: str) -> None:
+    with pytest.raises(ValueError, match=where):
+        read_capabilities(body, policy=SocketPolicy())
