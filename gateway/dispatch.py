@@ -249,10 +249,11 @@ class Dispatcher:
         for waiter in self._list_waiting(list(self._queues)):
             self._end(waiter, error)
 
-    def note_busy(self, link: Link) -> None:
-        """The box itself refused a request: leave it alone for a moment, then try again."""
-        link.busy_until = time.monotonic() + _BUSY_PAUSE_S
-        asyncio.get_running_loop().call_later(_BUSY_PAUSE_S + 0.001, self.place_on, link)
+    def note_busy(self, link: Link, pause_s: float | None = None) -> None:
+        """The node itself refused a request: leave it alone for as long as it says (None = a moment), then try again."""
+        pause_s = _BUSY_PAUSE_S if pause_s is None else pause_s
+        link.busy_until = time.monotonic() + pause_s
+        asyncio.get_running_loop().call_later(pause_s + 0.001, self.place_on, link)
 
     # inside
 

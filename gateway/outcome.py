@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, RequestTimeout
+from gateway.errors import ForwardedRequestFailed, GatewayError, NoAvailableNode, RequestInterrupted, RequestTimeout
 from nodes.links import EndKind, LinkEnd
 from wire.bridge import TokenCounts
 
@@ -58,7 +58,10 @@ def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
     """Return what to tell the client and, when another box may try, why."""
     match end.kind:
         case EndKind.BUSY:
-            return ForwardedRequestFailed(), RetryReason.BUSY
+            if end.retry_after_s is None:
+                return ForwardedRequestFailed(), RetryReason.BUSY
+            words = "The queue of every node that serves the model is full."
+            return NoAvailableNode(words, retry_after_s=end.retry_after_s), RetryReason.BUSY
         case EndKind.LINK_LOST:
             return RequestInterrupted(), RetryReason.LOST
         case EndKind.RECLAIMED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ from gateway.keepalive import KeepAlive
 from gateway.keeping import LANE as KEPT_LANE
 from gateway.keeping import Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
-from gateway.outlook import Closed, Outlook, Ready, pick_name
+from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
 from gateway.phrasing import choose_path
 from gateway.records import MAX_ATTEMPTS, Record, RecordWriter
 from gateway.recounting import recount_prompt
@@ -386,7 +387,9 @@ class Pipeline:
             return True
         if outcome.reason is RetryReason.BUSY:
             job.avoid.add(lease.link)
-            self.dispatcher.note_busy(lease.link)
+            self.dispatcher.note_busy(lease.link, outcome.error.retry_after_s)
+            if outcome.error.retry_after_s is not None and not self._has_other_node(call, job):
+                raise outcome.error
             return True
         job.losses += 1
         job.avoid.add(lease.link)
@@ -398,6 +401,11 @@ class Pipeline:
             is_reclaimed = outcome.reason is RetryReason.RECLAIMED
             raise RequestInterrupted(retry_after_s=5) if is_reclaimed else ForwardedRequestFailed(retry_after_s=2)
         return True
+
+    def _has_other_node(self, call: Call, job: Job) -> bool:
+        """Whether a node that did not refuse the request can serve it, with its model or a fallback."""
+        outlooks = [self._outlook(call, name, job.request, job) for name in job.models or (job.request.model,)]
+        return any(isinstance(one, Ready) or (isinstance(one, Busy) and one.wait_s < math.inf) for one in outlooks)
 
     # endings
 

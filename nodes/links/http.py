@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import uuid
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from nodes.links.http1 import Connection, ConnectionPool
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import OpenRequest
 from wire.bridge import TokenCounts
+from wire.engine_errors import EngineErrorObject, read_error_body
 from wire.events import EventCutter
 from wire.frames import End
 from wire.usage import StreamReader, ask_for_usage, read_token_counts
@@ -21,6 +23,13 @@ USAGE_COMMENT = b": muster-usage "
 """Begins the last event of a peer's answer: a comment with the token counts, which never reaches the client."""
 END_HEADER = "x-muster-end"
 """A peer gateway's word for why it could not start a stream: ``busy`` or ``gone``."""
+_UNAVAILABLE = 503
+_SECONDS_RE = re.compile(r"[0-9]{1,9}\Z")
+_QUEUE_FULL = "queue_full"
+"""The error code of the model-runner API for a node whose own queue is full."""
+_MAX_REFUSAL_BYTES = 16 * 1024
+_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 5.0, 60.0
+"""When a full node is asked again if it does not say so in seconds, and the longest that it is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,8 @@ class HttpStream:
         "_link",
         "_paused",
         "_reader",
+        "_refusal",
+        "_refusal_head",
         "_request",
         "_retried",
         "_task",
@@ -91,6 +102,9 @@ class HttpStream:
         self._request = request
         self._asked = asked
         self._reader: StreamReader | PeerReader | None = None
+        self._refusal_head: dict[str, str] | None = None
+        """Of a 503 that is held back until it is known whether the node's queue is full."""
+        self._refusal = b""
         self._usage: TokenCounts | None = None
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -151,6 +165,9 @@ class HttpStream:
             kind = EndKind.BUSY if refusal == "busy" else EndKind.LINK_LOST
             self.sink.on_end(LinkEnd(kind=kind, message="the other gateway could not start it", retryable=True))
             return
+        if status == _UNAVAILABLE and not self._link.is_peer:
+            self._refusal_head = headers
+            return
         if headers.get("content-type", "").startswith("text/event-stream"):
             self._reader = PeerReader() if self._link.is_peer else StreamReader(drops_usage=self._asked)
         self.sink.on_head(status, {k: v for k, v in headers.items() if k not in _DROPPED_RESPONSE_HEADERS})
@@ -163,6 +180,11 @@ class HttpStream:
         if self._window <= 0 and not self._paused and self._connection is not None:
             self._paused = True
             self._connection.pause()
+        if self._refusal_head is not None:
+            self._refusal += data
+            if len(self._refusal) > _MAX_REFUSAL_BYTES:
+                self._pass_refusal()
+            return
         kept = self._reader.feed(data) if self._reader is not None else data
         if kept:
             self.sink.on_data(kept)
@@ -179,6 +201,14 @@ class HttpStream:
             self._task = asyncio.get_running_loop().create_task(self._dial())
             return
         self._finish()
+        head = self._refusal_head
+        if head is not None and error is None and _is_queue_full(self._refusal):
+            retry_after_s = _read_retry_after(head.get("retry-after", ""))
+            message = "the node's queue is full"
+            self.sink.on_end(LinkEnd(kind=EndKind.BUSY, message=message, retryable=True, retry_after_s=retry_after_s))
+            return
+        if head is not None:
+            self._pass_refusal()
         if error is None:
             self._pass_rest()
             detail = End(usage=self._usage) if self._usage is not None else None
@@ -187,6 +217,14 @@ class HttpStream:
             self.sink.on_end(LinkEnd(kind=EndKind.LINK_LOST, message=error, retryable=True))
         else:
             self.sink.on_end(LinkEnd(kind=EndKind.ENGINE_FAILED, message=error, retryable=not head_seen))
+
+    def _pass_refusal(self) -> None:
+        """Pass on a 503 for another reason than a full queue, as any other answer."""
+        head, self._refusal_head = self._refusal_head, None
+        body, self._refusal = self._refusal, b""
+        self.sink.on_head(_UNAVAILABLE, {k: v for k, v in (head or {}).items() if k not in _DROPPED_RESPONSE_HEADERS})
+        if body:
+            self.sink.on_data(body)
 
     def _pass_rest(self) -> None:
         if self._reader is not None:
@@ -285,6 +323,16 @@ class HttpLink(Link):
             lines.append(f"x-muster-streaming: {int(request.is_streaming)}\r\n")
         lines.append(f"content-length: {len(body)}\r\n\r\n")
         return "".join(lines).encode("latin-1", "replace") + body
+
+
+def _is_queue_full(body: bytes) -> bool:
+    said = read_error_body(body)
+    return said is not None and isinstance(said.error, EngineErrorObject) and said.error.code == _QUEUE_FULL
+
+
+def _read_retry_after(text: str) -> float:
+    """Return ``Retry-After`` in seconds, within bounds; dates are not read."""
+    return min(max(1.0, float(text)), _MAX_RETRY_AFTER_S) if _SECONDS_RE.match(text) else _RETRY_AFTER_S
 
 
 def _write_name(name: str) -> str:

@@ -34,11 +34,15 @@ class EndKind(StrEnum):
 
 
 class LinkEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a stream. ``retryable``: no part of an answer left the box, another box may try."""
+    """The end of a stream. ``retryable``: no part of an answer left the box, another box may try.
+
+    ``retry_after_s``: of a busy end, when the node itself wants to be asked again; None = it does not say.
+    """
 
     kind: EndKind
     message: str = ""
     retryable: bool = False
+    retry_after_s: float | None = None
     detail: End | None = None
 
 

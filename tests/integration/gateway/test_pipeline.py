@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime
@@ -246,6 +247,40 @@ async def test_a_busy_box_costs_no_attempt_of_the_four(make_gateway: Make) -> No
     await request.done()
     assert request.client.status == 200
     assert await request.record("state", "attempts") == ("completed", 7)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_full_nodes_refuse_goes_to_another_node_then_to_a_fallback_then_back_to_the_caller(
+    make_gateway: Make, *, streams: bool
+) -> None:
+    gateway = make_gateway(models={"m": ("other",), "other": ()})
+    first, second, fallback = gateway.link("m"), gateway.link("m"), gateway.link("other")
+    request = gateway.ask(stream=streams)
+    (await request.on(first)).end(EndKind.BUSY, retry_after_s=7.0)
+    (await request.on(second)).end(EndKind.BUSY, retry_after_s=7.0)
+    stream = await request.on(fallback)
+    assert stream.request.model == "other"
+    stream.end(EndKind.BUSY, retry_after_s=7.0)
+    await request.done()
+    assert (request.client.status, request.error["code"]) == (503, "NO_AVAILABLE_NODE")
+    assert request.client.headers["retry-after"] == "7"
+    assert await request.record("state", "attempts") == ("failed", 3)
+    assert all(link.busy_until > time.monotonic() + 1 for link in (first, second, fallback))
+
+
+async def test_what_a_full_node_refused_waits_for_a_node_that_is_at_work(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    first = gateway.link()
+    running = gateway.ask()
+    await running.on(first)
+    full = gateway.link()
+    request = gateway.ask()
+    (await request.on(full)).end(EndKind.BUSY, retry_after_s=60.0)
+    (await running.on(first)).answer(ANSWER)
+    await running.done()
+    (await request.on(first)).answer(ANSWER)
+    await request.done()
+    assert request.client.status == 200
 
 
 async def test_a_stream_that_broke_is_told_and_recorded(make_gateway: Make) -> None:

@@ -294,8 +294,8 @@ def test_a_real_runner_that_is_called_over_http_is_seen_with_what_it_has_loaded(
         assert probe_direct_nodes() == 0
     node = Node.objects.select_related("presence").get()
     assert node.model_names == ["a"]
-    assert "/v1/chat/completions" in node.model_endpoints["a"]
+    assert "/v1/chat/completions" in (node.model_endpoints or {})["a"]
     (replica,) = node.presence.replicas
     assert (replica["model"], replica["state"], replica["engine"]) == ("a", "loaded", "llamacpp")
     assert replica["context_tokens"] > 0
-    assert node.presence.memory["total_mb"] > 0
+    assert (node.presence.memory or {})["total_mb"] > 0

@@ -39,11 +39,11 @@ class FakeStream:
         if ends:
             self.end(EndKind.COMPLETE)
 
-    def end(self, kind: EndKind, *, retryable: bool = False) -> None:
+    def end(self, kind: EndKind, *, retryable: bool = False, retry_after_s: float | None = None) -> None:
         """End it, unless the gateway cancelled it before."""
         if self in self.link.streams:
             self.link.streams.remove(self)
-            self.sink.on_end(LinkEnd(kind=kind, retryable=retryable))
+            self.sink.on_end(LinkEnd(kind=kind, retryable=retryable, retry_after_s=retry_after_s))
 
 
 class FakeLink(Link):

@@ -366,6 +366,44 @@ async def test_a_peers_refusal_is_said_in_a_header(word: str, kind: EndKind) -> 
         assert (end.kind, plain.heads[0][0]) == (EndKind.COMPLETE, 503)
 
 
+FULL = b'{"error":{"code":"queue_full","message":"Queue depth 16/16, retry in 5 seconds","queueDepth":16,"avgWaitMs":2000}}'
+UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\n"
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "retry_after_s"),
+    [(b"retry-after: 7\r\n", 7.0), (b"", 5.0), (b"retry-after: 0\r\n", 1.0), (b"retry-after: 999999999\r\n", 60.0),
+     (b"retry-after: Wed, 21 Oct 2026 07:28:00 GMT\r\n", 5.0), (b"retry-after: -1\r\n", 5.0)],
+)  # fmt: skip
+@pytest.mark.parametrize("framing", [b"content-length: %d\r\n\r\n%s" % (len(FULL), FULL), b"\r\n" + FULL])
+async def test_a_node_whose_queue_is_full_is_busy_and_nothing_of_its_answer_is_passed_on(
+    framing: bytes, retry_after: bytes, retry_after_s: float
+) -> None:
+    answer = UNAVAILABLE + b"content-type: application/json\r\n" + retry_after + framing
+    async with run_upstream(always(answer[:90], answer[90:], close=b"length" not in framing)) as upstream:
+        sink, _, end = await fetch(upstream.port)
+    assert (end.kind, end.retryable, end.retry_after_s) == (EndKind.BUSY, True, retry_after_s)
+    assert (sink.heads, sink.parts) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"down", b'{"error":"queue_full"}', b'{"error":{"code":"unavailable"}}', FULL + b" " * 20_000, b"{" * 20_000]
+)
+async def test_a_503_for_another_reason_is_passed_on_whole(body: bytes) -> None:
+    answer = UNAVAILABLE + b"retry-after: 2\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    async with run_upstream(always(answer)) as upstream:
+        sink, _, end = await fetch(upstream.port)
+    assert end == LinkEnd(kind=EndKind.COMPLETE)
+    ((status, headers),) = sink.heads
+    assert (status, headers["retry-after"], sink.body) == (503, "2", body)
+
+
+async def test_a_503_that_breaks_off_is_passed_on_as_far_as_it_came() -> None:
+    async with run_upstream(always(UNAVAILABLE + b"content-length: 999\r\n\r\n" + FULL, close=True)) as upstream:
+        sink, _, end = await fetch(upstream.port)
+    assert (end.kind, end.retryable, sink.heads[0][0], sink.body) == (EndKind.ENGINE_FAILED, False, 503, FULL)
+
+
 async def test_a_peer_that_breaks_off_is_a_lost_link() -> None:
     async with run_upstream(always(OK + b"content-length: 9\r\n\r\nab", close=True)) as upstream:
         _, _, end = await fetch(upstream.port, is_peer=True)
