@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import ssl
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from urllib.parse import quote
 
 from nodes.links.http1 import Connection, ConnectionPool
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
@@ -24,6 +27,8 @@ USAGE_COMMENT = b": muster-usage "
 END_HEADER = "x-muster-end"
 """A peer gateway's word for why it could not start a stream: ``busy`` or ``gone``."""
 _UNAVAILABLE = 503
+_MAX_TENANT_CHARS = 128
+_PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _SECONDS_RE = re.compile(r"[0-9]{1,9}\Z")
 _QUEUE_FULL = "queue_full"
 """The error code of the model-runner API for a node whose own queue is full."""
@@ -321,6 +326,8 @@ class HttpLink(Link):
             lines.append(f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-tenant: {_write_name(request.tenant)}\r\n")
             lines.append(f"x-muster-priority: {request.priority}\r\n")
             lines.append(f"x-muster-streaming: {int(request.is_streaming)}\r\n")
+        elif request.tenant:
+            lines.append(f"x-tenant-id: {_spell_tenant(request.tenant)}\r\nx-priority: {request.priority or 'normal'}\r\n")
         lines.append(f"content-length: {len(body)}\r\n\r\n")
         return "".join(lines).encode("latin-1", "replace") + body
 
@@ -333,6 +340,19 @@ def _is_queue_full(body: bytes) -> bool:
 def _read_retry_after(text: str) -> float:
     """Return ``Retry-After`` in seconds, within bounds; dates are not read."""
     return min(max(1.0, float(text)), _MAX_RETRY_AFTER_S) if _SECONDS_RE.match(text) else _RETRY_AFTER_S
+
+
+@lru_cache(maxsize=1024)
+def _spell_tenant(name: str) -> str:
+    """Return a tenant's name as ``X-Tenant-ID`` carries it: printable ASCII, 128 characters at most, one value per tenant.
+
+    Other characters are percent-encoded; of a name that is too long then the end is a part of its hash.
+    """
+    text = quote(name, safe=_PRINTABLE)
+    if len(text) <= _MAX_TENANT_CHARS:
+        return text
+    mark = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{text[: _MAX_TENANT_CHARS - len(mark) - 1]}~{mark}"
 
 
 def _write_name(name: str) -> str:

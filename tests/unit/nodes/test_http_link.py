@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from nodes.links.http import END_HEADER, HttpLink, HttpStream, HttpTarget
@@ -116,9 +117,45 @@ async def test_the_request_on_the_wire_carries_body_and_id_and_no_surprises() ->
         f"host: localhost:{upstream.port}",
         "content-type: application/json",
         "x-request-id: req_1",
+        "x-tenant-id: t",
+        "x-priority: high",
         "content-length: 7",
     ]
     assert body == b'{"a":1}'
+
+
+@pytest.mark.parametrize(
+    ("tenant", "priority", "told"),
+    [
+        ("t", "", [b"x-tenant-id: t", b"x-priority: normal"]),
+        ("community x", "low", [b"x-tenant-id: community x", b"x-priority: low"]),
+        ("café 100%", "low", [b"x-tenant-id: caf%C3%A9 100%25", b"x-priority: low"]),
+        ("a\r\nx-priority: high", "low", [b"x-tenant-id: a%0D%0Ax-priority: high", b"x-priority: low"]),
+        ("", "low", []),
+    ],
+)
+async def test_a_node_is_told_the_tenant_and_the_priority_in_the_words_of_the_model_runner_api(
+    tenant: str, priority: str, told: list[bytes]
+) -> None:
+    async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
+        link, sink = make_link(upstream.port), Recorder()
+        link.open_stream(msgspec.structs.replace(a_request(), tenant=tenant, priority=priority), sink)
+        await sink.ended()
+        lines = upstream.visits[0].requests[0].split(b"\r\n")
+    assert [line for line in lines if line.startswith((b"x-tenant-id", b"x-priority"))] == told
+
+
+async def test_long_names_of_tenants_stay_different_and_fit() -> None:
+    async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
+        link = make_link(upstream.port)
+        for end in "ab":
+            sink = Recorder()
+            link.open_stream(msgspec.structs.replace(a_request(), tenant="é" * 79 + end), sink)
+            await sink.ended()
+        lines = [request.split(b"\r\n") for visit in upstream.visits for request in visit.requests]
+    first, second = [next(line for line in each if line.startswith(b"x-tenant-id: ")) for each in lines]
+    assert first != second
+    assert len(first) == len(second) == len(b"x-tenant-id: ") + 128
 
 
 async def test_a_peer_is_told_node_attempt_deadline_tenant_and_priority() -> None:
