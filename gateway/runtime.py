@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -295,7 +296,9 @@ class GatewayRuntime:
         if missing and (self._resolving is None or self._resolving.done()):
             self._resolving = asyncio.get_running_loop().create_task(self._resolve(missing))
             self._resolving.add_done_callback(self._take_dead_task)
-        return {node_id: self._targets[url] for node_id, url in direct.items() if url in self._targets}
+        keys = {row.node_id: {"authorization": f"Bearer {row.api_key}"} for row in rows if row.api_key}
+        known = {node_id: self._targets[url] for node_id, url in direct.items() if url in self._targets}
+        return {node_id: replace(target, headers=keys.get(node_id, {})) for node_id, target in known.items()}
 
     async def _resolve(self, urls: set[str]) -> None:
         found = await run_upkeep(_resolve_targets, urls)

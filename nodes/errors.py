@@ -78,6 +78,10 @@ class Conflict(NodeError):
     status = HTTPStatus.CONFLICT.value
 
 
+class ApiKeyUnreadable(NodeError):
+    """The stored API key of a node was encrypted under another MUSTER_SECRET_KEY."""
+
+
 class AddressRefused(BadRequest):
     """The URL of a box is one that the gateway must not call."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from cryptography.fernet import Fernet, InvalidToken
+from django.conf import settings
 from django.contrib.postgres.fields import ArrayField
 from django.db import models
 from django.utils import timezone
 
+from nodes.errors import ApiKeyUnreadable
 from wire.contract import NodeMode, NodeStatus
+from wire.credentials import derive_cipher
 from wire.ids import format_id, new_uuid7
 
 
@@ -124,6 +128,27 @@ class Node(models.Model):
     def printed_id(self) -> str:
         """The ``node_…`` form shown by every API."""
         return format_id("node", self.id)
+
+    def read_api_key(self) -> str:
+        """Return what calls of its URL authenticate with, empty = nothing. Raises ApiKeyUnreadable."""
+        if not self.sealed_api_key:
+            return ""
+        try:
+            return _cipher().decrypt(self.sealed_api_key.encode()).decode()
+        except InvalidToken:
+            raise ApiKeyUnreadable(
+                "its API key cannot be decrypted: MUSTER_SECRET_KEY has changed since the key was given. Give the key again",
+                param="api_key",
+            ) from None
+
+
+def seal_api_key(text: str) -> str:
+    """Return an API key as ``Node.sealed_api_key`` keeps it."""
+    return _cipher().encrypt(text.encode()).decode() if text else ""
+
+
+def _cipher() -> Fernet:
+    return derive_cipher(settings.SECRET_KEY, purpose="muster node API keys")
 
 
 class NodePresence(models.Model):

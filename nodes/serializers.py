@@ -12,6 +12,7 @@ from nodes.models import Node, NodePresence
 from nodes.services import Heartbeat, Registration, is_drained, judge_status
 from nodes.services.clock import clock_of
 from nodes.services.health import explain_unreachable
+from nodes.services.registry import MAX_API_KEY_CHARS
 from wire.contract import NodeMode, NodeStatus
 
 MAX_INT = 2_147_483_647
@@ -50,6 +51,16 @@ class RegisterSerializer(serializers.Serializer[Registration]):
         allow_null=True,
         default=None,
         help_text="Requests the node takes at once; 1 when it never said",
+    )
+    api_key = serializers.CharField(
+        max_length=MAX_API_KEY_CHARS,
+        required=False,
+        allow_blank=True,
+        allow_null=True,
+        default=None,
+        write_only=True,
+        trim_whitespace=False,
+        help_text="Sent as a bearer credential with every call of public_base_url; absent = as before, empty = none",
     )
 
     def to_registration(self) -> Registration:

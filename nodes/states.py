@@ -129,6 +129,8 @@ class NodeRow:
     """Tokens that one request may have, by model, as far as the box says."""
     engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Names of the engines that serve a model, as far as the box says."""
+    api_key: str = field(default="", repr=False)
+    """What calls of its URL authenticate with; empty = nothing."""
 
 
 @dataclass(frozen=True, slots=True)

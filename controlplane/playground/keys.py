@@ -6,15 +6,12 @@ derived from ``MUSTER_SECRET_KEY``, which is not in the database. At sign-out th
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import uuid
 from contextlib import suppress
 from datetime import datetime, timedelta
 
 from cryptography.fernet import Fernet, InvalidToken
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from django.conf import settings
 from django.contrib.auth.models import AbstractBaseUser
 from django.contrib.sessions.models import Session
@@ -27,6 +24,7 @@ from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_ap
 from gateway.services.keys import is_key_usable
 from gateway.services.values import MAX_NAME_CHARS
 from governance.pages import name_actor
+from wire.credentials import derive_cipher
 
 SESSION_KEYS = "muster_playground_keys"
 """In the session: tenant → ``{"id", "sealed"}``."""
@@ -108,7 +106,4 @@ def _open_held(entry: object, *, at: datetime | None = None) -> str | None:
 
 
 def _cipher() -> Fernet:
-    derived = HKDF(algorithm=SHA256(), length=32, salt=None, info=b"muster playground keys").derive(
-        settings.SECRET_KEY.encode()
-    )
-    return Fernet(base64.urlsafe_b64encode(derived))
+    return derive_cipher(settings.SECRET_KEY, purpose="muster playground keys")

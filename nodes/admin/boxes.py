@@ -30,6 +30,7 @@ from nodes.services import (
     heartbeat_age_s,
     is_drained,
     judge_status,
+    set_api_key,
     set_op_key,
     status_expression,
     uncordon_node,
@@ -38,6 +39,7 @@ from nodes.services import (
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import explain_unreachable
 from nodes.services.lifecycle import EVICT, FORCED_DRAIN
+from nodes.services.registry import MAX_API_KEY_CHARS
 from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS
 from wire.contract import NodeMode, NodeStatus
 
@@ -103,6 +105,19 @@ class OpKeyForm(forms.Form):
     )
 
 
+class ApiKeyForm(forms.Form):
+    """What is asked of the credential that calls of a node's URL carry."""
+
+    api_key = forms.CharField(
+        label="API key",
+        max_length=MAX_API_KEY_CHARS,
+        required=False,
+        strip=False,
+        widget=forms.PasswordInput(attrs={"autocomplete": "off"}),
+        help_text="Empty: the calls carry none from now on. It is not shown again",
+    )
+
+
 class StatusFilter(admin.SimpleListFilter):
     """Filters boxes by the status they have at this moment."""
 
@@ -157,6 +172,13 @@ def _set_op_key(node: Node, actor: str, values: Values) -> str:
         actor=actor,
     )
     return f"{node.name} takes approved operations from now on; they are signed with the key {key.kid or 'without an id'}."
+
+
+def _set_api_key(node: Node, actor: str, values: Values) -> str:
+    set_api_key(node_id=node.pk, api_key=values["api_key"], actor=actor)
+    if not values["api_key"]:
+        return f"Calls of {node.name} carry no API key from now on."
+    return f"Calls of {node.name} carry the API key from now on."
 
 
 PROPOSALS = (("model-load", "Propose: load"), ("model-unload", "Propose: unload"), ("cache-flush", "Propose: flush"))
@@ -252,6 +274,17 @@ class NodeAdmin(ShowingAdmin):
             is_offered=lambda node: node.reach == Reach.DIRECT.value,
             form=OpKeyForm,
             is_danger=True,
+        ),
+        RowChange(
+            name="api-key",
+            label="API key",
+            explanation=(
+                "Every call of the node's URL carries this key as a bearer credential. It is stored encrypted, is never shown "
+                "and goes to no other address."
+            ),
+            run=_set_api_key,
+            is_offered=lambda node: node.reach == Reach.DIRECT.value,
+            form=ApiKeyForm,
         ),
     )
 

@@ -18,11 +18,11 @@ from django.db.models import Q
 from django.utils import timezone
 
 from governance.states import RunEvent
-from nodes.addresses import DirectTarget, resolve_direct_target
+from nodes.addresses import build_request, resolve_direct_target
 from nodes.commands.delivery import TOKEN_MARGIN
 from nodes.commands.statuses import TRY_AGAIN_CODES, finish_command, lose_run, note_running, send_back
 from nodes.errors import NodeError
-from nodes.models import NodeCommand, Reach
+from nodes.models import Node, NodeCommand, Reach
 from nodes.session import clean_result
 from wire.optoken.canonical import TOKEN_MEMBER
 
@@ -95,7 +95,7 @@ def _hand_over(row: NodeCommand) -> bool:
         return False
     body = {**row.body, TOKEN_MEMBER: row.token}
     try:
-        status, members = _call(row.node.public_base_url, "POST", _PATHS[row.operation], body)
+        status, members = _call(row.node, "POST", _PATHS[row.operation], body)
     except BoxSilent as silence:
         logger.warning("operation.box_silent node=%s reason=%s", row.node.name, silence)
         if silence.was_sent:
@@ -128,7 +128,7 @@ def _take_answer(row: NodeCommand, status: int, members: dict[str, Any]) -> bool
 
 def _poll(row: NodeCommand) -> bool:
     try:
-        status, members = _call(row.node.public_base_url, "GET", f"{_PATHS['model-load']}/{row.task_id}", None)
+        status, members = _call(row.node, "GET", f"{_PATHS['model-load']}/{row.task_id}", None)
     except BoxSilent as silence:
         logger.warning("operation.box_silent node=%s reason=%s", row.node.name, silence)
         return True
@@ -159,7 +159,7 @@ def _poll(row: NodeCommand) -> bool:
 def _lose(row: NodeCommand, *, result: dict[str, Any]) -> None:
     """End a command whose outcome nobody knows, with what the box says it has loaded."""
     try:
-        _, members = _call(row.node.public_base_url, "GET", "/v1/capabilities", None)
+        _, members = _call(row.node, "GET", "/v1/capabilities", None)
         loaded = _list_loaded(members)
     except BoxSilent:
         loaded = []
@@ -173,15 +173,15 @@ def _list_loaded(members: dict[str, Any]) -> list[str]:
     return [name for name in (_text(each.get("id")) for each in rows) if name]
 
 
-def _call(base_url: str, method: str, path: str, body: dict[str, Any] | None) -> Answer:
+def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> Answer:
     """Send one request to the address that the guard allows. Raises BoxSilent."""
     try:
-        target = resolve_direct_target(base_url)
+        target, api_key = resolve_direct_target(node.public_base_url), node.read_api_key()
     except NodeError as error:
         raise BoxSilent(error.message, was_sent=False) from None
     try:
         with httpx.Client(timeout=CALL_TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
-            response = client.send(_build_request(client, target, method, path, body), stream=True)
+            response = client.send(build_request(client, target, method, path, api_key=api_key, body=body), stream=True)
             try:
                 raw = _read(response)
             finally:
@@ -207,15 +207,6 @@ def _read(response: httpx.Response) -> bytes:
         if len(raw) > _MAX_ANSWER_BYTES or time.monotonic() > until:
             raise httpx.ReadError("the answer is too long, or too slow")
     return bytes(raw)
-
-
-def _build_request(
-    client: httpx.Client, target: DirectTarget, method: str, path: str, body: dict[str, Any] | None
-) -> httpx.Request:
-    """Return a request that dials the checked address and is for the host of the URL, in HTTP and in TLS alike."""
-    url = httpx.URL(scheme=target.scheme, host=target.address, port=target.port, path=f"{target.base_path}{path}")
-    headers = {"host": f"{target.host}:{target.port}"}
-    return client.build_request(method, url, headers=headers, json=body, extensions={"sni_hostname": target.host})
 
 
 def _read_error(members: dict[str, Any], status: int) -> tuple[str, str]:

@@ -46,7 +46,7 @@ class HttpTarget:
     address: str
     port: int
     base_path: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 class PeerReader:
@@ -290,6 +290,12 @@ class HttpLink(Link):
         self._streams: set[HttpStream] = set()
         self._on_close = on_close
         self._host_line = f"host: {target.host}:{target.port}\r\n"
+        self._extra = ""
+        self.take_headers(target)
+
+    def take_headers(self, target: HttpTarget) -> None:
+        """Send the headers of ``target``, the same place, from now on; what runs goes on."""
+        self.target = target
         self._extra = "".join(f"{name}: {value}\r\n" for name, value in target.headers.items())
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> HttpStream:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
@@ -167,7 +168,9 @@ class LinkKeeper:
                 self.registry.remove(link, "the node is offline")
                 link.close("offline")
             return
-        if isinstance(link, HttpLink) and link.target != wanted:
+        if isinstance(link, HttpLink) and replace(link.target, headers=wanted.headers) == wanted:
+            link.take_headers(wanted)
+        elif isinstance(link, HttpLink):
             self.registry.remove(link, "the node moved")
             link.close("moved")
             link = None

@@ -20,6 +20,7 @@ from nodes.services.registry import (
     record_heartbeat,
     register_direct_node,
     require_own_node,
+    set_api_key,
 )
 from nodes.services.sweep import SweepReport, sweep_presence
 
@@ -52,6 +53,7 @@ __all__ = [
     "require_own_node",
     "revoke_credential",
     "ring_direct_box",
+    "set_api_key",
     "set_mode",
     "set_op_key",
     "should_drain",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +22,7 @@ from django.utils import timezone
 
 from governance.audit import record_event
 from governance.hints import publish_hint
-from nodes.addresses import DirectTarget, resolve_direct_target
+from nodes.addresses import DirectTarget, build_request, resolve_direct_target
 from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, Reach
 from nodes.session import Capabilities, find_endpoints, read_capabilities, store_endpoints
@@ -131,22 +130,24 @@ def probe_node(node: Node) -> ProbeResult:
     Any HTTP answer but 5xx counts as an answer; 503 to the first says that the node starts or stops.
     """
     try:
-        target = resolve_direct_target(node.public_base_url)
+        target, api_key = resolve_direct_target(node.public_base_url), node.read_api_key()
     except NodeError as error:
         return ProbeResult(error=error.message)
     try:
         with httpx.Client(timeout=_PROBE_TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
-            status, body = _get(client, target, _CAPABILITIES, max_bytes=_MAX_BODY_BYTES)
+            status, body = _get(client, target, _CAPABILITIES, api_key=api_key, max_bytes=_MAX_BODY_BYTES)
             if status == httpx.codes.OK:
                 return ProbeResult(said=_read(node, body))
             if status not in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.UNAUTHORIZED):
-                status, _ = _get(client, target, _MODELS, max_bytes=0)
+                status, _ = _get(client, target, _MODELS, api_key=api_key, max_bytes=0)
     except httpx.ReadTimeout:
         return ProbeResult(error=NO_ANSWER)
     except httpx.TimeoutException:
         return ProbeResult(error=f"no connection within {_PROBE_TIMEOUT_S:g} s")
     except httpx.HTTPError as error:
         return ProbeResult(error=f"{type(error).__name__}: {error}")
+    if api_key and status == httpx.codes.UNAUTHORIZED:
+        return ProbeResult(error="answers with 401: it does not accept the API key that was given for it")
     return ProbeResult(error="" if status < 500 else f"answers with {status}")
 
 
@@ -158,9 +159,9 @@ def _read(node: Node, body: bytes) -> Capabilities | None:
         return None
 
 
-def _get(client: httpx.Client, target: DirectTarget, path: str, *, max_bytes: int) -> tuple[int, bytes]:
+def _get(client: httpx.Client, target: DirectTarget, path: str, *, api_key: str, max_bytes: int) -> tuple[int, bytes]:
     """Return the status and, of an answer with 200, the body. Raises httpx.HTTPError, also for one too long or too slow."""
-    response = client.send(_build_request(client, target, path), stream=True)
+    response = client.send(build_request(client, target, "GET", path, api_key=api_key), stream=True)
     try:
         if not max_bytes or response.status_code != httpx.codes.OK:
             return response.status_code, b""
@@ -174,10 +175,3 @@ def _get(client: httpx.Client, target: DirectTarget, path: str, *, max_bytes: in
         return response.status_code, bytes(raw)
     finally:
         response.close()
-
-
-def _build_request(client: httpx.Client, target: DirectTarget, path: str) -> httpx.Request:
-    """Return a request that dials the checked address and is for the host of the URL, in HTTP and in TLS alike."""
-    url = httpx.URL(scheme=target.scheme, host=target.address, port=target.port, path=f"{target.base_path}{path}")
-    headers: Mapping[str, str] = {"host": f"{target.host}:{target.port}", "accept-encoding": "identity"}
-    return client.build_request("GET", url, headers=headers, extensions={"sni_hostname": target.host})

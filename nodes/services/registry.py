@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 
@@ -17,6 +18,7 @@ from governance.audit import record_event
 from governance.hints import publish_hint
 from nodes.addresses import resolve_direct_target
 from nodes.errors import (
+    ApiKeyUnreadable,
     BadRequest,
     EnrolmentRefused,
     InvalidNodeToken,
@@ -24,7 +26,7 @@ from nodes.errors import (
     NodeNotFound,
     ProviderUnavailable,
 )
-from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach
+from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach, seal_api_key
 from nodes.services.clock import read_clock
 from nodes.services.health import explain_unreachable, judge_status, should_drain
 from nodes.services.lifecycle import set_mode
@@ -35,11 +37,15 @@ from wire.contract import NodeMode, NodeStatus
 DEFAULT_DIRECT_CONCURRENCY = 1
 """Requests at once for an agent that says nothing of it: contract v1 has one node serve one model, one request at a time."""
 MAX_ERROR_CHARS = 500
+MAX_API_KEY_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a box says of itself when it registers. ``max_concurrent`` None keeps what is known."""
+    """What a box says of itself when it registers. ``max_concurrent`` None keeps what is known.
+
+    ``api_key``: what calls of its URL authenticate with, empty = nothing; None keeps what is known while the URL is the same.
+    """
 
     node_name: str
     current_model: str
@@ -49,6 +55,7 @@ class Registration:
     vram_total_mb: int | None = None
     agent_version: str = ""
     max_concurrent: int | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +98,10 @@ class HeartbeatResult:
 def register_direct_node(*, credential: NodeCredential, registration: Registration) -> Registered:
     """Enrol a node, or refresh the one this credential already enrolled under that name; its URL is called once.
 
-    Raises ModelNotAllowed, AddressRefused, AddressUnresolvable, ProviderUnavailable, EnrolmentRefused and
+    Raises ModelNotAllowed, AddressRefused, AddressUnresolvable, BadRequest, ProviderUnavailable, EnrolmentRefused and
     InvalidNodeToken.
     """
+    _check_api_key(registration.api_key or "")
     if not _load_model_check(settings.NODE_MODEL_CHECK)(registration.current_model):
         raise ModelNotAllowed(
             f"Model {registration.current_model!r} is not on the allow-list; an operator can add it.",
@@ -103,9 +111,10 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
     if registration.public_base_url:
         # Outside the transaction: a slow name server, or a node that does not answer, must not hold row locks.
         resolve_direct_target(registration.public_base_url)
-        probed = probe_node(
-            Node(name=registration.node_name, public_base_url=registration.public_base_url, gpu_name=registration.gpu_name)
-        )
+        known = _find_known(credential, registration.node_name)
+        about = Node(name=registration.node_name, public_base_url=registration.public_base_url, gpu_name=registration.gpu_name)
+        about.sealed_api_key = _choose_sealed_key(known, registration)
+        probed = probe_node(about)
     with transaction.atomic():
         node, is_new = claim_node(credential=credential, name=registration.node_name)
         presence, _ = NodePresence.objects.get_or_create(node=node)
@@ -205,16 +214,66 @@ def _apply(node: Node, registration: Registration, *, is_new: bool, is_connected
         "gpu_name": registration.gpu_name,
         "vram_total_mb": registration.vram_total_mb,
         "agent_version": registration.agent_version,
+        "sealed_api_key": _choose_sealed_key(node, registration),
     }
     # A box that is dialled in tells its models over the socket, and knows better there.
     if is_direct or not is_connected:
         wanted["model_names"] = [registration.current_model]
     if registration.max_concurrent is not None or is_new:
         wanted["max_concurrent"] = registration.max_concurrent or DEFAULT_DIRECT_CONCURRENCY
-    changed = [field for field, value in wanted.items() if getattr(node, field) != value]
-    for field in changed:
-        setattr(node, field, wanted[field])
+    changed = [name for name, value in wanted.items() if getattr(node, name) != value]
+    for name in changed:
+        setattr(node, name, wanted[name])
     return changed
+
+
+def _find_known(credential: NodeCredential, name: str) -> Node | None:
+    """Return the node that ``claim_node`` would, None when it would make one."""
+    return credential.node if credential.node is not None else Node.objects.filter(credential=credential, name=name).first()
+
+
+def _choose_sealed_key(node: Node | None, registration: Registration) -> str:
+    """Return the API key that holds after a registration, encrypted. A key never follows a node to another URL unasked."""
+    is_same = node is not None and node.public_base_url == registration.public_base_url
+    kept = node.sealed_api_key if node is not None and is_same else ""
+    if registration.api_key is None or (kept and _opens_to(kept, registration.api_key)):
+        return kept
+    return seal_api_key(registration.api_key)
+
+
+def _opens_to(sealed: str, text: str) -> bool:
+    """Whether that is the key already: encrypted again it would look like another one."""
+    try:
+        return hmac.compare_digest(Node(sealed_api_key=sealed).read_api_key().encode(), text.encode())
+    except ApiKeyUnreadable:
+        return False
+
+
+def _check_api_key(text: str) -> None:
+    if len(text) > MAX_API_KEY_CHARS or not all("!" <= letter <= "~" for letter in text):
+        raise BadRequest(
+            f"api_key must be at most {MAX_API_KEY_CHARS} printable ASCII characters without spaces.", param="api_key"
+        )
+
+
+@transaction.atomic
+def set_api_key(*, node_id: uuid.UUID, api_key: str, actor: str) -> Node:
+    """Set what calls of a node's URL authenticate with, empty = nothing. Raises NodeNotFound, BadRequest."""
+    _check_api_key(api_key)
+    node = Node.objects.select_for_update().filter(pk=node_id).first()
+    if node is None:
+        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+    if node.reach != Reach.DIRECT.value:
+        raise BadRequest(
+            "This node dials in, so nothing calls its URL; only nodes called over HTTP take a key.", param="node_id"
+        )
+    node.sealed_api_key = seal_api_key(api_key)
+    node.save(update_fields=["sealed_api_key", "updated_at"])
+    NodePresence.objects.filter(node=node).update(probed_at=None)  # the next round of calls tries it
+    detail = {"name": node.name, "is_set": bool(api_key)}
+    record_event(actor=actor, action="node.set_api_key", target=node.printed_id, detail=detail)
+    publish_hint("nodes", str(node.pk))
+    return node
 
 
 def _store(presence: NodePresence, heartbeat: Heartbeat, now: datetime) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -16,7 +17,7 @@ from django.db.models.functions import Now
 from django.utils import timezone
 
 from governance import audit, hints
-from nodes.errors import EnrolmentRefused, NameTaken
+from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.services.governance import take_governance
 from nodes.services.health import explain_unreachable
@@ -375,13 +376,14 @@ def load_node_rows() -> list[NodeRow]:
         presence = getattr(node, "presence", None)
         seen = presence.last_heartbeat_at if presence is not None else None
         deadline = node.drain_deadline_at
+        is_direct = node.reach == Reach.DIRECT.value and bool(node.public_base_url)
         rows.append(
             NodeRow(
                 node_id=node.pk,
                 name=node.name,
                 provider=node.provider.name,
                 provider_state=node.provider.state,
-                is_direct=node.reach == Reach.DIRECT.value and bool(node.public_base_url),
+                is_direct=is_direct,
                 public_base_url=node.public_base_url,
                 model_names=tuple(node.model_names),
                 max_concurrent=node.max_concurrent,
@@ -404,6 +406,13 @@ def load_node_rows() -> list[NodeRow]:
                 carries_bytes=presence is None or presence.protocol != BRIDGE_V1,
                 contexts=read_contexts(presence.replicas) if presence is not None else {},
                 engines=read_engines(presence.replicas) if presence is not None else {},
+                api_key=_read_api_key(node) if is_direct else "",
             )
         )
     return rows
+
+
+def _read_api_key(node: Node) -> str:
+    with suppress(ApiKeyUnreadable):  # the probe finds that too, and says so
+        return node.read_api_key()
+    return ""

@@ -24,6 +24,8 @@ class BoxContract:
 
     answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
     seen: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    bearers: list[str] = field(default_factory=list)
+    """The ``Authorization`` of every request, empty = none."""
     port: int = 0
 
     @property
@@ -38,6 +40,7 @@ class BoxContract:
     async def answer(self, request: Request) -> Response:
         """Answer as the script says."""
         body = await request.json() if request.method == "POST" else {}
+        self.bearers.append(request.headers.get("authorization", ""))
         self.seen.append((request.method, request.url.path, body))
         status, members = self.answers.get(request.url.path, (404, {"error": {"code": "not_found", "message": "no"}}))
         if status == 302:

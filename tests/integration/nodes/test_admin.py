@@ -370,6 +370,21 @@ def test_an_operator_gives_a_box_called_over_http_its_key(boss: Client) -> None:
     assert "kid must be" in shown
 
 
+def test_an_operator_gives_a_node_called_over_http_its_api_key_and_takes_it_back(boss: Client) -> None:
+    node = make_node(reach="direct", public_base_url="http://far.lan")
+    url = confirm_url("node", node, "api-key")
+    _, shown = submit(boss, url, api_key="a-key-of-the-node")
+    assert "carry the API key" in shown
+    assert "a-key-of-the-node" not in shown + page(boss, "nodes_node_change", node.pk)
+    node.refresh_from_db()
+    assert "a-key-of-the-node" not in node.sealed_api_key
+    assert node.read_api_key() == "a-key-of-the-node"
+    _, shown = submit(boss, url, api_key="two words")
+    assert "without spaces" in shown
+    submit(boss, url, api_key="")
+    assert Node.objects.get(pk=node.pk).sealed_api_key == ""
+
+
 @pytest.mark.parametrize("boxes", [1, 12])
 def test_the_page_of_a_box_costs_the_same_however_many_there_are(boss: Client, boxes: int) -> None:
     nodes = [make_box(Identity(f"rig-{number}")) for number in range(boxes)]

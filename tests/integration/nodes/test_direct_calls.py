@@ -17,7 +17,7 @@ from governance.models import Operation, OperationRun
 from governance.states import RunState
 from nodes.commands import call_direct_box, find_unattended
 from nodes.models import Node, NodeCommand, Reach
-from nodes.services import set_op_key
+from nodes.services import set_api_key, set_op_key
 from nodes.tasks import call_box, ring_direct_boxes
 from tests.integration.governance.team import Team, make_due, make_governed
 from tests.integration.nodes.box_contract import BoxContract, run_box_contract
@@ -43,6 +43,7 @@ def box(server: BoxContract, settings: Settings) -> BoxContract:
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
     server.answers.clear()
     server.seen.clear()
+    server.bearers.clear()
     return server
 
 
@@ -74,6 +75,16 @@ class Called:
     def call(self) -> bool:
         """Take it one step further."""
         return call_direct_box(self.run.pk)
+
+
+def test_every_call_carries_the_api_key_of_the_node(team: Team, box: BoxContract) -> None:
+    called = Called(team, box.url)
+    set_api_key(node_id=called.node.pk, api_key="a-key-of-the-node", actor=ACTOR)
+    box.answers[LOAD] = (202, {"taskId": "load-1", "status": "loading"})
+    box.answers[TASK] = (200, {"status": "completed"})
+    assert called.call()
+    assert not called.call()
+    assert box.bearers == ["Bearer a-key-of-the-node"] * 2
 
 
 @pytest.mark.parametrize(("level", "kind"), [("L0", Level.L0), ("L1", Level.L1)])

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,6 +27,7 @@ from nodes.services import (
     probe_direct_nodes,
     record_heartbeat,
     register_direct_node,
+    set_api_key,
 )
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import explain_unreachable
@@ -45,13 +47,20 @@ EXAMPLE = CAPABILITIES.encode()
 class _Answering(BaseHTTPRequestHandler):
     status = 200
     capabilities: tuple[int, bytes] = (404, b"")
+    api_key = ""
     seen: list[tuple[str, str]]
+    bearers: list[str | None]
 
     def do_GET(self) -> None:
         type(self).seen.append((self.path, self.headers["host"]))
+        type(self).bearers.append(self.headers["authorization"])
         status, body = self.capabilities if self.path.endswith("/v1/capabilities") else (self.status, b"")
+        if self.api_key and self.headers["authorization"] != f"Bearer {self.api_key}":
+            status, body = 401, b""
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
+        if 300 <= status < 400:
+            self.send_header("location", "/elsewhere")
         self.end_headers()
         with suppress(ConnectionError):  # who has read enough of a body hangs up
             self.wfile.write(body)
@@ -63,7 +72,7 @@ class _Answering(BaseHTTPRequestHandler):
 @pytest.fixture
 def answering() -> Iterator[tuple[type[_Answering], int]]:
     """A real HTTP server on a free loopback port, and the class that says how it answers."""
-    handler = type("Handler", (_Answering,), {"seen": []})
+    handler = type("Handler", (_Answering,), {"seen": [], "bearers": []})
     server = HTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -280,11 +289,85 @@ def test_a_node_that_holds_a_socket_is_not_overwritten_by_what_its_url_says(answ
     assert NodePresence.objects.get().replicas == []
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "url", "kept"),
+    [
+        ("k1", None, "", "k1"),
+        ("k1", "k1", "", "k1"),
+        ("k1", "k2", "", "k2"),
+        ("k1", "", "", ""),
+        ("k1", None, "/elsewhere", ""),
+        ("k1", "k1", "/elsewhere", "k1"),
+        (None, "k2", "", "k2"),
+    ],
+)
+def test_a_key_is_kept_until_another_is_given_or_the_node_has_another_url(
+    answering: tuple[type[_Answering], int], first: str | None, second: str | None, url: str, kept: str
+) -> None:
+    handler, port = answering
+    allow_model(name="m", actor=ACTOR)
+    credential, _ = make_credential()
+    about = Registration(node_name="agent", current_model="m", public_base_url=f"http://127.0.0.1:{port}", api_key=first)
+    register_direct_node(credential=credential, registration=about)
+    handler.bearers.clear()
+    register_direct_node(
+        credential=credential, registration=replace(about, public_base_url=about.public_base_url + url, api_key=second)
+    )
+    wanted = f"Bearer {kept}" if kept else None
+    assert set(handler.bearers) == {wanted}
+    assert Node.objects.get().read_api_key() == kept
+    (row,) = load_node_rows()
+    assert (row.api_key, "k1" in repr(row), "k1" in repr(about)) == (kept, False, False)
+
+
+def test_the_same_key_again_is_no_change(answering: tuple[type[_Answering], int]) -> None:
+    _, port = answering
+    allow_model(name="m", actor=ACTOR)
+    credential, _ = make_credential()
+    about = Registration(node_name="agent", current_model="m", public_base_url=f"http://127.0.0.1:{port}", api_key="k1")
+    register_direct_node(credential=credential, registration=about)
+    before = Node.objects.values("sealed_api_key", "updated_at").get()
+    register_direct_node(credential=credential, registration=about)
+    assert Node.objects.values("sealed_api_key", "updated_at").get() == before
+
+
+def test_a_key_that_the_node_does_not_accept_or_that_cannot_be_decrypted_is_said(
+    answering: tuple[type[_Answering], int], settings: Settings
+) -> None:
+    handler, port = answering
+    handler.api_key, handler.capabilities = "right", (200, EXAMPLE)
+    node = _direct_node(f"http://127.0.0.1:{port}")
+    assert probe_direct_nodes() == 0  # without a key any answer says that somebody is there
+    set_api_key(node_id=node.pk, api_key="wrong", actor=ACTOR)
+    assert probe_direct_nodes() == 1
+    assert "does not accept the API key" in NodePresence.objects.get().probe_error
+    set_api_key(node_id=node.pk, api_key="right", actor=ACTOR)
+    assert probe_direct_nodes() == 0
+    assert NodePresence.objects.get().queue_depth == 3
+    NodePresence.objects.update(probed_at=None)
+    settings.SECRET_KEY = "another"
+    handler.seen.clear()
+    assert probe_direct_nodes() == 1
+    assert "MUSTER_SECRET_KEY" in NodePresence.objects.get().probe_error
+    assert (handler.seen, load_node_rows()[0].api_key) == ([], "")
+
+
+def test_a_key_does_not_follow_a_redirect(answering: tuple[type[_Answering], int]) -> None:
+    handler, port = answering
+    handler.capabilities = (307, b"")
+    handler.status = 307
+    node = _direct_node(f"http://127.0.0.1:{port}")
+    set_api_key(node_id=node.pk, api_key="k1", actor=ACTOR)
+    probe_direct_nodes()
+    assert [path for path, _ in handler.seen] == ["/v1/capabilities", "/v1/models"]
+
+
 def test_a_real_runner_that_is_called_over_http_is_seen_with_what_it_has_loaded(tmp_path: Path) -> None:
     allow_model(name="a", actor=ACTOR)
     credential, _ = make_credential()
-    with run_api_box(tmp_path, models=("a", "b")) as box:
-        about = Registration(node_name="agent", current_model="a", public_base_url=box.url)
+    with run_api_box(tmp_path, models=("a", "b"), env={"MUSTER_API_KEY": "a-key-of-the-node"}) as box:
+        box.client.headers["authorization"] = "Bearer a-key-of-the-node"
+        about = Registration(node_name="agent", current_model="a", public_base_url=box.url, api_key="a-key-of-the-node")
         registered = register_direct_node(credential=credential, registration=about)
         assert (registered.status, registered.unreachable) == (NodeStatus.AVAILABLE, "")
         presence = NodePresence.objects.get()

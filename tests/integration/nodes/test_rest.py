@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -28,6 +29,8 @@ from nodes.services import (
 from nodes.states import HealthPolicy, SocketPolicy
 from nodes.throttle import AuthThrottle
 from tests.integration.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence
+from tests.integration.nodes.test_op_token_secrecy import find_tables
+from tests.unit.closed_port import closed_port
 from wire.contract import NodeMode
 from wire.credentials import CredentialKind, mint_credential
 
@@ -225,6 +228,28 @@ def test_a_url_needs_an_allow_listed_host_and_the_message_names_the_setting(toke
         assert_error(refused, 400, "BAD_REQUEST", "public_base_url")
     node.refresh_from_db()
     assert node.public_base_url == "http://10.1.2.3:8000"
+
+
+@pytest.mark.parametrize("api_key", ["two words", "line\nend", "é", "x" * 513, ["k"]])
+def test_an_api_key_that_no_header_can_carry_is_refused_without_being_repeated(token: str, api_key: object) -> None:
+    refused = post("/nodes/register", token, {**REGISTRATION, "api_key": api_key})
+    assert_error(refused, 400, "BAD_REQUEST", "api_key")
+    assert str(api_key) not in str(refused)
+    assert not Node.objects.exists()
+
+
+def test_an_api_key_is_in_no_answer_no_row_and_no_log(token: str, settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = True
+    _, admin_token = create_admin_token(name="ops", actor=ACTOR)
+    with closed_port() as port, caplog.at_level(logging.DEBUG):
+        body = {**REGISTRATION, "public_base_url": f"http://127.0.0.1:{port}", "api_key": "a-key-of-the-node"}
+        status, answer = post("/nodes/register", token, body)
+    assert status == 200
+    listed = Client().get("/nodes", headers={"authorization": f"Bearer {admin_token}"})
+    assert listed.status_code == 200
+    assert Node.objects.get().read_api_key() == "a-key-of-the-node"
+    assert "a-key-of-the-node" not in str(answer) + listed.content.decode() + caplog.text
+    assert find_tables("a-key-of-the-node", b"a-key-of-the-node".hex()) == set()
 
 
 def test_loopback_needs_its_switch(token: str, settings: Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -122,6 +123,20 @@ async def test_the_request_on_the_wire_carries_body_and_id_and_no_surprises() ->
         "content-length: 7",
     ]
     assert body == b'{"a":1}'
+
+
+async def test_a_node_gets_its_headers_as_they_were_given_last() -> None:
+    async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
+        link = make_link(upstream.port, authorization="Bearer old")
+        for key in ("old", "new"):
+            link.take_headers(replace(link.target, headers={"authorization": f"Bearer {key}"}))
+            sink = Recorder()
+            link.open_stream(a_request(), sink)
+            await sink.ended()
+        (first, second) = upstream.visits[0].requests
+    assert b"\r\nauthorization: Bearer old\r\n" in first
+    assert b"\r\nauthorization: Bearer new\r\n" in second
+    assert b"old" not in second
 
 
 @pytest.mark.parametrize(

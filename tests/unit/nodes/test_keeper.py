@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -349,6 +350,18 @@ async def test_a_direct_node_that_moved_gets_a_new_link(setting: Setting) -> Non
     assert new.target == PEER
     assert old is not None
     assert old.closed
+
+
+async def test_a_direct_node_with_another_api_key_keeps_its_link_and_what_runs_on_it(setting: Setting) -> None:
+    row = make_row(uuid.uuid4(), is_direct=True)
+    setting.apply(row)
+    link = setting.registry.get(row.node_id)
+    keyed = replace(TARGET, headers={"authorization": "Bearer k"})
+    setting.keeper.apply([row], targets={row.node_id: keyed}, peers={})
+    assert setting.registry.get(row.node_id) is link
+    assert isinstance(link, HttpLink)
+    assert (link.target, link.closed) == (keyed, False)
+    assert "Bearer k" not in repr(link.target)
 
 
 async def test_a_box_on_another_gateway_is_reached_through_that_gateway(setting: Setting) -> None:
