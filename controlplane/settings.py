@@ -289,6 +289,7 @@ OPERATIONS = {
     "model-load": "nodes.operations.MODEL_LOAD",
     "model-unload": "nodes.operations.MODEL_UNLOAD",
     "cache-flush": "nodes.operations.CACHE_FLUSH",
+    "settings-reload": "nodes.operations.SETTINGS_RELOAD",
     "node-drain": "nodes.operations.NODE_DRAIN",
     "node-evict": "nodes.operations.NODE_EVICT",
     "limit-raise": "gateway.operations.LIMIT_RAISE",

@@ -114,6 +114,7 @@ class Node(models.Model):
     witness_alarm = models.CharField(max_length=300, blank=True)
     clock_skew_ms = models.IntegerField(null=True, blank=True)
     keeps_models = models.BooleanField(default=False, db_default=False, help_text="Its loads take keepLoaded")
+    reloads_settings = models.BooleanField(default=False, db_default=False, help_text="It takes settings-reload")
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 

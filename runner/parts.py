@@ -89,6 +89,7 @@ class Parts:
     _discovered_at: float = float("-inf")
     _attached: AttachedServer | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self) -> Reading:
         """Return a reading of the machine, at most a second old; the loaded models are measured every five."""
@@ -135,6 +136,10 @@ class Parts:
 
     async def reload_settings(self) -> SettingsChange:
         """Read the settings files again and take over what changed. Raises InvalidSettings, SettingsConflict."""
+        async with self._reloading:  # else what was read first could be taken over last
+            return await self._reload_settings()
+
+    async def _reload_settings(self) -> SettingsChange:
         files = self.config.files
         new = await asyncio.to_thread(read_settings, *files.find_settings())
         registry = self.pool.registry

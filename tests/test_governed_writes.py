@@ -83,6 +83,7 @@ COUNTERPARTS: dict[str, set[str]] = {
     "model-load": set(),
     "model-unload": set(),
     "cache-flush": set(),
+    "settings-reload": set(),
     "policy-change": set(),
     "unfreeze": set(),
     "break-glass-review": set(),

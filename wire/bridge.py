@@ -123,7 +123,8 @@ class BoxGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``public_key``: its Ed25519 key as SPKI DER in base64url, which signs receipts and which ``runner_id`` names.
     ``op_keys``: HMAC keys by id in base64url, the newest last, that tokens for it are signed with. ``policy_*``: what it
     pinned, 0 and empty = nothing yet. ``witness_*``: the last audit checkpoint that it saw (root in base64). ``clock_ms``: Unix
-    time in milliseconds. ``keeps_models``: its loads take ``keepLoaded``.
+    time in milliseconds. ``keeps_models``: its loads take ``keepLoaded``. ``reloads_settings``: it knows the operation
+    ``settings-reload``.
     """
 
     level: str
@@ -137,6 +138,7 @@ class BoxGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
     witness_root: str = ""
     clock_ms: int = 0
     keeps_models: bool = False
+    reloads_settings: bool = False
 
 
 # server -> worker

@@ -75,6 +75,7 @@ def main() -> int:
         ("model-load", {"modelId": str(loot.earlier.params["modelId"])}),
         ("model-unload", {"modelId": "muster-tiny", "force": True}),
         ("cache-flush", {"scope": "all"}),
+        ("settings-reload", {}),
     ]
     tokens: dict[str, Callable[[Loot, Statement], dict[str, object]]] = {
         "a level 0 token with the stolen key": _level_0,

@@ -124,8 +124,13 @@ def add_operation(
     rules = policy.classes.get(op_class)
     if rules is None or operation not in rules.operations:
         fitting = sorted(name for name, found in policy.classes.items() if operation in found.operations)
+        if not fitting:
+            raise InvalidProposal(
+                f"The policy names nobody for {operation}: approve a policy that does. A draft of its next version offers it.",
+                param="operation",
+            )
         raise InvalidProposal(
-            f"The policy has no class {op_class!r} for {operation}; it has: {', '.join(fitting) or 'none'}.", param="op_class"
+            f"The policy has no class {op_class!r} for {operation}; it has: {', '.join(fitting)}.", param="op_class"
         )
     now = timezone.now()
     opens_at = max(not_before or now, now - timedelta(seconds=1))

@@ -197,12 +197,17 @@ def _read_expiry(text: str) -> datetime | None:
 def _base_classes(policy: Policy | None) -> dict[str, dict[str, object]]:
     """Return the classes that a draft starts from: those in force, so that what this form does not show is kept.
 
-    The class break-glass is left out of a policy without a key for it, and comes back with the first such key.
+    The class break-glass is left out of a policy without a key for it, and comes back with the first such key. Operations that
+    no class in force names, because they are newer than the policy, are offered with the classes of a new policy.
     """
     if policy is None:
         return {name: dict(members) for name, members in DEFAULT_CLASSES.items()}
     document = json.loads(policy.raw)
-    return {BREAK_GLASS: dict(DEFAULT_CLASSES[BREAK_GLASS]), **document["classes"]}
+    named = {operation for found in policy.classes.values() for operation in found.operations}
+    newer = {
+        name: dict(members) for name, members in DEFAULT_CLASSES.items() if name in settings.OPERATIONS and name not in named
+    }
+    return {BREAK_GLASS: dict(DEFAULT_CLASSES[BREAK_GLASS]), **newer, **document["classes"]}
 
 
 def _list_offered(policy: Policy | None, sent: QueryDict | None) -> list[OfferedPerson]:

@@ -181,7 +181,12 @@ def _set_api_key(node: Node, actor: str, values: Values) -> str:
     return f"Calls of {node.name} carry the API key from now on."
 
 
-PROPOSALS = (("model-load", "Propose: load"), ("model-unload", "Propose: unload"), ("cache-flush", "Propose: flush"))
+PROPOSALS = (
+    ("model-load", "Propose: load"),
+    ("model-unload", "Propose: unload"),
+    ("cache-flush", "Propose: flush"),
+    ("settings-reload", "Propose: reload of settings"),
+)
 FORCED = ((FORCED_DRAIN, "Propose: forced drain"), (EVICT, "Request eviction (stop all work)"))
 
 

@@ -93,9 +93,14 @@ def _hand_over(row: NodeCommand) -> bool:
         return False
     if not _claim(row, state=NodeCommand.State.SENT):
         return False
+    path = _PATHS.get(row.operation)
+    if path is None:  # asked for while the node dialled in
+        words = f"{row.operation} takes no approval over HTTP; connect the node by its own session, then ask again"
+        finish_command(row, RunEvent.FAIL, code="unknown_operation", message=words, result={})
+        return False
     body = {**row.body, TOKEN_MEMBER: row.token}
     try:
-        status, members = _call(row.node, "POST", _PATHS[row.operation], body)
+        status, members = _call(row.node, "POST", path, body)
     except BoxSilent as silence:
         logger.warning("operation.box_silent node=%s reason=%s", row.node.name, silence)
         if silence.was_sent:

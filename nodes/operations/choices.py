@@ -92,6 +92,11 @@ def flush_choices(boxes: list[Target]) -> Choices:
     return offer(boxes, is_remote=True, params=params)
 
 
+def reload_choices(boxes: list[Target]) -> Choices:
+    """Return what a reload of the settings offers: it has no parameters."""
+    return offer(boxes, is_remote=True, params=[])
+
+
 def _label(box: Target, *, is_remote: bool) -> str:
     words = [_state(box)]
     if is_remote:

@@ -1,16 +1,16 @@
-"""Operations that a box carries out itself: load, unload, flush. Each needs a token, which governance makes."""
+"""Operations that a box carries out itself: load, unload, flush, reload. Each needs a token, which governance makes."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer, Undone
 from nodes.commands import Command, put_command
 from nodes.models import Node, NodeOpKey, NodePresence, Reach
-from nodes.operations.choices import flush_choices, list_boxes, load_choices, unload_choices
+from nodes.operations.choices import flush_choices, list_boxes, load_choices, reload_choices, unload_choices
 from nodes.operations.impact import (
     CAUTION,
     DANGER,
@@ -22,7 +22,7 @@ from nodes.operations.impact import (
     judge_reach,
 )
 from nodes.operations.lost_models import find_lost_models
-from nodes.operations.params import KEEP, LOAD_FIELDS, UNLOAD_FIELDS, clean_flush, clean_params
+from nodes.operations.params import KEEP, LOAD_FIELDS, RELOAD_FIELDS, UNLOAD_FIELDS, clean_flush, clean_params
 from nodes.operations.targets import Target, clean_targets, find_signed, hinders, name_of, read_target
 from nodes.services import judge_status
 from nodes.services.clock import read_clock
@@ -34,7 +34,7 @@ _MAX_NAMED = 3
 
 
 class _BoxOperation:
-    """What the three have in common. Each says its name, its parameters and its words."""
+    """What they have in common. Each says its name, its parameters and its words."""
 
     name: str
     title: str
@@ -117,8 +117,7 @@ class ModelLoad(_BoxOperation):
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
         """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that cannot keep a model."""
         request = super().clean(targets, params)
-        nodes = [node for node in map(find_signed, request.targets) if node is not None] if _is_kept(request.params) else []
-        unable = [node.name for node in nodes if not node.keeps_models]
+        unable = _find_unable(request.targets, lambda node: node.keeps_models) if _is_kept(request.params) else []
         if unable:
             raise InvalidProposal(
                 f"{', '.join(unable[:_MAX_NAMED])} has not said that it can keep a model loaded: the runner there is of an "
@@ -250,6 +249,55 @@ class CacheFlush(_BoxOperation):
             yield Impact(OK, f"No model is loaded on {target.node.name}.")
         else:
             yield from judge_live(target, model if isinstance(model, str) else None, verb="some engines refuse while they run")
+
+
+class SettingsReload(_BoxOperation):
+    """Have nodes read their settings files again: what can be loaded there changes, what is loaded does not."""
+
+    name = "settings-reload"
+    title = "Reload the settings of nodes"
+
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that do not know it."""
+        request = super().clean(targets, params)
+        # Over HTTP the call exists and takes no token: nothing there would look at what people signed.
+        unable = _find_unable(request.targets, lambda node: node.reloads_settings and node.reach != Reach.DIRECT.value)
+        if unable:
+            raise InvalidProposal(
+                f"{', '.join(unable[:_MAX_NAMED])} has not said that it can reload its settings by an approval: the runner "
+                "there is of an older version, has no data folder, or is called over HTTP. Update it, or have its owner reload "
+                "them on the node.", param="targets",
+            )  # fmt: skip
+        return request
+
+    def choices(self) -> Choices:
+        """Return what the page that proposes offers."""
+        return reload_choices(list_boxes())
+
+    def _clean_params(self, params: Mapping[str, object]) -> dict[str, object]:
+        return clean_params(params, RELOAD_FIELDS)
+
+    def _sentence(self, params: Mapping[str, object]) -> str:
+        return "Reload the settings of"
+
+    def _lines(self, params: Mapping[str, object], found: Sequence[Target]) -> list[Line]:
+        return [
+            Line(
+                "What is read", "settings.json and local.json on the node, as they are then; they are no part of what is signed"
+            ),
+            Line("Models that are loaded", "stay as they are; if one would change, nothing is taken over"),
+        ]
+
+    def _judge(self, target: Target, params: Mapping[str, object], signed: str) -> Iterator[Impact]:
+        for model in sorted(target.loaded):
+            yield Impact(
+                OK, f"{model} is loaded on {target.node.name} and stays as it is; with other settings for it the node refuses."
+            )
+
+
+def _find_unable(targets: Sequence[str], is_able: Callable[[Node], bool]) -> list[str]:
+    """Return the names of the signed nodes that have not said that they know what is asked for."""
+    return [node.name for node in map(find_signed, targets) if node is not None and not is_able(node)]
 
 
 def _is_kept(params: Mapping[str, object]) -> bool:

@@ -47,6 +47,7 @@ FLUSH_FIELDS: Mapping[str, Field] = {
     "tag": Field("text"),
 }
 DRAIN_FIELDS: Mapping[str, Field] = {"timeout_s": Field("number", is_required=True, least=0, most=86_400)}
+RELOAD_FIELDS: Mapping[str, Field] = {}
 EVICT_FIELDS: Mapping[str, Field] = {}
 
 

@@ -210,9 +210,9 @@ def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
     node.op_level, node.runner_id, node.box_key = said.level, said.runner_id, said.public_key
     node.policy_version, node.policy_sha256 = said.policy_version, said.policy_sha256
     node.policy_error, node.witness_size, node.clock_skew_ms = said.policy_error, said.witness_size, skew_ms
-    node.keeps_models = said.keeps_models
-    names = "op_level runner_id box_key policy_version policy_sha256 policy_error witness_size clock_skew_ms keeps_models"
-    node.save(update_fields=[*names.split(), "updated_at"])
+    node.keeps_models, node.reloads_settings = said.keeps_models, said.reloads_settings
+    names = "op_level runner_id box_key policy_version policy_sha256 policy_error witness_size clock_skew_ms"
+    node.save(update_fields=[*names.split(), "keeps_models", "reloads_settings", "updated_at"])
 
 
 def _note_step_back(node: Node, said: BoxGovernance) -> None:

@@ -5,11 +5,9 @@ Loads and unloads pass the same gate as those of the model-runner API: each need
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runner.api.answers import ReloadAnswer
 from runner.api.bodies import read_object
 from runner.api.lifecycle import TOKEN_FIELD, answer, without_token
 from runner.api.model_facts import effective_inflight, estimate_memory, name_constraints, wanted_replicas
@@ -18,6 +16,7 @@ from runner.api.shapes import Shapes
 from runner.definitions.overrides import describe, load_recommendations
 from runner.errors import InvalidRequest
 from runner.operations.bodies import LoadBody, Reply, UnloadBody
+from runner.operations.outcomes import reload_fields
 from runner.parts import MIB, Parts
 from runner.pool import Model
 
@@ -80,15 +79,7 @@ class PoolAdmin:
     async def reload_settings(self, request: Request) -> Response:
         """``POST /v1/admin/settings/reload``."""
         await read_object(request)
-        change = await self._parts.reload_settings()
-        body = ReloadAnswer(
-            added_models=list(change.added),
-            removed_models=list(change.removed),
-            updated_models=list(change.updated),
-            unchanged_models=list(change.unchanged),
-            service_restart_required=change.service_restart_required,
-        )
-        return answer(Reply(200, msgspec.structs.asdict(body)))
+        return answer(Reply(200, reload_fields(await self._parts.reload_settings())))
 
     async def _describe(self, model: Model) -> dict[str, object]:
         definition = model.definition

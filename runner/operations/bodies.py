@@ -44,6 +44,12 @@ class FlushBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verifiedOpToken: Any = None  # noqa: N815  # as above
 
 
+class ReloadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The operation ``settings-reload``, which has no parameters. Over the node's own port its owner asks without a token."""
+
+    verifiedOpToken: Any = None  # noqa: N815  # as above
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """An HTTP status and a JSON object."""

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
+from runner.definitions.settings import SettingsChange
 from runner.errors import InvalidRequest, OpTokenRefused, RequestRefused, RunnerError, Unavailable
 from runner.ledger import LedgerError, OpRow
-from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
+from runner.operations.bodies import FlushBody, LoadBody, ReloadBody, Reply, UnloadBody
 from runner.operations.gate import REFUSED, OperationRunning
 from runner.operations.tasks import Operations
 from wire.bridge import OpCommand, OpQuery, OpStatus
@@ -49,11 +50,17 @@ class _Tracked:
 
 
 class Commands:
-    """``seek`` looks for a model that is not known yet."""
+    """``seek`` looks for a model that is not known yet; ``reload_settings`` takes over what the settings files say now."""
 
-    def __init__(self, operations: Operations, seek: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        seek: Callable[[str], Awaitable[None]],
+        reload_settings: Callable[[], Awaitable[SettingsChange]],
+    ) -> None:
         self._operations = operations
         self._seek = seek
+        self._reload_settings = reload_settings
         self._tracked: dict[_Key, _Tracked] = {}
         self._queries: set[asyncio.Task[None]] = set()
 
@@ -166,6 +173,8 @@ class Commands:
                 return await operations.unload(_decode(fields, UnloadBody), params, on_begin=tell)
             case Operation.CACHE_FLUSH:
                 return await operations.flush(_decode(fields, FlushBody), params, on_begin=tell)
+            case Operation.SETTINGS_RELOAD:
+                return await operations.reload_settings(_decode(fields, ReloadBody), self._reload_settings, on_begin=tell)
             case _:
                 raise InvalidRequest(f"This box does not know the operation {command.operation[:40]!r}.", param="operation")
 

@@ -112,7 +112,8 @@ class _Touched:
     def by(cls, operation: Operation, model_id: str | None, params: Mapping[str, object]) -> _Touched:
         named = params.get("evictModel")
         evicted = named if isinstance(named, str) else None
-        slot = "cache" if model_id is None else f"model:{model_id}"
+        whole = "settings" if operation is Operation.SETTINGS_RELOAD else "cache"
+        slot = whole if model_id is None else f"model:{model_id}"
         ends = model_id if operation is Operation.MODEL_UNLOAD else evicted if evicted != model_id else None
         return cls(model_id, slot, () if evicted is None else (f"model:{evicted}",), ends)
 

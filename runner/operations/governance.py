@@ -131,6 +131,7 @@ class Governance:
             witness_root="" if seen is None else to_text(seen.root),
             clock_ms=int(self._clock() * 1000),
             keeps_models=self.level is not Level.L0 and not self.disabled,
+            reloads_settings=not self.disabled,
         )
 
     async def look(self) -> GovernanceReport | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runner.definitions.settings import SettingsChange
 from runner.engines.port import FlushOutcome
 from runner.errors import RequestRefused, RunnerError
 from runner.pool import LoadResult
@@ -39,4 +40,12 @@ def flush_fields(model_id: str, outcome: FlushOutcome) -> dict[str, object]:
     return {
         "modelId": model_id, "outcome": outcome.result.value, "detail": outcome.detail,
         "entriesRemoved": outcome.entries_removed, "memoryFreedMB": outcome.memory_freed_mb,
+    }  # fmt: skip
+
+
+def reload_fields(change: SettingsChange) -> dict[str, object]:
+    """Return what a reload of the settings came to, in llm-pool's words."""
+    return {
+        "added_models": list(change.added), "removed_models": list(change.removed), "updated_models": list(change.updated),
+        "unchanged_models": list(change.unchanged), "service_restart_required": change.service_restart_required,
     }  # fmt: skip

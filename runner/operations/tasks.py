@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from runner.definitions.plan import Progress
+from runner.definitions.settings import SettingsChange
 from runner.engines.port import FlushRequest, FlushResult, FlushScope
 from runner.errors import InvalidRequest, RunnerError, Unavailable, UnknownTask, WrongState
 from runner.ledger import Ledger, LedgerError, OpRow, TaskRow, TaskState
-from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
+from runner.operations.bodies import FlushBody, LoadBody, ReloadBody, Reply, UnloadBody
 from runner.operations.desired_state import PARAM
 from runner.operations.executions import CUT_OFF, Begun, Ending, Executions
 from runner.operations.gate import Gate
-from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result
+from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result, reload_fields
 from runner.operations.receipts import Clerk
 from runner.pool import LoadOrder, Model, ModelState, Pool
 from wire.optoken import Operation
@@ -96,7 +97,7 @@ class Operations:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
-    # The three operations. What a token has let in is carried out to its end, also when the caller leaves meanwhile.
+    # The operations. What a token has let in is carried out to its end, also when the caller leaves meanwhile.
 
     # ``on_begin`` is called, and must not block, once nothing can refuse an operation any more but itself.
 
@@ -132,6 +133,21 @@ class Operations:
         self._flush_targets(body)
         return await self._executions.run(
             body.verifiedOpToken, Operation.CACHE_FLUSH, body.modelId, params, lambda: _begin(on_begin, self._flush(body))
+        )
+
+    async def reload_settings(
+        self, body: ReloadBody, read_again: Callable[[], Awaitable[SettingsChange]], *, on_begin: OnBegin = _tell_nobody
+    ) -> Reply:
+        """Have ``read_again`` take over the settings files and say what that changed. Raises RequestRefused.
+
+        A model that is loaded and would change, or a file that cannot be used, ends the operation: that is its signed outcome.
+        """
+
+        async def read() -> Reply:
+            return Reply(200, reload_fields(await read_again()))
+
+        return await self._executions.run(
+            body.verifiedOpToken, Operation.SETTINGS_RELOAD, None, {}, lambda: _begin(on_begin, read())
         )
 
     async def load_again(self, body: LoadBody) -> dict[str, object]:

@@ -38,6 +38,7 @@ DEFAULT_CLASSES: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "model-load": _make_class(2, "model-load"),
         "model-unload": _make_class(2, "model-unload"),
         "cache-flush": _make_class(2, "cache-flush"),
+        "settings-reload": _make_class(2, "settings-reload"),
         "node-drain": _make_class(1, "node-drain"),
         "node-evict": _make_class(2, "node-evict"),
         "limit-raise": _make_class(2, "limit-raise"),

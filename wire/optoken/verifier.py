@@ -48,6 +48,7 @@ class Operation(StrEnum):
     MODEL_LOAD = "model-load"
     MODEL_UNLOAD = "model-unload"
     CACHE_FLUSH = "cache-flush"
+    SETTINGS_RELOAD = "settings-reload"
 
 
 class Level(StrEnum):
@@ -312,8 +313,14 @@ def _check_purpose(claims: Mapping[str, Claim], operation: Operation, model_id: 
     if "modelId" in claims and claims["modelId"] is None and "v" in claims:
         raise OpTokenError(Reason.BAD_FIELD)
     permitted = claims.get("modelId")
-    must_be_named = operation is not Operation.CACHE_FLUSH
-    if permitted != model_id or (must_be_named and not model_id):
+    match operation:
+        case Operation.SETTINGS_RELOAD:
+            is_named_right = model_id is None
+        case Operation.CACHE_FLUSH:
+            is_named_right = True
+        case _:
+            is_named_right = bool(model_id)
+    if permitted != model_id or not is_named_right:
         raise OpTokenError(Reason.WRONG_MODEL)
 
 

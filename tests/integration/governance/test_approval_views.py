@@ -16,12 +16,14 @@ from django.urls import reverse
 from controlplane.models import User
 from gateway.services import create_tenant
 from governance import services
+from governance.errors import InvalidProposal
 from governance.models import Operation
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState
 from governance.views.operation_parts import describe_proof
 from tests.integration.governance.team import Member, Team, make_governed, make_team, propose_token
 from wire.optoken.approval import canonical, digest_words, policy_words, verify_bundle
+from wire.optoken.proposal import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
 
@@ -346,6 +348,28 @@ def test_the_next_policy_starts_from_the_one_in_force(team: Team) -> None:
     alone = client.post(reverse("approvals:draft_policy"), {**filled, "key": filled["key"][:1]})
     assert alone.status_code == 400
     assert "name at least" in unescape(alone.content.decode())
+
+
+def test_an_operation_that_is_newer_than_the_policy_is_refused_until_the_next_version_names_it() -> None:
+    older = {name: needs for name, needs in DEFAULT_CLASSES.items() if name != "admin-token-mint"}
+    team = make_governed(classes=older)
+    with pytest.raises(InvalidProposal, match="names nobody for admin-token-mint: approve a policy that does") as caught:
+        propose_token(team[0])
+    assert caught.value.param == "operation"
+    with pytest.raises(InvalidProposal, match="names nobody for admin-token-mint"):
+        propose_token(team[0], op_class="model-load")
+    client = sign_in(team[0].user)
+    form = text_of(client, reverse("approvals:draft_policy"))
+    filled: dict[str, Any] = dict(re.findall(r'name="(threshold-[^"]+)"[^>]*value="(\d+)"', form))
+    assert filled["threshold-admin-token-mint"] == "2"
+    filled |= {"key": re.findall(r'name="key" value="(\d+)" checked', form), "reason": "name it"}
+    client.post(reverse("approvals:draft_policy"), filled)
+    draft = Operation.objects.get(reason="name it")
+    assert "admin-token-mint" in text_of(client, page_of(draft))
+    for member in team.members[1:]:
+        member.approve(draft)
+    services.run_due()
+    assert propose_token(team[0]).op_class == "admin-token-mint"
 
 
 def test_solo_is_a_choice_that_is_marked(team: Team) -> None:

@@ -328,7 +328,7 @@ def test_the_page_of_a_box_says_how_it_decides_and_what_can_be_proposed(boss: Cl
     ):
         assert text in shown, text
     target = quote(rig.runner_id, safe="")
-    for operation in ("model-load", "model-unload", "cache-flush"):
+    for operation in ("model-load", "model-unload", "cache-flush", "settings-reload"):
         assert f"/approvals/propose?operation={operation}&amp;target={target}" in shown
     for operation in ("node-drain", "node-evict"):
         assert f"/approvals/propose?operation={operation}&amp;target={node.printed_id}" in shown

@@ -175,6 +175,15 @@ def test_a_poll_without_a_proper_answer_is_tried_again(team: Team, box: BoxContr
     assert called.run.state == RunState.EXECUTING.value
 
 
+def test_what_the_call_over_http_would_do_without_a_token_is_not_called(team: Team, box: BoxContract) -> None:
+    called = Called(team, box.url)
+    NodeCommand.objects.update(operation="settings-reload")
+    assert not called.call()
+    assert (called.run.state, called.run.code) == (RunState.FAILED, "unknown_operation")
+    assert "connect the node by its own session" in called.run.message
+    assert not box.seen
+
+
 def test_a_task_id_that_is_no_plain_word_is_not_put_into_a_path(team: Team, box: BoxContract) -> None:
     called = Called(team, box.url)
     box.answers[LOAD] = (202, {"taskId": "../../admin"})

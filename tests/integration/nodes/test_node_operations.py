@@ -15,8 +15,8 @@ from governance import services
 from governance.errors import InvalidProposal, NeedsApproval
 from governance.registry import NotNow, OperationKind, RunOrder, find_kind
 from governance.states import RunEvent, RunState
-from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence
-from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT
+from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
+from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
 from nodes.services import drain_node, revoke_credential
 from nodes.states import SKEW_LIMIT_MS
 from tests.integration.governance.team import Team, make_due, make_governed
@@ -57,9 +57,9 @@ def order(target: str, operation: str = "model-load", **changes: Any) -> RunOrde
 
 
 def test_the_settings_name_these_operations() -> None:
-    kinds: list[OperationKind] = [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, NODE_DRAIN, NODE_EVICT]
+    kinds: list[OperationKind] = [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE_DRAIN, NODE_EVICT]
     assert [find_kind(kind.name) for kind in kinds] == kinds
-    assert [kind.is_remote for kind in kinds] == [True, True, True, False, False]
+    assert [kind.is_remote for kind in kinds] == [True, True, True, True, False, False]
 
 
 # Targets
@@ -110,6 +110,29 @@ def test_a_box_that_calls_itself_like_another_one_is_not_meant_by_that_name(box:
     assert NODE_EVICT.clean(["rig"], {}).targets == (box.printed_id,)
 
 
+def test_nodes_that_cannot_reload_their_settings_from_here_are_named_before_anybody_signs(rig: Identity) -> None:
+    node = make_box(rig, reloads_settings=True)
+    assert SETTINGS_RELOAD.clean(["rig"], {}).targets == (rig.runner_id,)
+    assert SETTINGS_RELOAD.clean(["rig"], {}).params == {}
+    with pytest.raises(InvalidProposal, match=r"'modelId'.*takes nothing"):
+        SETTINGS_RELOAD.clean(["rig"], {"modelId": "m"})
+    make_box(Identity("attic"))
+    with pytest.raises(InvalidProposal, match=r"^attic has not said that it can reload its settings") as caught:
+        SETTINGS_RELOAD.clean(["rig", "attic"], {})
+    assert caught.value.param == "targets"
+    # What it said over its session counts no more: its HTTP call takes no token.
+    Node.objects.filter(pk=node.pk).update(reach=Reach.DIRECT)
+    with pytest.raises(InvalidProposal, match=r"^rig has not said that it can reload its settings"):
+        SETTINGS_RELOAD.clean(["rig"], {})
+
+
+def test_the_preview_of_a_reload_names_what_stays_loaded(rig: Identity, box: Node) -> None:
+    said = texts(SETTINGS_RELOAD, rig.runner_id, params={})
+    assert "old is loaded on rig and stays as it is" in said
+    lines = {line.label: line.value for line in SETTINGS_RELOAD.describe([rig.runner_id], {}).lines}
+    assert "settings.json and local.json" in lines["What is read"]
+
+
 # Keys
 
 
@@ -148,8 +171,9 @@ def test_a_load_in_words_has_today_beside_it(rig: Identity, box: Node) -> None:
         (CACHE_FLUSH, {"scope": "model", "modelId": "m"}, "Flush the cache of model m on rig"),
         (CACHE_FLUSH, {"scope": "tenant", "tenantId": "t"}, "Flush the cache of tenant t on rig"),
         (CACHE_FLUSH, {"scope": "tag", "tag": "x", "tenantId": "t"}, "Flush the cache tagged x of tenant t on rig"),
+        (SETTINGS_RELOAD, {}, "Reload the settings of rig"),
     ],
-    ids=["unload", "force", "all", "model", "tenant", "tag"],
+    ids=["unload", "force", "all", "model", "tenant", "tag", "reload"],
 )
 def test_every_operation_has_a_title(rig: Identity, box: Node, kind: Any, params: dict[str, object], title: str) -> None:
     assert kind.describe([rig.runner_id], params).title == title
@@ -162,7 +186,11 @@ def test_a_drain_and_an_eviction_in_words(box: Node) -> None:
     assert NODE_EVICT.describe([box.printed_id], {}).title == "Evict rig"
 
 
-@pytest.mark.parametrize("kind", [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, NODE_DRAIN, NODE_EVICT], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind",
+    [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE_DRAIN, NODE_EVICT],
+    ids=lambda kind: kind.name,
+)
 def test_a_box_that_is_gone_is_still_described(kind: Any) -> None:
     params = {"modelId": "m", "scope": "all", "timeout_s": 1}
     assert "gone#x" in kind.describe(["gone#x"], params).title

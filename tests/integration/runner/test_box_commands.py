@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from runner.definitions.plan import Progress
@@ -31,7 +33,7 @@ from tests.unit.runner.box_approvals import Fleet, Issuer
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.ids import new_uuid7
 from wire.optoken import encode_token
-from wire.optoken.receipt import read_receipt
+from wire.optoken.receipt import digest_result, read_receipt
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -80,7 +82,7 @@ class Desk:
         )  # fmt: skip
         pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
         self.operations = Operations(pool, self.gate, parts.ledger, Clerk(governance.identity))
-        self.commands = Commands(self.operations, parts.seek)
+        self.commands = Commands(self.operations, parts.seek, parts.reload_settings)
 
     def command(self, operation: str = "model-load", *, op_id: str = "", **body: Any) -> OpCommand:
         op_id = op_id or new_uuid7().hex
@@ -270,3 +272,71 @@ async def test_a_load_that_the_box_cuts_off_on_its_way_out_is_interrupted_and_ce
         assert read_receipt(end.receipt, later.public_key).outcome == "interrupted"
         with contextlib.suppress(asyncio.CancelledError):
             await later.commands.close()
+
+
+async def test_an_approved_reload_tells_what_may_be_loaded_now_and_never_touches_what_is(desk: Desk, tmp_path: Path) -> None:
+    settings = tmp_path / "data" / "settings.json"
+
+    def write(**models: dict[str, object]) -> None:
+        settings.write_bytes(msgspec.json.encode({"engine": {"backend": "gguf", "models": models}}))
+
+    async def reload(**body: Any) -> OpStatus:
+        desk.commands.take(desk.command("settings-reload", **body), ear := Ear())
+        return await ear.end()
+
+    write(one={"model_path": "a"}, two={"model_path": "a"})
+    first = await reload()
+    assert (first.state, first.result["added_models"]) == ("succeeded", ["one", "two"])
+    desk.commands.take(desk.command(modelId="two"), ear := Ear())
+    assert (await ear.end()).state == "succeeded"
+
+    write(one={"model_path": "a", "gguf_n_ctx": 512}, two={"model_path": "a"}, three={"model_path": "a"})
+    second = await reload()
+    assert second.result == {
+        "added_models": ["three"], "removed_models": [], "updated_models": ["one"], "unchanged_models": ["two"],
+        "service_restart_required": False,
+    }  # fmt: skip
+    receipt = read_receipt(second.receipt, desk.public_key)
+    assert (receipt.operation, receipt.outcome, receipt.result_digest) == (
+        "settings-reload", "succeeded", digest_result(second.result),
+    )  # fmt: skip
+
+    write(three={"model_path": "a"})
+    conflict = await reload()
+    assert (conflict.state, conflict.code) == ("failed", "settings_reload_conflict")
+    assert "loaded models would change: engine.models.two; unload them first" in conflict.message
+    assert read_receipt(conflict.receipt, desk.public_key).outcome == "failed"
+    settings.write_text("{ no json", encoding="utf-8")
+    assert (await reload()).code == "invalid_settings"
+    assert {"one", "two", "three"} <= set(desk.parts.settings.models)
+    assert next(model for model in desk.parts.pool.registry.models if model.model_id == "two").is_ready
+
+    named = await reload(modelId="one")
+    assert (named.state, named.code, named.receipt) == ("refused", "invalid_request", "")
+
+
+async def test_a_reload_that_nobody_approved_reads_nothing(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "data" / "settings.json").write_text('{"engine": {"backend": "gguf", "models": {"one": {}}}}')
+    for token in (desk.command("cache-flush", scope="all").token, desk.command("settings-reload", scope="all").token, "{}"):
+        command = OpCommand(op_id=new_uuid7().hex, use=1, operation="settings-reload", body={}, token=token)
+        desk.commands.take(command, ear := Ear())
+        assert ((await ear.end()).state, ear.last.code) == ("refused", "op_token_refused")
+    assert not desk.parts.settings.models
+
+
+async def test_of_two_reloads_at_once_the_settings_that_were_read_last_are_in_force(tmp_path: Path) -> None:
+    settings, newer = tmp_path / "settings.json", tmp_path / "newer.json"
+    settings.write_text("{}")
+    newer.write_text('{"engine": {"models": {"new": {"backend": "gguf", "model_path": "a"}}}}')
+    async with assembled(tmp_path, LLM_POOL_SETTINGS_PATH=str(settings)) as parts:
+        settings.unlink()
+        os.mkfifo(settings)
+        first = asyncio.create_task(parts.reload_settings())
+        writer = await asyncio.to_thread(settings.open, "w")  # the first has the file open from here on
+        newer.replace(settings)
+        second = asyncio.create_task(parts.reload_settings())
+        await asyncio.wait({second}, timeout=0.5)
+        writer.write("{}")
+        writer.close()
+        await asyncio.gather(first, second)
+        assert list(parts.settings.models) == ["new"]

@@ -34,6 +34,7 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         control = Control(box, fleet)
         told = control.governance
         assert (told.level, told.policy_version, told.witness_size, len(told.op_keys)) == ("L2", 0, 0, 1)
+        assert told.reloads_settings
         assert told.runner_id.startswith("box-under-test#")
         assert owns_runner_id(told.runner_id, decode_bytes(told.public_key))
 
@@ -116,6 +117,14 @@ async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: 
         unload = await control.carry_out(control.command("model-unload", {"modelId": "a"}))
         assert (unload.state, unload.result["wasLoaded"]) == ("succeeded", True)
         control.read(unload)
+
+        (tmp_path / "data" / "settings.json").write_text(
+            '{"engine": {"models": {"c": {"backend": "gguf", "model_path": "a"}}}}'
+        )
+        reload = await control.carry_out(control.command("settings-reload", {}))
+        assert (reload.state, reload.result["added_models"]) == ("succeeded", ["c"])
+        assert control.read(reload).operation == "settings-reload"
+        assert (await control.carry_out(control.command("settings-reload", {}, approvers=1))).code == "op_token_refused"
 
         # A gateway that lost the socket meanwhile asks again and hears the end.
         last = control.command("model-load", {"modelId": "b"})

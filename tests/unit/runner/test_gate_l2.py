@@ -167,6 +167,32 @@ async def test_an_old_unload_does_not_undo_a_newer_load(tmp_path: Path, caplog: 
         assert "reason=stale_fence" in caplog.text
 
 
+async def test_a_reload_of_the_settings_is_approved_as_such_and_overtakes_no_flush(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reload: dict[str, Any] = {"operation": Operation.SETTINGS_RELOAD, "model_id": None, "params": {}}
+    async with door_in(tmp_path) as door:
+        flush = door.issuer.token("cache-flush", {"scope": "all"}, now=NOW, fence=5)
+        late = door.issuer.token("settings-reload", {}, now=NOW, fence=6)
+        one_signer = door.issuer.token("settings-reload", {}, now=NOW, approvers=1)
+        other_class = door.issuer.token("settings-reload", {}, now=NOW, op_class="cache-flush")
+        with_params = door.issuer.token("settings-reload", {"scope": "all"}, now=NOW)
+        for token in (flush, one_signer, other_class, with_params):
+            with caplog.at_level(logging.WARNING), pytest.raises(OpTokenRefused):
+                await door.gate.admit(token, **reload)
+        admitted = await door.gate.admit(door.issuer.token("settings-reload", {}, now=NOW, fence=7), **reload)
+        assert (admitted.operation, admitted.signers) == (Operation.SETTINGS_RELOAD, ("ada", "bob"))
+        await door.gate.finish(admitted, {"state": "succeeded"})
+        with pytest.raises(OpTokenRefused):
+            await door.gate.admit(late, **reload)
+        again = door.issuer.token("cache-flush", {"scope": "all"}, now=NOW, fence=5)
+        await door.gate.admit(again, operation=Operation.CACHE_FLUSH, model_id=None, params={"scope": "all"})
+    assert [line.rpartition("reason=")[2] for line in caplog.messages if "operation refused" in line] == [
+        "wrong_operation", "not_approved (too_few_approvers)", "not_approved (unknown_class)", "wrong_params",
+        "stale_fence",
+    ]  # fmt: skip
+
+
 async def test_break_glass_opens_as_often_a_day_as_its_class_says_restarts_included(tmp_path: Path) -> None:
     fleet, glass = Fleet(T0), {"op_class": "break-glass", "approvers": 1}
     async with door_in(tmp_path, fleet=fleet) as door:

@@ -399,8 +399,9 @@ def test_a_policy_has_a_bounded_size() -> None:
 def test_the_classes_of_a_new_policy_are_those_of_the_manual() -> None:
     policy = read_policy(make_policy_bytes(make_people(3, break_glass=True)))
     assert {name: found.threshold for name, found in policy.classes.items()} == {
-        "model-load": 2, "model-unload": 2, "cache-flush": 2, "node-drain": 1, "node-evict": 2, "limit-raise": 2,
-        "admin-token-mint": 2, "policy-change": 2, "unfreeze": 2, "break-glass-review": 2, "standing": 2, "break-glass": 1,
+        "model-load": 2, "model-unload": 2, "cache-flush": 2, "settings-reload": 2, "node-drain": 1, "node-evict": 2,
+        "limit-raise": 2, "admin-token-mint": 2, "policy-change": 2, "unfreeze": 2, "break-glass-review": 2, "standing": 2,
+        "break-glass": 1,
     }  # fmt: skip
     assert policy.classes["break-glass"].daily_cap == 2
     assert (policy.classes["standing"].max_uses, policy.classes["standing"].usable_s) == (20, 7 * 86_400)

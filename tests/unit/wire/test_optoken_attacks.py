@@ -288,7 +288,7 @@ def test_l0_does_not_cover_parameters_which_is_why_there_is_an_l1() -> None:
 
 
 @pytest.mark.parametrize("token", [make_l0(), make_l1()], ids=["L0", "L1"])
-@pytest.mark.parametrize("operation", [Operation.MODEL_UNLOAD, Operation.CACHE_FLUSH])
+@pytest.mark.parametrize("operation", [Operation.MODEL_UNLOAD, Operation.CACHE_FLUSH, Operation.SETTINGS_RELOAD])
 def test_a_token_permits_its_operation_only(token: Token, operation: Operation) -> None:
     assert reason_of(token, operation=operation) is Reason.WRONG_OPERATION
 
@@ -305,6 +305,19 @@ def test_a_token_without_a_model_neither_loads_nor_unloads(make: Any, operation:
     token = make(operation=operation.value, modelId=...)
     assert reason_of(token, operation=operation, model_id=None) is Reason.WRONG_MODEL
     assert reason_of(token, operation=operation, model_id="") is Reason.WRONG_MODEL
+
+
+@pytest.mark.parametrize("make", [l0, l1], ids=["L0", "L1"])
+def test_a_reload_of_the_settings_is_of_no_model_and_its_token_for_nothing_else(make: Any) -> None:
+    reload: dict[str, Any] = {"operation": Operation.SETTINGS_RELOAD, "model_id": None}
+    token = make(operation="settings-reload", modelId=..., paramsDigest=params_digest({}) if make is l1 else ...)
+    assert verify(token, **reload, params={}).signers
+    assert reason_of(token, **{**reload, "operation": Operation.CACHE_FLUSH}, params={}) is Reason.WRONG_OPERATION
+    for model_id in (MODEL, "*", ""):
+        assert reason_of(make(operation="settings-reload", modelId=model_id), **reload, params={}) is Reason.WRONG_MODEL
+        assert reason_of(token, operation=Operation.SETTINGS_RELOAD, model_id=model_id, params={}) is Reason.WRONG_MODEL
+        named = make(operation="settings-reload", modelId=model_id)
+        assert reason_of(named, operation=Operation.SETTINGS_RELOAD, model_id=model_id) is Reason.WRONG_MODEL
 
 
 @pytest.mark.parametrize("model_id", [None, ...], ids=["null", "left out"])
