@@ -77,8 +77,9 @@ class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     ``estimate_mb``: memory in MiB of ``estimate_replicas`` replicas, measured by ``observed_load_delta`` or taken from the size
     of the files (``model_artifact_size``), None when that is ``unavailable``. ``replica_max``: most replicas of a load;
-    ``target_inflight``: requests that one takes at once. ``load_constraints``: by the name of a load's field, its kind, limits
-    and default, as in llm-pool's ``GET /v1/admin/models``.
+    ``target_inflight``: requests that one takes at once, ``configured_target_inflight`` what the settings say.
+    ``load_constraints``: by the name of a load's field, its kind, limits and default, as in llm-pool's
+    ``GET /v1/admin/models``.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
     loaded_replicas: int = 0
     replica_max: int = 0
     target_inflight: int = 0
+    configured_target_inflight: int = 0
     estimate_mb: int | None = None
     estimate_replicas: int = 0
     estimate_source: str = ""

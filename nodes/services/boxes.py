@@ -74,7 +74,9 @@ class FactsView:
     name: str
     backend: str
     replicas: str
+    state: str
     target_inflight: int
+    configured_target_inflight: int
     estimate_mb: int | None
     estimate: str
     limits: tuple[str, ...]
@@ -234,7 +236,9 @@ def _view_facts(facts: ModelFacts) -> FactsView:
         name=facts.name,
         backend=facts.backend,
         replicas=count,
+        state=facts.state,
         target_inflight=facts.target_inflight,
+        configured_target_inflight=facts.configured_target_inflight,
         estimate_mb=facts.estimate_mb,
         estimate=_ESTIMATES.get(facts.estimate_source, "not known") + several,
         limits=tuple(f"{name}: {describe_limits(limits)}" for name, limits in facts.load_constraints.items()),

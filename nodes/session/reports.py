@@ -440,6 +440,7 @@ def _clean_facts(facts: bridge.ModelFacts) -> bridge.ModelFacts:
         loaded_replicas=_clean_int(facts.loaded_replicas, MAX_REPORTED_LOAD) or 0,
         replica_max=_clean_int(facts.replica_max, MAX_REPORTED_LOAD) or 0,
         target_inflight=_clean_int(facts.target_inflight, MAX_REPORTED_LOAD) or 0,
+        configured_target_inflight=_clean_int(facts.configured_target_inflight, MAX_REPORTED_LOAD) or 0,
         estimate_mb=_clean_int(facts.estimate_mb, MAX_MB),
         estimate_replicas=_clean_int(facts.estimate_replicas, MAX_REPORTED_LOAD) or 0,
         estimate_source=_clean_text(facts.estimate_source, _WORD_CHARS),

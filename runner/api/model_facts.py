@@ -70,6 +70,7 @@ async def _describe(parts: Parts, shapes: Shapes, model: Model) -> ModelFacts:
         loaded_replicas=sum(replica.supervisor.is_ready for replica in model.replicas),
         replica_max=definition.replica_max,
         target_inflight=effective_inflight(model),
+        configured_target_inflight=definition.target_inflight,
         estimate_mb=None if size is None else -(-size // MIB),
         estimate_replicas=count,
         estimate_source=source,

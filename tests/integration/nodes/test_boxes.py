@@ -142,8 +142,9 @@ def test_a_box_of_a_deleted_provider_is_not_there() -> None:
 
 def test_what_loads_take_and_may_set_is_shown() -> None:
     facts = ModelFacts(
-        name="m", backend="gguf", replica_max=4, target_inflight=2, estimate_mb=700, estimate_replicas=2,
-        estimate_source="model_artifact_size", load_constraints={"gguf_n_ctx": {"kind": "integer", "minimum": 1, "step": 1}},
+        name="m", backend="gguf", state="unloaded", replica_max=4, target_inflight=2, configured_target_inflight=3,
+        estimate_mb=700, estimate_replicas=2, estimate_source="model_artifact_size",
+        load_constraints={"gguf_n_ctx": {"kind": "integer", "minimum": 1, "step": 1}},
     )  # fmt: skip
     box = describe(memory=msgspec.to_builtins(MemoryInfo(total_mb=10, models=[facts])))
     (shown,) = box.facts
@@ -157,6 +158,8 @@ def test_what_loads_take_and_may_set_is_shown() -> None:
     page = render_to_string("admin/muster/box_state.html", {"box": box})
     assert "What a load takes and may set" in page
     assert "gguf_n_ctx: from 1" in page
+    assert "2 <small>3 in the settings</small>" in page
+    assert '<span class="mst-name">m</span> <small>unloaded</small>' in page
 
 
 @pytest.mark.parametrize(

@@ -373,6 +373,7 @@ async def test_a_box_tells_each_session_once_what_loads_of_its_models_take_and_m
             assert (facts.name, facts.backend, facts.state, facts.loaded_replicas) == ("muster-tiny", "gguf", "loaded", 1)
             assert facts.estimate_source in {"observed_load_delta", "model_artifact_size"}
             assert facts.estimate_mb
+            assert (facts.target_inflight, facts.configured_target_inflight) == (4, 4)
             assert facts.load_constraints["gguf_n_ctx"]["minimum"] == 1
             assert told[1] is None or told[1] != told[0], "what has not changed is not said again"
             await box.socket.close()

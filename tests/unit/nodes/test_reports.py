@@ -236,7 +236,8 @@ def facts_of(telemetry: Telemetry) -> list[ModelFacts]:
 def test_what_a_load_may_set_stays_as_it_is_within_its_bounds() -> None:
     facts = ModelFacts(
         name="m", backend="gguf", state="loaded", replicas=1, loaded_replicas=1, replica_max=4, target_inflight=2,
-        estimate_mb=700, estimate_replicas=1, estimate_source="observed_load_delta", load_constraints=LIMITS,
+        configured_target_inflight=3, estimate_mb=700, estimate_replicas=1, estimate_source="observed_load_delta",
+        load_constraints=LIMITS,
     )  # fmt: skip
     assert facts_of(cleaned(memory=MemoryInfo(models=[facts]))) == [facts]
 
