@@ -5,7 +5,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("nodes", "0008_gateway_links"),
+        ("nodes", "0009_capabilities"),
     ]
 
     operations = [
