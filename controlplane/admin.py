@@ -26,6 +26,7 @@ from governance.errors import GovernanceError
 from governance.pages import ChangeLink, FindingAdmin, column, name_actor
 from governance.services.approver_keys import list_keys
 from governance.services.people import create_invitation, make_invitation_url
+from governance.signin import may_act
 
 INVITATION_MEANING = (
     "The person opens a link once, makes a passkey and is signed in. Earlier links of the person end. Who has lost every "
@@ -59,6 +60,10 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg]  # not
             return "administrator"
         return "operator, as permitted" if person.is_staff else "requests and approves only"
 
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Follow the operator's permissions; a session that may only look is offered no form."""
+        return bool(super().has_add_permission(request)) and may_act(request)
+
     def has_delete_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
         """Refuse: switch the account off instead."""
         return False
@@ -66,7 +71,7 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg]  # not
     def has_change_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
         """Keep administrators to administrators: whoever sets a password or makes a link could sign in as them."""
         is_above = obj is not None and obj.is_superuser and not getattr(request.user, "is_superuser", False)
-        return not is_above and bool(super().has_change_permission(request, obj))
+        return not is_above and may_act(request) and bool(super().has_change_permission(request, obj))
 
     def get_readonly_fields(self, request: HttpRequest, obj: User | None = None) -> tuple[str, ...]:
         """Return what nobody changes here; the name of a person stays, and rights are given by administrators."""
@@ -150,7 +155,7 @@ class GroupAdmin(DjangoGroupAdmin, FindingAdmin):
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Let administrators alone make groups."""
-        return bool(request.user.is_active and getattr(request.user, "is_superuser", False))
+        return bool(request.user.is_active and getattr(request.user, "is_superuser", False)) and may_act(request)
 
     def has_change_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
         """Let administrators alone change groups."""

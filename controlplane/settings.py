@@ -72,6 +72,7 @@ TEMPLATES = [
                 "django.contrib.auth.context_processors.auth",
                 "django.contrib.messages.context_processors.messages",
                 "governance.views.frame.show_freeze",
+                "governance.views.frame.show_read_only",
             ]
         },
     }

@@ -28,6 +28,7 @@ from unfold.admin import ModelAdmin
 from unfold.decorators import display
 
 from governance.errors import GovernanceError
+from governance.signin import may_act
 from wire.contract import ErrorCode
 
 Row = Any
@@ -170,7 +171,7 @@ class ShowingAdmin(FindingAdmin):
     def get_list_display(self, request: HttpRequest) -> list[str]:
         """Return the columns; the one with changes is for those who may make them."""
         columns = super().get_list_display(request)
-        return [name for name in columns if name != "show_changes" or self.may_change(request)]
+        return [name for name in columns if name != "show_changes" or (self.may_change(request) and may_act(request))]
 
     def get_urls(self) -> list[URLPattern]:
         view = never_cache(self.admin_site.admin_view(self.confirm_view))
@@ -276,7 +277,10 @@ class CreatingAdmin(ShowingAdmin):
         return None
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Follow the operator's permissions."""
+        """Follow the operator's permissions; a session that may only look is offered no *Add*."""
+        return self._may_create(request) and may_act(request)
+
+    def _may_create(self, request: HttpRequest) -> bool:
         return bool(ModelAdmin.has_add_permission(self, request))
 
     def add_view(
@@ -286,7 +290,7 @@ class CreatingAdmin(ShowingAdmin):
         extra_context: dict[str, Any] | None = None,  # Any: Django's template context
     ) -> HttpResponse:
         """Ask on GET, create on POST. A secret is shown on the answer itself: it passes no session and no cache."""
-        if not self.has_add_permission(request):
+        if not self._may_create(request):  # who may only look sees the form, disabled, below the reason
             raise PermissionDenied
         form = self.create_form(request.POST if request.method == "POST" else None)
         created = self._try_create(request, form) if request.method == "POST" and form.is_valid() else None

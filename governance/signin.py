@@ -10,17 +10,20 @@ import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
 
 from django.contrib.auth import BACKEND_SESSION_KEY, SESSION_KEY, login, logout
 from django.contrib.auth.models import AnonymousUser
 from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
+from django.urls import reverse
 from django.utils import timezone
 
 from governance.audit import record_event
 from governance.errors import SignInRefused
-from governance.services.people import Assurance, may_change
+from governance.services.approver_keys import list_passkey_ids
+from governance.services.people import Assurance, may_change, may_enrol
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +38,8 @@ LONGEST_S = 12 * 3600
 SEEN_EVERY_S = 60
 CHALLENGE_S = 300
 FOLLOWS = "X-Muster-Follow"
+_MAY_ACT = "_muster_may_act"
+"""Attribute of a request: whom ``may_act`` was asked of, and its answer."""
 _BACKEND = "django.contrib.auth.backends.ModelBackend"
 
 
@@ -46,6 +51,15 @@ class SessionView:
     seen_at: datetime
     assurance: str
     is_this: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOnly:
+    """Why a session may only look, as a sentence, and the one link that changes it."""
+
+    reason: str
+    link: str
+    url: str
 
 
 def open_session(request: HttpRequest, user: User, *, assurance: Assurance) -> None:
@@ -74,8 +88,34 @@ def read_assurance(request: HttpRequest) -> Assurance:
 
 
 def may_act(request: HttpRequest) -> bool:
-    """Return whether the session may do what its person may; otherwise it may only look."""
-    return not isinstance(request.user, AnonymousUser) and may_change(request.user, read_assurance(request))
+    """Return whether the session may do what its person may; otherwise it may only look. One query for each request."""
+    if isinstance(request.user, AnonymousUser):
+        return False
+    asked = (request.user.pk, read_assurance(request))
+    known: tuple[object, bool] | None = getattr(request, _MAY_ACT, None)
+    if known is None or known[0] != asked:
+        known = (asked, may_change(request.user, asked[1]))
+        setattr(request, _MAY_ACT, known)
+    return known[1]
+
+
+def find_read_only(request: HttpRequest) -> ReadOnly | None:
+    """Return why the session of a signed-in person may only look and what repairs it; None when it may act."""
+    user = request.user
+    if isinstance(user, AnonymousUser) or may_act(request):
+        return None
+    if list_passkey_ids(user):
+        reason = "This session is read-only, because you signed in without your passkey."
+        wanted = urlencode({"next": request.get_full_path() if request.method == "GET" else request.path})
+        return ReadOnly(reason, "Sign in with your passkey", f"{reverse('signin:login')}?{wanted}")
+    if may_enrol(user, read_assurance(request)):
+        reason = "This session is read-only, because an approval policy is in force and you have no passkey."
+        return ReadOnly(reason, "Make a passkey", reverse("signin:keys"))
+    reason = (
+        "This session is read-only, because you signed in without a passkey and have none that is in use. An administrator can "
+        "send you an invitation, with which you make one."
+    )
+    return ReadOnly(reason, "My keys", reverse("signin:keys"))
 
 
 def keep_session(request: HttpRequest, *, now: float) -> bool:

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
@@ -63,7 +64,10 @@ class NewKey(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KeyView:
-    """A key as its owner sees it. ``in_policy``: the active policy names it, so it approves."""
+    """A key as its owner sees it. ``in_policy``: the active policy names it, so it approves.
+
+    ``is_rsa``: a runner of an earlier release refuses a policy that names it.
+    """
 
     id: int
     label: str
@@ -75,6 +79,7 @@ class KeyView:
     is_backup_eligible: bool
     is_break_glass: bool
     in_policy: bool
+    is_rsa: bool
 
     @property
     def is_passkey(self) -> bool:
@@ -98,6 +103,7 @@ def list_keys(user: User) -> list[KeyView]:
             is_backup_eligible=row.is_backup_eligible,
             is_break_glass=row.is_break_glass,
             in_policy=row.thumbprint in named,
+            is_rsa=isinstance(load_public_key(decode_bytes(row.public_key)), RSAPublicKey),
         )
         for row in rows
     ]

@@ -11,8 +11,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
-from django.contrib.auth import authenticate
+from django.contrib.auth import authenticate, get_user_model
 from django.db import transaction
+from django.db.models import Exists
 from django.http import HttpRequest
 from django.utils import timezone
 
@@ -48,8 +49,9 @@ def may_change(user: User, assurance: Assurance) -> bool:
     """
     if assurance is Assurance.PASSKEY:
         return True
-    has_passkey = ApproverKey.objects.filter(user_id=user.pk, kind=ApproverKey.Kind.WEBAUTHN).exists()
-    return not (has_passkey or PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).exists())
+    passkeys = ApproverKey.objects.filter(user_id=user.pk, kind=ApproverKey.Kind.WEBAUTHN)
+    policies = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE)
+    return get_user_model().objects.filter(pk=user.pk).exclude(Exists(passkeys) | Exists(policies)).exists()
 
 
 def may_enrol(user: User, assurance: Assurance) -> bool:

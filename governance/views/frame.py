@@ -20,6 +20,7 @@ from django.utils.functional import SimpleLazyObject
 
 from governance.errors import GovernanceError, NotPermitted
 from governance.services import Proposer, read_freeze
+from governance.signin import find_read_only
 from governance.views.content_policy import close_page
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ def show_freeze(request: HttpRequest) -> dict[str, object]:
     """Return the freeze in force as ``frozen``, for the banner on every page; read only by pages that have one."""
     del request
     return {"frozen": SimpleLazyObject(read_freeze)}
+
+
+def show_read_only(request: HttpRequest) -> dict[str, object]:
+    """Return why the session may only look as ``read_only``, for the banner on every page; read only by pages that have one."""
+    return {"read_only": SimpleLazyObject(lambda: find_read_only(request) if hasattr(request, "user") else None)}
 
 
 def find_viewer(request: HttpRequest) -> User:

@@ -19,7 +19,15 @@ from governance.services.approver_keys import MAX_LABEL_CHARS, KeyView, add_key_
 from governance.services.one_time_password import begin_app, confirm_app, has_app, remove_app
 from governance.services.passkeys import verify_new
 from governance.services.people import Assurance, may_enrol
-from governance.signin import close_other_sessions, give_challenge, list_sessions, may_act, read_assurance, take_challenge
+from governance.signin import (
+    close_other_sessions,
+    give_challenge,
+    list_sessions,
+    may_act,
+    open_session,
+    read_assurance,
+    take_challenge,
+)
 from governance.views.content_policy import with_strict_policy
 from governance.views.signin import ask_for_person, describe_session, describe_site, read_answer, read_label, refuse
 
@@ -105,7 +113,10 @@ def receive_key(request: HttpRequest) -> HttpResponse:
         key = enrol_passkey(user=person, passkey=passkey, label=read_label(request), actor=f"user:{person.get_username()}")
     except GovernanceError as refusal:
         return refuse(refusal)
-    messages.success(request, f"{key.label} is enrolled. It signs you in from now on.")
+    if read_assurance(request) is not Assurance.PASSKEY:
+        # The browser has just proven the key, its user verified: as good as a sign-in, and written down as one.
+        open_session(request, person, assurance=Assurance.PASSKEY)
+    messages.success(request, f"{key.label} is enrolled. It signs you in from now on, and this session may act.")
     return JsonResponse({"next": reverse("signin:keys")})
 
 

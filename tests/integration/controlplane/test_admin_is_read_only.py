@@ -44,6 +44,7 @@ def test_no_form_of_a_model_is_offered_even_to_a_superuser(model: type[Model]) -
     page = admin.site._registry[model]
     request = RequestFactory().get("/")
     request.user = User(username="ada", is_superuser=True, is_staff=True, is_active=True)
+    request.session = {"muster_assurance": "passkey"}  # type: ignore[assignment]  # all that the pages read of one
 
     assert isinstance(page, ShowingAdmin)
     assert not page.has_change_permission(request)

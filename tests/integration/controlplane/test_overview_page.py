@@ -24,7 +24,7 @@ from tests.integration.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db
-MOST_QUERIES = 18
+MOST_QUERIES = 21
 """Session, operator, and one or two each for nodes, gateways, open requests, the last hour, allowed models, the policy and keys
 that end; three for what waits, two for models that no node answers for, and one for those that a node lost."""
 POLYGLOT = "\"'><img src=x onerror=alert(1)>"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
 from django.conf import LazySettings
 from django.contrib.auth.models import Permission
+from django.contrib.sessions.models import Session
 from django.core.management import CommandError, call_command
 from django.test import Client
+from django.utils import timezone
 
 from controlplane.models import User
 from governance.errors import NotPermitted
@@ -18,7 +22,8 @@ from governance.models import ApproverKey, AuditEvent, Invitation, PolicyVersion
 from governance.services.approver_keys import add_key_file, list_keys, revoke_key
 from governance.services.people import create_invitation
 from tests.integration.governance.device import Device
-from tests.unit.wire.passkeys import KeyFile, SoftPasskey
+from tests.integration.governance.team import make_key
+from tests.unit.wire.passkeys import KeyFile, PrivateKey, SoftPasskey
 from tests.unit.wire.policies import Person, make_people, make_policy_bytes
 from wire.optoken.approval import encode_bytes
 
@@ -84,13 +89,95 @@ def run(*words: str) -> str:
     return output.getvalue().strip()
 
 
-def test_a_password_enrols_the_first_passkey_and_no_second(password_session: Client) -> None:
-    assert enrol(password_session, Device()).status_code == 200
+def test_a_password_enrols_no_key_beside_the_first_passkey(ada: User, password_session: Client) -> None:
+    by_passkey(ada, Device())
     refused = enrol(password_session, Device())
     assert refused.status_code == 403
     assert "Sign in with your passkey" in refused.json()["error"]["message"]
     assert password_session.post("/sign-in/keys", {"public": line_of(KeyFile())}).status_code == 403
     assert ApproverKey.objects.count() == 1
+
+
+def test_the_session_that_has_just_made_a_passkey_may_act_at_once_under_a_new_session_key(password_session: Client) -> None:
+    put_in_force(*make_people(3))
+    before = password_session.session.session_key
+    assert 'id="read-only"' in password_session.get("/sign-in/keys").content.decode()
+    assert enrol(password_session, Device()).status_code == 200
+    page = password_session.get("/sign-in/keys").content.decode()
+    assert "It signs you in from now on" in page
+    assert 'id="read-only"' not in page
+    assert password_session.session["muster_assurance"] == "passkey"
+    assert password_session.session.session_key != before
+    assert not Session.objects.filter(session_key=before).exists()
+    opened = AuditEvent.objects.filter(action="sign-in.open", target="ada").values_list("detail", flat=True)
+    assert list(opened) == [{"by": "passkey"}]
+    assert password_session.post("/admin/nodes/provider/add/", {"name": "rack"}).status_code != 403
+
+
+def test_a_passkey_session_that_adds_a_key_goes_on_under_its_own_key(ada: User) -> None:
+    client = by_passkey(ada, Device())
+    before = client.session.session_key
+    assert enrol(client, Device()).status_code == 200
+    assert client.session.session_key == before
+
+
+@pytest.mark.parametrize(("make", "is_marked"), [(lambda: rsa.generate_private_key(65537, 2048), True), (None, False)])
+def test_the_page_marks_an_rsa_passkey_that_older_runners_refuse(
+    ada: User, make: Callable[[], PrivateKey] | None, is_marked: bool
+) -> None:
+    client = by_passkey(ada, Device(SoftPasskey(make())) if make is not None else Device())
+    page = client.get("/sign-in/keys").content.decode()
+    assert "refuses a policy that names an RSA key: update the runners first" in page
+    assert ('<span class="badge">RSA</span>' in page) is is_marked
+
+
+READ_ONLY_PAGES = (
+    "/admin/", "/admin/nodes/node/", "/admin/gateway/apikey/", "/admin/gateway/apikey/add/", "/admin/nodes/provider/add/",
+    "/admin/playground/", "/admin/controlplane/user/", "/approvals/", "/approvals/propose?operation=freeze", "/sign-in/keys",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", READ_ONLY_PAGES)
+@pytest.mark.parametrize(
+    ("key", "says", "leads_to"),
+    [
+        (None, "you have no passkey", "/sign-in/keys"),
+        ({}, "signed in without your passkey", "/sign-in/?next="),
+        ({"revoked_at": timezone.now()}, "none that is in use", "/sign-in/keys"),
+    ],
+)
+def test_every_page_of_a_read_only_session_says_why_and_leads_to_what_repairs_it(
+    ada: User, password_session: Client, path: str, key: dict[str, Any] | None, says: str, leads_to: str
+) -> None:
+    put_in_force(*make_people(3))
+    if key is not None:
+        make_key(ada)
+        ApproverKey.objects.update(**key)
+    banner = re.search(r'id="read-only".*?</p>', password_session.get(path).content.decode(), re.DOTALL)
+    assert banner is not None
+    assert says in banner[0]
+    assert f'href="{leads_to}' in banner[0]
+
+
+@pytest.mark.parametrize("path", READ_ONLY_PAGES)
+def test_no_page_speaks_of_read_only_to_a_session_that_may_act(ada: User, password_session: Client, path: str) -> None:
+    assert 'id="read-only"' not in password_session.get(path).content.decode()
+    put_in_force(*make_people(3))
+    assert 'id="read-only"' not in by_passkey(ada, Device()).get(path).content.decode()
+
+
+@pytest.mark.parametrize("path", ["/admin/gateway/apikey/add/", "/admin/nodes/provider/add/", "/approvals/policy/draft"])
+def test_a_form_of_a_read_only_session_takes_nothing(password_session: Client, path: str) -> None:
+    assert "disabled>" not in password_session.get(path).content.decode()
+    put_in_force(*make_people(3))
+    assert re.search(r"<fieldset[^>]* disabled>", password_session.get(path).content.decode())
+
+
+@pytest.mark.parametrize("path", ["/admin/gateway/apikey/", "/admin/controlplane/user/", "/admin/auth/group/"])
+def test_a_list_offers_a_read_only_session_nothing_to_add(password_session: Client, path: str) -> None:
+    assert f"{path}add/" in password_session.get(path).content.decode()
+    put_in_force(*make_people(3))
+    assert f"{path}add/" not in password_session.get(path).content.decode()
 
 
 def test_a_passkey_enrols_more_keys_and_the_page_says_what_they_are(ada: User) -> None:

@@ -56,3 +56,11 @@ def test_the_steps_name_the_installation_its_gateway_and_the_key(tmp_path: Path)
     assert "curl http://127.0.0.1:9/v1/chat/completions" in said
     assert "Bearer mst_mine" in said
     assert f"{settings.PUBLIC_URL}/approvals/policy" in said
+
+
+def test_the_first_step_says_that_password_sessions_become_read_only_and_where_a_passkey_is_made() -> None:
+    said = run()
+    first = said[said.index("  0. ") : said.index("  1. ")]
+    assert "read-only" in first
+    assert "administrator" in first
+    assert f"{settings.PUBLIC_URL.rstrip('/')}/sign-in/keys" in first

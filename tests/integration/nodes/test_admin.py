@@ -401,3 +401,17 @@ def test_whoever_may_propose_is_offered_that_without_being_able_to_change_the_no
     pages = [client.get(url).content.decode() for client in (proposer, viewer)]
     assert ["Propose: load" in page for page in pages] == [True, False]
     assert ["Cordon</" in page for page in pages] == [False, False]
+
+
+def test_a_session_that_may_only_look_reads_why_it_is_offered_neither_changes_nor_proposals() -> None:
+    node = make_box(Identity())
+    proposer, viewer = sign_in("pia", "view_node", "change_node", "add_operation"), sign_in("vic", "view_node")
+    make_governed()
+    said = [page(client, "nodes_node_change", node.pk) for client in (proposer, viewer)]
+    assert ["/approvals/propose?" in each for each in said] == [False, False]
+    told = re.search(r'id="row-changes">(.*?)</p>', said[0], re.DOTALL)
+    assert told is not None
+    assert "Not in this session: Cordon · Drain" in told[1]
+    assert "Propose: load" in told[1]
+    assert 'href="/sign-in/keys"' in told[1]
+    assert 'id="row-changes"' not in said[1]
