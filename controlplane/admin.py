@@ -33,7 +33,18 @@ INVITATION_MEANING = (
     "passkey comes back this way too; the new one approves only once a version of the policy names it."
 )
 RIGHTS = ("is_staff", "is_superuser", "groups", "user_permissions")
+PASSKEY_ALONE_MEANING = "Disabled: the person signs in with a passkey alone, which an invitation lets them make."
 INVITATION_USAGE = "Hand this link to the person yourself. It works once, for 72 hours."
+
+
+class OperatorCreationForm(UserCreationForm):  # type: ignore[misc]  # Unfold ships no types
+    """What is asked for a new person. Django's own words promise single sign-on and LDAP, which are not here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: Django's form arguments
+        super().__init__(*args, **kwargs)
+        field = self.fields["usable_password"]
+        field.label, field.help_text = "Sign in with a password", PASSKEY_ALONE_MEANING
+        self.fields["username"].help_text = "At most 150 letters, digits and @ . + - _; it cannot be changed later."
 
 
 @admin.register(User)
@@ -41,7 +52,17 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg]  # not
     """Operators. Switched off, never deleted: the audit trail names them."""
 
     form = UserChangeForm
-    add_form = UserCreationForm
+    add_form = OperatorCreationForm
+    add_form_template = None
+    add_fieldsets = (
+        (
+            None,
+            {
+                "description": "The page that follows gives the person rights and makes an invitation.",
+                "fields": ("username", "usable_password", "password1", "password2"),
+            },
+        ),
+    )
     change_password_form = AdminPasswordChangeForm
     list_display = ("username", "email", "show_state", "show_role", "last_login")
     readonly_fields = ("last_login", "date_joined")

@@ -75,12 +75,22 @@ class RowChange:
 
 
 @dataclass(frozen=True, slots=True)
+class NextStep:
+    """What to do with something that was just made. ``command``: can be pasted into a shell as it stands; ``url``: a page."""
+
+    text: str
+    command: str = ""
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Created:
-    """What a service made. ``secret`` is shown on the answering page only; ``usage`` says what to do with it."""
+    """What a service made. ``secret`` is shown on the answering page only; ``usage`` and ``steps`` say what to do with it."""
 
     row: models.Model
     secret: str = ""
     usage: str = ""
+    steps: tuple[NextStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +318,8 @@ class CreatingAdmin(ShowingAdmin):
         if not created.secret:
             messages.success(request, f"Created {created.row}.")
             return HttpResponseRedirect(list_url)
-        page = {"title": f"{created.row}", "secret": created.secret, "usage": created.usage, "back_url": list_url}
-        response = self.render_page(request, "admin/muster/secret.html", page)
+        page = {"title": f"{created.row}", "secret": created.secret, "usage": created.usage, "steps": created.steps}
+        response = self.render_page(request, "admin/muster/secret.html", {**page, "back_url": list_url})
         response["Cache-Control"] = "no-store"
         return response
 

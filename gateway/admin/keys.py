@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from datetime import UTC, date, datetime, time, timedelta
 from typing import ClassVar
 
 from django import forms
+from django.conf import settings
 from django.contrib import admin
+from django.urls import reverse
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from gateway.admin.forms import DateInput, NameListField, limit_field
-from gateway.models import ApiKey, Tenant
+from gateway.models import ApiKey, Model, Tenant
 from gateway.services import ServiceError, change_key_limits, create_api_key, key_limit, revoke_api_key, tenant_limit
 from gateway.services.values import MAX_NAME_CHARS
 from gateway.values import Priority
-from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
+from governance.pages import Created, CreatingAdmin, NextStep, Offer, RowChange, Values, column
 
 RATE_HELP = "Empty: the tenant's limit, else the installation's default."
 MODELS_HELP = "Models, aliases or auto, one to a line. Empty: every allow-listed model."
@@ -85,6 +89,24 @@ def _offer_raise(key: ApiKey, values: Values) -> Offer:
     if values["priority"] == Priority.HIGH.value and key.priority != Priority.HIGH.value:
         params["priority"] = Priority.HIGH.value
     return Offer(operation="limit-raise", target=f"key:{key.pk}", params=params)
+
+
+def _describe_use(key: ApiKey, text: str) -> tuple[NextStep, ...]:
+    """Return how a client uses a new key, in lines that can be pasted as they stand."""
+    base = str(settings.GATEWAY_PUBLIC_URL).rstrip("/")
+    allowed = Model.objects.filter(allowed=True).order_by("name").values_list("name", flat=True).first()
+    name = next(iter(key.allowed_models), allowed) or "auto"
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Tell me a story."}]})
+    curl = (
+        f"curl {base}/v1/chat/completions \\\n  -H {shlex.quote(f'Authorization: Bearer {text}')} \\\n"
+        f"  -H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
+    )
+    steps = [NextStep("Try it:", curl)]
+    if allowed is None:
+        models_url = reverse("admin:gateway_model_changelist")
+        steps.insert(0, NextStep("Clients may not use any model yet. Allow one first", url=models_url))
+    environment = f"export OPENAI_BASE_URL={shlex.quote(f'{base}/v1')}\nexport OPENAI_API_KEY={shlex.quote(text)}"
+    return (*steps, NextStep("For a program that uses an OpenAI library:", environment))
 
 
 def _is_usable(key: ApiKey) -> bool:
@@ -168,7 +190,7 @@ class ApiKeyAdmin(CreatingAdmin):
             expires_at=_end_of(values["last_day"]),
             actor=actor,
         )
-        return Created(row=key, secret=text, usage="Clients send it as: Authorization: Bearer <key>")
+        return Created(row=key, secret=text, steps=_describe_use(key, text))
 
     @column("Name", ordering="name")
     def show_name(self, key: ApiKey) -> SafeString:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from django import forms
+from django.conf import settings
 from django.contrib import admin
+from django.urls import reverse
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
-from governance.pages import Created, CreatingAdmin, RowChange, Values, column
+from governance.pages import Created, CreatingAdmin, NextStep, RowChange, Values, column
 from nodes.errors import NodeError
 from nodes.models import Node, NodeCredential, Provider, ProviderState
 from nodes.services import create_credential, revoke_credential
@@ -31,6 +35,31 @@ class CredentialForm(forms.Form):
         required=False,
         widget=UnfoldAdminSelectWidget,
         help_text="Bind it to one known node, to replace that node's credential. Empty = nodes enrol with it",
+    )
+
+
+def _describe_use(credential: NodeCredential, text: str) -> tuple[NextStep, ...]:
+    """Return how a node is started with a new credential, in lines that can be pasted, and what comes after that."""
+    gateway = str(settings.GATEWAY_PUBLIC_URL).rstrip("/")
+    host = urlsplit(gateway).hostname or ""
+    elsewhere = ""
+    if host == "localhost" or host.startswith("127."):
+        elsewhere = (
+            f" {gateway} is for this machine; on another write this machine's address, on which the gateway must listen."
+        )
+    provider = credential.provider.name
+    named = "" if provider == "local" else f" --provider {shlex.quote(provider)}"
+    start = f"./muster node --gateway {gateway} --token {text}{named} --data ./muster-node"
+    return (
+        NextStep(f"On the node, in a folder with Muster, start its program.{elsewhere}", start),
+        NextStep("Wait until the node is in the list, a few seconds", url=reverse("admin:nodes_node_changelist")),
+        NextStep(
+            "Allow its models: clients may use only those that are allowed", url=reverse("admin:gateway_model_changelist")
+        ),
+        NextStep(
+            "If loads are to be approved by several people: let the node trust the policy, with the words of the page Policy.",
+            "./muster trust WORDS --data ./muster-node",
+        ),
     )
 
 
@@ -83,7 +112,7 @@ class NodeCredentialAdmin(CreatingAdmin):
             node_id=values["node"].pk if values["node"] else None,
             actor=actor,
         )
-        return Created(row=credential, secret=text, usage="On the node: ./muster node --gateway URL --token <credential>")
+        return Created(row=credential, secret=text, steps=_describe_use(credential, text))
 
     @column("Credential")
     def show_prefix(self, credential: NodeCredential) -> str:

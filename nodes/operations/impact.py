@@ -66,9 +66,7 @@ def judge_memory(target: Target, params: Mapping[str, object], *, operation: str
     free = memory.total_mb - memory.used_mb + freed
     needed = _measured(target, model) or _measured_before(operation, signed, params)
     if needed is None:
-        yield Impact(
-            CAUTION, f"{model} was never measured here. {free} of {memory.total_mb} MiB are free on {target.node.name}."
-        )
+        yield Impact(CAUTION, f"Memory use of {model} unknown. {free} of {memory.total_mb} MiB are free on {target.node.name}.")
     elif needed > free:
         yield Impact(DANGER, f"{model} took {needed} MiB when it was last measured; {free} MiB are free on {target.node.name}.")
     else:

@@ -81,9 +81,9 @@ def print_steps(guests: list[Guest], *, model: str, data: Path) -> str:
     lines = [
         f"Three people and the model {model} are ready. Nobody alone can load it; two of three can. Step by step:",
         "",
-        "  0. The policy of step 3 makes every session that a password opened read-only, that of the administrator too. To change",
-        f"     things afterwards, sign in at {where}/admin/ now and make a passkey at {where}/sign-in/keys: until the policy is in",
-        "     force nothing depends on it, and later the same page offers it to whoever has none.",
+        "  0. The policy of step 3 makes every session that a password opened read-only, also that of the administrator. To go",
+        f"     on changing things there, sign in at {where}/admin/ and make a passkey at {where}/sign-in/keys,",
+        "     now or when a page says so.",
         "  1. Open each link in a browser profile of its own and make a passkey. A link works once, for a day.",
         *invited,
         f"  2. As ana, open {where}/approvals/policy and press “Draft the first policy”. See that the passkeys of ana, ben and",

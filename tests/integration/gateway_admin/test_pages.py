@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
+import shlex
 import uuid
 from datetime import date, timedelta
 from typing import Any
 
 import pytest
+from django.conf import LazySettings
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
@@ -88,7 +92,7 @@ def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
             "priority": "high",
         },
     )
-    (text,) = re.findall(r"mst_[0-9A-Za-z_]{51}", answer.content.decode())
+    (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", answer.content.decode()))
 
     key = ApiKey.objects.get()
     assert "no-store" in answer["Cache-Control"]
@@ -98,6 +102,29 @@ def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
     for page, arguments in (("changelist", []), ("change", [key.pk])):
         assert text not in boss.get(reverse(f"admin:gateway_apikey_{page}", args=arguments)).content.decode()
     assert audited("api_key.create")[0].actor == "user:ada"
+
+
+@pytest.mark.parametrize(
+    ("allowed_models", "has_model", "model", "is_warned"),
+    [("b\na", True, "a", False), ("", True, "served", False), ("", False, "auto", True)],
+)
+def test_the_page_of_a_new_key_has_lines_that_run_as_they_stand(
+    boss: Client, settings: LazySettings, allowed_models: str, has_model: bool, model: str, is_warned: bool
+) -> None:
+    settings.GATEWAY_PUBLIC_URL = "https://api.example.com/"
+    if has_model:
+        allow_model(name="served", actor="user:ada")
+    form = {"name": "ci", "tenant": make_tenant().pk, "allowed_models": allowed_models, "priority": "normal"}
+    page = html.unescape(boss.post(reverse("admin:gateway_apikey_add"), form).content.decode())
+    (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", page))
+    curl = re.search(r">(curl .*?)</code>", page, re.DOTALL)
+    assert curl is not None
+    words = shlex.split(curl[1].replace("\\\n", " "))
+    assert words[:2] == ["curl", "https://api.example.com/v1/chat/completions"]
+    assert f"Authorization: Bearer {text}" in words
+    assert json.loads(words[-1])["model"] == model
+    assert "export OPENAI_BASE_URL=https://api.example.com/v1" in page
+    assert ("Allow one first" in page) is is_warned
 
 
 def test_what_a_service_refuses_is_said_beside_its_field(boss: Client) -> None:

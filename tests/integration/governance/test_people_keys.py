@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable
 from io import StringIO
@@ -306,6 +307,16 @@ def test_an_administrator_invites_on_the_operators_page(ada: User, password_sess
     assert AuditEvent.objects.get(action="invitation.create").actor == "user:ada"
     User.objects.filter(pk=bob.pk).update(is_active=False)
     assert "switched off" in password_session.post(link).content.decode()
+
+
+def test_the_form_for_a_new_operator_speaks_of_what_there_is(password_session: Client) -> None:
+    page = html.unescape(password_session.get("/admin/controlplane/user/add/").content.decode())
+    assert not [words for words in ("Single Sign-On", "LDAP", "After you've created", "Password-based") if words in page]
+    assert "The page that follows gives the person rights and makes an invitation." in page
+    assert "signs in with a passkey alone" in page
+    form = {"username": "zoe", "usable_password": "false"}
+    assert password_session.post("/admin/controlplane/user/add/", form).status_code == 302
+    assert not User.objects.get(username="zoe").has_usable_password()
 
 
 def test_who_may_not_change_operators_invites_nobody(ada: User) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import re
 from datetime import timedelta
 from urllib.parse import quote
 
 import pytest
+from django.conf import LazySettings
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission
 from django.db import connection
@@ -255,7 +257,7 @@ def test_a_new_credential_is_shown_exactly_once(boss: Client) -> None:
     response = boss.post(url, fields)
     assert response.status_code == 200
     assert "no-store" in response["Cache-Control"]
-    (text,) = re.findall(r"msw_[0-9A-Za-z_]{51}", response.content.decode())
+    (text,) = set(re.findall(r"msw_[0-9A-Za-z_]{51}", response.content.decode()))
     found = find_credential(text)
     assert found is not None
     assert (found.name, found.max_nodes, found.provider) == ("rack 4", 3, provider)
@@ -264,6 +266,33 @@ def test_a_new_credential_is_shown_exactly_once(boss: Client) -> None:
     assert text not in str(dict(boss.session))
     assert text not in str(boss.cookies)
     assert audited("node_credential.create")[0].actor == "user:ada"
+
+
+@pytest.mark.parametrize(
+    ("url", "provider", "command", "names_this_machine"),
+    [
+        ("https://api.example.com/", "local", "./muster node --gateway https://api.example.com --token {} --data", False),
+        (
+            "http://127.0.0.1:8080",
+            "rack2",
+            "./muster node --gateway http://127.0.0.1:8080 --token {} --provider rack2 --data",
+            True,
+        ),
+    ],
+)
+def test_the_page_of_a_new_credential_has_the_line_that_starts_the_node_and_what_comes_next(
+    boss: Client, settings: LazySettings, url: str, provider: str, command: str, names_this_machine: bool
+) -> None:
+    settings.GATEWAY_PUBLIC_URL = url
+    row = make_provider(provider)
+    answer = submit(boss, reverse("admin:nodes_nodecredential_add"), name="x", provider=str(row.pk), max_nodes="1")
+    shown = html.unescape(answer[1])
+    (text,) = set(re.findall(r"msw_[0-9A-Za-z_]{20,}", shown))
+    assert command.format(text) in shown
+    assert ("write this machine's address" in shown) is names_this_machine
+    for page_of_next in ("admin:nodes_node_changelist", "admin:gateway_model_changelist"):
+        assert f'href="{reverse(page_of_next)}"' in shown[shown.index("mst-steps") :]
+    assert "./muster trust WORDS --data" in shown
 
 
 def test_a_credential_that_cannot_be_made_says_why_at_the_field(boss: Client) -> None:

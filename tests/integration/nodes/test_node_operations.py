@@ -201,7 +201,7 @@ def test_the_preview_says_what_goes_and_whether_it_fits(rig: Identity, box: Node
     NodePresence.objects.update(memory={"total_mb": 10_000, "used_mb": 9_000})
     said = texts(MODEL_LOAD, rig.runner_id, params=LOAD)
     assert "old is unloaded from rig first" in said
-    assert "m was never measured here. 5000 of 10000 MiB are free" in said
+    assert "Memory use of m unknown. 5000 of 10000 MiB are free" in said
     assert "This was never done on rig before" in said
     loaded = [{"model": "m", "state": "loading", "memory_mb": 6000}, {"model": "old", "state": "loaded", "memory_mb": 4000}]
     NodePresence.objects.update(replicas=loaded)
