@@ -8,6 +8,7 @@ import uuid
 from celery import shared_task
 
 from nodes.commands import POLL_S, call_direct_box, find_unattended
+from nodes.operations.lost_models import tell_failed_reloads
 from nodes.services import probe_direct_nodes, sweep_presence
 
 CALL_EXPIRES_S = 30
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 def sweep_nodes() -> None:
     """Bring the rows of silent boxes in line with their age. Idempotent; a lost ring does no harm."""
     report = sweep_presence()
+    given_up = tell_failed_reloads()
+    if given_up:
+        logger.warning("nodes_swept reloads_failed=%d", given_up)
     if report.went_offline or report.drains_ended or report.drained:
         logger.info(
             "nodes_swept went_offline=%d drains_ended=%d drained=%d", report.went_offline, report.drains_ended, report.drained

@@ -114,7 +114,7 @@ class Box:
             owner_name=self._config.owner or None,
             endpoints=list_endpoints(registry.models),
             gpus=parts.reading.gpus if parts.reading is not None else [],
-            replicas=list_replicas(registry.models, parts.desired.models),
+            replicas=list_replicas(registry.models, parts.desired.models, parts.desired.gave_up_ms),
             available=registry.available_ids()[:MAX_AVAILABLE],
             memory=read_memory(parts.reading, registry.models),
             governance=parts.governance.describe(),
@@ -152,7 +152,7 @@ class Box:
         return Telemetry(
             current_load=self.load,
             gpus=reading.gpus if reading is not None else [],
-            replicas=list_replicas(models, parts.desired.models),
+            replicas=list_replicas(models, parts.desired.models, parts.desired.gave_up_ms),
             available=parts.pool.registry.available_ids()[:MAX_AVAILABLE],
             memory=read_memory(reading, models),
             queue_depth=parts.budget.depth,

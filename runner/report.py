@@ -16,11 +16,14 @@ MAX_DETAIL_CHARS = 300
 WAITING = "the node is about to load it again"
 
 
-def list_replicas(models: Iterable[Model], desired: Mapping[str, str] | None = None) -> list[ReplicaInfo]:
+def list_replicas(
+    models: Iterable[Model], desired: Mapping[str, str] | None = None, gave_up_ms: Mapping[str, int] | None = None
+) -> list[ReplicaInfo]:
     """Return every replica of every model that is or should be loaded; one without replicas yet counts as one.
 
     ``desired``: the models that approvals keep loaded, each with why it could not be loaded again, "" = nothing is wrong. One
-    that the node does not even know any more counts as failed.
+    that the node does not even know any more counts as failed. ``gave_up_ms``: when the runner stopped trying, for each of
+    them that it has given up.
     """
     found: list[ReplicaInfo] = []
     missing = dict(desired or {})
@@ -40,6 +43,9 @@ def list_replicas(models: Iterable[Model], desired: Mapping[str, str] | None = N
     for name, problem in missing.items():
         state = ModelState.FAILED if problem else ModelState.LOADING
         found.append(ReplicaInfo(model=name, state=state.value, detail=(problem or WAITING)[:MAX_DETAIL_CHARS], kept=True))
+    for info in found:
+        if info.kept and info.state == ModelState.FAILED.value:
+            info.gave_up_ms = (gave_up_ms or {}).get(info.model)
     return found
 
 

@@ -53,7 +53,8 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     ``eta_s`` the seconds it still takes. Memory in MiB: ``memory_mb`` is measured, ``weights_mb`` and ``kv_mb`` are its
     known parts; None = unknown. ``endpoints`` are the API paths this model answers, empty = those of the registration.
     ``context_tokens``: prompt and answer of one request together. ``kept``: an approval keeps the model loaded, so the node
-    loads it again by itself after a restart; where it cannot, the state is failed and ``detail`` says why.
+    loads it again by itself after a restart; where it cannot, the state is failed and ``detail`` says why. ``gave_up_ms``: Unix
+    time in milliseconds at which the node stopped trying until its next start; None = it has not.
     """
 
     model: str
@@ -70,6 +71,7 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     endpoints: list[str] = []
     context_tokens: int | None = None
     kept: bool = False
+    gave_up_ms: int | None = None
 
 
 class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -79,6 +79,11 @@ def read_hashes(lo: int, hi: int) -> Iterator[tuple[int, bytes]]:
 def find_last_event_at(*, action: str, target: str) -> datetime | None:
     """Return when something was last done to a target, None = never."""
     return AuditEvent.objects.filter(action=action, target=target).order_by("-id").values_list("at", flat=True).first()
+
+
+def find_last_event(*, action: str, target: str, detail: Mapping[str, object]) -> AuditEvent | None:
+    """Return what was last done to a target with these members among its detail, None = never."""
+    return AuditEvent.objects.filter(action=action, target=target, detail__contains=dict(detail)).order_by("-id").first()
 
 
 def read_entries_of(op_id: str) -> list[Entry]:

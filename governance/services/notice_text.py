@@ -16,6 +16,9 @@ from governance.services.notices import FLEET_EVENTS, RUN_EVENTS
 from wire.ids import format_id, parse_id
 from wire.optoken.approval import digest_words, read_statement
 
+_FLEET_MEMBERS = {"drained": ("interrupted",), "reload_failed": ("model", "reason")}
+"""Of each of FLEET_EVENTS: what of the audit event's detail a webhook gets."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
@@ -84,9 +87,11 @@ def _write_fleet_event(notice: Notice, event: str, audited: AuditEvent) -> Messa
         "operation": None,
         "node": {"id": audited.target, "name": audited.detail["name"]},
         "at": int(audited.at.timestamp()),
-        "interrupted": audited.detail["interrupted"],
+        **{member: audited.detail[member] for member in _FLEET_MEMBERS[event]},
         "link": link,
     }
+    if audited.op_id:
+        body["operation"] = {"id": audited.op_id}
     return Message(*_render(event, {"event": audited, "link": link}), body=body)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable
 
 from django.conf import settings
@@ -16,7 +17,7 @@ RUN_EVENTS = frozenset({"succeeded", "failed", "unknown"})
 _OF_REQUESTER_AND_SIGNERS = RUN_EVENTS | {"approved", "rejected", "expired", "blocked"}
 _OF_EVERY_APPROVER = frozenset({"break_glass", "review_overdue", "frozen"})
 NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "expiring_50", "expiring_90"}
-FLEET_EVENTS = frozenset({"drained"})
+FLEET_EVENTS = frozenset({"drained", "reload_failed"})
 """What is told of a node, as its audit event says."""
 """These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
 
@@ -42,6 +43,11 @@ def notify_of_event(audited: AuditEvent, event: str, *, usernames: Iterable[str]
     if event not in FLEET_EVENTS:
         raise ValueError(f"there is no notice {event!r}")
     return _add(usernames, f"{event}.{audited.pk}", operation=None)
+
+
+def list_requester_and_signers(op_id: uuid.UUID) -> set[str]:
+    """Return the user names of who asked for an operation and of who signed for it and did not withdraw."""
+    return _list_concerned(Operation.objects.get(pk=op_id), "approved")
 
 
 def _list_concerned(operation: Operation | None, event: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Models that an operation has loaded and that are not loaded any more, although nobody had them unloaded. Reads only."""
+"""Models that an operation has loaded and that are gone although nobody had them unloaded, and who is told of it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ import json
 import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from urllib.parse import urlencode
 
+from django.db import transaction
 from django.utils import timezone
 
-from governance.audit.reading import find_last_event_at
+from governance.audit import record_event
+from governance.audit.reading import find_last_event, find_last_event_at
 from governance.services import LastRun, list_last_successes
+from governance.services.notices import list_requester_and_signers, notify_of_event
+from nodes.models import Node
 from nodes.operations.choices import list_boxes
 from nodes.operations.params import KEEP
 from nodes.operations.targets import Target
 from wire.contract import NodeStatus
+from wire.ids import format_id
 
 LOAD, UNLOAD = "model-load", "model-unload"
+RELOAD_FAILED = "node.reload-failed"
+TELL_AGAIN_AFTER = timedelta(minutes=10)
+"""A node that names another moment in each of its reports fills no mailbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostModel:
     """A model that a node does not have although its last load succeeded. ``reason``: as the node says it, "" = it does not.
 
-    ``is_kept``: people approved that it stays loaded. ``back_at``: when the node last connected, None = not known. ``again``:
+    ``is_kept``: people approved that it stays loaded. ``gave_up_ms``: when the node stopped trying to load it again, as it says
+    (Unix time in milliseconds); None = it has not. ``back_at``: when the node last connected, None = not known. ``again``:
     the query of the page that proposes, which asks for the same once more.
     """
 
@@ -38,6 +47,7 @@ class LostModel:
     reason: str
     is_kept: bool
     again: str
+    gave_up_ms: int | None = None
 
     @property
     def what(self) -> str:
@@ -70,6 +80,30 @@ def find_lost_models(op_id: uuid.UUID | None = None) -> tuple[LostModel, ...]:
     return tuple(sorted(lost, key=lambda each: (each.node_name, each.model)))
 
 
+def tell_failed_reloads() -> int:
+    """Tell of each kept model that a node has given up loading again, once for each time it gave up; return how many are new.
+
+    Who asked for the load and who signed it are told, since they said that the model stays loaded and can ask for it again.
+    """
+    gave_up = [lost for lost in find_lost_models() if lost.is_kept and lost.gave_up_ms is not None]
+    return sum(_tell(lost) for lost in gave_up)
+
+
+@transaction.atomic
+def _tell(lost: LostModel) -> bool:
+    # The row lock makes "not told yet" and "told" one step: two sweeps at once tell of a failure once.
+    node = Node.objects.select_for_update(of=("self",)).get(pk=lost.node_id)
+    told = find_last_event(action=RELOAD_FAILED, target=node.printed_id, detail={"model": lost.model})
+    if told is not None and (told.detail.get("gave_up_ms") == lost.gave_up_ms or timezone.now() - told.at < TELL_AGAIN_AFTER):
+        return False
+    detail = {"name": node.name, "model": lost.model, "reason": lost.reason, "gave_up_ms": lost.gave_up_ms}
+    event = record_event(
+        actor="system:sweep", action=RELOAD_FAILED, target=node.printed_id, detail=detail, op_id=format_id("op", lost.op_id)
+    )
+    notify_of_event(event, "reload_failed", usernames=list_requester_and_signers(lost.op_id))
+    return True
+
+
 def _is_heard(box: Target) -> bool:
     """Whether what the node says of its models is of now; one that is away has another problem."""
     said = box.box.says_something and box.box.is_current
@@ -89,11 +123,12 @@ def _compare(target: Target, run: LastRun) -> LostModel | None:
     model, view, node = str(run.params.get("modelId")), target.box, target.node
     if model in target.loaded or any(replica.model == model for replica in view.changing) or model in node.model_names:
         return None
-    reason = next((replica.detail for replica in view.failed if replica.model == model), "")
+    failed = next((replica for replica in view.failed if replica.model == model), None)
+    reason, gave_up_ms = (failed.detail, failed.gave_up_ms) if failed is not None else ("", None)
     return LostModel(
         model=model, node_id=node.pk, node_name=node.name, op_id=run.op_id, loaded_at=run.ended_at,
         back_at=find_last_event_at(action="node.connect", target=node.printed_id), reason=reason.rstrip("."),
-        is_kept=run.params.get(KEEP) is True, again=_make_query(run),
+        is_kept=run.params.get(KEEP) is True, again=_make_query(run), gave_up_ms=gave_up_ms,
     )  # fmt: skip
 
 

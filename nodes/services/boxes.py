@@ -50,7 +50,8 @@ class MemoryBar:
 class ReplicaView:
     """One copy of a model. ``percent`` of a load that is done and ``eta_s`` it still takes; None = not known.
 
-    ``kept``: an approval keeps it loaded, also over restarts of the node.
+    ``kept``: an approval keeps it loaded, also over restarts of the node. ``gave_up_ms``: when the node stopped trying to load
+    such a model, as it says (Unix time in milliseconds); None = it has not.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ReplicaView:
     weights_mb: int | None
     kv_mb: int | None
     kept: bool = False
+    gave_up_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,7 @@ def _view_replica(replica: ReplicaInfo) -> ReplicaView:
         weights_mb=replica.weights_mb,
         kv_mb=replica.kv_mb,
         kept=replica.kept,
+        gave_up_ms=replica.gave_up_ms,
     )
 
 

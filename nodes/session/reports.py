@@ -40,6 +40,7 @@ _MAX_LIMIT = 2**53 - 1
 _PATH_CHARS = 100
 _MAX_MS = 10**9
 _MAX_ETA_S = 1e6
+_MAX_UNIX_MS = 10**15
 _MAX_TEMPERATURE_C = 1000.0
 _MAX_POWER_W = 100_000.0
 _GONE = frozenset({"failed", "unloaded"})
@@ -402,6 +403,8 @@ def _clean_replicas(replicas: Sequence[bridge.ReplicaInfo]) -> list[bridge.Repli
             kv_mb=_clean_int(replica.kv_mb, MAX_MB),
             endpoints=_clean_endpoints(replica.endpoints),
             context_tokens=_clean_int(replica.context_tokens, MAX_CONTEXT_TOKENS) or None,
+            kept=replica.kept is True,
+            gave_up_ms=_clean_int(replica.gave_up_ms, _MAX_UNIX_MS),
         )
         for replica in replicas[:MAX_REPLICAS]
     ]

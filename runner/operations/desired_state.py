@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
@@ -82,6 +83,7 @@ class DesiredState:
     def __init__(
         self, ledger: Ledger, governance: Governance, load: Callable[[LoadBody], Awaitable[Mapping[str, object]]], *,
         min_signers: int, on_change: Callable[[], None], pauses_s: Sequence[float] = PAUSES_S,
+        clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self._ledger = ledger
         self._governance = governance
@@ -89,11 +91,13 @@ class DesiredState:
         self._min_signers = min_signers
         self._on_change = on_change
         self._pauses_s = pauses_s
+        self._clock = clock
         self._one_at_a_time = asyncio.Lock()
         self._reclaimed_by: dict[str, bool] = {}
         self._lent = asyncio.Event()
         self._lent.set()
         self._problems: dict[tuple[str, int], str] = {}
+        self._gave_up_ms: dict[tuple[str, int], int] = {}
 
     @property
     def models(self) -> dict[str, str]:
@@ -101,6 +105,12 @@ class DesiredState:
         fences = self._ledger.desired_fences
         # A problem is that of one approval: the next one begins without it.
         return {name: self._problems.get((name, fence), "") for name, fence in sorted(fences.items())}
+
+    @property
+    def gave_up_ms(self) -> dict[str, int]:
+        """When the runner stopped trying to load a desired model, by its name, as Unix time in milliseconds."""
+        fences = self._ledger.desired_fences
+        return {name: self._gave_up_ms[name, fence] for name, fence in fences.items() if (name, fence) in self._gave_up_ms}
 
     @property
     def is_reclaimed_by_owner(self) -> bool:
@@ -235,6 +245,7 @@ class DesiredState:
 
     def _give_up(self, model: DesiredModel, problem: str) -> None:
         log.error("desired model is not loaded again model=%s: %s", model.model_id, problem)
+        self._gave_up_ms[model.model_id, model.fence] = int(self._clock() * 1000)
         self._note(model, problem)
 
     def _note(self, model: DesiredModel, problem: str) -> None:

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.conf import LazySettings
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
@@ -16,13 +17,16 @@ from controlplane.models import User
 from controlplane.overview import read_overview
 from governance import services
 from governance.errors import InvalidProposal
-from governance.models import Operation, OperationRun
+from governance.models import AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint
+from governance.services.notice_text import write_message
 from governance.states import RunState
 from nodes.models import Node, NodePresence
 from nodes.operations import MODEL_LOAD
-from nodes.operations.lost_models import find_lost_models
+from nodes.operations.lost_models import find_lost_models, tell_failed_reloads
+from nodes.tasks import sweep_nodes
 from tests.integration.governance.team import Team, make_due, make_governed
 from tests.integration.nodes.governed import Identity, approve_load, make_box
+from wire.ids import format_id
 from wire.optoken.approval import read_statement
 
 pytestmark = pytest.mark.django_db
@@ -105,6 +109,71 @@ def test_a_kept_model_that_could_not_be_loaded_again_is_told_with_the_reason(tea
     (found,) = find_lost_models()
     assert found.what == GONE[0]
     assert "It is approved to stay loaded, and rig says: 4 attempts failed, the last with: no room." in found.advice
+
+
+def fail(gave_up_ms: int | None, **changes: Any) -> None:
+    report({"model": "m", "state": "failed", "detail": "4 attempts failed", "kept": True, "gave_up_ms": gave_up_ms, **changes})
+
+
+def told() -> list[tuple[str, str]]:
+    """Who is told of a reload that failed: people and webhooks."""
+    rows = Notice.objects.filter(event__startswith="reload_failed").order_by("created_at")
+    return sorted((row.event.partition(".")[0], row.person.username if row.person else "hook") for row in rows)
+
+
+def test_a_reload_that_the_node_gave_up_is_told_once_to_those_who_decided_it(
+    team: Team, rig: Identity, box: Node, settings: LazySettings
+) -> None:
+    settings.NOTICE_SENDER = "muster@example.com"
+    for member in team.members:
+        User.objects.filter(pk=member.user.pk).update(email=f"{member.name}@example.com")
+    WebhookEndpoint.objects.create(name="hook", url="http://127.0.0.1:9/", secret="s" * 32)
+    row = done(team, rig.runner_id, keepLoaded=True)
+    signers = set(row.decisions.values_list("person_name", flat=True))
+    fail(gave_up_ms=1_000)
+    sweep_nodes()
+    sweep_nodes()
+    assert told() == sorted([("reload_failed", "hook"), *(("reload_failed", name) for name in {row.requested_by, *signers})])
+    event = AuditEvent.objects.get(action="node.reload-failed")
+    assert (event.target, event.op_id) == (box.printed_id, format_id("op", row.pk))
+    message = write_message(Notice.objects.filter(event__startswith="reload_failed").latest("created_at"))
+    assert message.subject == "m could not be loaded again on rig"
+    assert "4 attempts failed" in message.text
+    body = message.body
+    assert (body["model"], body["reason"], body["operation"]) == ("m", "4 attempts failed", {"id": format_id("op", row.pk)})
+
+
+@pytest.mark.parametrize(
+    ("later_s", "gave_up_ms", "count"),
+    [(3600, 1_000, 1), (3600, 2_000, 2), (30, 2_000, 1)],
+    ids=["the same failure", "the next failure", "another moment in each report"],
+)
+def test_the_next_failure_is_told_again_and_the_same_is_not(
+    team: Team, rig: Identity, box: Node, later_s: int, gave_up_ms: int, count: int
+) -> None:
+    done(team, rig.runner_id, keepLoaded=True)
+    AuditEvent.objects.create(
+        at=timezone.now() - timedelta(seconds=later_s), actor="system:sweep", action="node.reload-failed",
+        target=box.printed_id, detail={"name": "rig", "model": "m", "reason": "", "gave_up_ms": 1_000},
+    )  # fmt: skip
+    fail(gave_up_ms=gave_up_ms)
+    tell_failed_reloads()
+    assert AuditEvent.objects.filter(action="node.reload-failed").count() == count
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gave_up_ms": None}, {"state": "loading", "gave_up_ms": None}], ids=["another attempt follows", "it loads"]
+)
+def test_nobody_is_told_while_the_node_still_tries(team: Team, rig: Identity, box: Node, changes: dict[str, Any]) -> None:
+    done(team, rig.runner_id, keepLoaded=True)
+    fail(**{"gave_up_ms": 1_000, **changes})
+    assert tell_failed_reloads() == 0
+
+
+def test_nobody_is_told_of_a_model_that_no_approval_keeps(team: Team, rig: Identity, box: Node) -> None:
+    done(team, rig.runner_id)
+    fail(gave_up_ms=1_000)
+    assert tell_failed_reloads() == 0
 
 
 @pytest.mark.parametrize("age_s", [600, 3600])

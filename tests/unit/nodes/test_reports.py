@@ -143,6 +143,15 @@ def test_whatever_is_said_can_be_written_as_json_for_postgresql(rows: list[tuple
     text.encode()
 
 
+def test_that_a_model_is_kept_and_when_it_was_given_up_arrives() -> None:
+    told = [
+        ReplicaInfo(model="m", state="failed", kept=True, gave_up_ms=7),
+        ReplicaInfo(model="n", state="failed", gave_up_ms=10**30),
+    ]
+    found = [(info.kept, info.gave_up_ms) for info in cleaned(replicas=told).replicas]
+    assert found == [(True, 7), (False, 10**15)]
+
+
 def test_telemetry_is_cut_before_anybody_sees_it() -> None:
     session = ServerSession(SocketPolicy())
     session.receive_text(bridge.encode_message(bridge.Register(models=["m"], protocol_version=bridge.MUSTER_V1)))

@@ -136,3 +136,5 @@ def test_a_kept_model_is_marked_and_one_that_could_not_be_loaded_again_says_why(
         "unknown": ("failed", True, "There is no such model"),
     }
     assert not list_replicas([there])[0].kept
+    given_up = list_replicas([there, failed], desired, {"there": 7, "failed": 8, "unknown": 9})
+    assert {info.model: info.gave_up_ms for info in given_up} == {"there": None, "gone": None, "failed": 8, "unknown": 9}

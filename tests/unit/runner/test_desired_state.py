@@ -65,7 +65,7 @@ class Node:
 
     def make_state(self, *, pauses_s: Sequence[float] = (0.0, 0.0)) -> DesiredState:
         return DesiredState(
-            self.ledger, self.governance, self.load, min_signers=1, pauses_s=pauses_s,
+            self.ledger, self.governance, self.load, min_signers=1, pauses_s=pauses_s, clock=self.clock,
             on_change=lambda: self.changes.append(self.state.models),
         )  # fmt: skip
 
@@ -284,6 +284,7 @@ async def test_a_load_that_fails_is_tried_a_few_times_and_then_said_to_have_fail
         assert len(node.bodies) == 3
         assert node.state.models == {"a": "3 attempts failed, the last with: no room at all"}
         assert {"a": "attempt 1 of 3 failed: no room; the next follows after 0 s"} in node.changes
+        assert node.state.gave_up_ms == {"a": NOW * 1000}
         assert [model.unfinished for model in await node.ledger.read_desired()] == [0]
 
 
@@ -293,6 +294,20 @@ async def test_a_load_that_comes_right_in_the_end_leaves_no_problem(tmp_path: Pa
         node.answers = [WrongState("no room")]
         await node.state.restore()
         assert (len(node.bodies), node.state.models) == (2, {"a": ""})
+        assert node.state.gave_up_ms == {}
+
+
+async def test_while_attempts_follow_the_runner_has_not_given_up(tmp_path: Path) -> None:
+    async with node_in(tmp_path) as node:
+        await node.accept()
+        node.answers = [WrongState("no room")]
+        node.state = node.make_state(pauses_s=(3600.0,))
+        restoring = asyncio.create_task(node.state.restore())
+        while not node.state.models["a"]:
+            await asyncio.sleep(0)
+        assert node.state.models["a"].startswith("attempt 1 of 2 failed")
+        assert node.state.gave_up_ms == {}
+        restoring.cancel()
 
 
 async def test_one_model_that_fails_does_not_keep_another_from_loading(tmp_path: Path) -> None:
