@@ -39,7 +39,7 @@ class Sent:
 
     def __init__(self, team: Team, **asked: Any) -> None:
         self.rig = Identity()
-        self.node = make_box(self.rig)
+        self.node = make_box(self.rig, reloads_settings=True)
         self.operation = approve_load(team, self.rig.runner_id, **asked)
         services.run_due()
         self.command = NodeCommand.objects.get()
@@ -82,7 +82,19 @@ def sent(team: Team) -> Sent:
 # What is sent when
 
 
-def test_an_approved_load_waits_for_a_gateway_with_a_token_that_the_box_accepts(team: Team, sent: Sent) -> None:
+@pytest.mark.parametrize(
+    ("operation", "params", "model_id"),
+    [
+        (Operation.MODEL_LOAD, {"modelId": "m"}, "m"),
+        (Operation.CACHE_FLUSH, {"scope": "all"}, None),
+        (Operation.SETTINGS_RELOAD, {}, None),
+    ],
+    ids=lambda value: value.value if isinstance(value, Operation) else "",
+)
+def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts(
+    team: Team, operation: Operation, params: dict[str, object], model_id: str | None
+) -> None:
+    sent = Sent(team, operation=operation.value, params=params)
     assert (sent.run.state, sent.row.state) == (RunState.DISPATCHED.value, "waiting")
     found = services.active_policy()
     assert found is not None
@@ -97,12 +109,13 @@ def test_an_approved_load_waits_for_a_gateway_with_a_token_that_the_box_accepts(
     assert isinstance(delivery, Send)
     verified = verifier.verify(
         read_token(delivery.token),
-        operation=Operation.MODEL_LOAD,
-        model_id="m",
+        operation=operation,
+        model_id=model_id,
         params=delivery.body,
         now=timezone.now().timestamp(),
     )
     assert (verified.op_id, verified.level) == (delivery.op_id, Level.L2)
+    assert (delivery.operation, delivery.body) == (operation.value, params)
     assert "token" not in repr(delivery)
 
 
