@@ -13,7 +13,7 @@ from gateway.models import ApiKey, RequestRecord
 from gateway.routing import Target
 from gateway.services import allow_model, create_alias, create_tenant
 from nodes.models import Node
-from tests.browser.conftest import Visit, find_violations, in_database, press
+from tests.browser.conftest import Visit, find_violations, in_database
 from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
 from tests.integration.nodes.factories import make_credential, make_node, make_presence
 from wire.contract import RequestState
@@ -128,7 +128,9 @@ def test_a_new_key_is_shown_once_and_copied(visit: Visit) -> None:
     text = visit.page.locator("#secret").inner_text()
 
     assert re.fullmatch(r"mst_[0-9A-Za-z]{12}_[0-9A-Za-z]{38}", text)
-    press(visit.page, "Copy")
+    copy = visit.page.locator("[data-copy=secret]")
+    expect(copy).to_be_visible()
+    copy.click()
     expect(visit.page.get_by_role("button", name="Copied")).to_be_visible()
     assert visit.page.evaluate("navigator.clipboard.readText()") == text
 
