@@ -7,7 +7,6 @@ stands before it, so a scanner can tell a leaked credential from noise without a
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import re
@@ -15,10 +14,6 @@ import secrets
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
-
-from cryptography.fernet import Fernet
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _KEYID_LENGTH = 12
@@ -94,12 +89,3 @@ def _checksum(head: str) -> str:
         number, rest = divmod(number, 62)
         digits.append(_ALPHABET[rest])
     return "".join(reversed(digits))
-
-
-def derive_cipher(secret_key: str, *, purpose: str) -> Fernet:
-    """Return the cipher for credentials that have to be sent in clear later and so cannot be kept as a hash.
-
-    ``secret_key``: the installation's, which is not in the database. Ciphers of two purposes cannot read each other's texts.
-    """
-    derived = HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose.encode()).derive(secret_key.encode())
-    return Fernet(base64.urlsafe_b64encode(derived))

@@ -24,7 +24,7 @@ from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_ap
 from gateway.services.keys import is_key_usable
 from gateway.services.values import MAX_NAME_CHARS
 from governance.pages import name_actor
-from wire.credentials import derive_cipher
+from wire.cipher import derive_cipher
 
 SESSION_KEYS = "muster_playground_keys"
 """In the session: tenant → ``{"id", "sealed"}``."""
