@@ -20,10 +20,12 @@ CHALLENGE = 'Bearer realm="muster"'
 class TokenHolder:
     """The caller of an admin API. ``actor`` is what the audit trail shows.
 
-    ``proposer``: as whom it asks for operations; ``owner_id``: the person whose token it is, None for a token of nobody.
+    ``token``: ``token:<name>#<key id>``; the key id tells tokens of one name apart: what the one asked for, the other must not
+    cancel. ``proposer``: as whom it asks for operations; ``owner_id``: the person whose token it is, None for one of nobody.
     """
 
     actor: str
+    token: str
     proposer: Proposer
     owner_id: int | None = None
     is_authenticated: ClassVar[bool] = True
@@ -40,11 +42,10 @@ class AdminTokenAuthentication(BaseAuthentication):
         token = verify_admin_token(text.strip()) if scheme.lower() == SCHEME else None
         if token is None:
             raise InvalidAdminToken("The admin token is not valid. Send Authorization: Bearer msa_….")
-        owner, name = token.owner, f"token:{token.name}"
-        if owner is None:
-            # The key id tells tokens of one name apart: what the one asked for, the other must not cancel.
-            return TokenHolder(actor=name, proposer=Proposer(f"{name}#{token.keyid}")), None
-        return TokenHolder(actor=name, proposer=Proposer(owner.get_username(), owner.pk), owner_id=owner.pk), None
+        owner, actor = token.owner, f"token:{token.name}"
+        name = f"{actor}#{token.keyid}"
+        proposer = Proposer(name) if owner is None else Proposer(owner.get_username(), owner.pk)
+        return TokenHolder(actor, name, proposer, token.owner_id), None
 
     def authenticate_header(self, request: Request) -> str:
         """Return the challenge, which makes a missing token 401 and not 403."""

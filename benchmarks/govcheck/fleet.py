@@ -51,11 +51,17 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Person:
-    """An approver with a key file. ``key_id``: of the ApproverKey row."""
+    """An approver with a key file and an admin token. ``key_id``: of the ApproverKey row."""
 
     name: str
     key: Ed25519PrivateKey = field(repr=False)
     key_id: int
+    token: str = field(repr=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """By which the person brings a proof."""
+        return {"authorization": f"Bearer {self.token}"}
 
     def sign(self, statement_b64: str) -> dict[str, str]:
         """Return the proof over a statement that was decoded here."""
@@ -85,19 +91,35 @@ class Fleet:
 
     # Doors
 
-    def call(self, method: str, path: str, body: object | None = None, *, expect: int | None = None) -> Any:
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: object | None = None,
+        *,
+        expect: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         """Return the JSON of a REST call. Raises BenchmarkError when the status is another than ``expect`` (None: any 2xx)."""
-        reply = self.client.request(method, path, json=body)
+        reply = self.client.request(method, path, json=body, headers=headers)
         if reply.status_code != expect if expect is not None else reply.status_code >= 300:
             raise BenchmarkError(f"{method} {path}: {reply.status_code} {reply.text[:300]}")
         return reply.json() if reply.content else {}
 
-    def call_patiently(self, method: str, path: str, body: object | None = None, *, within_s: float = 60.0) -> Any:
+    def call_patiently(
+        self,
+        method: str,
+        path: str,
+        body: object | None = None,
+        *,
+        within_s: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         """Return what ``call`` returns, as soon as the installation answers again. 4xx is an answer."""
 
         def attempt() -> Any:
             try:
-                reply = self.client.request(method, path, json=body)
+                reply = self.client.request(method, path, json=body, headers=headers)
             except httpx.HTTPError:
                 return None
             return None if reply.status_code >= 500 else (reply.json() if reply.content else {})
@@ -149,10 +171,11 @@ class Fleet:
         }
         # One token may ask for 60 operations an hour; while there is no policy, more of them can be made.
         wanted = {"people": {name: f"ed25519 {line} {name}" for name, line in public.items()}, "tokens": ASKERS}
-        self.tokens = json.loads(self.backstage("benchmarks.govcheck.enrolment", json.dumps(wanted)))["tokens"]
+        made = json.loads(self.backstage("benchmarks.govcheck.enrolment", json.dumps(wanted)))
+        self.tokens = made["tokens"]
         for name, key in keys.items():
             ((key_id,),) = self.query("SELECT id FROM governance_approverkey WHERE keyid = %s", _keyid(key))
-            self.people.append(Person(name, key, key_id))
+            self.people.append(Person(name, key, key_id, made["of"][name]))
         approvers = [{"username": person.name, "key_ids": [person.key_id]} for person in self.people]
         draft = self.call("POST", "/api/v1/policy/drafts", {"approvers": approvers, "reason": "the first policy"})
         self.approve(draft, self.people[:2])
@@ -199,12 +222,14 @@ class Fleet:
     def approve_as(self, operation: Mapping[str, Any], person: Person) -> dict[str, Any]:
         """Have one person sign. Raises BenchmarkError when that is refused."""
         proof = person.sign(operation["statement_b64"])
-        return dict(self.call("POST", f"/api/v1/operations/{operation['op_id']}/approvals", {"proof": proof}))
+        path = f"/api/v1/operations/{operation['op_id']}/approvals"
+        return dict(self.call("POST", path, {"proof": proof}, headers=person.headers))
 
     def approve_patiently(self, operation: Mapping[str, Any], person: Person) -> None:
         """Have one person sign, however often it takes: one that was kept before its answer was lost is refused later."""
         proof = person.sign(operation["statement_b64"])
-        answer = self.call_patiently("POST", f"/api/v1/operations/{operation['op_id']}/approvals", {"proof": proof})
+        path = f"/api/v1/operations/{operation['op_id']}/approvals"
+        answer = self.call_patiently("POST", path, {"proof": proof}, headers=person.headers)
         rule = answer.get("error", {}).get("rule")
         if "error" in answer and rule != "duplicate_proof" and answer["error"]["code"] != "STATE_CHANGED":
             raise BenchmarkError(f"an approval was refused: {answer['error']}")

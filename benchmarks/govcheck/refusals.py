@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any  # Any: JSON
 
 from benchmarks.boxcheck.findings import Section
-from benchmarks.govcheck.fleet import MODEL, Fleet
+from benchmarks.govcheck.fleet import MODEL, Fleet, Person
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 
@@ -15,8 +15,9 @@ def run(section: Section, fleet: Fleet) -> None:
     rows: list[list[object]] = [["attempt", "status", "rule", "words"]]
     wrong: list[str] = []
 
-    def refused(title: str, operation: dict[str, Any], proof: dict[str, str], rule: str) -> None:
-        reply = fleet.client.post(f"/api/v1/operations/{operation['op_id']}/approvals", json={"proof": proof})
+    def refused(title: str, operation: dict[str, Any], person: Person, proof: dict[str, str], rule: str) -> None:
+        path = f"/api/v1/operations/{operation['op_id']}/approvals"
+        reply = fleet.client.post(path, json={"proof": proof}, headers=person.headers)
         error = reply.json().get("error", {})
         said = error.get("rule") or error.get("code")
         rows.append([title, reply.status_code, said, error.get("message")])
@@ -27,23 +28,24 @@ def run(section: Section, fleet: Fleet) -> None:
         "operation": "model-load", "targets": [fleet.runner_id], "params": {"modelId": MODEL}, "reason": "to be refused",
     }))  # fmt: skip
     other = fleet.propose("model-unload", modelId=MODEL)
-    refused("the signature over another statement", asked, ben.sign(other["statement_b64"]), "bad_proof_signature")
+    refused("the signature over another statement", asked, ben, ben.sign(other["statement_b64"]), "bad_proof_signature")
     raw = bytearray(decode_bytes(asked["statement_b64"]))
     raw[raw.index(b'"maxUses":1') + 10] = ord("2")
     refused(
         "the signature over the statement with one byte changed",
         asked,
+        ben,
         ben.sign(encode_bytes(bytes(raw))),
         "bad_proof_signature",
     )
-    refused("the key of another person", asked, {**ben.sign(asked["statement_b64"]), "approver": cleo.name}, "unknown_key")
+    refused("the key of another person", asked, ben, {**ben.sign(asked["statement_b64"]), "approver": cleo.name}, "unknown_key")
     fleet.approve_as(asked, ana)
-    refused("the same person twice", asked, ana.sign(asked["statement_b64"]), "duplicate_proof")
+    refused("the same person twice", asked, ana, ana.sign(asked["statement_b64"]), "duplicate_proof")
     state = fleet.call("GET", f"/api/v1/operations/{asked['op_id']}")["state"]
     section.judge("M-1 approvals do not run it", passed=state == "pending", shown=state)
     fleet.approve_as(asked, ben)
     fleet.await_runs(asked["op_id"])
-    refused("an approval after it was carried out", asked, cleo.sign(asked["statement_b64"]), "STATE_CHANGED")
+    refused("an approval after it was carried out", asked, cleo, cleo.sign(asked["statement_b64"]), "STATE_CHANGED")
     fleet.run("model-unload", modelId=MODEL)
     section.table(rows)
     section.judge("each is refused by the rule that is meant for it", passed=not wrong, shown="; ".join(wrong))

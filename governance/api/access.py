@@ -37,6 +37,10 @@ class Caller(Protocol):
         """As whom it asks."""
 
     @property
+    def token(self) -> str:
+        """The token itself, as ``token:<name>#<key id>``."""
+
+    @property
     def owner_id(self) -> int | None:
         """The person whose token it is; None for a token of nobody."""
 

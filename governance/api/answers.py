@@ -101,6 +101,9 @@ class DecisionSerializer(serializers.Serializer[Any]):  # Any: a value of the se
     key_label = serializers.CharField(allow_blank=True)
     key_kind = serializers.CharField(allow_blank=True)
     thumbprint = serializers.CharField(allow_blank=True)
+    brought_by = serializers.CharField(
+        allow_blank=True, help_text="Who handed the proof in: `session:<person>` or `token:<name>#<key id>`"
+    )
     comment = serializers.CharField(allow_blank=True)
     at = serializers.DateTimeField()
     withdrawn_at = serializers.DateTimeField(allow_null=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from django.contrib.auth import get_user_model
 from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -14,12 +13,9 @@ from governance.api.answers import ClaimedTokenSerializer, OperationSerializer
 from governance.api.forms import ApprovalForm, EmptyForm, RejectionForm
 from governance.api.operations import show_operation
 from governance.api.schema import APPROVAL, OP_ID, REJECTION, describe_refusals
-from governance.errors import ApprovalRefused
+from governance.errors import NotPermitted
 from governance.services import approve, cancel, claim_admin_token, reject, use_approval, withdraw
 from governance.services.lookup import find_operation
-
-if TYPE_CHECKING:
-    from controlplane.models import User
 
 _CHANGED = {200: OperationSerializer, **describe_refusals(400, 403, 404, 409, 413, 415)}
 
@@ -31,13 +27,18 @@ class ApprovalView(GovernanceView):
         operation_id="approve_operation", parameters=[OP_ID], request=ApprovalForm, examples=[APPROVAL], responses=_CHANGED
     )
     def post(self, request: Request, op_id: str) -> Response:
-        """Approve with a signature over the digest of the statement. That decides; the token only says who brings it."""
+        """Approve with a signature over the digest of the statement, brought with a token of the person who signed."""
         ident = read_op_id(op_id)
         form = ApprovalForm(data=request.data)
         form.is_valid(raise_exception=True)
-        proof: dict[str, str] = form.validated_data["proof"]
-        approver = find_owner(request) or _find_approver(proof["approver"])
-        return show_operation(request, approve(op_id=ident, user=approver, **form.validated_data))
+        approver = find_owner(request)
+        if approver is None:
+            raise NotPermitted(
+                "A token of nobody brings no approvals: mint a token of your own with admin-token-mint, or before the first "
+                "policy with ./muster manage create_admin_token --owner."
+            )
+        brought_by = get_caller(request).token
+        return show_operation(request, approve(op_id=ident, user=approver, brought_by=brought_by, **form.validated_data))
 
     @extend_schema(operation_id="withdraw_approval", parameters=[OP_ID], request=None, responses=_CHANGED)
     def delete(self, request: Request, op_id: str) -> Response:
@@ -104,17 +105,6 @@ class ClaimView(GovernanceView):
             "secret": secret,
         }  # Any: JSON
         return Response(ClaimedTokenSerializer(answer).data, headers={"Cache-Control": "no-store"})
-
-
-def _find_approver(username: str) -> User:
-    person = get_user_model().objects.filter(username=username, is_active=True).first()
-    if person is None:
-        raise ApprovalRefused(
-            f"There is no approver {username[:60]!r}; name the person whose key signed.",
-            rule="unknown_key",
-            param="proof.approver",
-        )
-    return person
 
 
 def _read_empty(request: Request) -> None:

@@ -104,6 +104,12 @@ class Decision(models.Model):
     is_approval = models.BooleanField()
     key = models.ForeignKey(ApproverKey, on_delete=models.PROTECT, null=True, blank=True, related_name="decisions")
     proof = models.JSONField(null=True, blank=True)
+    brought_by = models.CharField(
+        max_length=200,
+        blank=True,
+        db_default="",
+        help_text="Who handed the proof in: session:<person> or token:<name>#<key id>",
+    )
     comment = models.CharField(max_length=500, blank=True)
     at = models.DateTimeField(auto_now_add=True)
     withdrawn_at = models.DateTimeField(null=True, blank=True)

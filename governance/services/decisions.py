@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from django.db import transaction
 from django.utils import timezone
 
@@ -27,7 +29,16 @@ from governance.services.transitions import (
     tell,
 )
 from governance.states import ApprovalEvent, ApprovalState, RunState
-from wire.optoken.approval import ApprovalError, Policy, Statement, check_proof, judge, select_proofs
+from wire.optoken.approval import (
+    ApprovalError,
+    Policy,
+    Statement,
+    check_proof,
+    decode_bytes,
+    judge,
+    load_public_key,
+    select_proofs,
+)
 
 if TYPE_CHECKING:
     from controlplane.models import User
@@ -36,11 +47,12 @@ MAX_COMMENT_CHARS = 500
 
 
 @transaction.atomic
-def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], comment: str = "") -> Operation:
+def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brought_by: str, comment: str = "") -> Operation:
     """Keep an approval that holds; when the policy is satisfied with it, the operation is approved and set to work.
 
-    ``proof``: as in ``wire.optoken.approval``, by a key of ``user``. Approvals whose key was revoked since, or whose person was
-    deactivated, do not count any more. Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
+    ``proof``: as in ``wire.optoken.approval``, by a key of ``user``; one that was taken back or dropped never counts again.
+    ``brought_by``: ``session:<person>`` or ``token:<name>#<key id>``. Approvals whose key was revoked since, or whose person
+    was deactivated, do not count any more. Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
     """
     require_active(user)
     operation = find_operation(op_id, lock=True)
@@ -58,15 +70,16 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], commen
     if why := explain_own_review(operation, policy, [user.get_username()]):
         raise ApprovalRefused(why, rule="reviewer_used_it", param="op_id")
     _check(statement, [*list_proofs(operation), dict(proof)], policy, find_new_policy(statement))
+    _require_not_withdrawn(operation, key, proof)
     Decision.objects.create(
         operation=operation, person=user, person_name=user.get_username(), is_approval=True, key=key, proof=dict(proof),
-        comment=comment.strip()[:MAX_COMMENT_CHARS],
+        brought_by=brought_by, comment=comment.strip()[:MAX_COMMENT_CHARS],
     )  # fmt: skip
     ApproverKey.objects.filter(pk=key.pk).update(last_used_at=now)
     record_event(
         actor=f"user:{user.get_username()}", action="operation.approve", target=operation.printed_id,
         op_id=operation.printed_id,
-        detail={"digest": operation.digest, "key": key.thumbprint[:16], "kind": key.kind},
+        detail={"digest": operation.digest, "key": key.thumbprint[:16], "kind": key.kind, "brought_by": brought_by},
     )  # fmt: skip
     publish_hint("operations", str(operation.pk))
     operation = find_operation(op_id)
@@ -196,6 +209,33 @@ def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:
     if key is None or proof.get("approver") != user.get_username():
         raise ApprovalRefused("This key is not one of yours, or it was revoked.", rule="unknown_key", param="proof")
     return key
+
+
+def _require_not_withdrawn(operation: Operation, key: ApproverKey, proof: Mapping[str, object]) -> None:
+    """Raise ApprovalRefused for a checked proof that stood once and was taken back, or dropped with its key or person.
+
+    Everybody who may look at the operation could bring it again.
+    """
+    past = [d.proof for d in operation.decisions.all() if d.withdrawn_at and d.proof and d.key_id == key.pk]
+    if _identify_signature(key, proof) in {_identify_signature(key, each) for each in past}:
+        raise ApprovalRefused(
+            "This very signature was taken back, or dropped with its key or person, and never counts again. Sign anew; a key "
+            "that makes the same signature each time, as key files do, cannot: use another key of yours, or ask for the "
+            "operation again.",
+            rule="withdrawn_proof",
+            param="proof",
+        )
+
+
+def _identify_signature(key: ApproverKey, proof: Mapping[str, object]) -> bytes | int:
+    """Return what two proofs of a key have in common exactly when its owner signed once.
+
+    Of ECDSA it is the first number alone: whoever sees a signature can compute a second one with the same first number.
+    """
+    signature = decode_bytes(proof["signature"])
+    if isinstance(load_public_key(decode_bytes(key.public_key)), EllipticCurvePublicKey):
+        return decode_dss_signature(signature)[0]
+    return signature
 
 
 def _require_approver(user: User, policy: Policy, new: Policy | None) -> None:

@@ -46,7 +46,12 @@ def list_proofs(operation: Operation) -> list[dict[str, object]]:
 
 
 def list_lasting_proofs(operation: Operation) -> list[dict[str, object]]:
-    """Return the proofs that stand, and those that stood when something was sent: what auditors are shown.
+    """Return the proofs of ``list_lasting_approvals``."""
+    return [dict(decision.proof) for decision in list_lasting_approvals(operation) if decision.proof]
+
+
+def list_lasting_approvals(operation: Operation) -> list[Decision]:
+    """Return the approvals that stand, and those that stood when something was sent: what auditors are shown.
 
     Of a person who signed again after taking it back, the last one.
     """
@@ -56,7 +61,7 @@ def list_lasting_proofs(operation: Operation) -> list[dict[str, object]]:
         stood = decision.withdrawn_at is None or (sent_at is not None and decision.withdrawn_at > sent_at)
         if decision.is_approval and decision.proof and stood:
             kept[decision.person_id] = decision
-    return [dict(decision.proof) for decision in kept.values() if decision.proof]
+    return list(kept.values())
 
 
 def count_rejections(decisions: Sequence[Decision]) -> int:
@@ -122,6 +127,10 @@ def read_evidence(op_id: str) -> dict[str, object]:
         "policies": policy_chain(after_version=0, up_to=operation.policy.version),
         "statement": encode_bytes(bytes(operation.statement)),
         "proofs": list_lasting_proofs(operation),
+        "decisions": [
+            {"approver": each.person_name, "at": int(each.at.timestamp()), "broughtBy": each.brought_by}
+            for each in list_lasting_approvals(operation)
+        ],
         "receipts": [{"receipt": run.receipt, "publicKey": run.receipt_key} for run in operation.runs.all() if run.receipt],
         "state": operation.state,
         "runs": [{"target": run.target, "use": run.use, "state": run.state} for run in operation.runs.all()],

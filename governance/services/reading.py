@@ -295,8 +295,8 @@ def _show_decision(decision: Decision) -> DecisionView:
     key = decision.key
     return DecisionView(
         person=decision.person_name, is_approval=decision.is_approval, key_label=key.label if key else "",
-        key_kind=key.kind if key else "", thumbprint=key.thumbprint if key else "", comment=decision.comment, at=decision.at,
-        withdrawn_at=decision.withdrawn_at, proof=decision.proof,
+        key_kind=key.kind if key else "", thumbprint=key.thumbprint if key else "", brought_by=decision.brought_by,
+        comment=decision.comment, at=decision.at, withdrawn_at=decision.withdrawn_at, proof=decision.proof,
     )  # fmt: skip
 
 

@@ -44,13 +44,14 @@ class OperationSummary:
 
 @dataclass(frozen=True, slots=True)
 class DecisionView:
-    """What one person said. ``thumbprint`` and the key fields are empty for a rejection, which needs no signature."""
+    """What one person said. ``thumbprint``, the key fields and ``brought_by`` are empty for a rejection, which nobody signs."""
 
     person: str
     is_approval: bool
     key_label: str
     key_kind: str
     thumbprint: str
+    brought_by: str
     comment: str
     at: datetime
     withdrawn_at: datetime | None

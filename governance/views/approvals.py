@@ -108,7 +108,10 @@ def download_evidence(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
 def approve(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     """Keep the proof that the person's browser made; the body is ``{"proof": {…}, "comment": ""}``."""
     proof, comment = _read_proof(request)
-    operation = services.approve(op_id=op_id, user=find_viewer(request), proof=proof, comment=comment)
+    person = find_viewer(request)
+    operation = services.approve(
+        op_id=op_id, user=person, proof=proof, brought_by=f"session:{person.get_username()}", comment=comment
+    )
     messages.success(request, "Your approval is recorded.")
     return JsonResponse({"state": operation.state})
 

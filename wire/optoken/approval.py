@@ -730,8 +730,8 @@ def _flag(members: Mapping[str, object], name: str, rule: Rule) -> bool:
 def verify_bundle(bundle: Mapping[str, object]) -> tuple[Policy, Statement, Verdict]:
     """Check an evidence bundle: the chain of policies from version 1, then the statement under the one it names.
 
-    ``bundle``: {"policies": see ``verify_chain``, "statement": base64url, "proofs"}. The window is not looked at: an auditor
-    comes later. Raises ApprovalError.
+    ``bundle``: {"policies": see ``verify_chain``, "statement": base64url, "proofs"}; whatever else it holds proves nothing. The
+    window is not looked at: an auditor comes later. Raises ApprovalError.
     """
     policies = {policy.ref: policy for policy in verify_chain(bundle.get("policies"), current=None)}
     statement, proofs = read_statement(decode_bytes(bundle.get("statement"))), bundle.get("proofs")
@@ -779,6 +779,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     if len(statement.targets) > 1:
         sys.stdout.write(f"  a batch: {'stops at a failure' if statement.stops_on_failure else 'goes on after failures'}\n")
+    said = bundle.get("decisions")
+    for each in said if isinstance(said, list) else []:
+        if isinstance(each, dict) and each.get("broughtBy"):
+            by, who = json.dumps(each["broughtBy"]), json.dumps(each.get("approver"))
+            sys.stdout.write(f"  brought by {by} for {who}, says the server; nobody signed that\n")
     for receipt in receipts:
         sys.stdout.write(f"  {receipt['runnerId']} says {json.dumps(receipt.get('outcome'))}\n")
     return 0

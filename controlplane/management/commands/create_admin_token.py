@@ -5,7 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import Any
 
+from django.core.management import CommandError
+
 from controlplane.management.service_command import ACTOR, ServiceCommand
+from controlplane.models import User
 from governance.services import create_admin_token
 
 
@@ -16,7 +19,13 @@ class Command(ServiceCommand):
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--name", required=True, help="who or what will use it")
+        parser.add_argument(
+            "--owner", metavar="USERNAME", help="whose it is: it acts as this person, and brings their approvals"
+        )
 
     def act(self, options: dict[str, Any]) -> str:  # Any: parsed options
-        _, text = create_admin_token(name=options["name"], actor=ACTOR)
+        owner = None
+        if options["owner"] and (owner := User.objects.filter(username=options["owner"], is_active=True).first()) is None:
+            raise CommandError(f"There is no person {options['owner']} who may sign in.")
+        _, text = create_admin_token(name=options["name"], actor=ACTOR, owner=owner)
         return text

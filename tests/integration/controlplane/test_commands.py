@@ -7,6 +7,7 @@ from io import StringIO
 import pytest
 from django.core.management import CommandError, call_command
 
+from controlplane.models import User
 from gateway.models import ApiKey, Model
 from governance.services import verify_admin_token
 from nodes.models import Node, Provider
@@ -49,8 +50,12 @@ def test_a_worker_credential_is_printed_with_its_provider_made() -> None:
     assert (credential.provider.name, credential.max_nodes) == ("lab", 3)
 
 
-def test_an_admin_token_is_printed() -> None:
-    assert verify_admin_token(run("create_admin_token", "--name", "ci")) is not None
+def test_an_admin_token_is_printed_and_belongs_to_whom_it_was_made_for() -> None:
+    ben = User.objects.create_user("ben")
+    for words, owner in (((), None), (("--owner", "ben"), ben)):
+        token = verify_admin_token(run("create_admin_token", "--name", "ci", *words))
+        assert token is not None
+        assert token.owner == owner
 
 
 def test_a_provider_is_switched_off_and_on() -> None:
@@ -85,6 +90,7 @@ def test_a_node_is_cordoned_and_drained_however_it_is_named(named_by: str) -> No
         ("create_key", "--tenant", "t", "--name", ""),
         ("create_worker_credential", "--name", "x", "--max-nodes", "0"),
         ("create_admin_token", "--name", " "),
+        ("create_admin_token", "--name", "ci", "--owner", "nobody"),
         ("set_provider_state", "nothing", "disabled"),
         ("node_action", "nothing", "drain"),
     ],

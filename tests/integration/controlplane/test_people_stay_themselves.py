@@ -114,7 +114,7 @@ def test_a_key_that_was_added_to_an_approver_approves_nothing_before_the_policy_
     stolen, _ = make_key(team[1].user)
     proof = stolen.sign(read_statement(bytes(asked.statement)).digest, approver=team[1].name)
     with pytest.raises(ApprovalRefused) as caught:
-        services.approve(op_id=asked.pk, user=team[1].user, proof=proof)
+        services.approve(op_id=asked.pk, user=team[1].user, proof=proof, brought_by="session:ben")
     assert caught.value.rule == "unknown_key"
 
 

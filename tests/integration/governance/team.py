@@ -42,7 +42,9 @@ class Member:
 
     def approve(self, operation: Operation) -> Operation:
         """Approve through the service."""
-        return services.approve(op_id=operation.pk, user=self.user, proof=self.proof(operation))
+        return services.approve(
+            op_id=operation.pk, user=self.user, proof=self.proof(operation), brought_by=f"session:{self.name}"
+        )
 
 
 @dataclass

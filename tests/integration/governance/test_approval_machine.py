@@ -85,8 +85,9 @@ class Approvals(RuleBasedStateMachine):
     @rule(who=PEOPLE, which=WHICH)
     def approve_with_the_proof_of_another(self, who: int, which: int) -> None:
         if (operation := self.pick(which)) is not None:
+            proof = self.team[(who + 1) % 4].proof(operation)
             with pytest.raises(GovernanceError):
-                services.approve(op_id=operation.pk, user=self.team[who].user, proof=self.team[(who + 1) % 4].proof(operation))
+                services.approve(op_id=operation.pk, user=self.team[who].user, proof=proof, brought_by="session:x")
 
     @rule(who=PEOPLE, which=WHICH, how=st.sampled_from(["reject", "withdraw", "cancel"]))
     def take_back(self, who: int, which: int, how: str) -> None:

@@ -37,7 +37,7 @@ def use_break_glass(*names: str, **policy: object) -> tuple[Team, Operation]:
     team.start(**policy)
     used = propose_load(team[ANA], "box-a", op_class="break-glass")
     proof = key.sign(bytes.fromhex(used.digest), approver=team[BEN].name)
-    services.approve(op_id=used.pk, user=team[BEN].user, proof=proof)
+    services.approve(op_id=used.pk, user=team[BEN].user, proof=proof, brought_by="session:ben")
     services.run_due()
     assert OperationRun.objects.get(operation=used).state == RunState.SUCCEEDED.value
     return team, used

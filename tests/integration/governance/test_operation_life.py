@@ -94,7 +94,7 @@ def test_a_proof_by_the_key_of_another_person_is_refused() -> None:
     team = make_governed()
     operation = propose_token(team[0])
     with pytest.raises(ApprovalRefused) as refusal:
-        services.approve(op_id=operation.pk, user=team[1].user, proof=team[2].proof(operation))
+        services.approve(op_id=operation.pk, user=team[1].user, proof=team[2].proof(operation), brought_by="session:ben")
     assert refusal.value.rule == "unknown_key"
 
 
@@ -102,7 +102,7 @@ def test_a_proof_of_another_statement_is_refused() -> None:
     team = make_governed()
     one, other = propose_token(team[0]), propose_token(team[0], params={"name": "other"})
     with pytest.raises(ApprovalRefused, match="Another statement was signed") as refusal:
-        services.approve(op_id=one.pk, user=team[1].user, proof=team[1].proof(other))
+        services.approve(op_id=one.pk, user=team[1].user, proof=team[1].proof(other), brought_by="session:ben")
     assert refusal.value.rule == "wrong_challenge"
 
 

@@ -206,7 +206,7 @@ def test_two_break_glass_uses_at_once_are_one_until_it_is_reviewed() -> None:
         for name in ("box-a", "box-b"):
             operation = propose_load(people[0], name, op_class="break-glass")
             proof = emergency[0].sign(bytes.fromhex(operation.digest), approver="ben")
-            services.approve(op_id=operation.pk, user=people[1].user, proof=proof)
+            services.approve(op_id=operation.pk, user=people[1].user, proof=proof, brought_by="session:ben")
         OperationRun.objects.filter(operation__op_class="break-glass").update(due_at=timezone.now())
         at_once(*[services.run_due] * 3)
         assert len(box.sent) == 1

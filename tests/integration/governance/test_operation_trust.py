@@ -265,7 +265,7 @@ def emergency() -> tuple[Team, SoftPasskey]:
 def break_glass(team: Team, key: SoftPasskey, target: str) -> Operation:
     operation = propose_load(team[0], target, op_class="break-glass")
     proof = key.sign(bytes.fromhex(operation.digest), approver="ben")
-    return services.approve(op_id=operation.pk, user=team[1].user, proof=proof)
+    return services.approve(op_id=operation.pk, user=team[1].user, proof=proof, brought_by="session:ben")
 
 
 def review(team: Team, used: Operation, **changes: object) -> Operation:
