@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from functools import partial
 from typing import Any
@@ -16,10 +17,18 @@ from twisted.logger import ILogObserver, LogEvent, globalLogBeginner
 from zope.interface import provider
 
 from controlplane.daphne_server.flow import PausingQueue
-from controlplane.daphne_server.protocols import GatedHTTPFactory, GatedRequest, GatedWebSocket, GatedWebSocketFactory
+from controlplane.daphne_server.protocols import (
+    GatedHTTPFactory,
+    GatedRequest,
+    GatedWebSocket,
+    GatedWebSocketFactory,
+    OpenConnections,
+)
 
 GOING_AWAY = 1001
 POLL_S = 0.05
+MAX_CONNECTIONS = 1000
+"""Of one process, as far as it may open twice as many files. Half may come from one address, unless that is a proxy's."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +43,26 @@ def _discard(event: LogEvent) -> None:
 class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no types
     """Daphne with flow control in both directions. SIGTERM and SIGINT let running requests finish.
 
+    ``header_timeout_s`` and ``body_timeout_s``: a request whose headers or body take longer to arrive is refused.
     ``write_timeout_s``: a client that takes no byte for so long is cut off. ``stop_grace_s``: how long requests may go on
     after a signal.
     """
 
-    def __init__(self, *args: Any, write_timeout_s: float = 60.0, stop_grace_s: float = 10.0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        header_timeout_s: float = 10.0,
+        body_timeout_s: float = 60.0,
+        write_timeout_s: float = 60.0,
+        stop_grace_s: float = 10.0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, signal_handlers=False, **kwargs)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
+        self.open_connections = OpenConnections(limit, limit if self.proxy_forwarded_proto_header else limit // 2)
+        self.header_timeout_s = header_timeout_s
+        self.body_timeout_s = body_timeout_s
         self.write_timeout_s = write_timeout_s
         self.stop_grace_s = stop_grace_s
         self.listen_failure: str | None = None

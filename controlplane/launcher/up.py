@@ -32,7 +32,7 @@ from controlplane.launcher.places import (
     remove_unused,
 )
 from controlplane.launcher.ports import claim_port, list_addresses, list_names
-from controlplane.launcher.processes import send_group, spawn
+from controlplane.launcher.processes import raise_file_limit, send_group, spawn
 from controlplane.launcher.readiness import describe_unreachable
 from controlplane.launcher.supervise import Supervisor
 
@@ -98,6 +98,7 @@ def _check_settings() -> None:
 
 def _run_locked(options: UpOptions, data: Path) -> int:
     end_leftovers(children_path(data))
+    raise_file_limit()
     with ExitStack() as held:
         addresses = _claim_addresses(options, held)
         _check_ready_file(options.ready_file)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -55,11 +57,9 @@ async def read_slowly(receive: Callable[..., Any]) -> None:
 
 
 if __name__ == "__main__":
-    server = FlowControlledServer(
-        application,
-        endpoints=[f"tcp:port={sys.argv[1]}:interface=127.0.0.1"],
-        write_timeout_s=float(sys.argv[2]),
-        stop_grace_s=float(sys.argv[3]),
-    )
+    port, options = sys.argv[1], json.loads(sys.argv[2])
+    if files := options.pop("files", None):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    server = FlowControlledServer(application, endpoints=[f"tcp:port={port}:interface=127.0.0.1"], **options)
     server.run()
     sys.exit(1 if server.listen_failure else 0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,9 @@ WATCH_S = 3.0
 
 
 @contextmanager
-def running(tmp_path: Path, *, write_timeout_s: float = 60.0, stop_grace_s: float = 10.0) -> Iterator[ServerProcess]:
+def running(tmp_path: Path, **options: float) -> Iterator[ServerProcess]:
     port = free_port()
-    argv = [APPLICATION, str(port), str(write_timeout_s), str(stop_grace_s)]
+    argv = [APPLICATION, str(port), json.dumps(options)]
     with serve(argv, port=port, log=tmp_path / "server.log", env={"PYTHONPATH": "."}) as server:
         yield server
 
@@ -141,6 +142,90 @@ def test_a_chunked_body_is_cut_off_when_it_has_grown_too_large(tmp_path: Path) -
                 client.sendall(chunk)
             pytest.fail("the server took 125 MiB")
         assert server.rss_mb() < 200
+
+
+def start(server: ServerProcess, sent: bytes, source: str = "127.0.0.1") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=(source, 0))
+    client.sendall(sent)
+    return client
+
+
+def is_open(client: socket.socket) -> bool:
+    """Send one more header line and return whether the server has not ended the connection."""
+    try:
+        client.sendall(b"X: a\r\n")
+        client.setblocking(False)
+        client.recv(65536)
+    except BlockingIOError:
+        return True
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    return False
+
+
+HEADERS = b"GET /echo HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "more", "what"),
+    [
+        (HEADERS, b"X: a\r\n", b"headers"),
+        (b"G", b"E", b"headers"),
+        (b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n", b"z", b"body"),
+        (b"POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nz\r\n", b"body"),
+    ],
+    ids=["header lines", "bytes of the first line", "a body", "chunks"],
+)
+def test_a_request_that_trickles_in_is_refused_after_its_time(tmp_path: Path, sent: bytes, more: bytes, what: bytes) -> None:
+    with running(tmp_path, header_timeout_s=1, body_timeout_s=1) as server, start(server, sent) as client:
+        said = b""
+
+        def is_refused() -> bool:
+            nonlocal said
+            with suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(more)
+            client.settimeout(0.1)
+            with suppress(TimeoutError, ConnectionResetError):
+                said += client.recv(65536)
+            return bool(said)
+
+        wait_until(is_refused, what="the server refused the request")
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b"The request " + what + b" did not arrive in time" in said
+
+
+def test_a_kept_connection_has_time_for_each_request_anew(tmp_path: Path) -> None:
+    with running(tmp_path, header_timeout_s=1, body_timeout_s=1) as server:
+        kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        for _ in range(2):
+            kept.request("POST", "/echo", body=b"abc")
+            assert kept.getresponse().read() == b"read 3"
+            with start(server, HEADERS) as late:  # refused after as long as the kept connection has been idle for
+                assert late.recv(65536).startswith(b"HTTP/1.1 408 ")
+        kept.close()
+
+
+@pytest.mark.parametrize("sources", [1, 4], ids=["from one address", "from four addresses"])
+def test_a_good_client_is_served_beside_a_thousand_that_trickle(tmp_path: Path, sources: int) -> None:
+    with running(tmp_path, header_timeout_s=60, files=256) as server, ExitStack() as opened:
+        clients: list[socket.socket] = []
+        for index in range(1000):
+            clients.append(opened.enter_context(start(server, HEADERS, f"127.0.0.{1 + index % sources}")))
+            if index % 50 == 49:
+                assert get(server, "/echo", timeout=10) == b"read 0"
+        assert 0 < sum(map(is_open, clients)) < 256
+
+
+def test_a_live_page_is_not_cut_off_for_those_that_trickle(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, files=256) as server,
+        connect(f"ws://127.0.0.1:{server.port}/endless", open_timeout=30, close_timeout=1) as page,
+        ExitStack() as opened,
+    ):
+        for _ in range(300):
+            opened.enter_context(start(server, HEADERS))
+        for _ in range(200):
+            assert page.recv(timeout=30)
 
 
 def test_a_stop_lets_the_request_that_runs_finish(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -103,3 +104,19 @@ def test_signalling_what_is_gone_is_no_error() -> None:
     child.wait()
     send(child.pid, signal.SIGTERM)
     send_group(child.pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("hard", "raised"), [("4096", 4096), ("100000", 65_536)], ids=["as far as it may", "bounded"])
+def test_what_we_start_may_open_as_many_files_as_the_system_lets_us(hard: str, raised: int) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < int(hard):
+        pytest.skip(f"needs a hard limit of {hard} open files, and this one is lower")
+    asked = (
+        "import resource, subprocess, sys\n"
+        "from controlplane.launcher.processes import raise_file_limit\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
+        "raise_file_limit()\n"
+        "show = 'import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))'\n"
+        "subprocess.run([sys.executable, '-c', show], check=True)\n"
+    )
+    answer = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == f"({raised}, {hard})"
