@@ -47,6 +47,9 @@ _WHOLE_LIMIT_BYTES = 16 * 1024 * 1024
 _JSON = "application/json"
 _CUT = "The engine ended its stream before its answer was finished."
 _SILENT = "The engine ended its stream before it said anything."
+_CLOSED_S = 0.5
+"""An engine that sent its closing event has so long to end its stream, and its link to say what was counted."""
+_DONE_ENDS = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 _WITHOUT_BODY = frozenset({204, 205})
 
 
@@ -60,7 +63,7 @@ class Exchange:
 
     # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
     __slots__ = (
-        "_began", "_client", "_done", "_ends", "_extra", "_headers", "_held", "_job", "_keepalive", "_lease",
+        "_began", "_client", "_closed", "_done", "_ends", "_extra", "_headers", "_held", "_job", "_keepalive", "_lease",
         "_limits", "_over", "_passing", "_path", "_queue_ms", "_received", "_rewriter", "_sniff", "_status",
         "_stream", "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
         "is_delivered", "last", "translator",
@@ -104,6 +107,8 @@ class Exchange:
         self._passing = False
         self._received = 0
         self._began = time.monotonic()
+        self._closed: asyncio.TimerHandle | None = None
+        """Runs from the engine's closing event on; nothing that comes behind it matters."""
         self._ends: EndReader | None = None
         """Of an engine's own stream; a translator sees for itself how the one it reads ends."""
         self.is_delivered = False
@@ -141,6 +146,8 @@ class Exchange:
             return await client.wait(self._done)
         finally:
             timer.cancel()
+            if self._closed is not None:
+                self._closed.cancel()
             client.on_gone = client.on_drained = None
             self._stop(CANCEL_CLIENT_DISCONNECT)
 
@@ -148,7 +155,6 @@ class Exchange:
         """Send the end of an answer: its closing bytes, or all of it."""
         self.is_delivered = True
         client = self._client
-        self.bytes_out += len(last)
         if client.started:
             if last:
                 client.write(last)
@@ -188,6 +194,10 @@ class Exchange:
             return
         if self._ends is not None:
             data = self._ends.feed(data)
+            if self._closed is None and self._ends.has_closing:
+                self._take_closing()
+        elif self.translator is not None and data.endswith(_DONE_ENDS):
+            self._take_closing()
         if self._rewriter is not None:
             data = self._rewriter.feed(data) if data else data
             if self._rewriter.failure is not None:
@@ -266,6 +276,17 @@ class Exchange:
         if self._keepalive is not None and self._surface is not None:
             self._keepalive.event = self._surface.ping
 
+    def _take_closing(self) -> None:
+        """The engine said all there is to say: from here on the answer is whole, whatever becomes of its node."""
+        self.events += 1
+        if self._closed is None:
+            self._closed = asyncio.get_running_loop().call_later(_CLOSED_S, self._end_closed)
+
+    def _end_closed(self) -> None:
+        if not self._over:
+            self._stop(CANCEL_CLIENT_DISCONNECT)
+            self._complete(LinkEnd(kind=EndKind.COMPLETE))
+
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
         self._grant(len(data))
@@ -312,14 +333,13 @@ class Exchange:
         if not self._passing:
             self._complete_held(b"".join(self._held), usage)
             return
-        if usage is None and self._usage_data:
-            usage = find_usage(self._usage_data)
+        if usage is None and (said := self._usage_data or (self._ends.recent if self._closed and self._ends else b"")):
+            usage = find_usage(said)
         last, ended, failure = b"", StreamEnd.WHOLE, None
         if self._ends is not None:
             last, ended = self._ends.finish(), self._ends.judge()
             if ended is StreamEnd.CUT and self._surface is not None:  # a peer says nothing: its client's gateway judges
-                error = self._ends.error
-                failure = read_stream_failure(error) if error else RequestInterrupted(_CUT)
+                failure = read_stream_failure(self._ends.error) if self._ends.error else RequestInterrupted(_CUT)
         if self._rewriter is not None:
             last = (self._rewriter.feed(last) if last else b"") + self._rewriter.finish()
             usage = self._rewriter.usage or usage
@@ -332,8 +352,8 @@ class Exchange:
         if usage is not None and self._surface is None and self._is_event_stream:
             last += USAGE_COMMENT + write_token_counts(usage) + b"\n\n"  # for the peer's records
         has_failed = ended is StreamEnd.FAILED
-        said = read_stream_failure(self._ends.error) if has_failed and self._ends is not None and self._ends.error else None
-        self._finish(last, Served(self._status, usage, has_failed=has_failed, error=said))
+        error = read_stream_failure(self._ends.error) if has_failed and self._ends is not None and self._ends.error else None
+        self._finish(last, Served(self._status, usage, has_failed=has_failed, error=error))
 
     def _complete_held(self, body: bytes, usage: TokenCounts | None) -> None:
         """Give a whole answer, translated if need be; an error in the caller's dialect."""
@@ -377,6 +397,7 @@ class Exchange:
 
     def _finish(self, last: bytes, outcome: Served) -> None:
         self.last = last
+        self.bytes_out += len(last)
         if not self._waits:
             self.deliver(last)
         self._end(outcome)
@@ -396,8 +417,10 @@ class Exchange:
         self._break(error)
 
     def _break(self, error: GatewayError) -> None:
-        """End an attempt of which the client saw nothing: as a response if none was begun, else in the stream."""
-        if self._client.started:
+        """End an attempt that broke: as a response if none was begun, else in the stream; one that was whole is served."""
+        if self._closed is not None or (self._ends is not None and self._ends.is_closed):
+            self._complete(LinkEnd(kind=EndKind.COMPLETE))
+        elif self._client.started:
             self._tell(error)
         else:
             self._end(Broken(error, told=False))

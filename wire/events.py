@@ -24,6 +24,7 @@ _KEPT_FRAMES = 32
 _KEPT_BYTES = 4096
 """An ``EndReader`` remembers so many frames, and of a longer one the events that its last bytes belong to."""
 _DONE = b"[DONE]"
+_BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _FINISHED = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*"[^"]')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
 _GIVEN_UP = frozenset({"abort", "error"})
@@ -108,7 +109,8 @@ class _Rules(msgspec.Struct, frozen=True):
     """How a dialect ends. ``marks``: an event without any of them ends nothing. ``ends``: types of closing events.
 
     ``fails``: the closing event that says the answer failed. ``has_finish``: choices have a ``finish_reason``. ``error_ends``:
-    an error event is an end too; native Responses end with ``response.failed`` behind it.
+    an error event is an end too; native Responses end with ``response.failed`` behind it. ``closes``: the event behind which
+    a client expects nothing more has one of them.
     """
 
     marks: tuple[bytes, ...]
@@ -116,6 +118,7 @@ class _Rules(msgspec.Struct, frozen=True):
     fails: str = ""
     has_finish: bool = False
     error_ends: bool = True
+    closes: tuple[bytes, ...] = (_DONE,)
 
 
 _CHAT = _Rules((b'"finish_reason"', b"error"), has_finish=True)
@@ -124,11 +127,12 @@ _RESPONSES = _Rules(
     frozenset({"response.completed", "response.incomplete", "response.failed"}),
     fails="response.failed",
     error_ends=False,
+    closes=(b"response.completed", b"response.incomplete", b"response.failed"),
 )
 _RULES = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": _CHAT,
-    "/v1/messages": _Rules((b"message_stop", b"error"), frozenset({"message_stop"})),
+    "/v1/messages": _Rules((b"message_stop", b"error"), frozenset({"message_stop"}), closes=(b"message_stop",)),
     "/v1/responses": _RESPONSES,
     "/v1/pool/responses": msgspec.structs.replace(_RESPONSES, error_ends=True),
 }
@@ -163,12 +167,27 @@ class EndReader:
     A frame costs no search: the last ones are remembered and read once the stream is over. ``error`` is then what the
     engine said in an error event (JSON), ``first`` the frames up to the first one with data. A part of an event at the end
     is never passed on, unless it belongs to one larger than ``MAX_HELD_BYTES``.
+
+    The closing event stays here until ``finish``: a client that has it may leave, and believes its answer recorded.
     """
 
-    __slots__ = ("_cutter", "_has_data", "_has_middle", "_kept", "_rules", "_was_inside", "error", "first")
+    __slots__ = (
+        "_closes",
+        "_closing",
+        "_cutter",
+        "_has_data",
+        "_has_middle",
+        "_kept",
+        "_rules",
+        "_was_inside",
+        "error",
+        "first",
+    )
 
     def __init__(self, rules: _Rules) -> None:
         self._rules = rules
+        self._closes = rules.closes
+        self._closing = b""
         self._cutter = EventCutter()
         self._kept: deque[bytes] = deque(maxlen=_KEPT_FRAMES)
         self._was_inside = self._has_middle = self._has_data = False
@@ -180,6 +199,16 @@ class EndReader:
         """The last events that passed."""
         return b"".join(self._kept)
 
+    @property
+    def has_closing(self) -> bool:
+        """Whether the closing event came and is held here."""
+        return bool(self._closing)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the closing event came: held here, or passed on because it is larger than the cutter holds."""
+        return self.has_closing or (not self._rules.has_finish and self.judge() is not StreamEnd.CUT)
+
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the stream, cut anywhere; return whole events, or nothing."""
         out = self._cutter.feed(data)
@@ -188,16 +217,22 @@ class EndReader:
                 self._kept.append(out)
             else:
                 self._keep(out)
+            for mark in self._closes:
+                if mark in out or self._closing:
+                    return self._hold_closing(out)
         return out
 
     def finish(self) -> bytes:
-        """Return what the engine left behind its last blank line: an event that only lacks its own, which is added."""
-        rest = self._cutter.finish()
+        """Return the closing event, and what the engine left behind its last blank line.
+
+        Of that only an event that lacks nothing but its own blank line, which is added.
+        """
+        rest, closing = self._cutter.finish(), self._closing
         if not any(_is_whole(payload) for _, payload in _list_events(rest)):
-            return b""
+            return closing
         rest = rest.rstrip(b"\r\n") + b"\n\n"
         self._keep(rest)
-        return rest
+        return closing + rest
 
     def judge(self) -> StreamEnd:
         """Return what the stream came to, by its last events. Call it once nothing more is fed."""
@@ -216,6 +251,28 @@ class EndReader:
         if has_failed and (is_ended or rules.error_ends):
             return StreamEnd.FAILED
         return StreamEnd.WHOLE if is_ended else StreamEnd.CUT
+
+    def _hold_closing(self, out: bytes) -> bytes:
+        """Return the events before the closing one, which is held with whatever an engine still says behind it."""
+        start = 0
+        if not self._closing:
+            for blank in _BLANK_LINE.finditer(out):
+                if any(self._is_closing(payload) for _, payload in _list_events(out[start : blank.end()])):
+                    break
+                start = blank.end()
+            else:
+                return out
+        if len(self._closing) < MAX_HELD_BYTES:
+            self._closing += out[start:]
+        return out[:start]
+
+    def _is_closing(self, payload: bytes) -> bool:
+        if payload == _DONE or self._rules.has_finish:
+            return payload == _DONE and self._rules.has_finish
+        try:
+            return _event_decoder.decode(payload).type in self._rules.ends
+        except UNREADABLE:
+            return False
 
     def _read(self, name: bytes, payload: bytes) -> tuple[bool, bool]:
         """Return whether an event closes the answer, and whether it says that the answer failed."""

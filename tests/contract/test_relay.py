@@ -240,6 +240,32 @@ async def test_worker_loss_after_the_first_byte_is_one_error_event_and_no_done(l
     assert not standby.jobs
 
 
+@pytest.mark.parametrize("dials_in_as", ["bridge worker", "box"])
+async def test_a_node_that_is_lost_behind_its_closing_event_has_answered(lab: Lab, dials_in_as: str) -> None:
+    model = await lab.model()
+    if dials_in_as == "box":
+        box = await lab.box(model)
+        reply = await lab.open(model, "stream")
+        stream = await box.stream()
+        await box.head(stream, content_type="text/event-stream")
+        await box.data(stream, b'data: {"choices":[{"index":0,"delta":{"content":"whole"}}]}\n\n')
+        await reply.until(b"whole")
+        await box.data(stream, b"data: [DONE]\n\n")
+        await box.close()
+    else:
+        worker = await lab.worker(model)
+        reply = await lab.open(model, "stream")
+        job = await worker.job()
+        await worker.chunk(job, delta_text(job, "whole"))
+        await reply.until(b"whole")
+        await worker.chunk(job, "data: [DONE]\n\n")
+        await worker.close()
+    got = await reply.finish()
+    assert (got.events.count("[DONE]"), got.events[-1], got.whole) == (1, "[DONE]", True)
+    (record,) = await lab.final(model)
+    assert (record["status"], record["error_code"], record["attempts"]) == ("completed", None, 1)
+
+
 async def test_several_requests_travel_over_one_kept_alive_connection(lab: Lab) -> None:
     model = await lab.model()
     worker = await lab.worker(model)

@@ -98,8 +98,11 @@ class Serving:
         self.translation = surface.translate(request) if passage.is_translated and surface.translate is not None else None
         self.surface = None if for_peer else surface
 
-    async def serve(self, *pieces: bytes, end: EndKind = EndKind.COMPLETE) -> tuple[Outcome, MemoryClient]:
-        """Have the engine send these pieces and end its stream; return how the attempt ended and what the client got."""
+    async def serve(self, *pieces: bytes, end: EndKind | None = EndKind.COMPLETE) -> tuple[Outcome, MemoryClient]:
+        """Have the engine send these pieces and end its stream (None: it leaves it open).
+
+        Return how the attempt ended and what the client got.
+        """
         job = self.dispatcher.new_job(request_id="req_1", request=self.request, tenant="t", max_queue=1)
         lease = self.dispatcher.acquire(job)
         assert isinstance(lease, Lease)
@@ -117,7 +120,8 @@ class Serving:
         await client.wait(lambda: self.link.streams)
         (stream,) = self.link.streams
         stream.answer(*pieces, headers=SSE, ends=False)
-        stream.end(end)
+        if end is not None:
+            stream.end(end)
         outcome = await running
         assert (self.link.active, self.link.streams) == (0, [])
         return outcome, client
@@ -249,3 +253,49 @@ async def test_an_error_does_not_run_into_the_part_of_an_event_that_was_too_larg
     outcome, client = await Serving(passage).serve(*[chunk(choice("x" * 3 * MAX_HELD_BYTES))[:-9]])
     assert isinstance(outcome, Broken)
     assert client.body.rpartition(b"\n\ndata: ")[2].startswith(b'{"error":')
+
+
+@every_passage
+@pytest.mark.parametrize("end", [EndKind.LINK_LOST, EndKind.ENGINE_FAILED, EndKind.TIMEOUT])
+async def test_a_node_that_is_lost_behind_its_closing_event_has_answered(passage: Passage, end: EndKind) -> None:
+    serving, data = Serving(passage), passage.stream.data
+    whole, client = await serving.serve(data)
+    lost, other = await serving.serve(data, end=end)
+    if passage.stream.name in {"spaced, without [DONE]", "several answers"}:
+        assert isinstance(lost, Broken)  # its client waits for a closing event, so it is told
+        return
+    assert isinstance(whole, Served)
+    assert isinstance(lost, Served)
+    assert (lost.status, lost.has_failed) == (200, False)
+    assert other.is_whole
+    assert list_errors(passage.asked, read_stream(other.body)) == []
+    assert read_stream(other.body).events[-1] == read_stream(client.body).events[-1]
+    if b'"completion_tokens"' in data:
+        assert lost.usage == whole.usage is not None
+
+
+@every_passage
+async def test_a_node_that_is_lost_before_its_closing_event_has_not(passage: Passage) -> None:
+    *before, _closing = passage.stream.events
+    outcome, client = await Serving(passage).serve(*before, end=EndKind.LINK_LOST)
+    assert isinstance(outcome, Broken)
+    assert len(list_errors(passage.asked, read_stream(client.body))) == 1
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+async def test_a_closing_event_too_large_to_hold_closes_too(path: str) -> None:
+    passage = next(passage for passage in PASSAGES if passage.asked == passage.stream.path == path)
+    *before, closing = passage.stream.events
+    large = closing.replace(b'"type":', b'"padding":"%b","type":' % (b"x" * 2 * MAX_HELD_BYTES), 1)
+    pieces = [large[at : at + 60_000] for at in range(0, len(large), 60_000)]
+    outcome, client = await Serving(passage).serve(*before, *pieces, end=EndKind.LINK_LOST)
+    assert isinstance(outcome, Served)
+    assert client.body == b"".join(before) + large
+
+
+async def test_an_engine_that_lingers_behind_its_closing_event_keeps_no_client_waiting() -> None:
+    passage = PASSAGES[0]
+    serving = Serving(passage)
+    outcome, client = await serving.serve(passage.stream.data, end=None)
+    assert isinstance(outcome, Served)
+    assert client.body == passage.stream.data
