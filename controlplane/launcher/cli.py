@@ -60,8 +60,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             if command == "manage" and rest[:1] == ["help"]:
                 rest = [*rest[1:], "--help"]
         elif command == "test":
-            options.fast, options.vllm, options.clients = "--fast" in rest, "--vllm" in rest, "--clients" in rest
-            rest = [word for word in rest if word not in {"--fast", "--vllm", "--clients"}]
+            for name in _OF_TEST:
+                setattr(options, name, f"--{name}" in rest)
+            rest = [word for word in rest if word.removeprefix("--") not in _OF_TEST or not word.startswith("--")]
         return options, rest
     return parser.parse_args(argv), []
 
@@ -97,11 +98,16 @@ def build_parser() -> argparse.ArgumentParser:
     approve = _add(commands, "approve", "read what an operation is, in words, and sign it with a key file", _run_approver)
     approve.usage = "./muster approve --url URL --token-file FILE --key FILE [option ...] OPERATION"
     test = _add(commands, "test", "run the tests (installs what they need, a Chromium included)", _run_test)
-    test.usage = "./muster test [--fast | --vllm | --clients] [pytest argument ...]"
+    test.usage = "./muster test [--fast | --vllm | --clients] [pytest argument ...]\n       ./muster test --mutants [ROW ...]"
     test.add_argument("--fast", action="store_true", help="only unit and architecture tests, under a minute")
     test.add_argument("--vllm", action="store_true", help="only the tests on a real vLLM (installs its CPU build, 2.5 GB)")
     test.add_argument(
         "--clients", action="store_true", help="only the tests with the official Node SDKs (installs them, 0.1 GB)"
+    )
+    test.add_argument(
+        "--mutants",
+        action="store_true",
+        help="only show that the tests notice defects: those of tests/defences.toml, or of the rows named (T11 F28), in a copy",
     )
     _add(commands, "check", "format, lint, types, import contracts, migrations", _run_check)
     _add(commands, "bench", "measure what the gateway costs", _run_bench).usage = "./muster bench [argument ...]"
@@ -115,6 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
 _PASSING_ON = {"manage", "audit", "node", "trust", "sign", "keys", "approve", "test", "check", "bench", "conformance"}
 # The others have a --help of their own behind the hand-over.
 _OWN_HELP = {"manage", "audit", "test", "check"}
+_OF_TEST = ("fast", "vllm", "clients", "mutants")
 _NEEDS = {
     **dict.fromkeys(("manage", "audit"), ("server", "docs/operate.md")),
     "node": ("runner", "docs/connect-a-box.md"),
@@ -304,8 +311,10 @@ def _become_module(module: str, arguments: list[str]) -> NoReturn:
 
 def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
-    from controlplane.launcher.develop import run_tests
+    from controlplane.launcher.develop import run_mutants, run_tests
 
+    if options.mutants:
+        return run_mutants(rest)
     return run_tests(rest, fast=options.fast, vllm=options.vllm, clients=options.clients)
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from controlplane.launcher import mutants
 from controlplane.launcher.browsers import VARIABLE, ensure_chromium
 from controlplane.launcher.client_tests import TESTS as CLIENT_TESTS
 from controlplane.launcher.client_tests import client_environment
@@ -44,6 +45,11 @@ def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False, clien
     status = _run(command, environment)
     say(f"Tests took {time.monotonic() - began:.1f} s")
     return status
+
+
+def run_mutants(rows: Sequence[str]) -> int:
+    """Run the mutants of ``rows``, all when there are none, each in a copy of the tree. Returns the exit status."""
+    return mutants.run_mutants(ROOT, rows, _environment())
 
 
 def run_check() -> int:

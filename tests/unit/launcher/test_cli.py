@@ -54,6 +54,8 @@ def test_options_of_other_programs_are_handed_on() -> None:
     assert rest == ["-k", "name", "tests/unit"]
     options, rest = _parse(["test", "--vllm", "-x"])
     assert (options.fast, options.vllm, options.clients, rest) == (False, True, False, ["-x"])
+    options, rest = _parse(["test", "--mutants", "T11", "F28"])
+    assert (options.mutants, options.fast, rest) == (True, False, ["T11", "F28"])
     options, rest = _parse(["test", "--clients", "-x"])
     assert (options.fast, options.vllm, options.clients, rest) == (False, False, True, ["-x"])
 
