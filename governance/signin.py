@@ -23,7 +23,7 @@ from django.utils import timezone
 from governance.audit import record_event
 from governance.errors import SignInRefused
 from governance.services.approver_keys import list_passkey_ids
-from governance.services.people import Assurance, may_change, may_enrol
+from governance.services.people import Assurance, may_change
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 if TYPE_CHECKING:
@@ -108,12 +108,9 @@ def find_read_only(request: HttpRequest) -> ReadOnly | None:
         reason = "This session is read-only, because you signed in without your passkey."
         wanted = urlencode({"next": request.get_full_path() if request.method == "GET" else request.path})
         return ReadOnly(reason, "Sign in with your passkey", f"{reverse('signin:login')}?{wanted}")
-    if may_enrol(user, read_assurance(request)):
-        reason = "This session is read-only, because an approval policy is in force and you have no passkey."
-        return ReadOnly(reason, "Make a passkey", reverse("signin:keys"))
     reason = (
         "This session is read-only, because you signed in without a passkey and have none that is in use. An administrator can "
-        "send you an invitation, with which you make one."
+        "send you an invitation, with which you make one; on the server ./muster manage invite makes it."
     )
     return ReadOnly(reason, "My keys", reverse("signin:keys"))
 

@@ -55,8 +55,13 @@ def may_change(user: User, assurance: Assurance) -> bool:
 
 
 def may_enrol(user: User, assurance: Assurance) -> bool:
-    """Return whether such a session may add a key: by passkey, or anyhow for a person who never had a key."""
-    return assurance is Assurance.PASSKEY or not ApproverKey.objects.filter(user_id=user.pk).exists()
+    """Return whether such a session may add a key: by passkey, or before the first policy for a person who never had a key.
+
+    Under a policy a password alone would otherwise make itself a passkey, and with that everything its person may do. The
+    first key comes by invitation then, which a second person or the server's shell issues.
+    """
+    has_had_key = ApproverKey.objects.filter(user_id=user.pk).exists()
+    return assurance is Assurance.PASSKEY or (not has_had_key and may_change(user, assurance))
 
 
 def sign_in_by_password(request: HttpRequest, *, name: str, password: str, code: str, address: str) -> tuple[User, Assurance]:

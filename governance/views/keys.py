@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from controlplane.models import User
 
 ENROL = "enrol"
-NEEDS_PASSKEY = "Sign in with your passkey for this. If you have lost it, ask an administrator for an invitation."
+NEEDS_PASSKEY = "Sign in with your passkey for this. If you have none, or lost it, ask an administrator for an invitation."
 
 
 class KeyFileForm(forms.Form):
