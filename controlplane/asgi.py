@@ -19,13 +19,13 @@ from django.core.asgi import get_asgi_application
 _http_application = get_asgi_application()
 
 from channels.auth import AuthMiddlewareStack
-from channels.routing import ProtocolTypeRouter, URLRouter
+from channels.routing import ProtocolTypeRouter
 from channels.security.websocket import AllowedHostsOriginValidator
 from django.db import Error as DatabaseFailure
 from django.urls import path, re_path
 
 from controlplane.live import TRY_AGAIN_LATER, BoxConsumer, OperationConsumer, OverviewConsumer
-from gateway.refusing import refuse_unknown_socket
+from gateway.refusing import SlashRouter, refuse_unknown_socket
 
 Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open
 AsgiApplication = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
@@ -72,7 +72,7 @@ def for_operators(consumer: AsgiApplication) -> Any:  # Any: Django's types expe
 application = ProtocolTypeRouter(
     {
         "http": _http_application,
-        "websocket": URLRouter(
+        "websocket": SlashRouter(
             [
                 path("ws/overview", for_operators(OverviewConsumer.as_asgi())),
                 path("ws/nodes/<uuid:node_id>", for_operators(BoxConsumer.as_asgi())),

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from wire.client_address import Network, parse_networks
+
 _BOUNDS = {
     "connect_timeout": "5",
     "keepalives_idle": "5",
@@ -116,6 +118,14 @@ def read_list(name: str, default: list[str] | None = None) -> list[str]:
     """Return the variable split at commas, blanks dropped."""
     raw = read_text(name)
     return [part.strip() for part in raw.split(",") if part.strip()] if raw else list(default or [])
+
+
+def read_networks(name: str) -> tuple[Network, ...]:
+    """Return the variable as addresses and networks, separated by commas."""
+    try:
+        return parse_networks(read_list(name))
+    except ValueError as error:
+        raise SettingError(f"{name}: {error}; list addresses and networks such as 127.0.0.1,10.0.0.0/24") from None
 
 
 def read_database(url: str) -> dict[str, object]:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from django.templatetags.static import static
 
-from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_log_level, read_text
+from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_log_level, read_networks, read_text
 from gateway.values import Limits, RequestOutcome, Timeouts
 from governance.states import ApprovalState, RunState
 from nodes.states import HealthPolicy, SocketPolicy
+from wire.client_address import TrustedProxies
 from wire.contract import NodeMode, NodeStatus, RequestState
 from wire.engine_errors import MAX_QUOTE_CHARS
 
@@ -103,10 +104,19 @@ CSRF_COOKIE_SAMESITE = "Lax"
 SESSION_COOKIE_AGE = 12 * 3600
 # On when a TLS proxy stands in front; plain HTTP on loopback could not keep a session otherwise.
 BEHIND_TLS = read_bool("MUSTER_BEHIND_TLS", default=False)
+# The proxies that say who their client is. The servers put it into the scope, so nothing behind them reads such a header.
+TRUSTED_PROXIES = TrustedProxies(read_networks("MUSTER_TRUSTED_PROXIES"), is_tls=BEHIND_TLS)
 SESSION_COOKIE_SECURE = BEHIND_TLS
 CSRF_COOKIE_SECURE = BEHIND_TLS
-SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https") if BEHIND_TLS else None
+# A browser takes a cookie of this prefix only over TLS and from this very host: no sibling of it can plant one.
+SESSION_COOKIE_NAME = "__Host-sessionid" if BEHIND_TLS else "sessionid"
+CSRF_COOKIE_NAME = "__Host-csrftoken" if BEHIND_TLS else "csrftoken"
 SECURE_HSTS_SECONDS = 31_536_000 if BEHIND_TLS else 0
+SILENCED_SYSTEM_CHECKS = [
+    "security.W005",  # subdomains of this host may be anybody's
+    "security.W008",  # the proxy leads to TLS; health checks on this machine ask without it
+    "security.W021",  # browsers' preload lists are for the owner of the whole domain
+]
 X_FRAME_OPTIONS = "DENY"
 SECURE_REFERRER_POLICY = "same-origin"
 

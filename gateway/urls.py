@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import cast
 
-from channels.routing import ProtocolTypeRouter, URLRouter
+from channels.routing import ProtocolTypeRouter
 from django.conf import settings
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
@@ -14,7 +14,7 @@ from django.urls import URLPattern, re_path
 from gateway.client import HeaderView, Receive, Scope, Send
 from gateway.cors import is_preflight
 from gateway.dialects import SURFACES
-from gateway.refusing import refuse_unknown_socket
+from gateway.refusing import SlashRouter, refuse_unknown_socket
 from gateway.runtime import GatewayRuntime
 from gateway.views.admin import AdminViews
 from gateway.views.base import Application, Handler, make_endpoint, make_preflight
@@ -58,12 +58,12 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
     preflight = make_preflight(runtime) if settings.CORS_ORIGINS else None
     sockets = [_route("v1/worker/connect", runtime.workers), _route("(?s:.*)", refuse_unknown_socket)]
     return ProtocolTypeRouter(
-        {"http": _ExactFirstRouter(http, exact=inference, preflight=preflight), "websocket": URLRouter(sockets)}
+        {"http": _ExactFirstRouter(http, exact=inference, preflight=preflight), "websocket": SlashRouter(sockets)}
     )
 
 
-class _ExactFirstRouter(URLRouter):  # type: ignore[misc]  # channels ships no types
-    """Channels' router with a table of literal paths in front: the inference paths need no pattern.
+class _ExactFirstRouter(SlashRouter):
+    """A router with a table of literal paths in front: the inference paths need no pattern.
 
     ``preflight``: answers browsers that ask for a page; None = no page is let in, and they get what everybody gets.
     """

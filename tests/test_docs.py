@@ -20,7 +20,7 @@ from wire.credentials import CREDENTIAL_PATTERN, CredentialKind, mint_credential
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
-READERS = {"read_text", "read_int", "read_float", "read_bool", "read_list", "read_log_level"}
+READERS = {"read_text", "read_int", "read_float", "read_bool", "read_list", "read_networks", "read_log_level"}
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)

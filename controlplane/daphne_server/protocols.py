@@ -39,6 +39,8 @@ _TOO_LARGE = _print_refusal(
 class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
     """An HTTP request whose response waits for the client."""
 
+    uri: bytes
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # Any: Twisted's own signature
         super().__init__(*args, **kwargs)
         self.server.transports.add(self.channel.transport)
@@ -63,6 +65,8 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
 
     def process(self) -> object:
         """Start the application, unless the request was refused."""
+        if self.uri.startswith(b"//"):  # what follows is a host to autobahn, which would serve "///ws/x" as "/ws/x"
+            self.uri = b"/%2F" + self.uri[2:]
         return None if self._is_refused else super().process()
 
     def handle_reply(self, message: dict[str, Any]) -> None:

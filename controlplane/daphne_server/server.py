@@ -24,6 +24,7 @@ from controlplane.daphne_server.protocols import (
     GatedWebSocketFactory,
     OpenConnections,
 )
+from wire.client_address import TrustedProxies
 
 GOING_AWAY = 1001
 POLL_S = 0.05
@@ -45,12 +46,13 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
 
     ``header_timeout_s`` and ``body_timeout_s``: a request whose headers or body take longer to arrive is refused.
     ``write_timeout_s``: a client that takes no byte for so long is cut off. ``stop_grace_s``: how long requests may go on
-    after a signal.
+    after a signal. ``proxies``: who is believed about its client's address.
     """
 
     def __init__(
         self,
         *args: Any,
+        proxies: TrustedProxies | None = None,
         header_timeout_s: float = 10.0,
         body_timeout_s: float = 60.0,
         write_timeout_s: float = 60.0,
@@ -58,9 +60,10 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, signal_handlers=False, **kwargs)
+        self.proxies = proxies
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
-        self.open_connections = OpenConnections(limit, limit if self.proxy_forwarded_proto_header else limit // 2)
+        self.open_connections = OpenConnections(limit, limit if self.proxies else limit // 2)
         self.header_timeout_s = header_timeout_s
         self.body_timeout_s = body_timeout_s
         self.write_timeout_s = write_timeout_s
@@ -102,6 +105,9 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         if protocol not in self.connections:
             return None
         is_socket = scope["type"] == "websocket"
+        if self.proxies:
+            self.proxies.correct_scope(scope)
+            protocol.client_addr = scope["client"]  # what the access log names
         inbox: asyncio.Queue[dict[str, Any]] = PausingQueue(protocol.transport) if is_socket else asyncio.Queue()
         scope.setdefault("asgi", {"version": "3.0"})
         if is_socket:

@@ -16,6 +16,8 @@ from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from gateway.client import Receive, Scope, Send
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
+from gateway.views.base import Application
+from wire.client_address import TrustedProxies
 
 logger = logging.getLogger("muster.gateway")
 
@@ -25,18 +27,21 @@ _GC_THRESHOLDS = (20_000, 20, 20)
 
 
 class GatewayApp:
-    """The ASGI application plus the lifespan protocol around one runtime."""
+    """The routes of the gateway plus the lifespan protocol around one runtime, and the edge where clients get their address."""
 
-    def __init__(self, runtime: GatewayRuntime) -> None:
+    def __init__(self, runtime: GatewayRuntime, routes: Application) -> None:
         self.runtime = runtime
-        self._routes = make_application(runtime)
+        self._routes = routes
+        self._proxies: TrustedProxies | None = settings.TRUSTED_PROXIES or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a scope."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        else:
-            await self._routes(scope, receive, send)
+            return
+        if self._proxies:
+            self._proxies.correct_scope(scope)
+        await self._routes(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -85,7 +90,7 @@ def serve(*, host: str, port: int) -> None:
     GatewayHttpProtocol.header_timeout_s = runtime.timeouts.header_s
     GatewayHttpProtocol.body_timeout_s = runtime.timeouts.body_s
     config = uvicorn.Config(
-        GatewayApp(runtime),
+        GatewayApp(runtime, make_application(runtime)),
         host=host,
         port=port,
         loop="uvloop",

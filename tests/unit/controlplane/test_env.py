@@ -19,6 +19,7 @@ from controlplane.env import (
     read_int,
     read_list,
     read_log_level,
+    read_networks,
     read_text,
 )
 
@@ -51,6 +52,7 @@ def test_a_secret_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPa
         ("nan", lambda: read_float(NAME, 1.0)),
         ("-0.1", lambda: read_float(NAME, 1.0)),
         ("maybe", lambda: read_bool(NAME, default=True)),
+        ("127.0.0.1,proxy.example", lambda: read_networks(NAME)),
     ],
 )
 def test_a_value_that_means_nothing_names_its_variable(
