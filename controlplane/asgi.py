@@ -5,10 +5,12 @@ The data plane is not here: clients and GPU boxes talk to ``controlplane.serve_g
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from io import BytesIO
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 
@@ -18,19 +20,19 @@ from django.core.asgi import get_asgi_application
 # Fills the app registry, so it stands before every import that touches a model.
 _http_application = get_asgi_application()
 
-from channels.auth import AuthMiddlewareStack
 from channels.routing import ProtocolTypeRouter
-from channels.security.websocket import AllowedHostsOriginValidator
-from django.db import Error as DatabaseFailure
+from channels.sessions import CookieMiddleware
+from django.conf import settings
+from django.core.exceptions import DisallowedHost
+from django.core.handlers.asgi import ASGIRequest
 from django.urls import path, re_path
 
-from controlplane.live import TRY_AGAIN_LATER, BoxConsumer, OperationConsumer, OverviewConsumer
+from controlplane.live import BoxConsumer, OperationConsumer, OverviewConsumer
 from gateway.refusing import SlashRouter, refuse_unknown_socket
 
+_TLS_SCHEMES = frozenset({"https", "wss"})
 Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open
 AsgiApplication = Callable[[Scope, Callable[..., Any], Callable[..., Any]], Awaitable[None]]
-
-logger = logging.getLogger(__name__)
 
 
 def isolate_threads(application: AsgiApplication) -> AsgiApplication:
@@ -46,26 +48,34 @@ def isolate_threads(application: AsgiApplication) -> AsgiApplication:
     return isolated
 
 
-def turn_away_without_database(application: AsgiApplication) -> AsgiApplication:
-    """Return ``application``, a socket's, that says "later" while the database cannot tell who asks.
-
-    Accepted first: a browser learns no reason for a refused handshake.
-    """
+def refuse_other_origins(application: AsgiApplication) -> AsgiApplication:
+    """Return ``application``, a socket's, for pages of our own origins alone: browsers bring the cookie from all others too."""
 
     async def guarded(scope: Scope, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        try:
+        if is_own_origin(scope):
             await application(scope, receive, send)
-        except DatabaseFailure as error:
-            logger.warning("socket_turned_away path=%s reason=%s", scope["path"], type(error).__name__)
-            await send({"type": "websocket.accept"})
-            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER})
+        else:
+            await send({"type": "websocket.close"})
 
     return guarded
 
 
+def is_own_origin(scope: Scope) -> bool:
+    """Return whether the handshake comes from the address it goes to, MUSTER_PUBLIC_URL or MUSTER_CSRF_TRUSTED_ORIGINS.
+
+    Scheme, host and port have to be the same: a cookie goes to every port of a host. Without an Origin it is no browser's.
+    """
+    request = ASGIRequest({**scope, "method": "GET"}, BytesIO())
+    public = urlsplit(settings.PUBLIC_URL)
+    own = {f"{public.scheme}://{public.netloc}", *settings.CSRF_TRUSTED_ORIGINS}
+    with suppress(DisallowedHost):
+        own.add(f"{'https' if scope.get('scheme') in _TLS_SCHEMES else 'http'}://{request.get_host()}")
+    return request.headers.get("Origin", "") in own
+
+
 def for_operators(consumer: AsgiApplication) -> Any:  # Any: Django's types expect views in a route
-    """Return a page's socket behind everything that says who may open it."""
-    return isolate_threads(AllowedHostsOriginValidator(turn_away_without_database(AuthMiddlewareStack(consumer))))
+    """Return a page's socket behind everything that says from where it may be opened; it says itself by whom."""
+    return isolate_threads(refuse_other_origins(CookieMiddleware(consumer)))
 
 
 # The path is looked at first: one that does not exist is 404 for everybody.

@@ -12,7 +12,10 @@ from typing import Any
 
 from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncJsonWebsocketConsumer
+from django.conf import settings
+from django.contrib.auth.models import AnonymousUser
 from django.db import Error as DatabaseFailure
+from django.http import HttpRequest
 from django.template.loader import render_to_string
 
 from controlplane.models import User
@@ -20,8 +23,7 @@ from controlplane.overview import SlowFacts, count_live, read_live_overview, rea
 from governance.errors import OperationNotFound
 from governance.hints import HINT_GROUP
 from governance.services import read_operation
-from governance.services.people import Assurance, may_change
-from governance.signin import ASSURANCE
+from governance.signin import find_living, may_act
 from governance.states import RunState
 from governance.views.operation_parts import render_live
 from nodes.services.boxes import read_box
@@ -36,7 +38,8 @@ MIN_PAUSE_S = 0.25
 TRY_AGAIN_LATER = 1013
 """Close code for "the database is away": the page comes back by itself, later and later."""
 SIGNED_OUT = 4401
-"""Close code for "whoever opened this has signed out, or may not look any more"."""
+NOT_PERMITTED = 4403
+"""Close codes for "the session of whoever opened this has ended" and for "they may not look, or not any more"."""
 Pushed = dict[str, Any]
 """A JSON object."""
 
@@ -52,25 +55,24 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         """Whether this operator may see it; runs in a thread."""
         return True
 
-    def look(self) -> tuple[Pushed, float]:
-        """Return what to push and the seconds until the next look; runs in a thread."""
+    def look(self, request: HttpRequest) -> tuple[Pushed, float]:
+        """Return what to push and the seconds until the next look; runs in a thread.
+
+        ``request``: of whoever looks, as they would make it now.
+        """
         raise NotImplementedError
 
-    def _look_while_let_in(self) -> tuple[Pushed, float] | None:
-        """Return what to push; None once the session was ended or its person was switched off."""
-        user = User.objects.filter(pk=self.scope["user"].pk, is_active=True).first()
-        if user is None or not self.scope["session"].exists(self.scope["session"].session_key):
-            return None
+    def _look_while_let_in(self) -> tuple[Pushed, float] | int:
+        """Return what to push; a close code once the session has ended or its person may not look any more."""
+        request = find_living(self.scope["cookies"].get(settings.SESSION_COOKIE_NAME, ""), now=time.time())
+        if request is None or isinstance(request.user, AnonymousUser):
+            return SIGNED_OUT
+        user = request.user
         may_look = (user.is_staff or not self.is_for_staff) and self.may_look(user)
-        return self.look() if may_look else None
+        return self.look(request) if may_look else NOT_PERMITTED
 
     async def connect(self) -> None:
-        """Accept who may look; everyone else sees a refused handshake (403)."""
-        user = self.scope["user"]
-        is_let_in = user.is_active and (user.is_staff or not self.is_for_staff)
-        if not (is_let_in and await database_sync_to_async(self.may_look)(user)):
-            await self.close()
-            return
+        """Accept everybody: a browser learns no reason for a refused handshake. The first look says who is let in."""
         await self.accept()
         self._look_again = asyncio.Event()
         self._pusher = asyncio.create_task(self._push())
@@ -98,8 +100,8 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
             except DatabaseFailure:
                 await self.close(code=TRY_AGAIN_LATER)
                 return
-            if seen is None:
-                await self.close(code=SIGNED_OUT)
+            if isinstance(seen, int):
+                await self.close(code=seen)
                 return
             pushed, pause_s = seen
             await self.send_json(pushed)
@@ -116,7 +118,7 @@ class OverviewConsumer(PushConsumer):
     _slow: SlowFacts | None = None
     _slow_at: float = 0.0
 
-    def look(self) -> tuple[Pushed, float]:
+    def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return how things stand; what is read slowly is up to SLOW_FACTS_AGE_S old."""
         if self._slow is None or time.monotonic() - self._slow_at > SLOW_FACTS_AGE_S:
             self._slow, self._slow_at = read_slow_facts(), time.monotonic()
@@ -132,7 +134,7 @@ class BoxConsumer(PushConsumer):
         """Follow the permission of the page itself."""
         return user.has_perm("nodes.view_node") or user.has_perm("nodes.change_node")
 
-    def look(self) -> tuple[Pushed, float]:
+    def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return the state of the box, more often while a model is loaded."""
         box = read_box(self.scope["url_route"]["kwargs"]["node_id"])
         if box is None:
@@ -146,14 +148,13 @@ class OperationConsumer(PushConsumer):
 
     is_for_staff = False
 
-    def look(self) -> tuple[Pushed, float]:
+    def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return the state of the operation, more often while a box works on it."""
-        user = self.scope["user"]
-        assurance = Assurance(self.scope["session"].get(ASSURANCE, Assurance.PASSWORD))
+        assert isinstance(request.user, User)  # or nobody would look
         try:
-            operation = read_operation(self.scope["url_route"]["kwargs"]["operation_id"], user)
+            operation = read_operation(self.scope["url_route"]["kwargs"]["operation_id"], request.user)
         except OperationNotFound:
             return {"html": ""}, PUSH_EVERY_S
-        html = render_live(operation, is_able=may_change(user, assurance))
+        html = render_live(operation, is_able=may_act(request))
         is_moving = operation.summary.run_state in {RunState.DISPATCHED, RunState.EXECUTING}
         return {"html": html}, PUSH_CHANGES_EVERY_S if is_moving else PUSH_EVERY_S

@@ -15,8 +15,6 @@ from controlplane.env import report_setting_errors
 DESCRIPTION = "Serve Muster's control plane: the operators' pages and the REST API."
 MAX_SOCKET_MESSAGE_BYTES = 64 * 1024
 """Operators' pages send nothing; this only bounds what a broken one could."""
-HANDSHAKE_MARGIN_S = 10.0
-"""A page that opens its socket waits for its session as long as the database may be silent, and hears then why it is closed."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     from nodes.postgres import limit_process
 
     limit_process(settings.DATABASE_SILENCE_S)
-    let_in_s = settings.DATABASE_SILENCE_S + HANDSHAKE_MARGIN_S
     server = FlowControlledServer(
         application,
         endpoints=build_endpoint_description_strings(host=arguments.host, port=arguments.port),
         action_logger=AccessLogGenerator(sys.stdout) if arguments.access_log else None,
         proxies=settings.TRUSTED_PROXIES,
-        websocket_handshake_timeout=let_in_s,
-        websocket_connect_timeout=let_in_s,
         websocket_max_message_size=MAX_SOCKET_MESSAGE_BYTES,
         websocket_max_frame_size=MAX_SOCKET_MESSAGE_BYTES,
         header_timeout_s=settings.GATEWAY_TIMEOUTS.header_s,

@@ -12,8 +12,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from django.contrib.auth import BACKEND_SESSION_KEY, SESSION_KEY, login, logout
+from django.contrib.auth import BACKEND_SESSION_KEY, SESSION_KEY, get_user, login, logout
 from django.contrib.auth.models import AnonymousUser
+from django.contrib.sessions.backends.base import SessionBase
+from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
@@ -116,19 +118,35 @@ def find_read_only(request: HttpRequest) -> ReadOnly | None:
 
 
 def keep_session(request: HttpRequest, *, now: float) -> bool:
-    """Note that the session is in use; False when it was idle for IDLE_S or is older than LONGEST_S, and has been ended.
+    """Note that the session is in use; False when it has been idle for too long or is too old, and has been ended.
 
     A page that asks by itself for what is new says so in the header FOLLOWS: that is no use of the session.
     """
-    opened_at, seen_at = request.session.get(SIGNED_IN_AT), request.session.get(SEEN_AT)
-    if not (isinstance(opened_at, int) and isinstance(seen_at, int)):
-        return True  # opened by a program and not by a person; the cookie's age bounds it
-    if now - seen_at > IDLE_S or now - opened_at > LONGEST_S:
+    if not _is_alive(request.session, now=now):
         logout(request)
         return False
-    if now - seen_at > SEEN_EVERY_S and FOLLOWS not in request.headers:
+    seen_at = request.session.get(SEEN_AT)
+    if isinstance(seen_at, int) and now - seen_at > SEEN_EVERY_S and FOLLOWS not in request.headers:
         request.session[SEEN_AT] = int(now)
     return True
+
+
+def find_living(session_key: str, *, now: float) -> HttpRequest | None:
+    """Return a request as the person of the session would make it now; None when the session has ended in any way.
+
+    For what stays open longer than a request. It is no use of the session.
+    """
+    request = HttpRequest()
+    request.session = SessionStore(session_key)
+    request.user = get_user(request)
+    return request if request.user.is_authenticated and _is_alive(request.session, now=now) else None
+
+
+def _is_alive(session: SessionBase, *, now: float) -> bool:
+    opened_at, seen_at = session.get(SIGNED_IN_AT), session.get(SEEN_AT)
+    if not (isinstance(opened_at, int) and isinstance(seen_at, int)):
+        return True  # opened by a program and not by a person; the cookie's age bounds it
+    return now - seen_at <= IDLE_S and now - opened_at <= LONGEST_S
 
 
 def give_challenge(request: HttpRequest, purpose: str) -> bytes:

@@ -17,6 +17,7 @@ from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_K
 from django.contrib.sessions.backends.db import SessionStore
 from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize, expect
 
+from controlplane.live import SIGNED_OUT
 from controlplane.models import User
 from gateway.services import create_tenant
 from governance import services
@@ -415,8 +416,8 @@ def test_an_obstacle_is_said_at_the_button_and_the_keyboard_is_enough(site: Site
 
 KNOCK = """(url) => new Promise((tell) => {
     const socket = new WebSocket(url);
-    socket.onopen = () => tell("let in");
-    socket.onerror = () => tell("refused");
+    socket.onmessage = () => tell("let in");
+    socket.onclose = (event) => tell(event.code);
 })"""
 
 
@@ -444,7 +445,7 @@ def test_pages_fit_a_phone_and_have_no_serious_barrier(site: Site, team: Team, o
     stranger, ben = site.visit(), site.visit_as(team[1].user)
     stranger.open(path_of(operation))
     assert "/sign-in/?next=/approvals/" in stranger.page.url
-    assert stranger.page.evaluate(KNOCK, f"{site.url.replace('http', 'ws')}/ws/operations/{operation.pk}") == "refused"
+    assert stranger.page.evaluate(KNOCK, f"{site.url.replace('http', 'ws')}/ws/operations/{operation.pk}") == SIGNED_OUT
     paths = list_pages(team, operation)
     # Between them these have every colour of the style sheet: states, impacts, proofs, runs, tables, forms, notes.
     dark = {paths[0], paths[1], "/approvals/policy", LOAD_FORM}

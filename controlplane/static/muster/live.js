@@ -1,5 +1,5 @@
 // What pages that follow something share: a socket that comes back by itself, and a change of a page that leaves the rest alone.
-import { SIGNED_OUT, watch } from "./silence.js";
+import { watch } from "./silence.js";
 
 const LONGEST_PAUSE_MS = 30000;
 
@@ -16,8 +16,7 @@ export const follow = (path, take) => {
             take(JSON.parse(event.data));
         });
         socket.addEventListener("close", (event) => {
-            if (event.code === SIGNED_OUT) {
-                silence.signedOut();
+            if (silence.ended(event.code)) {
                 return;
             }
             setTimeout(connect, pauseMs * (0.5 + Math.random()));

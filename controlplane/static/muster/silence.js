@@ -1,9 +1,13 @@
-// Says on a page that follows something when it is not current: nothing has come for a while, or its reader was signed out.
-export const SIGNED_OUT = 4401; // close code of the socket
+// Says on a page that follows something when it is not current: nothing has come for a while, or its reader may not look.
+// By close codes that end a socket for good: what the reader is told, and how they go on.
+const ENDS = new Map([
+    [4401, ["you were signed out at", "Sign in again"]],
+    [4403, ["you may not see this any more, since", "Load the page again"]],
+]);
 const SILENT_AFTER_MS = 15000; // something comes every two seconds
 const LOOK_MS = 1000;
 
-// Returns what to call when something has come, and when the server says that the reader is signed out.
+// Returns what to call when something has come, and when the socket was closed.
 export const watch = () => {
     // Empty and not hidden: screen readers say what changes in a status that is there, and not one that appears.
     const note = document.createElement("p");
@@ -11,9 +15,9 @@ export const watch = () => {
     note.setAttribute("role", "status");
     document.body.append(note);
     let heardAt = new Date();
-    let isSignedOut = false;
+    let isOver = false;
     const look = () => {
-        if (isSignedOut) {
+        if (isOver) {
             return;
         }
         const isSilent = Date.now() - heardAt.getTime() >= SILENT_AFTER_MS;
@@ -27,15 +31,21 @@ export const watch = () => {
     return {
         heard: () => {
             heardAt = new Date();
-            isSignedOut = false; // a page that the browser kept may find its reader signed in again
+            isOver = false; // a page that the browser kept may find its reader signed in again
             look();
         },
-        signedOut: () => {
-            isSignedOut = true;
+        // Returns whether the server ended the socket for good; the page says so then.
+        ended: (code) => {
+            if (!ENDS.has(code)) {
+                return false;
+            }
+            const [reason, advice] = ENDS.get(code);
+            isOver = true;
             const again = document.createElement("a");
             again.href = location.pathname + location.search; // with a fragment it would lead to a place on this page
-            again.textContent = "Sign in again";
-            note.replaceChildren(`Not live: you were signed out at ${new Date().toLocaleTimeString()}. `, again);
+            again.textContent = advice;
+            note.replaceChildren(`Not live: ${reason} ${new Date().toLocaleTimeString()}. `, again);
+            return true;
         },
     };
 };

@@ -1,6 +1,6 @@
 // Keeps what happens to an operation current: by its socket, and every three seconds by a request while there is no socket.
 import { parse, update } from "../muster/live.js";
-import { SIGNED_OUT, watch } from "../muster/silence.js";
+import { watch } from "../muster/silence.js";
 
 const page = document.getElementById("operation");
 const said = document.getElementById("said");
@@ -71,10 +71,7 @@ const connect = () => {
     });
     socket.addEventListener("close", (event) => {
         isConnected = false;
-        if (event.code === SIGNED_OUT) {
-            isOver = true;
-            silence.signedOut();
-        }
+        isOver ||= silence.ended(event.code);
         if (!isOver) {
             setTimeout(connect, pauseMs * (0.5 + Math.random()));
             pauseMs = Math.min(pauseMs * 2, LONGEST_PAUSE_MS);

@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from channels.db import database_sync_to_async
-from channels.testing import WebsocketCommunicator
 from django.conf import LazySettings
 from django.contrib.auth.models import Group, Permission
-from django.contrib.sessions.models import Session
 from django.test import Client
 
-from controlplane.live import SIGNED_OUT
 from controlplane.models import User
 from governance import services
 from governance.errors import ApprovalRefused
 from governance.services.people import create_invitation
-from tests.integration.controlplane.test_live import receive, sign_in, socket
 from tests.integration.governance.team import make_governed, make_key, propose_token
 from tests.integration.nodes.factories import audited
 from wire.optoken.approval import read_statement
@@ -168,25 +163,3 @@ def test_the_link_of_an_invitation_is_in_no_referrer() -> None:
     response = Client().get(f"/sign-in/invitation/{text}")
     assert response.status_code == 200
     assert response.headers["Referrer-Policy"] == "strict-origin"
-
-
-# Sockets
-
-
-async def expect_close(page: WebsocketCommunicator) -> int:
-    while (event := await page.receive_output(timeout=30))["type"] != "websocket.close":
-        pass
-    return int(event["code"])
-
-
-@pytest.mark.django_db(transaction=True)
-@pytest.mark.parametrize("what", ["signed out", "switched off"])
-async def test_an_open_page_is_told_nothing_more_once_its_person_is_gone(what: str) -> None:
-    page = socket(await database_sync_to_async(sign_in)("ada", is_staff=True))
-    connected, _ = await page.connect(timeout=30)
-    assert connected
-    await receive(page)
-    rows: Any = Session.objects.all() if what == "signed out" else User.objects.all()
-    await database_sync_to_async(rows.delete if what == "signed out" else lambda: rows.update(is_active=False))()
-    assert await expect_close(page) == SIGNED_OUT
-    await page.disconnect(timeout=30)
