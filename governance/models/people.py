@@ -95,10 +95,11 @@ class OneTimePassword(models.Model):
 class SignInFailure(models.Model):
     """Failed sign-ins of one name from one address, counted so that guessing is slowed down. Rows are swept."""
 
-    name = models.CharField(max_length=150)
+    name = models.CharField(max_length=150, help_text="Keyed digest of what was typed; empty for an address as a whole")
     address = models.CharField(max_length=64)
     count = models.PositiveIntegerField(default=0)
     last_at = models.DateTimeField()
+    signed_in_at = models.DateTimeField(null=True, blank=True, help_text="When the name last signed in well from the address")
 
     class Meta:
         constraints = [models.UniqueConstraint(fields=["name", "address"], name="signinfailure_name_address")]

@@ -22,7 +22,7 @@ from governance.errors import NotPermitted, SignInRefused
 from governance.models import ApproverKey, Invitation, PolicyVersion
 from governance.services.approver_keys import NewKey, enrol_passkey, find_passkey, note_use
 from governance.services.one_time_password import has_app, spend_code
-from governance.services.sign_in_throttle import NAME_PACE, REFUSAL, book_code, book_try, forgive
+from governance.services.sign_in_throttle import REFUSAL, book_code, book_try, forgive
 
 if TYPE_CHECKING:
     from controlplane.models import User
@@ -69,20 +69,20 @@ def sign_in_by_password(request: HttpRequest, *, name: str, password: str, code:
 
     A name that nobody has costs the same time: a password is hashed either way.
     """
-    tries = book_try(name=name, address=address)
+    is_last_free = book_try(name=name, address=address)
     user = authenticate(request, username=name, password=password)
-    if user is None or not _is_code_right(user, code):
-        if tries == NAME_PACE.free:
+    if user is None or not _is_code_right(user, code, address):
+        if is_last_free:
             _note_guessing(user)
         raise SignInRefused(REFUSAL)
     forgive(name=name, address=address)
     return user, Assurance.TOTP if has_app(user) else Assurance.PASSWORD
 
 
-def _is_code_right(user: User, code: str) -> bool:
+def _is_code_right(user: User, code: str, address: str) -> bool:
     if not has_app(user):
         return True
-    book_code(name=user.get_username())
+    book_code(name=user.get_username(), address=address)
     return spend_code(user=user, code=code)
 
 

@@ -16,6 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from django.conf import LazySettings
 from django.contrib.auth.hashers import MD5PasswordHasher
+from django.core.management import call_command
+from django.db import connection
 from django.test import Client
 from django.utils import timezone
 
@@ -24,7 +26,7 @@ from governance.errors import SignInRefused
 from governance.models import ApproverKey, AuditEvent, Invitation, OneTimePassword, PolicyVersion, SignInFailure
 from governance.services.passkeys import KnownPasskey, verify_known
 from governance.services.people import create_invitation
-from governance.services.sign_in_throttle import NAME_PACE, REFUSAL, sweep_failures
+from governance.services.sign_in_throttle import ANYWHERE_PACE, KNOWN_FOR, NAME_PACE, REFUSAL, _hide, sweep_failures
 from tests.integration.governance.device import Device
 from tests.unit.wire.passkeys import USER_PRESENT, PrivateKey, SoftPasskey
 from tests.unit.wire.policies import make_people, make_policy
@@ -33,6 +35,7 @@ from wire.optoken.approval import decode_bytes, encode_bytes
 pytestmark = pytest.mark.django_db
 
 PASSWORD = "a password for tests only"
+HERE = "127.0.0.1"
 JSON = "application/json"
 
 
@@ -498,17 +501,70 @@ def test_guessing_is_slowed_down_for_one_name_from_one_address_alone(ada: User) 
     User.objects.create_superuser("bob", password=PASSWORD)
     for _ in range(NAME_PACE.free):
         assert by_password(Client(), password="wrong").status_code == 403
-    failures = SignInFailure.objects.get(name="ada")
+    failures = SignInFailure.objects.get(name=_hide("ada"), address=HERE)
     assert failures.last_at + NAME_PACE.wait(failures.count) > failures.last_at
-    be_wrong_again(name="ada")
+    be_wrong_again(name=_hide("ada"), address=HERE)
     assert by_password(Client()).status_code == 403
     assert by_password(Client(), name="bob").status_code == 302
     elsewhere = Client(REMOTE_ADDR="198.51.100.7")
     assert by_password(elsewhere).status_code == 302
     SignInFailure.objects.update(last_at=timezone.now() - NAME_PACE.wait(12))
     assert by_password(Client()).status_code == 302
-    assert not SignInFailure.objects.filter(name="ada").exists()
+    assert SignInFailure.objects.get(name=_hide("ada"), address=HERE).count == 0
     assert AuditEvent.objects.filter(action="sign-in.slow-down").count() == 1
+
+
+def test_thirty_addresses_guess_for_one_name_no_faster_and_the_person_gets_in_from_home_and_by_passkey(
+    ada: User, settings: LazySettings
+) -> None:
+    device, at_home = Device(), "192.0.2.1"
+    enrolled(ada, device)
+    assert by_password(Client(REMOTE_ADDR=at_home)).status_code == 302
+    settings.PASSWORD_HASHERS = [f"{__name__}.CountingHasher"]
+    CountingHasher.hashed = 0
+    for n in range(ANYWHERE_PACE.free):
+        assert by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), password=f"guess {n}").status_code == 403
+    be_wrong_again(name=_hide("ada"), address="")
+    hashed = CountingHasher.hashed
+    for n in range(ANYWHERE_PACE.free, 30):
+        assert by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), password=f"guess {n}").status_code == 403
+    assert CountingHasher.hashed == hashed
+    assert by_password(Client(REMOTE_ADDR="198.51.100.200")).status_code == 403
+    assert by_password(Client(REMOTE_ADDR=at_home)).status_code == 302
+    assert by_passkey(device)[1].status_code == 200
+    # Nor did the right ones let anybody guess on.
+    assert by_password(Client(REMOTE_ADDR="198.51.100.201")).status_code == 403
+    # Who waits for the short while gets in from a new place too, and is known there.
+    SignInFailure.objects.filter(address="").update(last_at=timezone.now() - timedelta(seconds=ANYWHERE_PACE.longest_s))
+    assert by_password(Client(REMOTE_ADDR="203.0.113.9")).status_code == 302
+    be_wrong_again(address="")
+    assert by_password(Client(REMOTE_ADDR="203.0.113.9")).status_code == 302
+
+
+def test_who_knows_the_password_cannot_keep_the_person_out_at_home_by_wrong_codes(ada: User) -> None:
+    secret, at_home = set_app_up(ada), "192.0.2.1"
+    at = timezone.now()
+    assert by_password(Client(REMOTE_ADDR=at_home), code=pyotp.TOTP(secret).at(at - timedelta(seconds=30))).status_code == 302
+    for n in range(NAME_PACE.free + 1):
+        by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), code="000000")
+    be_wrong_again(name=_hide("ada", of="code"), address="")
+    assert by_password(Client(REMOTE_ADDR=at_home), code=pyotp.TOTP(secret).at(at)).status_code == 302
+
+
+def test_an_address_is_known_for_its_days_and_for_its_name_alone(ada: User) -> None:
+    User.objects.create_superuser("bob", password=PASSWORD)
+    assert by_password(Client()).status_code == 302
+    for name in ("ada", "bob"):
+        by_password(Client(REMOTE_ADDR="198.51.100.1"), name=name, password="wrong")
+        be_wrong_again(name=_hide(name), address="")
+    assert by_password(Client(), name="bob").status_code == 403
+    assert by_password(Client()).status_code == 302
+    assert sweep_failures(now=timezone.now() + KNOWN_FOR - timedelta(seconds=9)) > 0
+    assert SignInFailure.objects.filter(name=_hide("ada"), address=HERE).exists()
+    SignInFailure.objects.filter(name=_hide("ada"), address=HERE).update(signed_in_at=timezone.now() - KNOWN_FOR)
+    by_password(Client(REMOTE_ADDR="198.51.100.1"), password="wrong")
+    be_wrong_again(name=_hide("ada"), address="")
+    assert by_password(Client()).status_code == 403
 
 
 def test_each_wrong_try_doubles_the_wait_up_to_a_limit() -> None:
@@ -520,8 +576,8 @@ def test_codes_behind_a_right_password_are_slowed_down_from_everywhere(ada: User
     secret = set_app_up(ada)
     for n in range(5):
         by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), code="000000")
-    assert SignInFailure.objects.get(name="ada", address="").count == NAME_PACE.free
-    be_wrong_again(name="ada", address="")
+    assert SignInFailure.objects.get(name=_hide("ada", of="code"), address="").count == NAME_PACE.free
+    be_wrong_again(name=_hide("ada", of="code"), address="")
     at_home = Client(REMOTE_ADDR="192.0.2.1")
     assert by_password(at_home, code=pyotp.TOTP(secret).now()).status_code == 403
 
@@ -540,7 +596,7 @@ def test_an_unknown_name_costs_a_hash_like_a_known_one(ada: User, settings: Lazy
 def test_failures_are_forgotten_after_an_hour(ada: User) -> None:
     by_password(Client(), password="wrong")
     assert sweep_failures(now=timezone.now()) == 0
-    assert sweep_failures(now=timezone.now() + timedelta(hours=1, seconds=1)) == 2
+    assert sweep_failures(now=timezone.now() + timedelta(hours=1, seconds=1)) == 3
 
 
 def test_secrets_reach_no_page_and_no_audit_event(ada: User) -> None:
@@ -548,3 +604,29 @@ def test_secrets_reach_no_page_and_no_audit_event(ada: User) -> None:
     by_password(Client(), password="hunter2-typed-here", name="hunter2-as-a-name")
     rows = str(list(AuditEvent.objects.values_list("actor", "target", "detail")))
     assert not [word for word in (secret, "hunter2", path.rsplit("/", 1)[1]) if word in rows]
+
+
+def test_what_was_typed_at_sign_in_stands_in_no_table_and_no_log(ada: User, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    for n in range(NAME_PACE.free + 2):
+        by_password(Client(), name="typed-as-a-name", password="typed-as-a-password", code="typed-code")
+        by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), name="ada", password="typed-as-a-password")
+    assert by_password(Client(REMOTE_ADDR="192.0.2.1"), code="typed-code").status_code == 302
+    assert "typed-" not in caplog.text
+    assert SignInFailure.objects.exclude(name="").exists()
+    with connection.cursor() as cursor:
+        for table in connection.introspection.table_names(cursor):
+            cursor.execute(f'SELECT count(*) FROM "{table}" AS row WHERE row::text LIKE %s', ["%typed-%"])
+            assert cursor.fetchone() == (0,), table
+
+
+def test_the_update_drops_names_that_stood_in_clear() -> None:
+    call_command("migrate", "governance", "0007", verbosity=0)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO governance_signinfailure (name, address, count, last_at) VALUES ('hunter2', 'x', 1, now())"
+            )
+    finally:
+        call_command("migrate", verbosity=0)
+    assert not SignInFailure.objects.filter(name="hunter2").exists()
