@@ -19,9 +19,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.client import SCOPE_HANDLE
 from wire.contract import ErrorCode
+from wire.http_head import MAX_HEADER_BYTES, TOO_LARGE, HeadFault, find_head_fault, find_size_fault
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_MAX_HEADER_BYTES = 64 * 1024
 _MAX_WAITING = 64
 """So many requests may wait on a connection for the answer before theirs."""
 _MAX_AHEAD_BYTES = 64 * 1024
@@ -30,6 +30,10 @@ _MAX_AHEAD_BYTES = 64 * 1024
 
 class _TooManyWaiting(Exception):
     """Ends the parsing of a connection; what was taken of it is still answered."""
+
+
+class _HeadRefused(Exception):
+    """Ends the parsing of a connection whose next request is answered with ``_fault``."""
 
 
 class Handle:
@@ -116,7 +120,10 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._handle: Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._headers_open = self._body_open = False
-        self._header_bytes = 0
+        self._header_bytes = self._read_bytes = 0
+        self._is_mixed = False
+        """Whether the last read holds more than a part of one head, or of chunk sizes and trailers."""
+        self._fault: HeadFault | None = None
         self.is_deaf = self._is_lingering = False
         self._forgotten_bytes = self._ahead_bytes = 0
         sock = transport.get_extra_info("socket")
@@ -143,13 +150,23 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._handle = Handle(self)
         self.scope["extensions"] = {SCOPE_HANDLE: self._handle}  # type: ignore[dict-item]
         self._headers_open = True
+        self._header_bytes = 0
 
     def on_headers_complete(self) -> None:
         """The headers arrived; bind the handle to this request's cycle."""
         self._headers_open = False
         self._stop_timer()
+        is_upgrade = self.parser.should_upgrade()
+        self._fault = find_head_fault(self.parser.get_http_version(), self.headers, is_upgrade=is_upgrade)
+        if self._header_bytes + self._read_bytes > MAX_HEADER_BYTES:
+            self._fault = find_size_fault(self.url, self.headers) or self._fault
+        if self._fault is not None:
+            raise _HeadRefused
         self._header_bytes = 0
+        self._is_mixed = True
         super().on_headers_complete()
+        if not is_upgrade:
+            self.headers = []  # for trailers, which the parser adds here; they are no headers, and nobody reads them
         if len(self.pipeline) > _MAX_WAITING:
             self.pipeline.popleft()
             self.pipeline[0][0].keep_alive = False
@@ -159,8 +176,18 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self._handle.cycle = self.cycle
         self._body_open = True
 
+    def on_body(self, body: bytes) -> None:
+        """A part of the body arrived."""
+        self._header_bytes = 0
+        self._is_mixed = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        """The body arrived."""
+        """The body arrived, and its trailers."""
+        self._is_mixed = True
+        if self.headers and (fault := find_size_fault(b"", self.headers)):
+            self._fault = fault
+            raise _HeadRefused
         self._body_open = False
         self._stop_timer()
         super().on_message_complete()
@@ -170,6 +197,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if self.is_deaf:
             self._forget(data)
             return
+        self._read_bytes = len(data)
+        self._is_mixed = False
         super().data_received(data)
         if self.is_lost or self.is_deaf:
             return
@@ -178,11 +207,10 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if not (self._headers_open or self._body_open):
             self._expect_next()
             return
-        if self._headers_open:
+        if not self._is_mixed:
             self._header_bytes += len(data)
-            if self._header_bytes > _MAX_HEADER_BYTES and not self.transport.is_closing():
-                message = f"The request headers have more than {_MAX_HEADER_BYTES} bytes."
-                self._send_error(431, "Request Header Fields Too Large", message, ErrorCode.BAD_REQUEST)
+            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self._send_fault(TOO_LARGE)
                 return
         if self._timer is None:
             self._start_timer()
@@ -246,6 +274,9 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             if self.watching:
                 self.flow.resume_reading()
             return
+        if self._fault is not None:
+            self._send_fault(self._fault)
+            return
         self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
 
     def _forget(self, data: bytes) -> None:
@@ -292,6 +323,9 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             return
         what = "body" if self._body_open else "headers"
         self._send_error(408, "Request Timeout", f"The request {what} did not arrive in time.", ErrorCode.BAD_REQUEST)
+
+    def _send_fault(self, fault: HeadFault) -> None:
+        self._send_error(fault.status, fault.phrase, fault.message, ErrorCode.BAD_REQUEST)
 
     def _send_error(self, status: int, phrase: str, message: str, code: ErrorCode) -> None:
         cycle = self.cycle

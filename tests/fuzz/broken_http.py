@@ -80,10 +80,25 @@ KINDS: dict[str, Make] = {
     "an unknown type": lambda key, model: _plain(key, model, b"content-type: application/x-hologram\r\n"),
     "a type of 10 kB": lambda key, model: _plain(key, model, b"content-type: a/" + b"b" * 10_000 + b"\r\n"),
     "a type that is no text": lambda key, model: _plain(key, model, b"content-type: \xff\xfe\r\n"),
-    "two keys, the last one wrong": _ask(b"content-length: %d", b"authorization: Bearer mst_x", statuses=(401,)),
+    "two keys, the last one wrong": _ask(b"content-length: %d", b"authorization: Bearer mst_x"),
+    "two keys in the other header": _ask(b"content-length: %d", b"x-api-key: a", b"x-api-key: b"),
+    "a good key in a trailer": lambda key, model: _in_trailer(key, model, b"authorization: Bearer " + key.encode()),
+    "a wrong key in a trailer": lambda key, model: _in_trailer(key, model, b"authorization: Bearer x", key, statuses=(200,)),
+    "a trailer without end": lambda key, model: _in_trailer(key, model, b"x-a: " + b"b" * 600_000, key, statuses=(0, 431)),
+    "no host": lambda key, model: _rewritten(key, model, b"host: gateway\r\n", b""),
+    "two hosts": _ask(b"content-length: %d", b"host: localhost"),
+    "no host, as HTTP/1.0 allows": lambda key, model: _rewritten(
+        key, model, b"HTTP/1.1\r\nhost: gateway\r\n", b"HTTP/1.0\r\n", statuses=(200,),
+    ),
+    "HTTP/0.9": lambda _key, _model: Broken(b"GET /health\r\n\r\n", (400, 505)),
+    "HTTP/1.7": lambda _key, _model: Broken(b"GET /health HTTP/1.7\r\nhost: a\r\n\r\n", (400, 505)),
+    "HTTP/2.0": lambda _key, _model: Broken(b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", (400, 505)),
+    "two slashes before the metrics": _get("//metrics", (404,)),
+    "three slashes before a peer's path": _get("///internal/v1/nodes/" + "0" * 32 + "/v1/chat/completions", (404,)),
+    "an encoded slash before an operator's path": _get("/%2Fadmin/keys", (404,)),
     "a key of 30 kB": lambda _key, model: _ask(b"content-length: %d", statuses=(401,))("m" * 30_000, model),
     "a key of other letters": lambda _key, model: _ask(b"content-length: %d", statuses=(401,))("\u00e9\u00ff", model),
-    "100 kB of headers": _ask(b"content-length: %d", b"x-a: " + b"b" * 100_000, statuses=(200, 400, 431)),
+    "100 kB of headers": _ask(b"content-length: %d", b"x-a: " + b"b" * 100_000, statuses=(431,)),
     "1 MB of headers": _ask(b"content-length: %d", b"x-a: " + b"b" * 1_000_000, statuses=(0, 400, 431)),
     "5000 headers": _ask(b"content-length: %d", *[b"x-%d: b" % n for n in range(5000)], statuses=(200, 400, 431)),
     "a folded header": _ask(b"content-length: %d", b"x-a: b\r\n c", statuses=(200, 400)),
@@ -108,7 +123,7 @@ KINDS: dict[str, Make] = {
     "a response of no name": _get("/v1/responses/%00", (404,)),
     "items of a response of no name": _get("/v1/responses/resp_a/input_items?order=%00", (404,)),
     "a limit below zero": _get("/v1/responses/resp_a/input_items?limit=-1", (400,)),
-    "an upgrade": _ask(b"content-length: %d", b"connection: upgrade", b"upgrade: h2c", statuses=(200, 400)),
+    "an upgrade": _ask(b"content-length: %d", b"connection: upgrade", b"upgrade: h2c"),
     "an expectation": _ask(b"content-length: %d", b"expect: 200-ok", statuses=(200, 400, 417)),
     "two requests at once, the first broken": lambda key, model: Broken(
         _ask(b"content-length: %d", b"connection: keep-alive", change=lambda body: body[:-1])(key, model).data
@@ -124,3 +139,18 @@ def _plain(key: str, model: str, line: bytes) -> Broken:
     body = write(make_plain(CHAT, model))
     head = _head(key, b"content-length: %d" % len(body))[:-2] + line + b"\r\n"
     return Broken(head + body, (415,) if line else (200,))
+
+
+def _rewritten(key: str, model: str, old: bytes, new: bytes, *, statuses: tuple[int, ...] = (400,)) -> Broken:
+    """Return a good request with ``new`` in the place of ``old``."""
+    good = _ask(b"content-length: %d")(key, model).data
+    assert old in good
+    return Broken(good.replace(old, new, 1), statuses)
+
+
+def _in_trailer(key: str, model: str, line: bytes, shown: str = "", *, statuses: tuple[int, ...] = (401,)) -> Broken:
+    """Return a chunked request with ``line`` as its trailer, and the key ``shown`` in its head."""
+    data = _ask(b"transfer-encoding: chunked", change=_chunked)(key, model).data
+    if not shown:
+        data = data.replace(f"authorization: Bearer {key}\r\n".encode(), b"", 1)
+    return Broken(data.removesuffix(b"\r\n") + line + b"\r\n\r\n", statuses)

@@ -215,7 +215,7 @@ async def test_a_response_in_one_piece_obeys_connection_close_and_old_clients() 
         handle_of(scope).respond(204, [], b"")
 
     async with serve(app) as door:
-        for request in (b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"):
+        for request in (b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"):
             async with door.visit() as visitor:
                 await visitor.say(request)
                 status, headers = await visitor.head()
