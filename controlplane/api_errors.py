@@ -14,7 +14,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.core.exceptions import DisallowedHost, PermissionDenied, RequestDataTooBig
-from django.db import InterfaceError, OperationalError
+from django.db import DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 from django.template.loader import render_to_string
@@ -35,9 +35,12 @@ PAGE_PREFIXES = ("/admin/", "/static/")
 """Paths that answer with pages. STRICT_PATHS do unless JSON was asked for; all others answer JSON, except a browser's 404."""
 DATABASE_AWAY = (OperationalError, InterfaceError)
 """What Django raises while the database refuses, says nothing, or takes too long, be it for a lock that somebody holds."""
+NOT_STORABLE = (DataError, OverflowError)
+"""What Django raises for text and numbers that PostgreSQL cannot take, such as a NUL character, wherever they came in."""
 RETRY_S = 5
 MAX_HOST_CHARS = 255
 """How much of a refused Host header is shown: as long as a name can be."""
+_REMOVE_IT = "The request holds a character or a number that the database cannot take, such as NUL. Remove it and try again."
 _AWAY = "The database did not answer in time."
 _TRY_AGAIN = "Nothing was changed; try again in a few seconds. If it stays so, see whether PostgreSQL runs and can be reached."
 _LOOK_FIRST = (
@@ -117,6 +120,8 @@ def describe_error(error: Exception, *, method: str = "GET") -> ApiError | None:
             f"{_AWAY} {_TRY_AGAIN if is_safe else _LOOK_FIRST}",
             retryable=is_safe,
         )
+    if isinstance(error, NOT_STORABLE):
+        return ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, _REMOVE_IT)
     if isinstance(error, GovernanceError | NodeError | ServiceError):
         rule = error.rule if isinstance(error, ApprovalRefused) else None
         return ApiError(error.status, error.code, error.message, retryable=error.retryable, param=error.param, rule=rule)
@@ -174,7 +179,8 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     if isinstance(exception, DisallowedHost):
         return _refuse_host(request)
     if request.path.startswith(PAGE_PREFIXES):
-        return defaults.bad_request(request, exception)
+        words = _REMOVE_IT if isinstance(exception, NOT_STORABLE) else "The address, or what was sent with it, is malformed."
+        return close_page(HttpResponse(render_to_string("400.html", {"words": words}), status=HTTPStatus.BAD_REQUEST))
     if _wants_page(request):
         return _render_problem(HTTPStatus.BAD_REQUEST, "This cannot be understood", "Nothing was done. Go back and try again.")
     known = describe_error(exception)
@@ -207,8 +213,10 @@ def permission_denied(request: HttpRequest, exception: Exception) -> HttpRespons
 
 
 def server_error(request: HttpRequest) -> HttpResponse:
-    """Answer 500 while Django handles, and logs, a defect; 503 when it is the database. Says nothing else of what broke."""
+    """Answer 500 while Django handles, and logs, a defect; 503 or 400 when it is the database. Says nothing else of what broke."""
     error = sys.exception()
+    if isinstance(error, NOT_STORABLE):
+        return bad_request(request, error)
     if isinstance(error, DATABASE_AWAY):
         return _say_database_is_away(request, error)
     if request.path.startswith(PAGE_PREFIXES):
