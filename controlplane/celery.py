@@ -8,10 +8,14 @@ from typing import Any
 from celery import Celery
 from celery.signals import worker_init, worker_ready
 from django.conf import settings
+from kombu.transport import TRANSPORT_ALIASES
 
 from nodes.postgres import limit_process
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
+
+# By name: kombu takes the transport from the scheme of the URL, and of none but these.
+TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "controlplane.broker:Transport"))
 
 app = Celery("muster")
 app.config_from_object("django.conf:settings", namespace="CELERY")

@@ -13,6 +13,7 @@ from django.http import HttpRequest, JsonResponse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
+from governance.hints import UNREADABLE_TOTAL_KEY
 from nodes.postgres import Patience, limit_patience
 
 REDIS_TIMEOUT_S = 1.0
@@ -47,12 +48,20 @@ def is_database_reachable() -> bool:
 
 def is_redis_reachable() -> bool:
     """Return whether Redis answers within REDIS_TIMEOUT_S."""
+    return read_unreadable() is not None
+
+
+def read_unreadable() -> int | None:
+    """Return how many messages workers could not read; None when Redis does not answer within REDIS_TIMEOUT_S."""
     try:
         with redis.Redis.from_url(
             settings.REDIS_URL or "redis://127.0.0.1:6379/0",
             socket_timeout=REDIS_TIMEOUT_S,
             socket_connect_timeout=REDIS_TIMEOUT_S,
         ) as client:
-            return bool(client.ping())
+            total = client.get(UNREADABLE_TOTAL_KEY)
+            return int(str(total, "ascii")) if isinstance(total, bytes) else 0
+    except (redis.ResponseError, ValueError):
+        return 1  # what stands there is not ours either
     except redis.RedisError:
-        return False
+        return None

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.health import is_redis_reachable
+from controlplane.health import read_unreadable
 from controlplane.templatetags.muster import print_duration
 from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_models, read_expiring_keys, read_gateways
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
@@ -79,7 +79,8 @@ class SlowFacts:
     allowed: Mapping[str, int] = field(default_factory=dict)
     policy: PolicyFact | None = None
     keys: tuple[ExpiringKey, ...] = ()
-    is_redis_reachable: bool = True
+    unreadable: int | None = 0
+    """Messages in Valkey that workers could not read; None = Valkey does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +113,14 @@ def read_overview() -> Overview:
 
 
 def read_slow_facts() -> SlowFacts:
-    """Collect what an open page need not read every two seconds; six queries and a ping of Valkey."""
+    """Collect what an open page need not read every two seconds; six queries and a look at Valkey."""
     found = active_policy()
     return SlowFacts(
         traffic=read_traffic(),
         allowed=count_asked_models(),
         policy=None if found is None else PolicyFact(found[0].version, datetime.fromtimestamp(found[1].expires_at, UTC)),
         keys=read_expiring_keys(),
-        is_redis_reachable=is_redis_reachable(),
+        unreadable=read_unreadable(),
     )
 
 
@@ -184,7 +185,12 @@ def _find_no_gateway(facts: Facts) -> Iterable[Problem]:
 
 
 def _find_silent_redis(facts: Facts) -> Iterable[Problem]:
-    if not facts.slow.is_redis_reachable:
+    unreadable = facts.slow.unreadable
+    if unreadable:
+        what = "1 message" if unreadable == 1 else f"{unreadable:,} messages"
+        advice = "Something else writes there: see its list muster.unreadable. Deleting muster.unreadable.total ends this line."
+        yield Problem(f"Valkey brought {what} that Muster could not read.", advice)
+    elif unreadable is None:
         advice = "Changes reach gateways seconds later than usual. See whether Valkey runs and MUSTER_REDIS_URL is right."
         yield Problem("Valkey does not answer the control plane.", advice)
 

@@ -135,7 +135,7 @@ WHITENOISE_AUTOREFRESH = False
 
 CHANNEL_LAYERS = {
     "default": {
-        "BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer",
+        "BACKEND": "governance.hints.HintLayer",
         "CONFIG": {"hosts": [REDIS_URL or "redis://127.0.0.1:6379/0"], "prefix": "muster"},
     }
 }
@@ -156,11 +156,16 @@ CELERY_TASK_SERIALIZER = "json"
 CELERY_TIMEZONE = "UTC"
 CELERY_TASK_ACKS_LATE = True
 CELERY_TASK_TIME_LIMIT = 60
+CELERY_WORKER_ETA_TASK_LIMIT = 1000
 CELERY_TASK_SOFT_TIME_LIMIT = 45
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
+# Whoever can write to Valkey could otherwise end a worker by a message to it.
+CELERY_WORKER_ENABLE_REMOTE_CONTROL = False
+CELERY_TASK_DEFAULT_QUEUE = "celery"
 CELERY_BROKER_TRANSPORT_OPTIONS = {
-    "visibility_timeout": 120,
+    # A message that a worker died with is lost, and its row is due again: nothing of it is kept in Valkey.
+    "ack_emulation": False,
     "socket_keepalive": True,
     "health_check_interval": 10,
     # A broker that neither answers nor refuses must not hold whoever rings for longer than this.

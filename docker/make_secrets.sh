@@ -21,6 +21,7 @@ save \"\"
 appendonly no
 maxmemory 256mb
 maxmemory-policy noeviction
+proto-max-bulk-len 1mb
 requirepass $(cat redis_password)"
 # Filled in once the installation can issue a worker credential: see docs/operate.md, "Containers".
 [ -e node_token ] || { : > node_token; echo "wrote docker/secrets/node_token (empty)"; }

@@ -250,14 +250,14 @@ class GatewayRuntime:
                 self._refresh.set()
                 while True:
                     message = await layer.receive(channel)
-                    self._take_hint(message.get("topic"))
+                    self._take_hint(message["topic"])
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.warning("gateway.hints_lost error=%s; sweeping until it is back", type(error).__name__)
                 await asyncio.sleep(1.0)
 
-    def _take_hint(self, topic: object) -> None:
+    def _take_hint(self, topic: str) -> None:
         if topic in {"commands", "policy", "checkpoints"}:
-            self.workers.courier.wake(str(topic))
+            self.workers.courier.wake(topic)
         if topic in {"commands", "policy", "checkpoints", "operations"}:
             return  # nothing of it is kept here
         if topic in {"keys", "tenants"}:

@@ -1,27 +1,77 @@
 """Hints: "look at these rows again", sent to every process once a change is committed.
 
-A hint may be lost, doubled or late. Whoever listens also sweeps, so a hint only makes it quicker.
+A hint may be lost, doubled or late. Whoever listens also sweeps, so a hint only makes it quicker. What is no hint is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any, Literal
 
+import msgspec
 from asgiref.sync import async_to_sync
 from channels.exceptions import ChannelFull
 from channels.layers import get_channel_layer
+from channels_redis.pubsub import RedisPubSubChannelLayer
 from django.db import transaction
 from redis.exceptions import RedisError
 
 HINT_GROUP = "muster.hints"
 HINT_TYPE = "hint"
 SEND_TIMEOUT_S = 1.0
+LOG_EVERY_S = 10.0
+UNREADABLE_TOTAL_KEY = "muster.unreadable.total"
+"""Where workers count in Valkey what they could not read."""
 
 Topic = Literal["keys", "models", "tenants", "nodes", "providers", "operations", "policy", "commands"]
 
 logger = logging.getLogger(__name__)
+
+
+class UnreadableCount:
+    """Counts the messages from Valkey that this process could not read; the log hears of it every LOG_EVERY_S at most."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._log_at = 0.0
+
+    def add(self) -> None:
+        """Count one message."""
+        self.total += 1
+        if time.monotonic() >= self._log_at:
+            self._log_at = time.monotonic() + LOG_EVERY_S
+            logger.error("messages_unreadable total=%d; something else writes to Valkey", self.total)
+
+
+unreadable_hints = UnreadableCount()
+
+
+class _Hint(msgspec.Struct):
+    """What is sent. A release after this one may know more topics and more members."""
+
+    type: Literal["hint"]
+    topic: str
+    ident: str = ""
+
+
+class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redis ships no types
+    """The channel layer: it delivers hints and nothing else, whoever sent it."""
+
+    async def receive(self, channel: str) -> dict[str, Any]:  # Any: the channel layer's own signature
+        """Return the next hint on a channel of this process."""
+        while (message := await self._get_layer().receive(channel)) is None:
+            pass
+        return dict(message)
+
+    def deserialize(self, message: bytes) -> dict[str, Any] | None:
+        """Return the hint that these bytes are, None when they are no hint."""
+        try:
+            return msgspec.structs.asdict(msgspec.msgpack.decode(message, type=_Hint))
+        except (ValueError, RecursionError):
+            unreadable_hints.add()
+            return None
 
 
 def publish_hint(topic: Topic, ident: str = "") -> None:

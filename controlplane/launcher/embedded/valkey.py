@@ -57,6 +57,8 @@ class Valkey:
             "save": "",
             "appendonly": "no",
             "maxmemory": "64mb",
+            # Of one message; ours have about one KiB, and whoever reads it holds it in memory.
+            "proto-max-bulk-len": "1mb",
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
             "loglevel": "notice",

@@ -55,6 +55,8 @@ def test_valkey_keeps_nothing_and_refuses_rather_than_evicts(servers: EmbeddedSe
         settings = client.config_get("*")
     assert (settings["save"], settings["appendonly"], settings["maxmemory-policy"]) == ("", "no", "noeviction")
     assert int(settings["maxmemory"]) > 0
+    with redis.Redis.from_url(servers.redis_url) as client, pytest.raises(redis.RedisError):
+        client.publish("muster", b"x" * 2**21)
 
 
 @linux_only
