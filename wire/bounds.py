@@ -1,4 +1,4 @@
-"""What a number in a request may be, by endpoint: beyond it the APIs that we speak refuse, and so do gateway and node. Pure.
+"""What a number in a request may be, by endpoint, and how much a value may hold: beyond it gateway and node refuse. Pure.
 
 An engine would serve the request with some other number, or with noise, and nobody would be told. A number that an original
 takes stands here with the original's bound; where an original names none, neither does this table.
@@ -9,8 +9,13 @@ reference, "Create a Message".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
+
+import msgspec
+
+from wire.unreadable import UNREADABLE
 
 Bound = tuple[float, float | None]
 """Lowest and highest value, both allowed; None = no highest one that we know of, a model's own cap aside."""
@@ -51,3 +56,105 @@ def find_out_of_bounds(endpoint: str, fields: Mapping[str, object]) -> tuple[str
             wanted = f"at least {lowest:g}" if highest is None else f"between {lowest:g} and {highest:g}"
             return name, f"The field '{name}' must be {wanted}; it is {str(value)[:20]}."
     return None
+
+
+MAX_MEMBERS = 1000
+"""In one object. llama.cpp compares each name with all before it: 1,000 names cost it 3 ms, 20,000 two seconds."""
+MAX_BIASES = 300
+"""In ``logit_bias`` (OpenAI's own bound)."""
+MAX_TURNS = 4000
+"""In ``messages``, and in an ``input`` of items. llama.cpp's templates take 0.9 s of a core for 4,000, minutes for 80,000."""
+MAX_CHOICES = 1000
+"""In one list of what may become a grammar, such as ``enum``. llama.cpp takes 0.3 s of a core for 1,000, minutes for 20,000."""
+MAX_BREAKERS = 100
+"""In ``dry_sequence_breakers``, which llama.cpp holds against every token of its vocabulary and against each other."""
+MAX_NUMBER_CHARS = 400
+"""Of one number. No engine reads more than some 20 digits of one, and llama.cpp repeats the whole of it in its error."""
+_TURNS = ("messages", "input")
+_GRAMMARS = (
+    "response_format",
+    "json_schema",
+    "text",
+    "output_config",
+    "output_format",
+    "guided_json",
+    "structured_outputs",
+    "tools",
+)
+_OBJECT = re.compile(rb"[ \t\r\n]*+\{")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
+_LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % MAX_NUMBER_CHARS)
+_MARK = re.compile(rb"[{}\[\]]|,++|:++")
+_NO_MARKS = bytes(set(range(256)) - set(b"{}[],:"))
+_NOTHING = -1
+"""Where no member is counted: outside of a value of the kind that is counted."""
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def find_crowd(body: bytes) -> tuple[str | None, str] | None:
+    """Return the first field (None = the body itself) that holds more than an engine reads in time, and the sentence about it.
+
+    Time is linear in the size of the body, and nothing but its fields is built. What is no JSON object passes: its reader says
+    why. Each bound stands where the cost of llama.cpp was measured to grow faster than the body.
+    """
+    if _OBJECT.match(body) is None:
+        return None
+    has_many = body.count(b":") > MAX_MEMBERS
+    if has_many:
+        top, most = _count(body, b"{", b":")
+        if top > MAX_MEMBERS:
+            return None, f"The request body has {top} fields; send at most {MAX_MEMBERS}."
+        has_many = most > MAX_MEMBERS
+    has_long = len(body) > MAX_NUMBER_CHARS and _LONG_NUMBER.search(body) is not None
+    try:
+        fields = _fields_decoder.decode(body)
+        for name, raw in fields.items():
+            sentence = _find_fault(name, bytes(raw), has_many=has_many, has_long=has_long)
+            if sentence:
+                return name[:80], f"The field '{name[:80]}' {sentence}."
+    except UNREADABLE:
+        return None
+    return None
+
+
+def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str:
+    """Return the end of the sentence about a field with too much in it, nothing where all is fine. Raises DecodeError."""
+    if has_many and (most := _count(raw, b"{", b":")[1]) > MAX_MEMBERS:
+        return f"holds an object with {most} members; one object may have at most {MAX_MEMBERS}"
+    if has_long and (long := _LONG_NUMBER.search(_STRING.sub(b'""', raw))) is not None:
+        return f"holds a number of {len(long[1])} characters; a number may have at most {MAX_NUMBER_CHARS}"
+    if name == "logit_bias" and (most := max(_count(raw, b"{", b":")[0], _count(raw, b"[", b",")[0])) > MAX_BIASES:
+        return f"has {most} entries; send at most {MAX_BIASES}"
+    if name == "dry_sequence_breakers" and (most := _count(raw, b"[", b",")[0]) > MAX_BREAKERS:
+        return f"has {most} entries; send at most {MAX_BREAKERS}"
+    if name in _TURNS and raw.startswith(b"[") and raw.count(b"{") > MAX_TURNS:
+        items = _items_decoder.decode(raw)
+        if len(items) > MAX_TURNS and bytes(items[0]).startswith(b"{"):  # else texts or tokens, which are read one by one
+            return f"has {len(items)} entries; send at most {MAX_TURNS}, and sum up what came before"
+    if name in _GRAMMARS and raw.count(b",") > MAX_CHOICES and (most := _count(raw, b"[", b",")[1]) > MAX_CHOICES:
+        return f"holds a list of {most} entries; a list in it may have at most {MAX_CHOICES}"
+    return ""
+
+
+def _count(text: bytes, opening: bytes, between: bytes) -> tuple[int, int]:
+    """Return how many members the outermost value has, and the most of any: of objects (``{``, ``:``) or lists (``[``, ``,``).
+
+    A list counts one more than its commas, and 0 without one.
+    """
+    marks = _STRING.sub(b"", text).translate(None, _NO_MARKS)
+    extra = 1 if between == b"," else 0
+    top = most = 0
+    waiting: list[int] = []
+    counts = _NOTHING
+    for mark in _MARK.findall(marks):
+        if mark in b"{[":
+            waiting.append(counts)
+            counts = 0 if mark == opening else _NOTHING
+        elif mark in b"}]":
+            most = max(most, counts)
+            top = counts if len(waiting) == 1 else top
+            counts = waiting.pop() if waiting else _NOTHING
+        elif mark.startswith(between) and counts != _NOTHING:
+            counts += len(mark) + (extra if counts == 0 else 0)
+    return max(top, 0), most

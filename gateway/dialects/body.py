@@ -11,6 +11,7 @@ from gateway.dialects.faults import join_fault, read_fault
 from gateway.errors import BadRequest, BodyTooLarge
 from gateway.values import PoolOptions
 from gateway.whole_numbers import WholeNumber, read_whole_number
+from wire.bounds import find_crowd
 from wire.unreadable import UNREADABLE
 
 _IMAGE_URL_PREFIX = "data:"
@@ -71,6 +72,8 @@ def read_body(body: bytes) -> RequestBody:
         raise BadRequest("The request body is empty; send a JSON object.")
     if is_crowded(body):
         raise BodyTooLarge(f"The body holds more than {MAX_MARKS} values; send less at once.")
+    if (crowd := find_crowd(body)) is not None:
+        raise BadRequest(crowd[1], param=crowd[0])
     if not body.isascii():
         _check_encoding(body)
     try:

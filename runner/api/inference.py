@@ -24,6 +24,7 @@ from runner.serving.request import (
     BodyFields,
     Inference,
     check_bounds,
+    check_crowd,
     read_cache_mode,
     read_cache_tag,
     read_fields,
@@ -111,6 +112,7 @@ class InferenceEndpoint:
         check_media_type(request, "application/json")
         body = await read_body(request, most_bytes=JSON_BYTES, take=take)
         fields = read_fields(body)
+        check_crowd(body)
         # Parsed as a whole: an engine may take the other one of two fields of the same name.
         check_bounds(request.scope["path"], parse_object(body))
         return body, fields

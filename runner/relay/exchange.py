@@ -23,7 +23,7 @@ from runner.errors import (
     WrongState,
 )
 from runner.serving.refusal import refusal_body
-from runner.serving.request import Inference, read_cache_mode, read_cache_tag, read_fields, read_priority
+from runner.serving.request import Inference, check_crowd, read_cache_mode, read_cache_tag, read_fields, read_priority
 from runner.serving.service import Answer
 from runner.session import Stream
 from wire.events import find_boundary
@@ -206,6 +206,7 @@ class Relay:
 def _read_request(meta: OpenMeta, body: bytes) -> Inference:
     """Return the request of a stream. The gateway has checked key, tenant and limits. Raises InvalidRequest."""
     headers = {name.lower(): value for name, value in meta.headers.items()}
+    check_crowd(body)  # a gateway of an earlier release lets it through
     return Inference(
         method=meta.method,
         path=meta.path,

@@ -10,7 +10,7 @@ import msgspec
 
 from runner.engines.port import CacheMode, Priority
 from runner.errors import InvalidRequest
-from wire.bounds import find_out_of_bounds
+from wire.bounds import find_crowd, find_out_of_bounds
 from wire.unreadable import UNREADABLE
 
 MAX_MODEL_CHARS = 200
@@ -81,6 +81,12 @@ def check_bounds(endpoint: str, fields: Mapping[str, object]) -> None:
     fault = find_out_of_bounds(endpoint, fields)
     if fault is not None:
         raise InvalidRequest(fault[1], param=fault[0])
+
+
+def check_crowd(body: bytes) -> None:
+    """Raise InvalidRequest for a JSON body with so much in one value that an engine would read it for minutes."""
+    if (crowd := find_crowd(body)) is not None:
+        raise InvalidRequest(crowd[1], param=crowd[0])
 
 
 def read_cache_mode(text: str) -> CacheMode:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -10,8 +12,17 @@ import pytest
 from gateway.dialects import SURFACES
 from gateway.errors import BadRequest
 from runner.errors import InvalidRequest
-from runner.serving.request import check_bounds
-from wire.bounds import BOUNDS, find_out_of_bounds
+from runner.serving.request import check_bounds, check_crowd
+from wire.bounds import (
+    BOUNDS,
+    MAX_BIASES,
+    MAX_BREAKERS,
+    MAX_CHOICES,
+    MAX_MEMBERS,
+    MAX_NUMBER_CHARS,
+    MAX_TURNS,
+    find_out_of_bounds,
+)
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 ASKED: dict[str, dict[str, Any]] = {
@@ -83,3 +94,97 @@ def test_what_is_no_number_is_not_judged_here(value: object) -> None:
 def test_zero_tokens_of_a_completion_are_a_question_about_its_prompt() -> None:
     body = {"model": "m", "prompt": "hi", "max_tokens": 0, "echo": True, "logprobs": 1}
     assert SURFACES[COMPLETIONS].parse(json.dumps(body).encode(), {}).max_tokens == 0
+
+
+def members(count: int) -> dict[str, object]:
+    """Return an object of so many members."""
+    return {f"k{number}": 1 for number in range(count)}
+
+
+def tool(**properties: object) -> dict[str, object]:
+    """Return a tool of a chat with these properties in its schema."""
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
+
+
+def schema(**members_of_it: object) -> dict[str, object]:
+    """Return a wish for an answer of a shape."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": members_of_it}}
+
+
+HELLO = {"role": "user", "content": "hi"}
+CROWDS: list[tuple[str | None, dict[str, object], dict[str, object], int]] = [
+    (None, members(MAX_MEMBERS - 8), members(MAX_MEMBERS), MAX_MEMBERS),
+    ("metadata", {"metadata": members(MAX_MEMBERS)}, {"metadata": {"a": [members(MAX_MEMBERS + 1)]}}, MAX_MEMBERS),
+    ("logit_bias", {"logit_bias": members(MAX_BIASES)}, {"logit_bias": members(MAX_BIASES + 1)}, MAX_BIASES),
+    ("logit_bias", {"logit_bias": [[1, 2]] * MAX_BIASES}, {"logit_bias": [[1, 2]] * (MAX_BIASES + 1)}, MAX_BIASES),
+    ("tools", {"tools": [tool(**members(900))] * 3}, {"tools": [tool(**members(MAX_MEMBERS + 1))]}, MAX_MEMBERS),
+    ("tools", {"tools": [tool(a={"enum": ["e"] * MAX_CHOICES})]}, {"tools": [tool(a={"enum": [1] * 1001})]}, MAX_CHOICES),
+    ("response_format", {"response_format": schema(enum=["e"] * 1000)}, {"response_format": schema(enum=[1] * 1001)}, 1000),
+    ("messages", {"messages": [HELLO] * MAX_TURNS}, {"messages": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
+    ("input", {"input": [HELLO] * MAX_TURNS}, {"input": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
+    ("dry_sequence_breakers", {"dry_sequence_breakers": ["a"] * 100}, {"dry_sequence_breakers": ["a"] * 101}, MAX_BREAKERS),
+    ("seed", {"seed": 10 ** (MAX_NUMBER_CHARS - 1)}, {"seed": 10**MAX_NUMBER_CHARS}, MAX_NUMBER_CHARS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES])
+@pytest.mark.parametrize(("field", "good", "bad", "bound"), CROWDS)
+def test_a_body_with_too_much_in_one_value_is_refused_and_one_with_as_much_as_allowed_passes(
+    path: str, field: str | None, good: dict[str, object], bad: dict[str, object], bound: int
+) -> None:
+    start = {"model": "m", **ASKED[path]}
+
+    def at_gateway(more: dict[str, object]) -> None:
+        SURFACES[path].parse(json.dumps(start | more).encode(), {"content-type": "application/json"})
+
+    def at_node(more: dict[str, object]) -> None:
+        check_crowd(json.dumps(start | more).encode())
+
+    at_gateway(good)
+    at_node(good)
+    with pytest.raises(BadRequest) as refused:
+        at_gateway(bad)
+    with pytest.raises(InvalidRequest) as refused_by_node:
+        at_node(bad)
+    assert refused.value.param == refused_by_node.value.param == field
+    assert refused.value.message == refused_by_node.value.message
+    assert str(bound) in refused.value.message
+    assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"input": list(range(20_000))}, id="token ids"),
+        pytest.param({"input": ["text"] * 20_000}, id="texts to embed"),
+        pytest.param({"messages": [{"role": "user", "content": 'say "{": 1, ' * 5000 + "9" * 5000}]}, id="marks in a text"),
+        pytest.param({"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}] * 9000}]}, id="parts"),
+        pytest.param({"stop": ["s"] * 9000}, id="stop words"),
+        pytest.param({"metadata": [members(900)] * 20}, id="many objects that are each small enough"),
+    ],
+)
+def test_much_in_many_values_passes(more: dict[str, object]) -> None:
+    check_crowd(json.dumps({"model": "m", **more}).encode())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b'{"a":"' + b'\\"' * 2_000_000, id="a text that does not end"),
+        pytest.param(b'{"a":' + b'{"":' * 100_000, id="objects that do not end"),
+        pytest.param(b'{"a":' + b"[" * 400_000, id="lists that do not end"),
+        pytest.param(b'{"a":' + b" " * 4_000_000 + b"}", id="blanks"),
+        pytest.param(b'{"a":[' + b"[        \t" * 400_000, id="blanks behind brackets"),
+        pytest.param(b'{"a":' + b"-" * 4_000_000, id="signs"),
+    ],
+)
+def test_reading_how_much_a_body_holds_takes_time_by_its_size_alone(body: bytes) -> None:
+    def cost(text: bytes) -> float:
+        began = time.process_time()
+        with contextlib.suppress(InvalidRequest):
+            check_crowd(text)
+        return time.process_time() - began
+
+    half = max(min(cost(body[: len(body) // 2]) for _ in range(3)), 0.002)
+    assert cost(body) < 8 * half
