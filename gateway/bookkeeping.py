@@ -14,7 +14,7 @@ from gateway.errors import GatewayError, RateLimited, ShuttingDown
 from gateway.outcome import Served
 from gateway.records import MAX_COUNT, Record, RecordWriter
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
-from wire.contract import RequestState
+from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 _CHARS_PER_TOKEN = 4
 _RECORDED_REFUSALS_PER_MINUTE = 60
@@ -121,7 +121,9 @@ class Bookkeeper:
         self.records.touch(record)
 
     def finish(self, record: Record, passage: Passage | None, started: float, ending: Ending) -> None:
-        """Write the final state; a request that was torn down (the gateway stops) ends as interrupted."""
+        """Write the final state, once; a request that was torn down (the gateway stops) ends as interrupted."""
+        if record.state not in OPEN_REQUEST_STATES:
+            return
         if passage is not None:
             record.bytes_out = passage.bytes_out
             if passage.first_byte_at is not None:

@@ -127,10 +127,15 @@ class Pipeline:
                     break
             if isinstance(outcome, Served):
                 count_tokens(record, outcome, exchange)
-                if call.keeping is not None:
-                    await self._keep(call, call.keeping, job, exchange)
+                await self._keep(call, job, exchange)
+                exchange.send_ahead()
             await client.drain()  # until then the server would cut what the client has not taken
             ending = await self._conclude(call, job, outcome, record)
+            if isinstance(outcome, Served) and not exchange.is_delivered:
+                self.books.finish(record, exchange, started, ending)
+                await self.records.finish(record)  # a client that has the whole answer has it recorded, even if we die
+                exchange.deliver(exchange.last)
+                await client.drain()
         except GatewayError as raised:
             error = call.unsaid if call is not None and call.unsaid and isinstance(raised, EndpointNotAnswered) else raised
             ending = Ending(error.state, error)
@@ -357,20 +362,17 @@ class Pipeline:
             translation=translation,
             keepalive=call.keepalive,
             queue_ms=call.queue_ms,
-            waits=call.keeping is not None,
+            waits=True,
             tidies=call.entries[request.model].tidy and request.is_streaming and request.endpoint == KEPT_LANE,
         )
 
-    async def _keep(self, call: Call, keeping: Keeping, job: Job, exchange: Exchange) -> None:
-        """Write an answer down, then let its last bytes go."""
-        translator = exchange.translator
-        if exchange.is_delivered:
+    async def _keep(self, call: Call, job: Job, exchange: Exchange) -> None:
+        """Write an answer down that is to be kept, before its last bytes go; they say so when that failed."""
+        keeping, translator = call.keeping, exchange.translator
+        if keeping is None or exchange.is_delivered or not keeping.is_stored or translator is None:
             return
-        last = exchange.last
-        if keeping.is_stored and translator is not None:
-            kept = await call.client.wait_for_work(keep_answer(call.caller, job.request, keeping, translator))
-            last = last if kept else mark_unkept(last)
-        exchange.deliver(last)
+        if not await call.client.wait_for_work(keep_answer(call.caller, job.request, keeping, translator)):
+            exchange.last = mark_unkept(exchange.last)
 
     def _should_retry(self, call: Call, outcome: Outcome, job: Job, lease: Lease) -> bool:
         """Decide whether another box gets the request. Raises RequeueExhausted when it had its chances."""

@@ -1,9 +1,10 @@
 """Request records with group commit: one transaction for all that waits, flushed at once when the writer is idle.
 
 A request is accepted when its row is durable; that is what ``accept`` waits for. Later changes ride along with the next
-commit, at most ``_LINGER_S`` later. A final state is never overwritten: the update only finds open rows, so a gateway
-that was declared dead and comes back changes nothing. One thread with its own connection does the SQL; rows travel as
-one JSON text per commit, which costs the event loop almost nothing.
+commit, at most ``_LINGER_S`` later. A final state goes at once: ``finish`` is done when the kernel has its statement, so that
+PostgreSQL carries it out even if this process is killed; only then the client gets its last bytes. A final state is never
+overwritten: the update only finds open rows, so a gateway that was declared dead and comes back changes nothing. One thread
+with its own connection does the SQL; rows travel as one JSON text per commit, which costs the event loop almost nothing.
 
 What could not be accepted because the database did not take it in time gets a row too, a final one, once it is back: in
 small portions beside the others, and no more of them than the writer may hold.
@@ -17,6 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 import msgspec
@@ -40,6 +42,8 @@ _BUSY_BATCH = 6
 _GATHER_S = 0.001
 """After a commit of several requests the next one waits this long, so that it too carries several."""
 _RETRY_S = 0.25
+_SEND_S = 0.25
+"""A finished answer waits no longer than this for the statement of its end; a slow database must not hold it."""
 _LATE_S = 6.0
 """So long after the database is back an insert that was cut off may still arrive: the server ends it after five seconds."""
 _REFUSED_BATCH = 50
@@ -118,8 +122,11 @@ class RecordWriter:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inserts: list[_Accept] = []
         self._updates: dict[uuid.UUID, Record] = {}
+        self._finishing: list[asyncio.Future[None]] = []
+        """Of those who wait until the updates are sent."""
+        self._prepared: set[str] = set()
         self._lock = threading.Lock()
-        """Held while the two above change hands: a dict insertion may yield to the other thread half-way (UUID.__hash__)."""
+        """Held while the three above change hands: a dict insertion may yield to the other thread half-way (UUID.__hash__)."""
         self._outstanding: deque[_Accept] = deque()
         self._refused: deque[Record] = deque()
         """Final rows of requests that never were on their way in. Both threads add to it, the writer's takes from it."""
@@ -130,7 +137,7 @@ class RecordWriter:
         self._lingering: asyncio.TimerHandle | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._database: psycopg.Connection[tuple[object, ...]] | None = None
+        self._database: PatientConnection | None = None
         self.is_healthy = True
 
     def start(self) -> None:
@@ -174,6 +181,24 @@ class RecordWriter:
         with self._lock:
             self._updates[record.id] = record
         self._arrange_flush()
+
+    async def finish(self, record: Record) -> None:
+        """Write a row's final state; return when PostgreSQL will carry that out whatever becomes of us, or can not soon."""
+        if not self.is_healthy or self._loop is None:
+            self.touch(record)
+            return
+        future: asyncio.Future[None] = self._loop.create_future()
+        with self._lock:
+            self._updates[record.id] = record
+            self._finishing.append(future)
+        if self._lingering is not None:
+            self._lingering.cancel()
+        self._end_linger()
+        timer = self._loop.call_later(_SEND_S, _settle, [future])
+        try:
+            await future
+        finally:
+            timer.cancel()
 
     def add_final(self, record: Record) -> None:
         """Insert a row that is final from the start (a refusal); nobody waits for it and overload drops it."""
@@ -261,15 +286,16 @@ class RecordWriter:
             with self._lock:
                 inserts, self._inserts = self._inserts, []
                 updates, self._updates = self._updates, {}
+                finishing, self._finishing = self._finishing, []
             for entry in inserts:
                 if entry.given_up:
                     self._keep(entry.record, self._refused)
             inserts = [entry for entry in inserts if not entry.given_up]
-            gathered = len(inserts)
+            gathered = len(inserts) + len(finishing)
             if self._refused and (self.is_healthy or not (inserts or updates)):
                 inserts += self._take_refused()
             if inserts or updates:
-                self._flush(inserts, updates)
+                self._flush(inserts, updates, finishing)
             RECORDS_PENDING.set(self.pending)
             if self._stopping and not self.pending:
                 break
@@ -281,11 +307,11 @@ class RecordWriter:
         number = min(_REFUSED_BATCH, len(self._refused))
         return [_Accept(self._refused.popleft(), None, was_refused=True) for _ in range(number)]
 
-    def _flush(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> bool:
+    def _flush(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], finishing: list[asyncio.Future[None]]) -> bool:
         """Write a batch; return False when the database is away and the batch was given back."""
         assert self._loop is not None
         try:
-            self._write(inserts, updates)
+            self._write(inserts, updates, finishing)
         except _REFUSED as error:
             if len(inserts) + len(updates) > 1:
                 return self._flush_singly(inserts, updates)
@@ -310,7 +336,7 @@ class RecordWriter:
             first, rest = inserts[:1], inserts[1:]
             one = {key: updates.pop(key)} if key is not None else {}
             inserts = rest
-            if not self._flush(first, one):
+            if not self._flush(first, one, []):
                 self._give_back(inserts, updates)
                 return False
         return True
@@ -330,7 +356,7 @@ class RecordWriter:
             for key, record in updates.items():
                 self._updates.setdefault(key, record)
 
-    def _write(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
+    def _write(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], finishing: list[asyncio.Future[None]]) -> None:
         """Write a batch, a second time where the connection turns out to have died: doing it twice changes nothing."""
         values: dict[str, str] = {}
         if inserts:
@@ -340,14 +366,29 @@ class RecordWriter:
         statement = BOTH if inserts and updates else INSERT if inserts else UPDATE
         known = self._database
         try:
-            self._connect().execute(statement, values, prepare=True)
+            self._execute(statement, values, finishing)
         except ServerSilent:
             raise
         except psycopg.OperationalError:
             if known is None or not known.closed or known is not self._database:
                 raise
             logger.info("records.reconnecting")
-            self._connect().execute(statement, values, prepare=True)
+            self._execute(statement, values, finishing)
+        finally:
+            self._tell_sent(finishing)
+
+    def _execute(self, statement: str, values: dict[str, str], finishing: list[asyncio.Future[None]]) -> None:
+        database = self._connect()
+        if finishing and statement in self._prepared:  # else the first answer is that it was prepared
+            database.on_sent = lambda: self._tell_sent(finishing)
+        database.execute(statement, values, prepare=True)
+        self._prepared.add(statement)
+
+    def _tell_sent(self, finishing: list[asyncio.Future[None]]) -> None:
+        """Let those go on who wait for a statement of this batch to be sent, once."""
+        if finishing and self._loop is not None:
+            self._loop.call_soon_threadsafe(_settle, finishing.copy())
+            finishing.clear()
 
     def _fail(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], error: Exception) -> None:
         assert self._loop is not None
@@ -366,7 +407,7 @@ class RecordWriter:
             self._updates.clear()
             self._refused.clear()
 
-    def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
+    def _connect(self) -> PatientConnection:
         if self._database is None or self._database.closed:
             parameters = django_connection.get_connection_params()
             wanted = {name: value for name, value in parameters.items() if name not in _NOT_OF_LIBPQ}
@@ -375,7 +416,14 @@ class RecordWriter:
             database = PatientConnection.connect(**{**wanted, **own}, autocommit=True)
             database.patience = _PATIENCE
             self._database = database
+            self._prepared.clear()
         return self._database
+
+
+def _settle(waiting: Iterable[asyncio.Future[None]]) -> None:
+    for future in waiting:
+        if not future.done():
+            future.set_result(None)
 
 
 def _close(record: Record) -> None:

@@ -44,6 +44,7 @@ from wire.usage import write_token_counts
 _HOLD_LIMIT_BYTES = 1024 * 1024
 _WHOLE_LIMIT_BYTES = 16 * 1024 * 1024
 """An answer that has to be read as a whole (it is translated, or it is an error) is not passed on in parts."""
+_END_BYTES = 64 * 1024
 _JSON = "application/json"
 _CUT = "The engine ended its stream before its answer was finished."
 _SILENT = "The engine ended its stream before it said anything."
@@ -57,8 +58,8 @@ class Exchange:
     """One attempt. Create, ``run``, read the counters. ``surface`` None: a break cuts the answer instead of saying so.
 
     ``translation``: the box is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here
-    until ``deliver``, because something has to be kept before the client may know that it is. ``tidies``: chunks of a chat
-    stream are put right for strict clients.
+    until ``deliver``, because something has to be written down before the client has the whole answer. ``tidies``: chunks of
+    a chat stream are put right for strict clients.
     """
 
     # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
@@ -151,6 +152,15 @@ class Exchange:
             client.on_gone = client.on_drained = None
             self._stop(CANCEL_CLIENT_DISCONNECT)
 
+    def send_ahead(self) -> None:
+        """Send an unstreamed answer that is too large for a socket's buffer but for its end: its client may still leave."""
+        if self.is_delivered or self._client.started or len(self.last) <= _END_BYTES:
+            return
+        head = self._head(_JSON if self.translator is not None else "")
+        self._client.start(self._status, [*head, (b"content-length", b"%d" % len(self.last))])
+        self._client.write(self.last[:-_END_BYTES])
+        self.last = self.last[-_END_BYTES:]
+
     def deliver(self, last: bytes) -> None:
         """Send the end of an answer: its closing bytes, or all of it."""
         self.is_delivered = True
@@ -183,20 +193,14 @@ class Exchange:
             return
         if self._sniff and b'"usage"' in data and not (self._usage_data and b'"usage":null' in data):
             self._usage_data = data
-        if self.first_byte_at is None:
-            if self._status in _WITHOUT_BODY:
-                said = f"The node answered with HTTP {self._status} and a body, which it may not have."
-                self._fail(ForwardedRequestFailed(said))
-                return
-            self._take_first_byte()
+        if self.first_byte_at is None and not self._take_first_byte():
+            return
         if not self._passing:
             self._hold(data)
             return
         if self._ends is not None:
             data = self._ends.feed(data)
-            if self._closed is None and self._ends.has_closing:
-                self._take_closing()
-        elif self.translator is not None and data.endswith(_DONE_ENDS):
+        if self._closed is None and (self._ends.closing if self._ends is not None else data.endswith(_DONE_ENDS)):
             self._take_closing()
         if self._rewriter is not None:
             data = self._rewriter.feed(data) if data else data
@@ -257,15 +261,19 @@ class Exchange:
     def _is_event_stream(self) -> bool:
         return self._headers.get("content-type", "").startswith("text/event-stream")
 
-    def _take_first_byte(self) -> None:
-        """Decide whether the answer goes out as it comes."""
+    def _take_first_byte(self) -> bool:
+        """Decide whether the answer goes out as it comes; return whether there may be one."""
+        if self._status in _WITHOUT_BODY:
+            said = f"The node answered with HTTP {self._status} and a body, which it may not have."
+            self._fail(ForwardedRequestFailed(said))
+            return False
         self.first_byte_at = time.monotonic()
         client = self._client
         if not self._job.request.is_streaming or self._status >= 400:
-            return
+            return True
         if not self._is_event_stream:
             if self._rewriter is not None or client.started:
-                return
+                return True
             if self._keepalive is not None:
                 self._keepalive.stop()
         elif self.translator is None:
@@ -275,12 +283,12 @@ class Exchange:
             client.start(self._status, self._head())
         if self._keepalive is not None and self._surface is not None:
             self._keepalive.event = self._surface.ping
+        return True
 
     def _take_closing(self) -> None:
         """The engine said all there is to say: from here on the answer is whole, whatever becomes of its node."""
         self.events += 1
-        if self._closed is None:
-            self._closed = asyncio.get_running_loop().call_later(_CLOSED_S, self._end_closed)
+        self._closed = asyncio.get_running_loop().call_later(_CLOSED_S, self._end_closed)
 
     def _end_closed(self) -> None:
         if not self._over:

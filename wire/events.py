@@ -168,18 +168,18 @@ class EndReader:
     engine said in an error event (JSON), ``first`` the frames up to the first one with data. A part of an event at the end
     is never passed on, unless it belongs to one larger than ``MAX_HELD_BYTES``.
 
-    The closing event stays here until ``finish``: a client that has it may leave, and believes its answer recorded.
+    The closing event stays here, as ``closing``, until ``finish``: a client that has it believes its answer recorded.
     """
 
     __slots__ = (
         "_closes",
-        "_closing",
         "_cutter",
         "_has_data",
         "_has_middle",
         "_kept",
         "_rules",
         "_was_inside",
+        "closing",
         "error",
         "first",
     )
@@ -187,7 +187,7 @@ class EndReader:
     def __init__(self, rules: _Rules) -> None:
         self._rules = rules
         self._closes = rules.closes
-        self._closing = b""
+        self.closing = b""
         self._cutter = EventCutter()
         self._kept: deque[bytes] = deque(maxlen=_KEPT_FRAMES)
         self._was_inside = self._has_middle = self._has_data = False
@@ -200,14 +200,9 @@ class EndReader:
         return b"".join(self._kept)
 
     @property
-    def has_closing(self) -> bool:
-        """Whether the closing event came and is held here."""
-        return bool(self._closing)
-
-    @property
     def is_closed(self) -> bool:
         """Whether the closing event came: held here, or passed on because it is larger than the cutter holds."""
-        return self.has_closing or (not self._rules.has_finish and self.judge() is not StreamEnd.CUT)
+        return bool(self.closing) or (not self._rules.has_finish and self.judge() is not StreamEnd.CUT)
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the stream, cut anywhere; return whole events, or nothing."""
@@ -218,7 +213,7 @@ class EndReader:
             else:
                 self._keep(out)
             for mark in self._closes:
-                if mark in out or self._closing:
+                if mark in out or self.closing:
                     return self._hold_closing(out)
         return out
 
@@ -227,7 +222,7 @@ class EndReader:
 
         Of that only an event that lacks nothing but its own blank line, which is added.
         """
-        rest, closing = self._cutter.finish(), self._closing
+        rest, closing = self._cutter.finish(), self.closing
         if not any(_is_whole(payload) for _, payload in _list_events(rest)):
             return closing
         rest = rest.rstrip(b"\r\n") + b"\n\n"
@@ -255,15 +250,15 @@ class EndReader:
     def _hold_closing(self, out: bytes) -> bytes:
         """Return the events before the closing one, which is held with whatever an engine still says behind it."""
         start = 0
-        if not self._closing:
+        if not self.closing:
             for blank in _BLANK_LINE.finditer(out):
                 if any(self._is_closing(payload) for _, payload in _list_events(out[start : blank.end()])):
                     break
                 start = blank.end()
             else:
                 return out
-        if len(self._closing) < MAX_HELD_BYTES:
-            self._closing += out[start:]
+        if len(self.closing) < MAX_HELD_BYTES:
+            self.closing += out[start:]
         return out[:start]
 
     def _is_closing(self, payload: bytes) -> bool:

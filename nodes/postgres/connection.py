@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
+from psycopg.waiting import WAIT_R
 
 RV = TypeVar("RV")
 
@@ -79,6 +80,8 @@ class PatientConnection(psycopg.Connection[Any]):  # Any: rows are as their curs
     """A connection whose every wait ends as ``patience`` says, else as that of its thread or process, if any."""
 
     patience: Patience | None = None
+    on_sent: Callable[[], None] | None = None
+    """Called in the next wait that is bound by a patience, once all bytes are the kernel's and only the answer is awaited."""
 
     def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
         """Return what ``gen`` comes to. Raises ServerSilent, with the connection closed, and whatever ``gen`` raises."""
@@ -86,19 +89,24 @@ class PatientConnection(psycopg.Connection[Any]):  # Any: rows are as their curs
         if patience is None:
             return super().wait(gen, interval, timeout)
         try:
-            return super().wait(_end_on_silence(gen, patience), interval, timeout)
+            return super().wait(_end_on_silence(gen, patience, self.on_sent), interval, timeout)
         except ServerSilent:
             self.pgconn.finish()
             raise
+        finally:
+            self.on_sent = None
 
 
-def _end_on_silence(gen: PQGen[RV], patience: Patience) -> PQGen[RV]:
+def _end_on_silence(gen: PQGen[RV], patience: Patience, on_sent: Callable[[], None] | None) -> PQGen[RV]:
     """Pass on what the two sides say to each other; raise ServerSilent when the socket is not ready for too long."""
     silent_from = time.monotonic()
     ends_at = patience.ends_at if patience.ends_at is not None else float("inf")
     try:
         wanted = next(gen)
         while True:
+            if on_sent is not None and wanted == WAIT_R:
+                on_sent()
+                on_sent = None
             ready = yield wanted
             now = time.monotonic()
             if ready:

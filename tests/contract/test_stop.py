@@ -82,6 +82,24 @@ async def test_what_does_not_finish_within_the_grace_period_is_interrupted_and_r
     assert {record["status"] for record in records} == {"interrupted"}
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_an_answer_that_a_client_has_whole_is_completed_though_its_gateway_is_killed_that_moment(
+    lab: Lab, *, streams: bool
+) -> None:
+    gateway = start(lab.stack, f"killed-{'stream' if streams else 'plain'}", "1")
+    lab.gateway = gateway
+    model = await lab.model(gateway, lab.stack.main)
+    worker = await lab.worker(model)
+    reply = await lab.open(model, stream=streams)
+    job = await worker.job()
+    await (worker.stream(job, ["whole"], tokens=(3, 4)) if streams else worker.answer(job, "whole", tokens=(3, 4)))
+    await reply.until(b"[DONE]" if streams else b"finish_reason")
+    assert gateway.process is not None
+    gateway.process.kill()
+    (record,) = await lab.final(model, within_s=60)
+    assert (record["status"], record["prompt_tokens"], record["completion_tokens"]) == ("completed", 3, 4)
+
+
 async def test_requests_of_a_gateway_that_was_killed_are_closed_by_the_reconciler(lab: Lab) -> None:
     gateway = start(lab.stack, "victim", "1")
     lab.gateway = gateway

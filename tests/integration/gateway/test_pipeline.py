@@ -203,6 +203,35 @@ async def test_an_answer_and_its_record(make_gateway: Make) -> None:
     assert created <= finished
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_the_last_bytes_wait_until_the_records_end_is_sent_and_never_long(make_gateway: Make, *, streams: bool) -> None:
+    gateway = make_gateway()
+    link = gateway.link(slots=2)
+    first, second = requests = gateway.ask(stream=streams), gateway.ask(stream=streams)
+    await first.client.wait(lambda: len(link.streams) == 2)
+
+    def list_states() -> set[object]:
+        return {row[0] for row in gateway.rows.execute("SELECT state FROM gateway_requestrecord").fetchall()}
+
+    async with asyncio.timeout(30):
+        while list_states() != {"running"}:
+            await asyncio.sleep(0.005)
+    with psycopg.connect(gateway.rows.info.dsn, password=gateway.rows.info.password) as other:
+        other.execute("SELECT 1 FROM gateway_requestrecord FOR UPDATE")
+        for request, stream in zip(requests, list(link.streams), strict=True):
+            stream.answer(b"data: [DONE]\n\n" if streams else ANSWER, headers=SSE if streams else None)
+            assert not request.client.is_whole
+            if request is first:
+                await request.done()  # sent is enough: that the row is locked holds nobody up
+        await second.done()  # it could not be sent meanwhile, and a slow database holds no answer
+        assert first.client.is_whole
+        assert second.client.is_whole
+        assert list_states() == {"running"}
+    async with asyncio.timeout(30):
+        while list_states() != {"completed"}:
+            await asyncio.sleep(0.005)
+
+
 async def test_an_engines_error_is_passed_on_and_recorded_as_a_failure(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link()
