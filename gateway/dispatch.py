@@ -11,8 +11,9 @@ import asyncio
 import itertools
 import math
 import time
+import uuid
 from bisect import insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.errors import (
@@ -28,10 +29,12 @@ from gateway.errors import (
     QueueTimeout,
 )
 from gateway.metrics import QUEUE_DEPTH
+from gateway.outcome import Outcome, judge_node
 from gateway.outlook import Busy, Closed, Outlook, Ready
 from gateway.placement import choose_link
 from gateway.values import InferenceRequest, Timeouts, Unmatched
 from nodes.links import Link, LinkCondition, LinkRegistry
+from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 
@@ -65,6 +68,8 @@ class Job:
     attempts: int = 0
     losses: int = 0
     avoid: set[Link] = field(default_factory=set)
+    suspects: list[Trial] = field(default_factory=list)
+    """Attempts that failed before their first byte: the nodes' fault once another one answers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +81,8 @@ class Lease:
     model: str = ""
     granted: float = 0.0
     """time.monotonic() seconds; 0 = not to be counted in how long requests take."""
+    probed: Ejection | None = None
+    """The ejection of the replica that this request tries to end."""
     released: bool = False
 
     def release(self) -> None:
@@ -84,6 +91,8 @@ class Lease:
             self.released = True
             self.link.active -= 1
             self.link.released_at = now = time.monotonic()
+            if self.probed is not None:
+                self.probed.end_probe(now)
             if self.granted:
                 self.dispatcher.note_held(self.model, now - self.granted)
             self.dispatcher.place_on(self.link)
@@ -109,6 +118,7 @@ class Dispatcher:
 
     def __init__(self, registry: LinkRegistry, keeper: LinkKeeper, timeouts: Timeouts) -> None:
         self._registry = registry
+        self._ejections = registry.ejections
         self._keeper = keeper
         self._timeouts = timeouts
         self._queues: dict[str, dict[str, list[_Waiter]]] = {}
@@ -140,7 +150,7 @@ class Dispatcher:
     def outlook(self, model: str, lane: str, *, max_queue: float = math.inf, avoid: Collection[Link] = ()) -> Outlook:
         """Return how a newcomer for ``model`` would fare on that API path, best on none of the boxes in ``avoid``."""
         now = time.monotonic()
-        links = self._registry.links_answering(model, lane)
+        links = self._links_open(model, lane, now)
         lanes = self._queues.get(model, {})
         waiting = len(lanes.get(lane, ()))
         if not waiting and choose_link([link for link in links if link not in avoid] if avoid else links, now=now) is not None:
@@ -177,7 +187,7 @@ class Dispatcher:
         now = time.monotonic()
         rooms: list[tuple[int, int, str]] = []
         for model in models:
-            ready = [link for link in self._registry.links_answering(model, lane) if link.condition(now) is LinkCondition.READY]
+            ready = [link for link in self._links_open(model, lane, now) if link.condition(now) is LinkCondition.READY]
             if ready:
                 free = sum(max(0, link.max_concurrent - link.load) for link in ready)
                 rooms.append((-free, _count(self._queues.get(model, {})), model))
@@ -237,12 +247,39 @@ class Dispatcher:
             return
         now = time.monotonic()
         while link.can_take(now):
-            waiter = self._oldest_for(link)
+            waiter = self._oldest_for(link, now)
             if waiter is None:
                 return
             self._remove(waiter)
             if not waiter.future.done():  # its client left earlier in this loop turn
                 waiter.future.set_result(self._grant(link, waiter.job.request.model))
+
+    def begin_trial(self, job: Job, lease: Lease, answer: Answer, *, caller: uuid.UUID) -> Trial:
+        """Return an attempt to judge a node by. A caller who chose the node cannot blame it."""
+        link, request = lease.link, job.request
+        return self._ejections.begin(
+            link,
+            request.model,
+            caller=None if job.prefer and link.is_called(job.prefer) else caller,
+            is_streaming=request.is_streaming,
+            answer=answer,
+            now=time.monotonic(),
+            probed=lease.probed,
+        )
+
+    def end_trial(self, job: Job, trial: Trial, outcome: Outcome | None) -> None:
+        """Judge a node by how an attempt ended; None: the caller left. What failed on every node was the request's fault."""
+        now, verdict, link = time.monotonic(), judge_node(outcome), trial.link
+        if verdict in {Verdict.FAILED, Verdict.SUSPECT}:
+            was_taken_back = link.policy.reclaimed or link.policy.draining or link.box_draining
+            if was_taken_back or link.is_peer or (job.suspects and verdict is Verdict.FAILED):
+                verdict = Verdict.NOTHING
+        self._ejections.end(trial, verdict, now)
+        if verdict is Verdict.SUSPECT:
+            job.suspects.append(trial)
+        elif verdict is Verdict.GOOD:
+            for suspect in job.suspects:
+                self._ejections.end(suspect, Verdict.FAILED, now)
 
     def fail_waiting(self, error: GatewayError) -> None:
         """End every wait, e.g. when the gateway stops."""
@@ -257,8 +294,13 @@ class Dispatcher:
 
     # inside
 
+    def _links_open(self, model: str, lane: str, now: float) -> Sequence[Link]:
+        """Return the links that may get a request for the model on that API path: ejected ones only where there is no other."""
+        return self._ejections.choose_from(self._registry.links_answering(model, lane), model, now)
+
     def _choose(self, model: str, endpoint: str, avoid: set[Link], prefer: str = "") -> Link | None:
-        links, now = self._registry.links_answering(model, endpoint), time.monotonic()
+        now = time.monotonic()
+        links = self._links_open(model, endpoint, now)
         if endpoint in SPOKEN_THROUGH and not prefer:  # a box that speaks it needs no translation
             own = [link for link in links if link not in avoid and link.answers(model, endpoint)]
             if (native := choose_link(own, now=now)) is not None:
@@ -278,7 +320,8 @@ class Dispatcher:
     def _grant(self, link: Link, model: str) -> Lease:
         link.active += 1
         link.last_served = next(self._served)
-        return Lease(self, link, model, time.monotonic())
+        now = time.monotonic()
+        return Lease(self, link, model, now, self._ejections.take_probe(link, model, now))
 
     def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
         loop = asyncio.get_running_loop()
@@ -346,12 +389,12 @@ class Dispatcher:
         if model in self._keeper.disabled_models:
             raise ProviderDisabled(retry_after_s=30)
 
-    def _oldest_for(self, link: Link) -> _Waiter | None:
+    def _oldest_for(self, link: Link, now: float) -> _Waiter | None:
         best: _Waiter | None = None
         for model in self._queues.keys() & link.models:
             for endpoint, queue in self._queues[model].items():
                 is_older = best is None or queue[0].job.sequence < best.job.sequence
-                if is_older and link.find_path(model, endpoint) is not None:
+                if is_older and link in self._links_open(model, endpoint, now):
                     best = queue[0]
         return best
 

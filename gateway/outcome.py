@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from http import HTTPStatus
 
 from gateway.errors import ForwardedRequestFailed, GatewayError, NoAvailableNode, RequestInterrupted, RequestTimeout
 from nodes.links import EndKind, LinkEnd
+from nodes.links.ejections import Verdict
 from wire.bridge import TokenCounts
+from wire.contract import RequestState
 
 
 class RetryReason(StrEnum):
@@ -52,6 +55,22 @@ class Broken:
 
 
 Outcome = Served | Retry | Broken
+
+
+def judge_node(outcome: Outcome | None) -> Verdict:
+    """Return what an attempt says of its node. What the caller asked wrongly, and what it did not wait for, says nothing."""
+    match outcome:
+        case Served(status=status, has_failed=has_failed, error=error):
+            if has_failed or (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED):
+                is_callers = error is not None and error.state is RequestState.REJECTED
+                return Verdict.NOTHING if is_callers else Verdict.FAILED
+            return Verdict.GOOD if status < 400 else Verdict.NOTHING
+        case Retry(reason=RetryReason.LOST | RetryReason.ENGINE):
+            return Verdict.SUSPECT
+        case Broken(error=RequestInterrupted() | ForwardedRequestFailed()):
+            return Verdict.FAILED
+        case _:
+            return Verdict.NOTHING
 
 
 def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:

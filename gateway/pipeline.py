@@ -122,7 +122,7 @@ class Pipeline:
                 if exchange is None:
                     continue
                 self.books.note_start(record)
-                outcome = await exchange.run()
+                outcome = await self._run_attempt(call, job, lease, exchange)
                 if not self._should_retry(call, outcome, job, lease):
                     break
             if isinstance(outcome, Served):
@@ -365,6 +365,16 @@ class Pipeline:
             waits=True,
             tidies=call.entries[request.model].tidy and request.is_streaming and request.endpoint == KEPT_LANE,
         )
+
+    async def _run_attempt(self, call: Call, job: Job, lease: Lease, exchange: Exchange) -> Outcome:
+        """Return how an attempt ended, which the node is judged by. Raises ClientLeft."""
+        trial = self.dispatcher.begin_trial(job, lease, exchange, caller=call.caller.key_id)
+        outcome: Outcome | None = None
+        try:
+            outcome = await exchange.run()
+            return outcome
+        finally:
+            self.dispatcher.end_trial(job, trial, outcome)
 
     async def _keep(self, call: Call, job: Job, exchange: Exchange) -> None:
         """Write an answer down that is to be kept, before its last bytes go; they say so when that failed."""

@@ -65,9 +65,9 @@ class Exchange:
     # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
     __slots__ = (
         "_began", "_client", "_closed", "_done", "_ends", "_extra", "_headers", "_held", "_job", "_keepalive", "_lease",
-        "_limits", "_over", "_passing", "_path", "_queue_ms", "_received", "_rewriter", "_sniff", "_status",
+        "_limits", "_over", "_passing", "_path", "_queue_ms", "_rewriter", "_sniff", "_status",
         "_stream", "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
-        "is_delivered", "last", "translator",
+        "is_delivered", "last", "received", "translator", "was_blocked",
     )  # fmt: skip
 
     def __init__(
@@ -106,7 +106,9 @@ class Exchange:
         self._usage_data = b""
         self._sniff = not lease.link.reports_usage and translation is None
         self._passing = False
-        self._received = 0
+        self.received = 0
+        self.was_blocked = False
+        """Whether the client took the answer more slowly than the node gave it."""
         self._began = time.monotonic()
         self._closed: asyncio.TimerHandle | None = None
         """Runs from the engine's closing event on; nothing that comes behind it matters."""
@@ -187,8 +189,8 @@ class Exchange:
         if self._over or not data:
             return
         size = len(data)
-        self._received += size
-        if self._received > self._limits.max_stream_bytes:
+        self.received += size
+        if self.received > self._limits.max_stream_bytes:
             self._fail(StreamTooLarge())
             return
         if self._sniff and b'"usage"' in data and not (self._usage_data and b'"usage":null' in data):
@@ -298,10 +300,10 @@ class Exchange:
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
         self._grant(len(data))
-        if self._received <= _HOLD_LIMIT_BYTES:
+        if self.received <= _HOLD_LIMIT_BYTES:
             return
         if self._rewriter is not None or self._status >= 400 or self._client.started:
-            if self._received > _WHOLE_LIMIT_BYTES or self._status >= 400:
+            if self.received > _WHOLE_LIMIT_BYTES or self._status >= 400:
                 self._fail(StreamTooLarge())  # no error says anything worth reading in its second megabyte
             return
         self._passing = True
@@ -327,6 +329,7 @@ class Exchange:
 
     def _grant(self, amount: int) -> None:
         if self._client.is_blocked:
+            self.was_blocked = True
             self._ungranted += amount
         elif self._stream is not None:
             self._stream.grant(amount)

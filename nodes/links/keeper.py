@@ -133,6 +133,8 @@ class LinkKeeper:
             elif now - link.last_seen >= link.offline_after_s and not self._is_blind(now):
                 self.registry.remove(link, "the node sent no heartbeat")
                 link.close("offline")
+        for link in self.registry.ejections.tick(now):
+            self.registry.announce(link)
 
     # inside
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,6 +20,9 @@ from nodes.states import AS_IT_IS, BINARY_ENDPOINTS, MAX_REPORTED_LOAD, POOL_RES
 from wire.bridge import GpuInfo
 from wire.frames import End
 from wire.ids import format_id
+
+if TYPE_CHECKING:
+    from nodes.links.ejections import Standing
 
 
 class EndKind(StrEnum):
@@ -131,6 +134,10 @@ class Link:
         self.stale_after_s = 10.0
         self.offline_after_s = 15.0
         self.reports_usage = False
+        self.standings: dict[str, Standing] = {}
+        """What ``Ejections`` remembers of its replicas, by model."""
+        self.is_peer = False
+        """Whether another gateway, which may be lost itself, stands between this one and the node."""
         self.closed = False
 
     @property

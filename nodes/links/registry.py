@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
+from nodes.links.ejections import Ejections
 from nodes.links.port import EndKind, Link, Listener
 from nodes.states import TOKENIZE
 
@@ -21,6 +22,7 @@ class LinkRegistry:
         self._answering: dict[tuple[str, str], list[Link]] = {}
         """Links by model and API path, worked out when first asked for after a change."""
         self._listeners: list[Listener] = []
+        self.ejections = Ejections(self.links_for)
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._links.values()))
@@ -71,6 +73,7 @@ class LinkRegistry:
             self.remove(old)
             old.close("replaced by a newer session of the same node")
         self._links[link.node_id] = link
+        self.ejections.note_connect(link.node_id, time.monotonic())
         self._index(link)
         self.announce(link)
 

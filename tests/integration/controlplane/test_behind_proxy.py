@@ -64,7 +64,7 @@ def test_guessing_is_slowed_down_by_the_true_address_and_nobody_else_is(server: 
     browser = Browser(server)
     for number in range(8):
         assert browser.sign_in("admin", f"guess{number}", f"10.1.2.{number}, {ATTACKER}").status_code == 403
-    assert set(SignInFailure.objects.filter(name="admin").values_list("address", flat=True)) == {ATTACKER}
+    assert set(SignInFailure.objects.exclude(address="").values_list("address", flat=True)) == {ATTACKER}
     assert browser.sign_in("admin", PASSWORD, f"10.1.2.99, {ATTACKER}").status_code == 403
     assert browser.sign_in("admin", PASSWORD, VISITOR).status_code == 302
 

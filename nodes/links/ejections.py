@@ -1,0 +1,375 @@
+"""Ejections: replicas and nodes that get no new requests for a while, because of how they answered. No I/O, no clock.
+
+Every gateway judges for itself, from the requests that it sent. A node is compared with the other nodes of the same model,
+and only by what the callers met whom it failed: a request that fails everywhere is the caller's fault.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+from typing import Protocol
+
+from nodes.links.port import Link, LinkCondition
+
+BASE_S, MAX_S = 10.0, 300.0
+"""The first ejection, and the longest; each one doubles, and so long without one makes the next the first again."""
+_REMEMBERED = 16
+"""Answers of a replica that are remembered, none longer than _MEMORY_S: at least _FAULTS of them and half have to be faults."""
+_MEMORY_S = 600.0
+_FAULTS = 5
+_FEWER = 8
+"""So many times more rarely the better half of the other nodes has to fail the callers whom a replica fails."""
+_PROBES = 3
+"""Good answers to probes after which a replica is back."""
+_SLOW_FACTOR = 8.0
+"""GPUs that people own differ: a slow answer takes so many times what the other nodes take, and more than _FLOORS."""
+_WEIGHT = 0.2
+_PROBE_PAUSE_S = 1.0
+_FORGET_S = 3600.0
+_CONNECTS, _CONNECTS_S = 10, 60.0
+
+
+class Fault(StrEnum):
+    """Why a node gets no new requests."""
+
+    FAILED = "failed"
+    SLOW = "slow"
+    WRONG = "wrong"
+    UNSTEADY = "unsteady"
+    """It connected ten times within a minute."""
+
+
+class Verdict(StrEnum):
+    """What the end of an attempt says of the node."""
+
+    GOOD = "good"
+    FAILED = "failed"
+    SUSPECT = "suspect"
+    """It failed before the first byte, and another node may answer: then it was the node's fault, else the request's."""
+    NOTHING = "nothing"
+
+
+class Answer(Protocol):
+    """What is read of an attempt. Times are time.monotonic() seconds."""
+
+    first_byte_at: float | None
+    received: int
+    was_blocked: bool
+    """Whether its client took it more slowly than it came."""
+
+
+_FIRST_BYTE, _WHOLE, _PACE = range(3)
+"""What is measured: seconds to the first byte of a stream, to a whole answer, and seconds a byte of a stream."""
+_FLOOR_S, _FLOOR_PACE = 1.0, 0.001
+"""What is faster is never slow."""
+
+
+@dataclass(slots=True, eq=False)
+class Ejection:
+    """A replica, or with an empty model a whole node, that is held back. Times are time.monotonic() seconds.
+
+    After ``until`` one request at a time may go to it (half-open).
+    """
+
+    node_id: uuid.UUID
+    model: str
+    fault: Fault
+    since: float
+    until: float
+    passes: int = 0
+    is_probing: bool = False
+    is_news: bool = True
+    """Whether operators have not been told of one like it lately."""
+    is_only_told: bool = False
+    """Whether the node goes on getting requests: half of the model's nodes are ejected already."""
+
+    def bars(self, now: float) -> bool:
+        """Whether it may get no request now, except as the last node of a model."""
+        return not self.is_only_told and (now < self.until or self.is_probing)
+
+    def end_probe(self, now: float) -> None:
+        """The request that tried it gave its slot back; how it was answered is judged apart."""
+        if self.is_probing:
+            self.is_probing = False
+            self.until = max(self.until, now + _PROBE_PAUSE_S)
+
+
+@dataclass(slots=True, eq=False)
+class Standing:
+    """What is remembered of a replica. ``outcomes``: when, whose request, and what was wrong with the answer."""
+
+    outcomes: deque[tuple[float, uuid.UUID, Fault | None]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+    means: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Of each measure, moving averages of good answers."""
+    open: dict[Trial, None] = field(default_factory=dict)
+    times: int = 0
+    back_at: float = -math.inf
+    told_at: float = -math.inf
+    heard_at: float = -math.inf
+    lost_link: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One attempt under way. ``caller`` None: the caller chose the node, so it cannot be blamed for what went wrong there."""
+
+    link: Link
+    model: str
+    caller: uuid.UUID | None
+    is_streaming: bool
+    answer: Answer
+    began: float
+    probed: Ejection | None
+    standing: Standing
+    is_judged: bool = False
+
+
+Key = tuple[uuid.UUID, str]
+
+
+class Ejections:
+    """Judges the nodes linked here. ``links_for``: the links of a model; ``on_eject`` is called with each new ejection."""
+
+    def __init__(self, links_for: Callable[[str], Sequence[Link]]) -> None:
+        self._links_for = links_for
+        self._held: dict[Key, Ejection] = {}
+        self._standings: dict[Key, Standing] = {}
+        self._connects: dict[uuid.UUID, deque[float]] = {}
+        self.on_eject: Callable[[Ejection], None] = lambda _ejection: None
+
+    def __iter__(self) -> Iterator[Ejection]:
+        return iter(list(self._held.values()))
+
+    @property
+    def size(self) -> int:
+        """How many replicas and nodes something is remembered of."""
+        return len({*self._standings, *self._held}) + len(self._connects)
+
+    # placing
+
+    def choose_from(self, links: Sequence[Link], model: str, now: float) -> Sequence[Link]:
+        """Return those of ``links`` that may get a request for the model: all of them where nothing else is ready."""
+        if not self._held:
+            return links
+        free = [link for link in links if not self._bars(link, model, now)]
+        return free if any(link.condition(now) is LinkCondition.READY for link in free) else links
+
+    def take_probe(self, link: Link, model: str, now: float) -> Ejection | None:
+        """Return the ejection that a request placed now tries to end, if it does."""
+        ejection = self._held.get((link.node_id, model)) if self._held else None
+        if ejection is None or ejection.fault is Fault.WRONG or ejection.bars(now):
+            return None
+        ejection.is_probing = True
+        return ejection
+
+    # judging
+
+    def begin(
+        self,
+        link: Link,
+        model: str,
+        *,
+        caller: uuid.UUID | None,
+        is_streaming: bool,
+        answer: Answer,
+        now: float,
+        probed: Ejection | None = None,
+    ) -> Trial:
+        """Return an attempt that begins now; whoever begins one ends it."""
+        standing = link.standings.get(model) or self._standing(link, model)
+        trial = Trial(link, model, caller, is_streaming, answer, now, probed, standing)
+        standing.open[trial] = None
+        return trial
+
+    def end(self, trial: Trial, verdict: Verdict, now: float) -> None:
+        """Take how an attempt ended. A suspect is judged by a second call, once its request is over."""
+        standing = trial.standing
+        standing.open.pop(trial, None)
+        if trial.caller is None or trial.is_judged:
+            return
+        if verdict is Verdict.SUSPECT:
+            return
+        if verdict is Verdict.FAILED:
+            if trial.link.closed and standing.lost_link == id(trial.link):
+                return  # one link that was lost is one fault, whatever ran on it
+            standing.lost_link = id(trial.link) if trial.link.closed else 0
+            self._take(trial, standing, Fault.FAILED, now)
+            return
+        is_slow = self._measure(trial, standing, now, is_whole=verdict is Verdict.GOOD)
+        if is_slow or verdict is Verdict.GOOD:
+            self._take(trial, standing, Fault.SLOW if is_slow else None, now)
+
+    def note_connect(self, node_id: uuid.UUID, now: float) -> None:
+        """Take that a node connected; one that does so all the time gets no new requests until it stays."""
+        connects = self._connects.setdefault(node_id, deque(maxlen=_CONNECTS))
+        connects.append(now)
+        if len(connects) == _CONNECTS and now - connects[0] <= _CONNECTS_S:
+            self._eject((node_id, ""), Fault.UNSTEADY, now)
+
+    def note_canary(self, link: Link, model: str, *, is_right: bool, until: float, now: float) -> None:
+        """Take a node's answer to a model's canary question; a wrong one ejects it until a right one, ``until`` at most."""
+        key = (link.node_id, model)
+        held = self._held.get(key)
+        if not is_right:
+            self._eject(key, Fault.WRONG, now, until=until)
+            self._held[key].is_only_told = not self._may_eject(link.node_id, model, now)
+        elif held is not None and held.fault is Fault.WRONG:
+            self._readmit(held, now)
+
+    def tick(self, now: float) -> list[Link]:
+        """Judge what takes too long, let go of what is over; return the links that may get work again."""
+        for standing in list(self._standings.values()):
+            for trial in list(standing.open):
+                if now - trial.began <= _FLOOR_S:
+                    break  # the oldest is first
+                if not trial.is_judged and self._measure(trial, standing, now, is_whole=False):
+                    self._take(trial, standing, Fault.SLOW, now)
+        for ejection in self:
+            is_over = ejection.fault in {Fault.UNSTEADY, Fault.WRONG} and now >= ejection.until
+            if is_over or now - ejection.until > _FORGET_S:
+                self._readmit(ejection, now)
+        self._keep_half()
+        self._forget(now)
+        due = [one for one in self._held.values() if not one.bars(now)]
+        return [link for one in due for link in self._links_for(one.model) if link.node_id == one.node_id]
+
+    # inside
+
+    def _standing(self, link: Link, model: str) -> Standing:
+        """Return what is remembered of a replica; its link keeps it at hand, for hashing a UUID costs more than judging."""
+        standing = link.standings[model] = self._standings.setdefault((link.node_id, model), Standing())
+        return standing
+
+    def _bars(self, link: Link, model: str, now: float) -> bool:
+        ofs = (self._held.get((link.node_id, model)), self._held.get((link.node_id, "")))
+        return any(ejection is not None and ejection.bars(now) for ejection in ofs)
+
+    def _measure(self, trial: Trial, standing: Standing, now: float, *, is_whole: bool) -> bool:
+        """Return whether an attempt is slower than those of the other nodes; ``is_whole``: remember its measures."""
+        answer = trial.answer
+        first, received = answer.first_byte_at, answer.received
+        if not trial.is_streaming:
+            waited_s = now - trial.began
+            if is_whole:
+                _learn(standing, _WHOLE, waited_s)
+            return waited_s > _FLOOR_S and waited_s > _SLOW_FACTOR * self._typical(trial, _WHOLE)
+        waited_s = (now if first is None else first) - trial.began
+        if is_whole:
+            _learn(standing, _FIRST_BYTE, waited_s)
+        if waited_s > _FLOOR_S and waited_s > _SLOW_FACTOR * self._typical(trial, _FIRST_BYTE):
+            return True
+        if first is None or not received or answer.was_blocked:
+            return False
+        streamed_s = now - first
+        pace = streamed_s / received
+        if is_whole:
+            _learn(standing, _PACE, pace)
+        return pace > _FLOOR_PACE and streamed_s > _FLOOR_S and pace > _SLOW_FACTOR * self._typical(trial, _PACE)
+
+    def _typical(self, trial: Trial, measure: int) -> float:
+        """Return what the other nodes of the model take; infinite while too little is known of them."""
+        others = self._others(trial.link.node_id, trial.model)
+        known = [one.means[measure] for one in others if one.counts[measure] >= _FAULTS]
+        return median(known) if known else math.inf
+
+    def _others(self, node_id: uuid.UUID, model: str) -> list[Standing]:
+        """Return what is remembered of the other nodes of a model that are not ejected."""
+        links = [link for link in self._links_for(model) if link.node_id != node_id and (link.node_id, model) not in self._held]
+        return [link.standings[model] for link in links if model in link.standings]
+
+    def _take(self, trial: Trial, standing: Standing, fault: Fault | None, now: float) -> None:
+        assert trial.caller is not None
+        trial.is_judged, standing.heard_at = True, now
+        standing.outcomes.append((now, trial.caller, fault))
+        if fault is None and not self._held:
+            return
+        key = (trial.link.node_id, trial.model)
+        held = self._held.get(key)
+        if held is None:
+            if fault is not None and self._is_outlier(key, standing, now) and self._may_eject(*key, now):
+                self._eject(key, fault, now)
+        elif trial.probed is held:
+            if fault is not None:
+                self._eject(key, fault, now)
+                return
+            held.passes, held.until = held.passes + 1, now
+            if held.passes >= _PROBES:
+                self._readmit(held, now)
+
+    def _is_outlier(self, key: Key, standing: Standing, now: float) -> bool:
+        recent = [one for one in standing.outcomes if now - one[0] <= _MEMORY_S]
+        callers = {caller for _at, caller, fault in recent if fault is not None}
+        faults = sum(fault is not None for _at, _caller, fault in recent)
+        if faults < _FAULTS or 2 * faults < len(recent):
+            return False
+        met = []
+        for other in self._others(*key):
+            answers = [fault for at, caller, fault in other.outcomes if caller in callers and now - at <= _MEMORY_S]
+            if answers:
+                met.append((sum(fault is not None for fault in answers), len(answers)))
+        met.sort(key=lambda pair: pair[0] / pair[1])
+        better = met[: (len(met) + 1) // 2]
+        bad, count = sum(bad for bad, _count in better), sum(count for _bad, count in better)
+        return count - bad >= _FAULTS and _FEWER * bad * len(recent) <= faults * count
+
+    def _may_eject(self, node_id: uuid.UUID, model: str, now: float) -> bool:
+        """At most half of the nodes that could serve the model, so never the last one."""
+        ready = {link.node_id for link in self._links_for(model) if link.condition(now) is LinkCondition.READY} | {node_id}
+        held = (self._held.get((other, model)) for other in ready if other != node_id)
+        ejected = sum(one is not None and not one.is_only_told for one in held)
+        return 2 * (ejected + 1) <= len(ready)
+
+    def _eject(self, key: Key, fault: Fault, now: float, *, until: float | None = None) -> None:
+        standing, before = self._standings.setdefault(key, Standing()), self._held.get(key)
+        if before is None and now - standing.back_at > MAX_S:
+            standing.times = 0
+        standing.times += 1
+        standing.heard_at = now
+        standing.outcomes.clear()
+        until = now + min(MAX_S, BASE_S * 2.0 ** min(standing.times - 1, 9)) if until is None else until
+        is_news = now - standing.told_at > _FORGET_S or (before is not None and before.is_news)
+        since = before.since if before is not None and before.fault is fault else now
+        self._held[key] = Ejection(*key, fault, since, until, is_news=is_news)
+        if is_news:
+            standing.told_at = now
+        self.on_eject(self._held[key])
+
+    def _readmit(self, ejection: Ejection, now: float) -> None:
+        key = (ejection.node_id, ejection.model)
+        del self._held[key]
+        standing = self._standings.setdefault(key, Standing())
+        standing.back_at = standing.heard_at = now
+        standing.counts = [0, 0, 0]
+
+    def _keep_half(self) -> None:
+        """When healthy nodes leave, those that are ejected are tried sooner than was meant."""
+        for model in {one.model for one in self._held.values() if one.model}:
+            nodes = {link.node_id for link in self._links_for(model)}
+            held = [one for one in self._held.values() if one.model == model and one.node_id in nodes]
+            held = sorted((one for one in held if one.fault is not Fault.WRONG), key=lambda one: one.until)
+            for ejection in held[: max(0, len(held) - len(nodes) // 2)]:
+                ejection.until = min(ejection.until, ejection.since + BASE_S)
+
+    def _forget(self, now: float) -> None:
+        idle = [
+            key
+            for key, standing in self._standings.items()
+            if not standing.open and key not in self._held and now - standing.heard_at > _FORGET_S
+        ]
+        for key in idle:
+            del self._standings[key]
+        for node_id in [node_id for node_id, connects in self._connects.items() if now - connects[-1] > _CONNECTS_S]:
+            del self._connects[node_id]
+
+
+def _learn(standing: Standing, measure: int, value: float) -> None:
+    means, counts = standing.means, standing.counts
+    means[measure] = means[measure] + _WEIGHT * (value - means[measure]) if counts[measure] else value
+    counts[measure] += 1
