@@ -32,9 +32,12 @@ def sweep_operations() -> int:
 
 
 def block_stale() -> int:
-    """Block what was asked for under a policy that is no longer active and is not on its way; returns how many."""
+    """Block what was asked for under a policy that is no longer active and is not on its way; returns how many.
+
+    Not the very change that put the active one in force: it is being carried out.
+    """
     gone = [PolicyVersion.State.SUPERSEDED, PolicyVersion.State.DROPPED]
-    stale = _not_on_its_way().filter(policy__state__in=gone)
+    stale = _not_on_its_way().filter(policy__state__in=gone).exclude(adopts__state=PolicyVersion.State.ACTIVE)
     return _end_each(stale, ApprovalEvent.BLOCK, notice="blocked", reason="the policy changed meanwhile")
 
 

@@ -169,6 +169,23 @@ def test_what_nobody_approves_expires() -> None:
     assert Operation.objects.get(pk=operation.pk).state == ApprovalState.EXPIRED.value
 
 
+def test_a_change_of_policy_ends_as_succeeded_and_the_log_does_not_say_that_it_was_blocked() -> None:
+    team = make_governed()
+    pending = propose_token(team[0])
+    for version in (2, 3):
+        change = services.draft_policy(approvers=team.choices(), reason=f"version {version}", proposer=team[0].proposer)
+        for member in team.members[1:]:
+            member.approve(change)
+        services.run_due()
+        sweep_operations()
+        ended = services.read_operation(change.pk, None)
+        assert (ended.summary.state, ended.summary.run_state, ended.state_reason) == ("approved", "succeeded", "")
+        assert ended.runs[0].message == f"Version {version} is in force; {3 - version} pending operations were blocked."
+        actions = list(AuditEvent.objects.filter(op_id=change.printed_id).order_by("id").values_list("action", flat=True))
+        assert actions[-2:] == ["policy.activate", "operation.run.succeeded"]
+    assert AuditEvent.objects.get(action="operation.block").op_id == pending.printed_id
+
+
 def test_a_change_of_policy_blocks_what_was_pending() -> None:
     team = make_governed("ana", "ben", "cleo", "dan")
     pending = propose_token(team[0])
