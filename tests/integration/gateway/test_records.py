@@ -439,7 +439,7 @@ async def let_in_late(writer: RecordWriter, rows: Rows) -> Record | None:
     """Have a request refused, and its row come in once the writer is well again. None: not before the last look at it."""
     await written(writer)
     assert writer._database is not None
-    writer._database.patience = Patience(silence_s=0.2)  # type: ignore[attr-defined]  # of this connection alone
+    writer._database.patience = Patience(silence_s=0.2)  # of this connection alone
     record = make_record()
     with rows.transaction():
         rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
