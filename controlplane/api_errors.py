@@ -213,7 +213,7 @@ def permission_denied(request: HttpRequest, exception: Exception) -> HttpRespons
 
 
 def server_error(request: HttpRequest) -> HttpResponse:
-    """Answer 500 while Django handles, and logs, a defect; 503 or 400 when it is the database. Says nothing of what broke."""
+    """Answer 500 while Django handles, and logs, a defect; 503 or 400 when it is the database. Says nothing more of it."""
     error = sys.exception()
     if isinstance(error, NOT_STORABLE):
         return bad_request(request, error)

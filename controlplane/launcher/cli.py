@@ -14,6 +14,7 @@ from typing import NoReturn
 from controlplane.env import SettingError
 from controlplane.launcher import environment
 from controlplane.launcher.console import complain, say
+from controlplane.launcher.credentials import Credentials, run_credentials
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.places import default_data, node_data
 
@@ -76,6 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands)
     down = _add(commands, "down", "stop a running installation and wait until it has stopped", _run_down)
     _add_data(down)
+    credentials = _add(commands, "credentials", "show the login and the keys that the first start made", _run_credentials)
+    credentials.add_argument(
+        "name", nargs="?", choices=Credentials.__slots__, metavar="NAME", help="print only this one, bare: %(choices)s"
+    )
+    _add_data(credentials)
     manage = _add(commands, "manage", "run a Django management command on a running installation", _run_manage)
     manage.usage = "./muster manage [--data DIR] COMMAND [argument ...]     e.g. ./muster manage allow_model NAME"
     manage.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -255,6 +261,10 @@ def _run_down(options: argparse.Namespace, _rest: list[str], _argv: list[str]) -
     from controlplane.launcher.attach import run_down
 
     return run_down(options.data)
+
+
+def _run_credentials(options: argparse.Namespace, _rest: list[str], _argv: list[str]) -> int:
+    return run_credentials(options.data, options.name)
 
 
 def _run_manage(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:

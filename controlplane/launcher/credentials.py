@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from controlplane.launcher.console import say
+from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json
+from controlplane.launcher.places import credentials_path, default_data
 
 _MAY_BE_EMPTY = {"password", "admin_token"}
 
@@ -47,3 +51,21 @@ def require_credentials(path: Path) -> Credentials:
     if credentials is None:
         raise LauncherError(f"{path} is incomplete: delete it and start again, new credentials are made then")
     return credentials
+
+
+def run_credentials(data: Path, name: str | None) -> int:
+    """Print the credentials of the installation in ``data``, or the one called ``name`` alone. Raises LauncherError."""
+    path = credentials_path(data)
+    credentials = read_credentials(path)
+    if credentials is None:
+        raise LauncherError(f"{path} is missing, incomplete or not yours to read: has ./muster up run with this --data DIR?")
+    values = asdict(credentials)
+    for line in [values[name]] if name else [f"{each:<18}{value}" for each, value in values.items()]:
+        say(line)
+    return 0
+
+
+def describe_command(data: Path) -> str:
+    """Return the command line that shows the credentials in ``data``, to be pasted anywhere."""
+    where = [] if data == default_data() else ["--data", str(data)]
+    return shlex.join([str(ROOT / "muster"), "credentials", *where])

@@ -68,7 +68,7 @@ class Place:
     @property
     def credentials(self) -> Path:
         """The generated credentials, mode 0600."""
-        return self.data / "credentials.json"
+        return credentials_path(self.data)
 
     @property
     def installation(self) -> Path:
@@ -111,6 +111,11 @@ def node_data(data: Path) -> Path:
 def lock_path(data: Path) -> Path:
     """Return the lock file of the installation in ``data``."""
     return data / "up.lock"
+
+
+def credentials_path(data: Path) -> Path:
+    """Return the file with the generated credentials of the installation in ``data``."""
+    return data / "credentials.json"
 
 
 def installation_path(data: Path) -> Path:

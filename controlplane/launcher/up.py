@@ -14,7 +14,7 @@ from pathlib import Path
 from controlplane.env import SettingError, read_database, read_log_level, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import complain, elapsed_s, progress, say
-from controlplane.launcher.credentials import Credentials, require_credentials
+from controlplane.launcher.credentials import Credentials, describe_command, require_credentials
 from controlplane.launcher.embedded import EmbeddedServer
 from controlplane.launcher.errors import LauncherError, StopRequested
 from controlplane.launcher.files import read_or_create_secret, write_json
@@ -175,12 +175,13 @@ class _Session:
             log_key=_read_secret("MUSTER_LOG_KEY", self.place.data / "log_key"),
             run_id=self.run_id,
         )
+        is_first = not self.place.credentials.exists()
         self._bootstrap()
         self.credentials = require_credentials(self.place.credentials)
         is_served = self._start_parts(self.credentials)
         self.is_ready = True
         self.publish()
-        self._announce(self.credentials, is_served=is_served)
+        self._announce(self.credentials, is_first=is_first, is_served=is_served)
 
     def publish(self) -> None:
         """Write down what runs: for the next ``up``, for ``manage`` and ``down``, and for whoever reads the ready file."""
@@ -297,21 +298,23 @@ class _Session:
             return False
         return True
 
-    def _announce(self, credentials: Credentials, *, is_served: bool) -> None:
+    def _announce(self, credentials: Credentials, *, is_first: bool, is_served: bool) -> None:
+        """Say where everything is. Secrets are said once, by the start that made them: what is printed may be kept by a log."""
         where = self.addresses
-        password = credentials.password or "(the one you set)"
+        secret = f" / {credentials.password}" if is_first else ""
         pages = list(dict.fromkeys([self._public_url, where.public_url, *where.outside_urls(where.control_port)]))
         gateways = list(dict.fromkeys([where.gateway_url, *where.outside_urls(where.gateway_ports[0])]))
         for line in (
             "",
             f"Muster is ready after {elapsed_s():.1f} s. Ctrl-C stops it.",
             "",
-            f"  Control plane  {pages[0]}/admin/   login {credentials.username} / {password}",
+            f"  Control plane  {pages[0]}/admin/   login {credentials.username}{secret}",
             *(f"                 {url}/admin/" for url in pages[1:]),
             f"                 {self._name_limits()}",
             f"  Gateway        {gateways[0]}/v1",
             *(f"                 {url}/v1" for url in gateways[1:]),
-            f"  Demo API key   {credentials.api_key}",
+            *([f"  Demo API key   {credentials.api_key}"] if is_first else []),
+            f"  Credentials    {self.place.credentials}, shown by: {describe_command(self.place.data)}",
             f"  Logs           {self.place.logs}",
             "",
             *self._suggest(credentials, is_served=is_served),
@@ -322,7 +325,7 @@ class _Session:
     def _suggest(self, credentials: Credentials, *, is_served: bool) -> list[str]:
         """Return what to do next; a request for a model only when somebody serves it."""
         url = f"{self.addresses.gateway_url}/v1"
-        key = f"  export MUSTER_API_KEY={credentials.api_key}"
+        key = f'  export MUSTER_API_KEY="$({describe_command(self.place.data)} api_key)"'
         authorization = '-H "Authorization: Bearer $MUSTER_API_KEY"'
         if not is_served:
             return [

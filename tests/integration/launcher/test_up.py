@@ -138,7 +138,9 @@ def test_the_ready_file_is_private_and_names_everything(installation: Installati
     assert installation.ready_file.stat().st_mode & 0o777 == 0o600
     _wait(lambda: _answers(ready["control_url"] + "/healthz"), BACK_S, installation.said)
     _wait(lambda: _answers(ready["gateway_url"] + "/health"), BACK_S, installation.said)
-    assert f"export MUSTER_API_KEY={ready['api_key']}" in installation.said()
+    assert f"login admin / {ready['admin']['password']}\n" in installation.said()
+    assert installation.said().count(ready["api_key"]) == 1
+    assert paste_key(installation) == ready["api_key"]
     # Nobody serves a model here, so nobody is told to ask one.
     assert f'{ready["gateway_url"]}/v1/models -H "Authorization: Bearer $MUSTER_API_KEY"' in installation.said()
     assert "chat/completions" not in installation.said()
@@ -146,6 +148,14 @@ def test_the_ready_file_is_private_and_names_everything(installation: Installati
     assert ready["public_url"] == ready["control_url"].replace("127.0.0.1", "localhost")
     assert f"{ready['public_url']}/admin/" in installation.said()
     assert (installation.directory / "log_key").stat().st_mode & 0o777 == 0o600
+
+
+def paste_key(installation: Installation) -> str:
+    """Return what the printed line puts into the variable, pasted in another folder."""
+    line = [line for line in installation.said().splitlines() if "export MUSTER_API_KEY=" in line][-1]
+    pasted = ["sh", "-ec", f'{line}\nprintf %s "$MUSTER_API_KEY"']
+    told = subprocess.run(pasted, cwd="/", capture_output=True, text=True, check=True)
+    return told.stdout
 
 
 def test_a_second_up_on_the_same_directory_is_one_line(installation: Installation) -> None:
@@ -223,7 +233,14 @@ def test_a_killed_supervisor_takes_its_children_along_and_the_next_up_carries_on
     installation.process.wait()
     _wait(installation.is_empty, 60.0)
     installation.ready_file.unlink()
+    said = len(installation.said())
     after = installation.start()
+    # Said once, by the first start: under systemd this is the journal.
+    for secret in (after["admin"]["password"], after["api_key"], after["admin_token"]):
+        assert secret not in installation.said()[said:]
+    assert "/admin/   login admin\n" in installation.said()[said:]
+    assert f"{installation.directory}/credentials.json, shown by: " in installation.said()[said:]
+    assert paste_key(installation) == after["api_key"]
     for name in ("admin", "admin_token", "api_key", "worker_secret", "node_token"):
         assert after[name] == before[name]
     with psycopg.connect(after["database_url"]) as connection:
