@@ -66,21 +66,24 @@ MAX_TURNS = 4000
 """In ``messages``, and in an ``input`` of items. llama.cpp's templates take 0.9 s of a core for 4,000, minutes for 80,000."""
 MAX_CHOICES = 1000
 """In one list of what may become a grammar, such as ``enum``. llama.cpp takes 0.3 s of a core for 1,000, minutes for 20,000."""
+MAX_SHAPE_MEMBERS = 200
+"""In one object of a shape that an answer is to have. llama.cpp's grammar of 200 properties that may be left out takes 0.1 s
+of a core, of 900 four seconds; tools, of which it makes no such grammar, may have MAX_MEMBERS."""
 MAX_BREAKERS = 100
 """In ``dry_sequence_breakers``, which llama.cpp holds against every token of its vocabulary and against each other."""
 MAX_NUMBER_CHARS = 400
 """Of one number. No engine reads more than some 20 digits of one, and llama.cpp repeats the whole of it in its error."""
 _TURNS = ("messages", "input")
-_GRAMMARS = (
-    "response_format",
-    "json_schema",
-    "text",
-    "output_config",
-    "output_format",
-    "guided_json",
-    "structured_outputs",
-    "tools",
-)
+_Within = tuple[tuple[bytes, bytes, int], ...]
+_OF_SHAPES: _Within = ((b"{", b":", MAX_SHAPE_MEMBERS), (b"[", b",", MAX_CHOICES))
+_SHAPES = ("response_format", "json_schema", "text", "output_config", "output_format", "guided_json", "structured_outputs")
+_BOUNDS_WITHIN: dict[str, _Within] = {
+    "logit_bias": ((b"{", b":", MAX_BIASES), (b"[", b",", MAX_BIASES)),
+    "dry_sequence_breakers": ((b"[", b",", MAX_BREAKERS),),
+    "tools": ((b"[", b",", MAX_CHOICES),),
+    **dict.fromkeys(_SHAPES, _OF_SHAPES),
+}
+"""How many entries any object or list may have within a field: what opens it, what stands once for each of them, the bound."""
 _OBJECT = re.compile(rb"[ \t\r\n]*+\{")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % MAX_NUMBER_CHARS)
@@ -124,16 +127,14 @@ def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str
         return f"holds an object with {most} members; one object may have at most {MAX_MEMBERS}"
     if has_long and (long := _LONG_NUMBER.search(_STRING.sub(b'""', raw))) is not None:
         return f"holds a number of {len(long[1])} characters; a number may have at most {MAX_NUMBER_CHARS}"
-    if name == "logit_bias" and (most := max(_count(raw, b"{", b":")[0], _count(raw, b"[", b",")[0])) > MAX_BIASES:
-        return f"has {most} entries; send at most {MAX_BIASES}"
-    if name == "dry_sequence_breakers" and (most := _count(raw, b"[", b",")[0]) > MAX_BREAKERS:
-        return f"has {most} entries; send at most {MAX_BREAKERS}"
     if name in _TURNS and raw.startswith(b"[") and raw.count(b"{") > MAX_TURNS:
         items = _items_decoder.decode(raw)
         if len(items) > MAX_TURNS and bytes(items[0]).startswith(b"{"):  # else texts or tokens, which are read one by one
             return f"has {len(items)} entries; send at most {MAX_TURNS}, and sum up what came before"
-    if name in _GRAMMARS and raw.count(b",") > MAX_CHOICES and (most := _count(raw, b"[", b",")[1]) > MAX_CHOICES:
-        return f"holds a list of {most} entries; a list in it may have at most {MAX_CHOICES}"
+    for opening, between, highest in _BOUNDS_WITHIN.get(name, ()):
+        if raw.count(between) >= highest and (most := _count(raw, opening, between)[1]) > highest:
+            what = "an object with" if opening == b"{" else "a list of"
+            return f"holds {what} {most} entries; it may have at most {highest}"
     return ""
 
 

@@ -1,9 +1,10 @@
-"""Making sure that nothing of a process tree is left, also of what has left the tree's process group."""
+"""Process trees: making sure that nothing of one is left, and which connections it has not let go of."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 
 import psutil
 
@@ -20,6 +21,24 @@ def list_tree(pid: int | None) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def list_left(pids: Iterable[int]) -> set[int]:
+    """Return the ports of clients that have closed a connection to a server in these trees, which still holds it open. Blocks.
+
+    Its own connections to others do not count: a server may keep those as long as it likes.
+    """
+    found = []
+    for pid in pids:
+        for process in list_tree(pid):
+            with contextlib.suppress(psutil.Error):
+                found += process.net_connections(kind="tcp")
+    served = {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+    return {
+        connection.raddr.port
+        for connection in found
+        if connection.status == psutil.CONN_CLOSE_WAIT and connection.laddr.port in served
+    }
 
 
 async def kill_rest(tree: list[psutil.Process]) -> list[int]:

@@ -9,6 +9,7 @@ from asyncio import FIRST_COMPLETED
 from collections.abc import Callable
 from enum import StrEnum
 
+from runner.engines.descendants import list_left
 from runner.engines.port import Engine, Health, Report
 from runner.errors import EngineError
 
@@ -18,6 +19,13 @@ RESTART_FIRST_S = 0.5
 STEADY_AFTER_S = 30.0
 """An engine that served this long starts its back-off anew when it dies."""
 UNLOAD_LIMIT_S = 60.0
+OBEY_LIMIT_S = 2.0
+"""An engine of ours lets go of a client that has left within this time. llama.cpp looks for it once a second, also while it
+works on a long prompt: what goes on then is the batch, which others share.
+"""
+READ_S_PER_MIB = 4.0
+"""More for what it was sent: it reads a body to its end, tokens included, before it looks; measured: 0.7 s on one core."""
+_LOOK_EVERY_S = 0.25
 
 
 class EngineState(StrEnum):
@@ -42,6 +50,9 @@ class Supervisor:
         self._on_change = on_change
         self._suspicion = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
+        self._leaver: asyncio.Task[None] | None = None
+        self._left_mib = 0.0
+        self._disobeys = False
         self.state = EngineState.UNLOADED
         self.last_error: str | None = None
         self.restarts = 0
@@ -59,6 +70,32 @@ class Supervisor:
     def check_soon(self) -> None:
         """Have the engine's health looked at now."""
         self._suspicion.set()
+
+    def watch_left(self, sent_bytes: int) -> None:
+        """Have the engine restarted unless it soon lets go of a client that has left; of somebody else's nothing is known."""
+        if not self.engine.pids or not self.is_ready:
+            return
+        self._left_mib = max(self._left_mib, sent_bytes / (1024 * 1024))
+        if self._leaver is None or self._leaver.done():
+            self._leaver = asyncio.create_task(self._watch_left())
+
+    async def _watch_left(self) -> None:
+        """Look until no connection is held that its client has left, or until one is held for too long.
+
+        Looks are counted, not seconds: while the whole machine stands still, nobody can obey.
+        """
+        looks: dict[int, int] = {}
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            held = await asyncio.to_thread(list_left, self.engine.pids)
+            looks = {port: looks.get(port, 0) + 1 for port in held}
+            if not looks:
+                self._left_mib = 0.0
+                return
+            if max(looks.values()) * _LOOK_EVERY_S > OBEY_LIMIT_S + READ_S_PER_MIB * self._left_mib:
+                self._disobeys, self._left_mib = True, 0.0
+                self._suspicion.set()
+                return
 
     async def load(self, report: Report) -> None:
         """Load the engine and watch it from then on. Raises EngineError; nothing is left behind then."""
@@ -80,6 +117,7 @@ class Supervisor:
 
     async def unload(self, *, gently: bool) -> None:
         """Stop watching and unload; return when the adapter has seen that the engine is gone. Raises EngineError."""
+        await self._stop_looking()
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             watcher.cancel()
@@ -117,11 +155,20 @@ class Supervisor:
             log.error("engine is down engine=%s reason=%s", self.engine.name, reason)
             pause_s = RESTART_FIRST_S if clock() - since >= STEADY_AFTER_S else pause_s
             self._become(EngineState.FAILED, error=reason)
+            await self._stop_looking()
             with contextlib.suppress(EngineError):  # somebody else's server: nothing of ours to clear away
                 await self.engine.unload(gently=False)
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, self.engine.restart_max_s)
             self.restarts += 1
+
+    async def _stop_looking(self) -> None:
+        """Forget the clients that left: what comes next is another process."""
+        leaver, self._leaver = self._leaver, None
+        if leaver is not None:
+            leaver.cancel()
+            await asyncio.gather(leaver, return_exceptions=True)
+        self._disobeys, self._left_mib = False, 0.0
 
     async def _try_load(self, report: Report | None) -> bool:
         if self.last_error is None:
@@ -152,6 +199,8 @@ class Supervisor:
                 self._suspicion.clear()
                 if gone.done():
                     return "the engine process died"
+                if self._disobeys:
+                    return f"the engine went on for more than {OBEY_LIMIT_S:g} s with a request whose client had left"
                 match await self.engine.health():
                     case Health.OK:
                         silent_since = None

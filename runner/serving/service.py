@@ -257,6 +257,11 @@ class Serving:
                         await self._log_error(request, answer.status, message)
             finally:
                 await context.__aexit__(None, None, None)
+        except RequestRefused:
+            raise
+        except BaseException:
+            replica.supervisor.watch_left(len(body))
+            raise
         finally:
             replica.active -= 1
 

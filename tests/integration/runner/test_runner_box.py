@@ -304,6 +304,26 @@ async def test_a_hung_engine_is_killed_and_restarted(tmp_path: Path) -> None:
         assert answer.status == 200
 
 
+async def test_an_engine_that_does_not_let_go_of_a_request_that_was_cancelled_is_killed_and_restarted(tmp_path: Path) -> None:
+    patient = {"MUSTER_ENGINE_SILENT_S": "3600"}
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env=patient) as process:
+        box = await gateway.accept()
+        await box.declares("muster-tiny")
+        deaf = await engine_of(process)
+        idle = sum(deaf.cpu_times()[:2])
+        stream, neighbour = await box.open(LONG | {"stream": False}), await box.open(LONG | {"stream": False})
+        await eventually(lambda: sum(deaf.cpu_times()[:2]) > idle + 0.1, "it works")
+        deaf.suspend()
+        await stream.cancel()
+        assert (await stream.expect_end()).error == "cancelled"
+        await eventually(lambda: not is_alive(deaf), "the deaf engine is killed")
+        end = await neighbour.expect_end()
+        assert (end.error, end.retryable) == ("engine_failed", True)
+        await eventually(lambda: box.models() == ["muster-tiny"], "the model is declared again")
+        answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
+        assert answer.status == 200
+
+
 async def test_the_engine_dies_with_a_killed_runner(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
         await gateway.accept()

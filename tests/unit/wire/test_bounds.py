@@ -20,6 +20,7 @@ from wire.bounds import (
     MAX_CHOICES,
     MAX_MEMBERS,
     MAX_NUMBER_CHARS,
+    MAX_SHAPE_MEMBERS,
     MAX_TURNS,
     find_out_of_bounds,
 )
@@ -121,6 +122,7 @@ CROWDS: list[tuple[str | None, dict[str, object], dict[str, object], int]] = [
     ("tools", {"tools": [tool(**members(900))] * 3}, {"tools": [tool(**members(MAX_MEMBERS + 1))]}, MAX_MEMBERS),
     ("tools", {"tools": [tool(a={"enum": ["e"] * MAX_CHOICES})]}, {"tools": [tool(a={"enum": [1] * 1001})]}, MAX_CHOICES),
     ("response_format", {"response_format": schema(enum=["e"] * 1000)}, {"response_format": schema(enum=[1] * 1001)}, 1000),
+    ("text", {"text": schema(properties=members(200))}, {"text": schema(properties=members(201))}, MAX_SHAPE_MEMBERS),
     ("messages", {"messages": [HELLO] * MAX_TURNS}, {"messages": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
     ("input", {"input": [HELLO] * MAX_TURNS}, {"input": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
     ("dry_sequence_breakers", {"dry_sequence_breakers": ["a"] * 100}, {"dry_sequence_breakers": ["a"] * 101}, MAX_BREAKERS),

@@ -1,0 +1,107 @@
+"""The real llama.cpp behind its supervisor: one that goes on without its client is restarted, one that lets go stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+
+import aiohttp
+import pytest
+
+from runner.engines.descendants import list_left, list_tree
+from runner.engines.llamacpp import LlamaCpp
+from runner.engines.port import CHAT, Call
+from runner.engines.supervisor import Supervisor
+from tests.integration.runner.engine_cases_llamacpp import ENDLESS, QUESTION, tiny_plan
+from tests.integration.runner.engine_suite import ask, chat_call, wait_until
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+
+NAMES = {f"k{number}": 1 for number in range(150_000)}
+STUCK = json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], **NAMES}).encode()
+"""The server's thread reads it for minutes: llama.cpp compares each name with all before it."""
+
+
+@contextlib.asynccontextmanager
+async def supervised() -> AsyncIterator[Supervisor]:
+    """Yield a supervisor whose engine serves."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
+        supervisor = Supervisor(LlamaCpp(tiny_plan(), client), silent_s=60.0, on_change=lambda: None)
+        await supervisor.load(lambda _progress: None)
+        try:
+            yield supervisor
+        finally:
+            await supervisor.unload(gently=False)
+
+
+async def leave(supervisor: Supervisor, call: Call, *, once: Callable[[], bool]) -> None:
+    """Ask, and leave as soon as ``once`` is true; the supervisor is told, as by the one who serves."""
+
+    async def wait_for_answer() -> None:
+        async with supervisor.engine.stream(call) as response:
+            await response.read()
+
+    asking = asyncio.create_task(wait_for_answer())
+
+    async def is_time() -> bool:
+        return asking.done() or await asyncio.to_thread(once)
+
+    assert await wait_until(is_time)
+    assert not asking.done()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    supervisor.watch_left(len(call.body))
+
+
+def is_reading(supervisor: Supervisor) -> Callable[[], bool]:
+    """Return what tells whether the engine has begun to work on what comes next."""
+
+    def has_worked() -> bool:
+        (process,) = list_tree(supervisor.engine.pids[0])
+        return bool(sum(process.cpu_times()[:2]) > began + 0.1)
+
+    (only,) = list_tree(supervisor.engine.pids[0])
+    began = sum(only.cpu_times()[:2])
+    return has_worked
+
+
+async def test_an_engine_that_goes_on_without_its_client_is_killed_and_serves_again() -> None:
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+        neighbour = asyncio.create_task(ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS)))
+        await leave(supervisor, Call("POST", CHAT, {"content-type": "application/json"}, STUCK), once=is_reading(supervisor))
+
+        async def is_restarted() -> bool:
+            return supervisor.restarts == 1 and supervisor.is_ready
+
+        assert await wait_until(is_restarted)
+        assert supervisor.engine.pids != before
+        (error,) = await asyncio.gather(neighbour, return_exceptions=True)
+        assert isinstance(error, aiohttp.ClientError)  # what the node says as a failure that may be retried
+        assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(chat_call("tiny", QUESTION, **ENDLESS), id="while it generates"),
+        pytest.param(chat_call("tiny", QUESTION, **{**ENDLESS, "stream": False}), id="before it says a word"),
+        pytest.param(chat_call("tiny", QUESTION * 10_000), id="while it reads a text of 1 MB"),
+    ],
+)
+async def test_an_engine_that_is_busy_and_lets_go_is_left_alone(call: Call) -> None:
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(leave(supervisor, call, once=is_reading(supervisor)))
+
+        async def has_let_go() -> bool:
+            return not await asyncio.to_thread(list_left, supervisor.engine.pids)
+
+        assert await wait_until(has_let_go)
+        answer = await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+        assert json.loads(answer)["usage"]["completion_tokens"]
+        assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
