@@ -291,6 +291,13 @@ def _find_rivals(facts: Facts) -> Iterable[Problem]:
             yield _blame(node, f"Two nodes call themselves {node.name}.", advice, since=node.rival_seen_at)
 
 
+def _find_ejections(facts: Facts) -> Iterable[Problem]:
+    for node in _online(facts):
+        for ejection in node.ejections:
+            what = f"Gateways hold {node.name} back" + (f" for {ejection.model}." if ejection.model else ".")
+            yield _blame(node, what, f"{ejection.words[:1].upper()}{ejection.words[1:]}.", since=ejection.since)
+
+
 def _find_alarms(facts: Facts) -> Iterable[Problem]:
     for node in facts.fleet.nodes:
         if node.witness_alarm:
@@ -357,6 +364,7 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
     _find_dead_backends,
     _find_lost_models,
     _find_alarms,
+    _find_ejections,
     _find_rivals,
     _find_silent_redis,
     _find_wrong_clocks,

@@ -280,6 +280,8 @@ CORS_ORIGINS = read_list("MUSTER_CORS_ORIGINS")
 METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
 # Folders with a model's tokenizer.json, to count tokens without asking a box. Empty = boxes are asked.
 TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
+# Seconds between two canary questions to a replica, for models that have one.
+CANARY_INTERVAL_S = read_float("MUSTER_CANARY_INTERVAL_S", 300.0, minimum=1.0)
 REQUEST_RETENTION_DAYS = read_int("MUSTER_REQUEST_RETENTION_DAYS", 30, minimum=1)
 
 NODE_HEALTH = HealthPolicy(

@@ -71,6 +71,9 @@ class ModelEntry:
     tokenizer: str = ""
     tidy: bool = False
     """Whether chunks of its chat streams are put right for strict clients."""
+    canary_question: str = ""
+    """What its nodes are asked now and then; empty = nothing."""
+    canary_answer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +130,8 @@ class Catalogue:
                 context_tokens=row.context_tokens,
                 tokenizer=row.tokenizer,
                 tidy=row.tidy,
+                canary_question=row.canary_question,
+                canary_answer=row.canary_answer,
             )
             for row in Model.objects.all()
         ]

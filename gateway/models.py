@@ -105,6 +105,16 @@ class Model(models.Model):
         db_default="",
         help_text="Folder below MUSTER_TOKENIZERS_DIR, with a tokenizer.json",
     )
+    canary_question = models.CharField(
+        max_length=500,
+        blank=True,
+        default="",
+        db_default="",
+        help_text="What its nodes are asked now and then; empty = nothing",
+    )
+    canary_answer = models.CharField(
+        max_length=200, blank=True, default="", db_default="", help_text="What the answer to the canary question contains"
+    )
     tidy = models.BooleanField(
         default=False, db_default=False, help_text="Put chunks of its chat streams right for strict clients"
     )

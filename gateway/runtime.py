@@ -15,6 +15,7 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ from django.db.models.functions import Now
 from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
+from gateway.canary import Canaries
 from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_change_mark, store_key_use
 from gateway.counting import TokenCounter
 from gateway.dispatch import Dispatcher
@@ -46,6 +48,7 @@ from nodes.metrics import FLEET
 from nodes.offload import run_pulse, run_upkeep
 from nodes.presence import presence_reports
 from nodes.services.drains import write_drain_counts
+from nodes.services.ejections import EjectionReport, write_ejections
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.states import DrainCount, NodeRow
 from wire.ids import new_uuid7
@@ -55,6 +58,7 @@ logger = logging.getLogger("muster.gateway")
 HINT_GROUP = "muster.hints"
 _SWEEP_S = 2.0
 _TICK_S = 0.5
+_CANARY_LOOK_S = 1.0
 _HEARTBEAT_S = 1.0
 _PRESENCE_S = 0.9
 """How often what boxes newly said is written; a load that makes progress says something every second."""
@@ -97,6 +101,14 @@ class GatewayRuntime:
             limits=self.limits,
             timeouts=self.timeouts,
         )
+        self.canaries = Canaries(
+            gateway_id=self.gateway_id,
+            registry=self.registry,
+            dispatcher=self.dispatcher,
+            catalogue=self.catalogue,
+            records=self.records,
+            interval_s=settings.CANARY_INTERVAL_S,
+        )
         self.workers = WorkerEndpoint(
             registry=self.registry,
             keeper=self.keeper,
@@ -112,6 +124,7 @@ class GatewayRuntime:
         self._resolving: asyncio.Task[None] | None = None
         self._refresh = asyncio.Event()
         self._drains_told: list[DrainCount] = []
+        self._ejections_told: list[tuple[object, ...]] = []
 
     def is_known_model(self, name: str) -> bool:
         """Whether any box ever declared the model or an operator named it."""
@@ -130,6 +143,7 @@ class GatewayRuntime:
             self._run_reconciler(),
             self._run_ticks(),
             self._run_hints(),
+            self._run_canaries(),
             self.workers.courier.run(),
         )
         self._tasks = [loop.create_task(job) for job in jobs]
@@ -212,7 +226,8 @@ class GatewayRuntime:
                 await asyncio.sleep(_PRESENCE_S)
             news_only = turn % _PRESENCE_FULL_EVERY != 0
             drains = self.keeper.list_drains()
-            has_news = drains != self._drains_told or any(
+            ejections = self.registry.ejections.list_marks()
+            has_news = (drains, ejections) != (self._drains_told, self._ejections_told) or any(
                 isinstance(link, RelayLink) and link.has_news for link in self.registry
             )
             if news_only and not has_news:
@@ -220,9 +235,32 @@ class GatewayRuntime:
             used, self.keys.used = self.keys.used, {}
             try:
                 await run_upkeep(self._write_back, used, drains, news_only=news_only)
+                await self._write_ejections(ejections)
             except (DatabaseError, InterfaceError, OSError) as error:
                 self.keys.used = used | self.keys.used
                 logger.warning("gateway.report_failed error=%s", type(error).__name__)
+
+    async def _write_ejections(self, marks: list[tuple[object, ...]]) -> None:
+        if marks == self._ejections_told:
+            return
+        told = list(self.registry.ejections)
+        now = time.monotonic()
+        reports = [
+            EjectionReport(
+                node_id=one.node_id,
+                model=one.model,
+                reason=one.fault.value,
+                age_s=now - one.since,
+                left_s=one.until - now,
+                is_news=one.is_news,
+                is_held=not one.is_only_told,
+            )
+            for one in told
+        ]
+        await run_upkeep(partial(write_ejections, reports, gateway_id=self.gateway_id))
+        self._ejections_told = marks
+        for one in told:
+            one.is_news = False
 
     async def _run_reconciler(self) -> None:
         while True:
@@ -239,6 +277,11 @@ class GatewayRuntime:
             self.limiter.forget_idle()
             self.pipeline.books.forget_idle()
             metrics.WORKERS.set(len(self.registry))
+
+    async def _run_canaries(self) -> None:
+        while True:
+            await asyncio.sleep(_CANARY_LOOK_S)
+            await self.canaries.ask_due()
 
     async def _run_hints(self) -> None:
         """Listen for "something changed". Lost hints cost two seconds, so every failure just means trying again."""

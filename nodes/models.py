@@ -176,6 +176,9 @@ class NodePresence(models.Model):
     queue_depth = models.PositiveIntegerField(null=True, blank=True, help_text="Requests that wait on the box itself")
     avg_wait_ms = models.PositiveIntegerField(null=True, blank=True)
     last_error = models.CharField(max_length=500, blank=True)
+    ejections = models.JSONField(
+        default=dict, db_default={}, blank=True, help_text="Models for which a gateway sends it nothing new, by gateway, in hex"
+    )
     protocol = models.CharField(max_length=40, blank=True)
     peer_address = models.CharField(max_length=64, blank=True)
     observed_at = models.DateTimeField(null=True, blank=True)

@@ -11,6 +11,7 @@ from rest_framework import serializers
 from nodes.models import Node, NodePresence
 from nodes.services import Heartbeat, Registration, is_drained, judge_status
 from nodes.services.clock import clock_of
+from nodes.services.ejections import list_ejections
 from nodes.services.health import explain_unreachable
 from nodes.services.registry import MAX_API_KEY_CHARS
 from wire.contract import NodeMode, NodeStatus
@@ -184,6 +185,9 @@ class NodeSerializer(serializers.Serializer[Node]):
     gpus = serializers.ListField(child=serializers.DictField())
     queue_depth = serializers.IntegerField(allow_null=True)
     avg_wait_ms = serializers.IntegerField(allow_null=True)
+    ejections = serializers.ListField(
+        child=serializers.DictField(), help_text="Models for which gateways send it nothing new: model, reason, since, until"
+    )
 
     def to_representation(self, instance: Node) -> dict[str, Any]:  # Any: JSON
         presence: NodePresence | None = getattr(instance, "presence", None)
@@ -225,6 +229,10 @@ class NodeSerializer(serializers.Serializer[Node]):
             "gpus": live.gpus,
             "queue_depth": live.queue_depth,
             "avg_wait_ms": live.avg_wait_ms,
+            "ejections": [
+                {"model": one.model, "reason": one.reason, "since": print_time(one.since), "until": print_time(one.until)}
+                for one in list_ejections(presence, now=clock_of(instance))
+            ],
         }
 
 

@@ -15,6 +15,7 @@ from gateway.models import Model
 from gateway.services import (
     ServiceError,
     allow_model,
+    change_model_canary,
     change_model_caps,
     change_model_details,
     default_caps,
@@ -23,6 +24,7 @@ from gateway.services import (
     model_caps,
 )
 from gateway.services.limits import CAPS
+from gateway.services.models import MAX_ANSWER_CHARS, MAX_QUESTION_CHARS
 from gateway.services.values import MAX_MODEL_NAME_CHARS
 from gateway.services.waiting import explain_waits
 from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
@@ -58,6 +60,24 @@ class ModelDetailsForm(forms.Form):
         label="Tidy chat streams",
         widget=UnfoldBooleanSwitchWidget,
         help_text="Put chunks right that strict clients cannot read: no role, ids of tool calls that are null or said again.",
+    )
+
+
+class ModelCanaryForm(forms.Form):
+    """What the nodes of a model are asked now and then."""
+
+    question = forms.CharField(
+        max_length=MAX_QUESTION_CHARS,
+        required=False,
+        widget=UnfoldAdminTextInputWidget,
+        help_text="Something every honest node answers alike, e.g. What is 17 times 3? Empty: nothing is asked.",
+    )
+    answer = forms.CharField(
+        label="The answer contains",
+        max_length=MAX_ANSWER_CHARS,
+        required=False,
+        widget=UnfoldAdminTextInputWidget,
+        help_text="For example 51. Capital letters do not matter.",
     )
 
 
@@ -100,6 +120,11 @@ def _detail(model: Model, actor: str, values: Values) -> str:
     return f"Changed the details of {model.name}."
 
 
+def _ask_canary(model: Model, actor: str, values: Values) -> str:
+    change_model_canary(name=model.name, actor=actor, question=values["question"], answer=values["answer"])
+    return f"Nodes are asked for {model.name}." if values["question"] else f"Nodes are not asked for {model.name}."
+
+
 @admin.register(Model)
 class AllowListAdmin(CreatingAdmin):
     """Which models clients may use. Rows that are not allowed are names that boxes have declared."""
@@ -128,6 +153,8 @@ class AllowListAdmin(CreatingAdmin):
         "show_context",
         "show_tokenizer",
         "tidy",
+        "canary_question",
+        "canary_answer",
         "created_at",
         "updated_at",
     )
@@ -165,6 +192,15 @@ class AllowListAdmin(CreatingAdmin):
             run=_detail,
             form=ModelDetailsForm,
             read_initial=lambda model: {name: getattr(model, name) for name in DETAILS},
+        ),
+        RowChange(
+            name="canary",
+            label="Canary question",
+            explanation="Gateways ask every node that serves the model now and then. A node whose answer does not contain the "
+            "words gets no requests for the model until it answers rightly.",
+            run=_ask_canary,
+            form=ModelCanaryForm,
+            read_initial=lambda model: {"question": model.canary_question, "answer": model.canary_answer},
         ),
         RowChange(
             name="disallow",

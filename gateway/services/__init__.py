@@ -37,6 +37,7 @@ from gateway.services.keys import (
 from gateway.services.limits import ApprovalNeeded, default_caps, default_limit, key_limit, model_caps, tenant_limit
 from gateway.services.models import (
     allow_model,
+    change_model_canary,
     change_model_caps,
     change_model_details,
     disallow_model,
@@ -72,6 +73,7 @@ __all__ = [
     "allow_model",
     "change_alias",
     "change_key_limits",
+    "change_model_canary",
     "change_model_caps",
     "change_model_details",
     "change_response_policy",

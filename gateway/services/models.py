@@ -16,6 +16,7 @@ from governance.audit import record_event
 from governance.hints import publish_hint
 from governance.registry import RunOrder
 
+MAX_QUESTION_CHARS, MAX_ANSWER_CHARS = 500, 200
 MAX_FALLBACKS = MAX_CANDIDATES - 1
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 """Part by part below one folder: no ``..``, nothing hidden, nothing absolute."""
@@ -141,6 +142,33 @@ def change_model_details(
     return model
 
 
+@transaction.atomic
+def change_model_canary(*, name: str, question: str, answer: str, actor: str) -> Model:
+    """Set what the nodes of a model are asked now and then, and what their answer must contain; both empty = nothing.
+
+    Raises InvalidValue, ModelNotFound.
+    """
+    question = _clean_line(question, param="question", max_chars=MAX_QUESTION_CHARS)
+    answer = _clean_line(answer, param="answer", max_chars=MAX_ANSWER_CHARS)
+    if bool(question) != bool(answer):
+        missing = "answer" if question else "question"
+        raise InvalidValue(
+            f"Give a question and what its answer must contain, or neither: the {missing} is empty.", param=missing
+        )
+    if answer and answer.casefold() in question.casefold():
+        raise InvalidValue(
+            "The question contains the answer, so a node that repeats what it is asked would pass. Ask otherwise.",
+            param="answer",
+        )
+    model = _get_model(name)
+    if (model.canary_question, model.canary_answer) != (question, answer):
+        model.canary_question, model.canary_answer = question, answer
+        model.save(update_fields=["canary_question", "canary_answer", "updated_at"])
+        record_event(actor=actor, action="model.canary", target=name, detail={"is_asked": bool(question)})
+        publish_hint("models", name)
+    return model
+
+
 def require_known_models(names: Sequence[str], *, param: str) -> None:
     """Refuse names that no model has, allowed or not. Raises InvalidValue, which names the first of them."""
     known = set(Model.objects.filter(name__in=names).values_list("name", flat=True))
@@ -198,6 +226,13 @@ def _clean_fallbacks(names: Iterable[str], *, of: str) -> list[str]:
         raise InvalidValue(f"{of} cannot stand in for itself.", param="fallbacks")
     require_known_models(cleaned, param="fallbacks")
     return cleaned
+
+
+def _clean_line(text: str, *, param: str, max_chars: int) -> str:
+    line = text.strip()
+    if len(line) > max_chars or not line.isprintable():
+        raise InvalidValue(f"Write the {param} on one line of at most {max_chars} printable characters.", param=param)
+    return line
 
 
 def _clean_folder(text: str) -> str:

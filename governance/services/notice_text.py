@@ -16,7 +16,7 @@ from governance.services.notices import FLEET_EVENTS, RUN_EVENTS
 from wire.ids import format_id, parse_id
 from wire.optoken.approval import digest_words, read_statement
 
-_FLEET_MEMBERS = {"drained": ("interrupted",), "reload_failed": ("model", "reason")}
+_FLEET_MEMBERS = {"drained": ("interrupted",), "ejected": ("model", "reason"), "reload_failed": ("model", "reason")}
 """Of each of FLEET_EVENTS: what of the audit event's detail a webhook gets."""
 
 

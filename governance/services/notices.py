@@ -17,7 +17,7 @@ RUN_EVENTS = frozenset({"succeeded", "failed", "unknown"})
 _OF_REQUESTER_AND_SIGNERS = RUN_EVENTS | {"approved", "rejected", "expired", "blocked"}
 _OF_EVERY_APPROVER = frozenset({"break_glass", "review_overdue", "frozen"})
 NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "expiring_50", "expiring_90"}
-FLEET_EVENTS = frozenset({"drained", "reload_failed"})
+FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed"})
 """What is told of a node, as its audit event says."""
 """These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
 

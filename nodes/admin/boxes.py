@@ -37,6 +37,7 @@ from nodes.services import (
     undrain_node,
 )
 from nodes.services.clock import clock_of, with_clock
+from nodes.services.ejections import list_ejections
 from nodes.services.health import explain_unreachable
 from nodes.services.lifecycle import EVICT, FORCED_DRAIN
 from nodes.services.registry import MAX_API_KEY_CHARS
@@ -214,7 +215,7 @@ class NodeAdmin(ShowingAdmin):
     empty_link = ("Create a node credential", "admin:nodes_nodecredential_add")
     refusals = (NodeError, GovernanceError)
     fieldsets = (
-        ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_rival")}),
+        ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_ejections", "show_rival")}),
         ("Scheduling", {"fields": ("show_lending", "show_held_back", "show_drain", "drain_deadline_at", "drain_reason")}),
         (
             "Governance",
@@ -390,6 +391,11 @@ class NodeAdmin(ShowingAdmin):
             return "-"
         why = explain_unreachable(node, presence) if node.reach == Reach.DIRECT.value else ""
         return " · ".join(part for part in (presence.last_error, f"cannot be reached: {why}" if why else "") if part) or "-"
+
+    @column("Ejected by gateways")
+    def show_ejections(self, node: Node) -> str:
+        """Return for which models gateways send it nothing new, why and until when."""
+        return " · ".join(one.words for one in list_ejections(_presence(node), now=clock_of(node))) or "-"
 
     @column("Duplicate node")
     def show_rival(self, node: Node) -> str:

@@ -152,6 +152,10 @@ class Ejections:
         """How many replicas and nodes something is remembered of."""
         return len({*self._standings, *self._held}) + len(self._connects)
 
+    def list_marks(self) -> list[tuple[object, ...]]:
+        """Return a value that changes whenever there is something new to write of the ejections."""
+        return [(one.node_id, one.model, one.fault, one.until, one.is_only_told) for one in self]
+
     # placing
 
     def choose_from(self, links: Sequence[Link], model: str, now: float) -> Sequence[Link]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from nodes.links.ejections import Ejections
 from nodes.links.port import EndKind, Link, Listener
+from nodes.metrics import EJECTIONS
 from nodes.states import TOKENIZE
 
 _UNSPOKEN_S = 600.0
@@ -23,6 +24,7 @@ class LinkRegistry:
         """Links by model and API path, worked out when first asked for after a change."""
         self._listeners: list[Listener] = []
         self.ejections = Ejections(self.links_for)
+        self.ejections.on_eject = lambda ejection: EJECTIONS.labels(ejection.fault.value).inc()
 
     def __iter__(self) -> Iterator[Link]:
         return iter(list(self._links.values()))

@@ -15,6 +15,7 @@ from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState, Reach
 from nodes.services.boxes import count_replicas, describe_counts, list_failures
 from nodes.services.clock import clock_of, with_clock
+from nodes.services.ejections import ShownEjection, list_ejections
 from nodes.services.health import heartbeat_age_s, judge_status, status_expression
 from nodes.states import Freshness, freshness_windows, judge_freshness
 from wire.bridge import MUSTER_V1
@@ -54,6 +55,7 @@ class NodeHealth:
     clock_skew_ms: int | None = None
     rival_seen_at: datetime | None = None
     rival_address: str = ""
+    ejections: tuple[ShownEjection, ...] = ()
 
     @property
     def takes_work(self) -> bool:
@@ -134,6 +136,7 @@ def _describe(node: Node, now: datetime) -> NodeHealth:
         clock_skew_ms=node.clock_skew_ms,
         rival_seen_at=node.rival_seen_at,
         rival_address=node.rival_address,
+        ejections=tuple(list_ejections(presence, now=now)),
     )
 
 

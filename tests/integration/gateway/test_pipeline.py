@@ -64,7 +64,8 @@ class Gateway:
         self.registry = LinkRegistry()
         gateway_id = uuid.uuid4()
         keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=gateway_id, connect_s=1.0)
-        catalogue = Catalogue(self.limits)
+        self.gateway_id, self.catalogue = gateway_id, Catalogue(self.limits)
+        catalogue = self.catalogue
         minted = mint_credential(CredentialKind.CLIENT)
         self.key = minted.text
         caller = Caller(

@@ -21,6 +21,7 @@ from gateway.services import (
     TenantNotFound,
     allow_model,
     change_key_limits,
+    change_model_canary,
     change_model_caps,
     change_tenant_limit,
     create_api_key,
@@ -206,3 +207,32 @@ def test_every_change_sends_one_hint_after_the_commit(
         change()
 
     assert len(callbacks) == 1
+
+
+def test_a_canary_question_is_set_and_taken_away_and_gateways_hear_of_it() -> None:
+    allow_model(name="m", actor=ACTOR)
+    assert Catalogue(Limits()).load_models()[0].canary_question == ""
+    change_model_canary(name="m", question=" What is 17 times 3? ", answer="51", actor=ACTOR)
+    (entry,) = Catalogue(Limits()).load_models()
+    assert (entry.canary_question, entry.canary_answer) == ("What is 17 times 3?", "51")
+    change_model_canary(name="m", question="", answer="", actor=ACTOR)
+    assert [event.detail for event in audited("model.canary")] == [{"is_asked": True}, {"is_asked": False}]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "param"),
+    [
+        ("What is 17 times 3?", "", "answer"),
+        ("", "51", "question"),
+        ("Say Paris.", "paris", "answer"),
+        ("two\nlines", "x", "question"),
+        ("q", "x" * 201, "answer"),
+        ("q" * 501, "x", "question"),
+    ],
+)
+def test_a_canary_question_that_would_tell_nothing_is_refused(question: str, answer: str, param: str) -> None:
+    allow_model(name="m", actor=ACTOR)
+    with pytest.raises(InvalidValue) as refusal:
+        change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
+    assert refusal.value.param == param
+    assert Model.objects.get().canary_question == ""
