@@ -707,3 +707,22 @@ async def test_a_box_whose_line_is_full_gets_nothing_new_until_it_is_drained() -
         go.set()
         await socket.wait(lambda: announced)
         assert link.can_take(time.monotonic())
+
+
+async def test_a_node_that_reconnects_all_the_time_gets_no_requests_beside_one_that_stays_and_is_one_node() -> None:
+    door = Door()
+    _, secret = await enrol(max_nodes=2)
+    async with dial(door, secret) as steady:
+        steady.say(hello("steady"))
+        await steady.acknowledged()
+        epochs = []
+        for turn in range(10):
+            async with dial(door, secret) as socket:
+                socket.say(hello("flaps", instance_id=f"start-{turn}"))
+                await socket.acknowledged()
+                (flapping,) = (link for link in door.links if link.node_name == "flaps")
+                epochs.append(flapping.epoch)
+                chosen = door.registry.ejections.choose_from(door.registry.links_for("m"), "m", time.monotonic())
+                assert [link.node_name for link in chosen] == (["steady", "flaps"] if turn < 9 else ["steady"])
+        assert epochs == list(range(1, 11))
+        assert await sync_to_async(Node.objects.filter(name="flaps").count)() == 1

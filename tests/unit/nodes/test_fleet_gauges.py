@@ -5,15 +5,18 @@ from __future__ import annotations
 import uuid
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import Link
 from nodes.metrics import MAX_NAMED_NODES, FleetGauges
+from nodes.session.reports import MAX_GPUS
 from nodes.states import HealthPolicy
 from tests.unit.nodes.link_fakes import make_row
 from tests.unit.nodes.test_keeper import Box
 from wire import bridge
+from wire.contract import NodeStatus
 
 
 class Scrape:
@@ -89,6 +92,26 @@ async def test_a_fleet_that_is_large_has_a_bounded_number_of_series() -> None:
 
     assert sum(name.startswith("muster_node_slots{") for name in said) == MAX_NAMED_NODES + 1
     assert said['muster_node_slots{node="others",node_id=""}'] == 100.0
+
+
+async def test_whatever_nodes_call_themselves_and_their_gpus_series_stay_few_and_readable() -> None:
+    scrape, counts = Scrape(), []
+    boxes = [Box(uuid.UUID(int=number + 1)) for number in range(3)]
+    for box in boxes:
+        scrape.add(box.link)
+    for turn in range(30):
+        for number, box in enumerate(boxes):
+            box.link.node_name = f'{turn}"}} 1\nmuster_nodes{{status="made up\\{number}'
+            gpus = [bridge.GpuInfo(index=turn * 1000 + index, name="G", memory_total_mb=1) for index in range(MAX_GPUS)]
+            box.link.take_telemetry(bridge.Telemetry(current_load=0, gpus=gpus))
+        registry = CollectorRegistry()
+        registry.register(scrape.gauges)
+        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        counts.append(sum(len(family.samples) for family in families))
+        (statuses,) = (family for family in families if family.name == "muster_nodes")
+        assert {sample.labels["status"] for sample in statuses.samples} == {status.value for status in NodeStatus}
+    assert set(counts) == {counts[0]}, "a name or a GPU that is gone leaves no series"
+    assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + MAX_GPUS)
 
 
 async def test_without_a_gateway_there_are_no_values() -> None:
