@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import cast
 
@@ -10,6 +11,7 @@ import redis
 from django.conf import settings
 from django.db import connection
 from django.test import Client
+from django.utils.module_loading import import_string
 
 from controlplane.models import User
 from governance.registry import RunOrder
@@ -73,3 +75,13 @@ def test_an_order_does_not_print_its_token() -> None:
         token_expires_at=0, requested_by="ana", approved_by=(),
     )  # fmt: skip
     assert "a-token-to-look-for" not in repr(order)
+
+
+def test_every_task_takes_nothing_but_ids() -> None:
+    """Arguments of tasks lie in Valkey in clear, and Celery copies them into headers of messages."""
+    app = import_string(settings.TASK_APP)
+    app.loader.import_default_modules()
+    ours = {name: task for name, task in app.tasks.items() if not name.startswith("celery.")}
+    assert len(ours) > 8
+    assert {name for task in ours.values() for name in inspect.signature(task.run).parameters} == {"run_id"}
+    assert not {name for name, entry in settings.CELERY_BEAT_SCHEDULE.items() if entry.get("args") or entry.get("kwargs")}

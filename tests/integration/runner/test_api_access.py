@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import json
 import re
 import signal
@@ -16,6 +18,7 @@ import pytest
 
 from tests.control_process import free_port
 from tests.integration.runner.api_process import DEADLINE_S, NO_KEEP_ALIVE, ApiBox, run_api_box
+from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -118,6 +121,23 @@ def test_with_a_key_every_route_but_health_asks_for_it(tmp_path: Path) -> None:
         assert [client.get("/v1/models", headers=headers).status_code for headers in bad] == [401] * len(bad)
         assert KEY not in running.log_text()
         assert client.get("/openapi.json", headers=good[0]).json()["security"] == [{"key": []}]
+
+
+def test_a_ticket_is_no_key(tmp_path: Path) -> None:
+    """Only the key of the node opens it: nothing that somebody may call a ticket, a token or another server's key does."""
+    ticket = base64.urlsafe_b64encode(b'{"aud": "node", "request": "req_1", "tenant": "acme"}').decode()
+    digest = hmac.new(KEY.encode(), ticket.encode(), "sha256").hexdigest()
+    with run_api_box(tmp_path, "--api-key", KEY) as running:
+        client, path = running.client, "/v1/chat/completions"
+        for text in (ticket, f"{ticket}.{digest}", digest, mint_credential(CredentialKind.CLIENT).text, "*", "null"):
+            for name, value in (
+                ("authorization", f"Bearer {text}"), ("authorization", f"Ticket {text}"), ("x-api-key", text),
+                ("x-routing-ticket", text), ("x-muster-ticket", text), ("x-admin-key", text), ("cookie", f"ticket={text}"),
+            ):  # fmt: skip
+                assert client.post(path, headers={name: value}, json={"model": "muster-tiny"}).status_code == 401, (name, value)
+            for asked in (f"{path}?ticket={text}", f"{path}?api_key={KEY}", f"{path}?token={KEY}"):
+                assert client.post(asked, json={"model": "muster-tiny"}).status_code == 401, asked
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
 
 
 def test_metrics_move_to_their_own_port_or_are_switched_off(tmp_path: Path) -> None:
