@@ -14,7 +14,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.core.exceptions import DisallowedHost, PermissionDenied, RequestDataTooBig
-from django.db import DataError, InterfaceError, OperationalError
+from django.db import DatabaseError, DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 from django.template.loader import render_to_string
@@ -48,12 +48,25 @@ _LOOK_FIRST = (
     "If it stays so, see whether PostgreSQL runs and can be reached."
 )
 
+_UNWRITABLE = {"25006": "it is read-only", "53100": "its disk is full"}
+"""Why a database that answers takes no changes, by SQLSTATE. The statement failed, and its transaction with it."""
+_MAKE_ROOM = "Nothing was changed. See to the PostgreSQL server, then try again."
+
 logger = logging.getLogger(__name__)
 _TYPES: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """What is wrong with the database. ``is_undone``: whether what was asked for is sure not to have been done."""
+
+    problem: str
+    advice: str
+    is_undone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ def render_exception(error: Exception, context: dict[str, Any]) -> Response | No
     if known.status == HTTPStatus.METHOD_NOT_ALLOWED and allowed:
         response["Allow"] = ", ".join(allowed)
     wait = getattr(error, "wait", None) or getattr(error, "retry_after_s", None)
-    if isinstance(error, DATABASE_AWAY):
+    if describe_outage(error) is not None:
         wait = RETRY_S
     if wait:
         response["Retry-After"] = str(max(1, round(wait)))
@@ -110,16 +123,12 @@ def render_exception(error: Exception, context: dict[str, Any]) -> Response | No
 def describe_error(error: Exception, *, method: str = "GET") -> ApiError | None:
     """Return what a caller is told about ``error``; None when it is not an error of the caller or of our own trees.
 
-    ``method``: of its request. What asks for a change may have made it when the database went away.
+    ``method``: of its request.
     """
-    if isinstance(error, DATABASE_AWAY):
-        is_safe = method in SAFE_METHODS
-        return ApiError(
-            HTTPStatus.SERVICE_UNAVAILABLE,
-            ErrorCode.INTERNAL_ERROR,
-            f"{_AWAY} {_TRY_AGAIN if is_safe else _LOOK_FIRST}",
-            retryable=is_safe,
-        )
+    outage = describe_outage(error, method=method)
+    if outage is not None:
+        words = f"{outage.problem} {outage.advice}"
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, ErrorCode.INTERNAL_ERROR, words, retryable=outage.is_undone)
     if isinstance(error, NOT_STORABLE):
         return ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, _REMOVE_IT)
     if isinstance(error, GovernanceError | NodeError | ServiceError):
@@ -145,6 +154,20 @@ def describe_error(error: Exception, *, method: str = "GET") -> ApiError | None:
         code = ErrorCode.INTERNAL_ERROR if is_ours else ErrorCode.BAD_REQUEST
         return ApiError(error.status_code, code, str(error.detail), retryable=is_ours)
     return None
+
+
+def describe_outage(error: BaseException | None, *, method: str = "GET") -> Outage | None:
+    """Return what is wrong with the database; None when ``error`` is not about that.
+
+    What asks for a change (``method``) may have made it when the database went away, and has not when it takes no changes.
+    """
+    why = _UNWRITABLE.get(getattr(error.__cause__, "sqlstate", None) or "") if isinstance(error, DatabaseError) else None
+    if why is not None:
+        return Outage(f"The database takes no changes: {why}.", _MAKE_ROOM, is_undone=True)
+    if not isinstance(error, DATABASE_AWAY):
+        return None
+    is_safe = method in SAFE_METHODS
+    return Outage(_AWAY, _TRY_AGAIN if is_safe else _LOOK_FIRST, is_undone=is_safe)
 
 
 def first_problem(detail: object, path: str = "") -> tuple[str | None, str]:
@@ -217,8 +240,9 @@ def server_error(request: HttpRequest) -> HttpResponse:
     error = sys.exception()
     if isinstance(error, NOT_STORABLE):
         return bad_request(request, error)
-    if isinstance(error, DATABASE_AWAY):
-        return _say_database_is_away(request, error)
+    outage = describe_outage(error, method=request.method or "GET")
+    if isinstance(error, Exception) and outage is not None:
+        return _say_outage(request, error, outage)
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.server_error(request)
     message = "The control plane failed on this request. It has been logged."
@@ -227,11 +251,10 @@ def server_error(request: HttpRequest) -> HttpResponse:
     return _json(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorCode.INTERNAL_ERROR, message, retryable=True))
 
 
-def _say_database_is_away(request: HttpRequest, error: Exception) -> HttpResponse:
+def _say_outage(request: HttpRequest, error: Exception, outage: Outage) -> HttpResponse:
     is_script = request.content_type == "application/json"
     if _wants_page(request) or (request.path.startswith(PAGE_PREFIXES) and not is_script):
-        may_be_done = request.method not in SAFE_METHODS
-        text = render_to_string("503.html", {"away": _AWAY, "advice": _LOOK_FIRST if may_be_done else _TRY_AGAIN})
+        text = render_to_string("503.html", {"outage": outage})
         answer: HttpResponse = close_page(HttpResponse(text, status=HTTPStatus.SERVICE_UNAVAILABLE))
     else:
         known = describe_error(error, method=request.method or "GET")

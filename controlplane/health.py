@@ -24,26 +24,31 @@ DATABASE_TIMEOUT_S = 3.0
 @never_cache
 @require_safe
 def show_health(request: HttpRequest) -> JsonResponse:
-    """Answer 200, or 503 when the database is away. Without Redis we are degraded, not down: it only carries hints."""
-    database_ok, redis_ok = is_database_reachable(), is_redis_reachable()
+    """Answer 200, or 503 when the database is away or takes no writes.
+
+    Without Redis we are degraded, not down: it only carries hints.
+    """
+    database, redis_ok = look_at_database(), is_redis_reachable()
+    database_ok = database == "ok"
     body = {
         "ok": database_ok,
         "service": "control",
-        "database": "ok" if database_ok else "unreachable",
+        "database": database,
         "redis": "ok" if redis_ok else "unreachable",
     }
     return JsonResponse(body, status=HTTPStatus.OK if database_ok else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
-def is_database_reachable() -> bool:
-    """Return whether the database answers a query within DATABASE_TIMEOUT_S."""
+def look_at_database() -> str:
+    """Return ``ok``, ``read-only``, or ``unreachable`` when the database does not answer within DATABASE_TIMEOUT_S."""
     patience = Patience(silence_s=DATABASE_TIMEOUT_S, ends_at=time.monotonic() + DATABASE_TIMEOUT_S)
     try:
         with limit_patience(patience), connection.cursor() as cursor:
-            cursor.execute("SELECT 1")
+            cursor.execute("SELECT current_setting('transaction_read_only')")
+            (answer,) = cursor.fetchone()
     except DatabaseFailure:
-        return False
-    return True
+        return "unreachable"
+    return "read-only" if answer == "on" else "ok"
 
 
 def is_redis_reachable() -> bool:
