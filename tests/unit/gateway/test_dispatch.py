@@ -549,3 +549,31 @@ async def test_a_change_of_paths_places_what_waits() -> None:
     floor.registry.update_models(box, frozenset({"m"}), {"m": frozenset({CHAT, EMBED})})
     assert waiting.result().link is box
     assert other.active == 0
+
+
+async def test_under_five_times_the_load_every_slot_works_and_what_has_no_place_is_refused_at_once() -> None:
+    floor = Floor()
+    box = floor.link(slots=4)
+    running, waiting, answered, refused = list[Lease](), list[asyncio.Future[Lease]](), 0, 0
+    for wave in range(100):
+        for _ in range(5 * box.max_concurrent):
+            try:
+                floor.dispatcher.check_room("m", CHAT, 2)
+                found = floor.dispatcher.acquire(floor.job(max_queue=2))
+            except QueueFull:
+                refused += 1
+            else:
+                (running if isinstance(found, Lease) else waiting).append(found)  # type: ignore[arg-type]  # by its own kind
+        assert (box.active, floor.dispatcher.depth) == (4, 2), wave
+        for lease in running:
+            lease.release()
+        answered += len(running)
+        await settle()
+        placed = [future for future in waiting if future.done()]
+        running, waiting = [future.result() for future in placed], [future for future in waiting if not future.done()]
+        assert box.active == len(running) == 2
+        assert not waiting
+    assert (answered, refused) == (4 * 100, 5 * 4 * 100 - answered - len(running))
+    for lease in running:
+        lease.release()
+    assert (box.active, floor.dispatcher.depth) == (0, 0)
