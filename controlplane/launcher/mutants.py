@@ -146,12 +146,13 @@ def _run_in_copy(
 
 def _read_report(report: Path, tests: Sequence[str]) -> dict[str, str]:
     """Return what pytest's report says of each test, over all of its parameters."""
-    said: dict[str, set[str]] = {test: set() for test in tests}
+    said: dict[str, set[str]] = {}
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  # pytest wrote it, for us, a moment ago
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name', '').partition('[')[0]}"
+        name = f"{case.get('classname')}.{case.get('name', '').partition('[')[0]}"
         outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
         said.setdefault(name, set()).add(outcome)
-    return {test: _sum_up(said[test]) for test in tests}
+    names = {test: test.replace("/", ".").replace(".py::", ".").replace("::", ".") for test in tests}
+    return {test: _sum_up(said.get(name, set())) for test, name in names.items()}
 
 
 def _sum_up(outcomes: set[str]) -> str:

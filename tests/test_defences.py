@@ -1,0 +1,95 @@
+"""docs/threats.md and docs/failures.md are made from defences.toml; ``python -m tests.test_defences`` writes them anew."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controlplane.launcher.mutants import Mutant, read_mutants, read_table
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = read_table(ROOT)
+MUTANTS = read_mutants(TABLE)
+WRITTEN = "Written by `python -m tests.test_defences` from `tests/defences.toml`; a test fails when this page is older."
+PROVEN = "`./muster test --mutants {row}` puts a defect into a copy of the program and shows that the tests of a row notice it."
+THREATS = f"""# Threats
+
+What somebody may try, what stands against it, and the test that shows it. {WRITTEN}
+{PROVEN.format(row="T11")}
+[Failures](failures.md) has what happens when a part fails; [secure.md](secure.md) has what an operator does.
+
+| | Threat | Defence | Test |
+|---|---|---|---|
+"""
+FAILURES = f"""# Failures
+
+What happens when a part fails, and the test that shows it; *no test* means that nothing checks the row automatically.
+{WRITTEN}
+{PROVEN.format(row="F28")}
+[Threats](threats.md) has what somebody may try.
+
+| | Failure | What callers and operators see | Test |
+|---|---|---|---|
+"""
+
+
+def render(head: str, letter: str, rows: list[dict[str, Any]], seen: str) -> str:
+    """Return a page: its head and a line for each row."""
+    return head + "".join(
+        f"| {letter}{row['row']} | {row['what']} | {row[seen]} | {_list_tests(row['tests'])} |\n" for row in rows
+    )
+
+
+def _list_tests(tests: list[str]) -> str:
+    return ", ".join(f"`{test.rpartition('::')[2]}`" for test in tests) or "*no test*"
+
+
+PAGES = {
+    ROOT / "docs" / "threats.md": render(THREATS, "T", TABLE["threat"], "defence"),
+    ROOT / "docs" / "failures.md": render(FAILURES, "F", TABLE["failure"], "sees"),
+}
+
+
+@cache
+def names_in(path: str) -> frozenset[str]:
+    """Return the tests of a file: ``name``, or ``Class::name``."""
+    body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+    scopes = [("", body), *((f"{node.name}::", node.body) for node in body if isinstance(node, ast.ClassDef))]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(f"{scope}{node.name}" for scope, nodes in scopes for node in nodes if isinstance(node, functions))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_pages_are_true_to_the_table(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == PAGES[page], "run python -m tests.test_defences"
+
+
+def test_every_threat_and_every_failure_has_its_row() -> None:
+    assert sorted(row["row"] for row in TABLE["threat"]) == list(range(1, 31))
+    failures = sorted(row["row"] for row in TABLE["failure"])
+    assert failures == list(range(1, len(failures) + 1))
+    assert len(failures) >= 40
+
+
+@pytest.mark.parametrize("row", [row for rows in TABLE.values() for row in rows], ids=lambda row: str(row["row"]))
+def test_every_named_test_exists(row: dict[str, Any]) -> None:
+    for test in row["tests"]:
+        path, _, name = test.partition("::")
+        assert (ROOT / path).is_file(), path
+        assert name in names_in(path), test
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
+def test_every_mutant_changes_one_place(mutant: Mutant) -> None:
+    assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
+    assert mutant.new != mutant.old
+    assert mutant.tests
+
+
+if __name__ == "__main__":
+    for page, text in PAGES.items():
+        page.write_text(text, encoding="utf-8")
