@@ -21,7 +21,7 @@ from django.utils import timezone
 from governance.audit import record_event
 from governance.audit.reading import Tail, check_tail, log_size, read_entries_of, read_hashes
 from governance.errors import GovernanceError
-from governance.models import AuditCheckpoint, WitnessStatement
+from governance.models import AuditCheckpoint, AuditEvent, WitnessStatement
 from wire import auditlog
 from wire.auditlog import PROOF_FORMAT, AuditLogError, Checkpoint, Frontier, LogKey, leaf_hash
 from wire.contract import ErrorCode
@@ -108,6 +108,13 @@ def checkpoint_if_due(*, now: datetime | None = None) -> AuditCheckpoint | None:
     return make_checkpoint(now=at) if is_due else None
 
 
+def is_first_due(*, now: datetime) -> bool:
+    """Return whether a log must have its first checkpoint by now: that is made CHECKPOINT_AGE after its first event at most."""
+    first = AuditEvent.objects.order_by("pk").values_list("at", flat=True).first()
+    is_young = first is not None and timedelta() <= now - first < 2 * CHECKPOINT_AGE
+    return not is_young or log_size() >= CHECKPOINT_ENTRIES
+
+
 def make_checkpoint(*, now: datetime) -> AuditCheckpoint | None:
     """Sign the log as it is. Costs as much as there are entries since the last checkpoint.
 
@@ -150,7 +157,7 @@ def consistency(old_size: int, new_size: int) -> list[bytes]:
 def read_status() -> LogStatus:
     """Check the end of the log (``TAIL_ENTRIES``) and count its witnesses. Three queries, however long the log is."""
     told = WitnessStatement.objects.aggregate(
-        boxes=Count("node_name", distinct=True), alarms=Count("pk", filter=Q(alarm=True)), heard_at=Max("heard_at")
+        boxes=Count("public_key", distinct=True), alarms=Count("pk", filter=Q(alarm=True)), heard_at=Max("heard_at")
     )
     return LogStatus(tail=check_tail(), checkpoint=latest_checkpoint(), has_key=log_key() is not None, **told)
 
@@ -162,18 +169,21 @@ def root_at(size: int) -> bytes:
 
 
 def record_witness(
-    *, node_name: str, size: int, root: bytes, signature: bytes, public_key: bytes, note: str = ""
+    *, node_name: str, runner_id: str, size: int, root: bytes, signature: bytes, public_key: bytes, note: str = ""
 ) -> WitnessStatus:
     """Compare the log with the last checkpoint that a box saw, and keep the box's signed word for it.
 
-    ``signature`` is the box's, over ``Checkpoint(GOVERNANCE_LOG_ORIGIN, size, root).witness_message()``; ``public_key`` its
-    Ed25519 key, 32 raw bytes or SubjectPublicKeyInfo. ``note``: the checkpoint as the log signed it; a box that can show none
+    ``signature`` is the box's, over ``Checkpoint(GOVERNANCE_LOG_ORIGIN, size, root).witness_message(runner_id)``, which it is
+    kept under, or in the form of earlier releases that names nobody, kept under ``node_name``; ``public_key``: its Ed25519 key,
+    32 raw bytes or SubjectPublicKeyInfo. ``note``: the checkpoint as the log signed it; a box that can show none
     proves nothing, unless the log has one of that size and root. A log that is shorter or another is an event
     ``audit.witness_alarm``, once for each statement and at most MAX_ALARMS_PER_HOUR times for a box. Raises InvalidWitness.
     """
     seen = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
     is_possible = 0 <= size < 1 << 63 and len(root) == _HASH_BYTES
-    if not is_possible or not check_signature(public_key, seen.witness_message(), signature):
+    signed_as = (name for name in (runner_id, "") if check_signature(public_key, seen.witness_message(name), signature))
+    signed_name = next(signed_as, None) if is_possible else None
+    if signed_name is None:
         raise InvalidWitness(f"The statement about the audit log is not signed by {node_name}.", param="signature")
     proof = _prove_sighting(seen, note, node_name=node_name)
     entries = log_size()
@@ -181,11 +191,11 @@ def record_witness(
     if size <= entries:
         status = WitnessStatus.OK if root_at(size) == root else WitnessStatus.INCONSISTENT
     is_alarm = status is not WitnessStatus.OK
-    if is_alarm and _has_told_enough(node_name):
+    if is_alarm and _has_told_enough(node_name, public_key):
         return status
     with transaction.atomic():
         _, is_new = WitnessStatement.objects.get_or_create(
-            node_name=node_name,
+            node_name=signed_name or node_name,
             size=size,
             root=root,
             public_key=public_key,
@@ -249,9 +259,9 @@ def check_signature(public_key: bytes, message: bytes, signature: bytes) -> bool
     return True
 
 
-def _has_told_enough(node_name: str) -> bool:
+def _has_told_enough(node_name: str, public_key: bytes) -> bool:
     since = timezone.now() - timedelta(hours=1)
-    told = WitnessStatement.objects.filter(node_name=node_name, alarm=True, heard_at__gt=since)
+    told = WitnessStatement.objects.filter(Q(node_name=node_name) | Q(public_key=public_key), alarm=True, heard_at__gt=since)
     return told.count() >= MAX_ALARMS_PER_HOUR
 
 

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import NoReturn
 
 ENTRY_DOMAIN = b"muster-audit/v1\x00"
-WITNESS_DOMAIN = b"muster-witness/v1\x00"
-EXPORT_FORMAT, PROOF_FORMAT = "muster-audit-export/v1", "muster-audit-proof/v1"
+WITNESS_DOMAIN, NAMED_WITNESS_DOMAIN = b"muster-witness/v1\x00", b"muster-witness/v2\x00"
+EXPORT_FORMAT, PROOF_FORMAT = "muster-audit-export/v2", "muster-audit-proof/v1"
+READ_FORMATS = (EXPORT_FORMAT, "muster-audit-export/v1")
+"""The first version of an export differs in its witnesses alone, none of which signs its name."""
 GENESIS = bytes(32)
 """``prev_hash`` of the first entry."""
 USAGE_STATUS = 64
@@ -287,9 +289,12 @@ class Checkpoint:
         """Return the signed note: the text, an empty line, the signature."""
         return f"{self.text()}\n\u2014 {key.name} {to_text(key.keyid + signature)}\n"
 
-    def witness_message(self) -> bytes:
-        """Return what a box signs to say that it saw this checkpoint."""
-        return WITNESS_DOMAIN + self.text().encode()
+    def witness_message(self, name: str) -> bytes:
+        """Return what the box of that name signs to say that it saw this checkpoint; "" = in the form that names nobody."""
+        if not name:
+            return WITNESS_DOMAIN + self.text().encode()
+        named = name.encode()
+        return NAMED_WITNESS_DOMAIN + len(named).to_bytes(8, "big") + named + self.text().encode()
 
 
 def open_note(note: str, keys: Iterable[LogKey], check: Check = verify_signature) -> Checkpoint:
@@ -341,6 +346,7 @@ class Seal:
 class Witness:
     """A checkpoint that a box has seen, signed by the box. It stands where a ``Seal`` of its size would, behind that one.
 
+    ``node``: its runner id, which it signs too; of a box of an earlier release a name that nobody signed.
     ``note``: the checkpoint as the log signed it, by which the box proves that it was told so; "" = it has none to show.
     """
 
@@ -382,6 +388,7 @@ class Status(IntEnum):
     BROKEN = 1
     TRUNCATED = 2
     INCONSISTENT = 3
+    UNWITNESSED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +410,8 @@ class Finding:
 class Verdict:
     """Outcome. ``size`` and ``root`` are of the entries that verified; ``seals`` and ``witnesses`` are how many were compared.
 
-    ``unproven``: how many witnesses show no checkpoint that the log signed. They count for nothing, or a box could make it up.
+    ``sealed``: up to which entry a signed checkpoint agrees. ``unproven``: how many witnesses show no checkpoint that the log
+    signed; they count for nothing, or a box could make it up. ``unnamed``: how many of the others did not sign their name.
     """
 
     status: Status
@@ -412,12 +420,20 @@ class Verdict:
     root: bytes
     seals: int
     witnesses: int
+    sealed: int = 0
     unproven: int = 0
+    unnamed: int = 0
 
     def lines(self) -> list[str]:
         """Return the outcome for a person."""
         head = f"{self.status.name.lower()}: {self.size} entries verified, root {to_text(self.root)}"
         found = [f"entry {finding.seq}: {finding.kind.value}: {finding.text}" for finding in self.findings]
+        if self.status is Status.UNWITNESSED:
+            found.append("no signed checkpoint covers any of it: whoever can write to the database could have made it up whole")
+        elif self.sealed < self.size:
+            found.append(f"entries {self.sealed + 1} to {self.size} are covered by no signed checkpoint yet")
+        if self.unnamed:
+            found.append(f"{self.unnamed} witness statements do not sign the name that they stand under")
         if self.unproven:
             found.append(f"{self.unproven} witness statements show no checkpoint that the log signed, and count for nothing")
         return [f"{head}, {self.seals} checkpoints and {self.witnesses} witness statements agree", *found]
@@ -445,7 +461,7 @@ class Verifier:
         self._suspect: Entry | None = None
         self._findings: list[Finding] = []
         self._awaited: dict[int, list[tuple[str, bytes]]] = {}
-        self._seals = self._witnesses = self._unproven = 0
+        self._seals = self._witnesses = self._sealed = self._unproven = self._unnamed = 0
         self._last_seal: tuple[int, bytes] | None = None
         for checkpoint in pinned:
             self._expect("a checkpoint you gave", checkpoint.size, checkpoint.root)
@@ -477,9 +493,10 @@ class Verifier:
         # What is wrong inside comes first, then what was signed and does not agree, then what is only gone.
         order = (Status.BROKEN, Status.INCONSISTENT, Status.TRUNCATED)
         findings = sorted([*([broken] if broken else []), *self._findings], key=lambda found: order.index(found.status))
-        status = findings[0].status if findings else Status.GOOD
-        root_now = self._frontier.root()
-        return Verdict(status, tuple(findings[:_MAX_FINDINGS]), size, root_now, self._seals, self._witnesses, self._unproven)
+        status = Status.GOOD if self._sealed or not size else Status.UNWITNESSED
+        status = findings[0].status if findings else status
+        counts = (self._seals, self._witnesses, self._sealed, self._unproven, self._unnamed)
+        return Verdict(status, tuple(findings[:_MAX_FINDINGS]), size, self._frontier.root(), *counts)
 
     def _take_entry(self, entry: Entry) -> None:
         place, body = self._frontier.size + 1, entry.body
@@ -550,15 +567,17 @@ class Verifier:
         self._expect("a checkpoint", checkpoint.size, checkpoint.root)
 
     def _take_witness(self, seen: Witness) -> None:
-        message = Checkpoint(self._origin, seen.size, seen.root).witness_message()
-        if not self._check(seen.public_key, message, seen.signature):
+        checkpoint = Checkpoint(self._origin, seen.size, seen.root)
+        is_named = self._check(seen.public_key, checkpoint.witness_message(seen.node), seen.signature)
+        if not is_named and not self._check(seen.public_key, checkpoint.witness_message(""), seen.signature):
             self._find(Kind.SIGNATURE, seen.size, f"the signature of witness {seen.node} does not hold")
             return
         if not self._is_proven(seen):
             self._unproven += 1
             return
         self._witnesses += 1
-        self._expect(f"witness {seen.node}", seen.size, seen.root)
+        self._unnamed += not is_named
+        self._expect(f"witness {seen.node}{'' if is_named else ' (which did not sign its name)'}", seen.size, seen.root)
 
     def _is_proven(self, seen: Witness) -> bool:
         """Return whether the log signed what a box says that it saw: by the note it shows, or by the seal before it."""
@@ -580,7 +599,9 @@ class Verifier:
 
     def _compare(self, size: int) -> None:
         for who, claimed in self._awaited.pop(size, ()):
-            if claimed != self._frontier.root():
+            if claimed == self._frontier.root():
+                self._sealed = size
+            else:
                 self._find(Kind.INCONSISTENT, size, f"{who} has another root: the log was rewritten at or before here")
 
     def _find(self, kind: Kind, seq: int, text: str) -> None:
@@ -626,7 +647,7 @@ def read_header(line: str) -> tuple[str, list[LogKey], int]:
     """Return origin, keys and size of an export's first line. Raises AuditLogError."""
     try:
         header = json.loads(line)
-        if header["format"] == EXPORT_FORMAT:
+        if header["format"] in READ_FORMATS:
             return str(header["origin"]), [LogKey.parse(str(key)) for key in header["keys"]], int(header["size"])
     except (LookupError, TypeError, ValueError) as error:
         raise AuditLogError(f"the first line is not the header of an export: {error}") from None
@@ -705,7 +726,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``verify EXPORT`` or ``prove-check BUNDLE``. Returns 0 to 3 (``Status``), or 64 when nothing could be read."""
+    """Run ``verify EXPORT`` or ``prove-check BUNDLE``. Returns 0 to 4 (``Status``), or 64 when nothing could be read."""
     parser = _Parser(prog="auditlog.py", description="Check an export or a proof of Muster's audit log.")
     parser.add_argument("command", choices=["verify", "prove-check"])
     parser.add_argument("file", type=Path)

@@ -237,12 +237,14 @@ class PolicyOffer(Message, tag="policy_offer"):
 class CheckpointOffer(Message, tag="checkpoint_offer"):
     """muster v1: the newest audit checkpoint (a C2SP signed note) and why it extends the one of ``old_size`` entries.
 
-    ``proof``: hashes of an RFC 9162 consistency proof, in base64.
+    ``proof``: hashes of an RFC 9162 consistency proof, in base64. ``wants_name``: the box signs its runner id with what it
+    saw; a control plane of an earlier release does not ask, and takes no other form.
     """
 
     note: str
     old_size: int
     proof: list[str] = []
+    wants_name: bool = False
 
 
 # worker -> server

@@ -250,7 +250,8 @@ class Courier:
             proof = proofs.get(size)
             if proof is not None and not link.closed:
                 link.offered_size = newest.size
-                link.send_message(bridge.CheckpointOffer(note=newest.note, old_size=size, proof=proof))
+                offer = bridge.CheckpointOffer(note=newest.note, old_size=size, proof=proof, wants_name=True)
+                link.send_message(offer)
 
     def _governed_links(self) -> list[RelayLink]:
         """Return the links of boxes that know operations; others would end their session over a frame they do not know."""

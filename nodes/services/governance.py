@@ -93,6 +93,7 @@ def _judge_witness(node: Node, report: GovernanceReport) -> str:
     try:
         status = record_witness(
             node_name=node.name,
+            runner_id=node.runner_id,
             size=said.witness_size,
             root=_decode(said.witness_root),
             signature=_decode(report.witness_signature),

@@ -167,7 +167,7 @@ class Governance:
             policy = self.policy
             if policy is None:  # nobody here knows yet whose signature counts
                 return self._report()
-            sighting = await self.witness.judge(offer, log_keys=policy.log_keys)
+            sighting = await self.witness.judge(offer, log_keys=policy.log_keys, runner_id=self.runner_id)
         return self._report(sighting)
 
     def _report(self, said: Sighting | None = None) -> GovernanceReport | None:

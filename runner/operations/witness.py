@@ -62,33 +62,35 @@ class Witness:
         """Have seen nothing; the caller removes it from the disk."""
         self.seen, self.note = None, ""
 
-    async def judge(self, offer: CheckpointOffer, *, log_keys: Sequence[str]) -> Sighting:
+    async def judge(self, offer: CheckpointOffer, *, log_keys: Sequence[str], runner_id: str) -> Sighting:
         """Say what becomes of a checkpoint, and keep it when it extends the last one. Raises LedgerError.
 
-        ``log_keys``: C2SP verifier keys of the pinned policy. Neither a checkpoint from before nor a proof that begins
-        elsewhere than where this box stands contradicts anything: the answer shows where that is, for who has the log to judge.
+        ``log_keys``: C2SP verifier keys of the pinned policy. ``runner_id``: signed with what was seen, if the offer asks.
+        Neither a checkpoint from before nor a proof that begins elsewhere than where this box stands contradicts anything: the
+        answer shows where that is, for who has the log to judge.
         """
+        name = runner_id if offer.wants_name else ""
         try:
             checkpoint = _read_note(offer.note, log_keys)
             alarm = self._compare(checkpoint, offer)
         except AuditLogError as error:
-            return self._refuse(str(error))
+            return self._refuse(name, str(error))
         if alarm:
-            return self._refuse(alarm)
+            return self._refuse(name, alarm)
         if self._follows(checkpoint, offer) and (checkpoint != self.seen or not self.note):
             await self._ledger.write_fact(FACT, _describe(checkpoint, offer.note))
             self.seen, self.note = checkpoint, offer.note
-        return self._sight()
+        return self._sight(name)
 
-    def _refuse(self, alarm: str) -> Sighting:
+    def _refuse(self, name: str, alarm: str) -> Sighting:
         log.error("audit checkpoint refused: %s", alarm)
-        return self._sight(alarm=alarm)
+        return self._sight(name, alarm=alarm)
 
-    def _sight(self, *, alarm: str = "") -> Sighting:
+    def _sight(self, name: str, *, alarm: str = "") -> Sighting:
         """Return the signed word of this box on what it has seen."""
         if self.seen is None:
             return Sighting(alarm=alarm)
-        signature = self._identity.private_key.sign(self.seen.witness_message())
+        signature = self._identity.private_key.sign(self.seen.witness_message(name))
         return Sighting(signature=to_text(signature), note=self.note, alarm=alarm)
 
     def _compare(self, checkpoint: Checkpoint, offer: CheckpointOffer) -> str:

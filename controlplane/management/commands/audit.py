@@ -7,6 +7,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,21 @@ from governance.audit.reading import log_size, read_log
 from governance.errors import GovernanceError
 from governance.services import read_evidence
 from wire import auditlog
-from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Verdict, Verifier
+from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Status, Verdict, Verifier
 from wire.ids import format_id, parse_id
 
 _PROGRESS_RECORDS = 5000
 
 
 class Command(MusterCommand):
-    """Calls one of the functions below; ``verify`` ends with the statuses 0 to 3 of ``auditlog.Status``."""
+    """Calls one of the functions below; ``verify`` ends with the statuses 0 to 4 of ``auditlog.Status``."""
 
     launcher = "./muster"
 
     help = (
         "verify: check the whole log, or an export of it. Status 0 good, 1 broken, 2 shorter than a checkpoint or a witness "
-        "says, 3 a signature that does not hold or a log that was rewritten. export: write it to a file. "
+        "says, 3 a signature that does not hold or a log that was rewritten, 4 unwitnessed: no checkpoint at all. "
+        "export: write it to a file. "
         "prove: what the log holds of an operation, to be checked elsewhere. checkpoint: sign the log as it is now."
     )
 
@@ -70,6 +72,12 @@ class Command(MusterCommand):
         verdict = verify_database(keys) if file is None else verify_file(file, keys)
         for line in verdict.lines():
             self.stdout.write(line)
+        if not keys:
+            self.stdout.write("There is no log key, so no checkpoints are made: set MUSTER_LOG_KEY.")
+        elif verdict.status is Status.GOOD and verdict.size and not verdict.sealed:
+            self.stdout.write(
+                "This log is minutes old. Its first checkpoint is made soon, or now by ./muster audit checkpoint."
+            )
         if verdict.status:
             raise SystemExit(int(verdict.status))
 
@@ -91,11 +99,13 @@ class Command(MusterCommand):
 
 
 def verify_database(keys: Iterable[LogKey]) -> Verdict:
-    """Judge the log in the database, at one moment of it."""
+    """Judge the log in the database, at one moment of it. One so young that its first checkpoint is not due yet is good."""
     verifier = Verifier(keys=keys, origin=settings.GOVERNANCE_LOG_ORIGIN, check=checkpoints.check_signature)
     for record in show_progress(read_log(), total=log_size()):
         verifier.feed(record)
-    return verifier.finish()
+    verdict = verifier.finish()
+    is_young = verdict.status is Status.UNWITNESSED and not checkpoints.is_first_due(now=timezone.now())
+    return replace(verdict, status=Status.GOOD) if is_young else verdict
 
 
 def verify_file(file: Path, keys: list[LogKey]) -> Verdict:

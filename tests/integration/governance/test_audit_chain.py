@@ -18,7 +18,7 @@ from pytest_django import Settings
 
 from governance.audit import record_event
 from governance.audit.reading import check_tail
-from governance.checkpoints import checkpoint_if_due, make_checkpoint
+from governance.checkpoints import checkpoint_if_due, log_keys, make_checkpoint
 from governance.models import AuditCheckpoint, AuditEntry, AuditEvent
 from tests.contract.waiting import wait_until
 from tests.integration.governance.audit_rows import (
@@ -286,6 +286,8 @@ def run(*words: str) -> tuple[int, str]:
 def test_the_command_ends_with_a_status_for_each_outcome(tmp_path: Path, settings: Settings) -> None:
     assert run("verify")[0] == 0
     append(5)
+    status, text = run("verify")
+    assert (status, "minutes old. Its first checkpoint is made soon" in text) == (0, True)
     assert "\n5\n" in run("checkpoint")[1]
     status, text = run("verify")
     assert (status, "5 entries verified" in text, "1 checkpoints" in text) == (0, True, True)
@@ -306,6 +308,22 @@ def test_the_command_ends_with_a_status_for_each_outcome(tmp_path: Path, setting
         with pytest.raises(CommandError) as refused:
             run(*words)
         assert refused.value.returncode == auditlog.USAGE_STATUS
+
+
+def test_a_log_from_which_the_checkpoints_are_gone_is_unwitnessed(tmp_path: Path, settings: Settings) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(INSERT.replace("now()", "now() - interval '11 minutes'"), ["old"])
+    append(4)
+    run("checkpoint")
+    assert run("verify")[0] == 0
+    tamper("DELETE FROM governance_auditcheckpoint")
+    for words in ((), ("--key", str(log_keys()[0]))):
+        status, text = run("verify", *words)
+        assert (status, text.startswith("unwitnessed: 5 entries")) == (4, True)
+    run("export", str(tmp_path / "log"))
+    assert run("verify", str(tmp_path / "log"))[0] == 4
+    settings.GOVERNANCE_LOG_KEY = ""
+    assert "set MUSTER_LOG_KEY" in run("verify")[1]
 
 
 def test_a_checkpoint_needs_a_key(settings: Settings) -> None:

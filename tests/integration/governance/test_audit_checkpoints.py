@@ -25,6 +25,7 @@ from governance.checkpoints import (
     latest_checkpoint,
     log_public_key,
     make_checkpoint,
+    read_status,
     record_witness,
     root_at,
 )
@@ -54,10 +55,14 @@ def log_key(settings: Settings) -> None:
     settings.GOVERNANCE_LOG_KEY = LOG_KEY
 
 
-def tell(size: int, seen_root: bytes, *, signer: Ed25519PrivateKey = BOX, note: str = "") -> WitnessStatus:
-    """Let a box say what it saw."""
-    signature = signer.sign(Checkpoint("muster.local/audit", size, seen_root).witness_message())
-    return record_witness(node_name="box#abc", size=size, root=seen_root, signature=signature, public_key=BOX_KEY, note=note)
+def tell(
+    size: int, seen_root: bytes, *, signer: Ed25519PrivateKey = BOX, note: str = "", signed_as: str = "box#abc"
+) -> WitnessStatus:
+    """Let a box say what it saw; ``signed_as`` "": as boxes of earlier releases do."""
+    signature = signer.sign(Checkpoint("muster.local/audit", size, seen_root).witness_message(signed_as))
+    return record_witness(
+        node_name="box", runner_id="box#abc", size=size, root=seen_root, signature=signature, public_key=BOX_KEY, note=note
+    )
 
 
 def sign_note(size: int, seen_root: bytes) -> str:
@@ -203,7 +208,7 @@ def test_an_older_dump_that_was_restored_is_told_by_a_box_that_saw_more() -> Non
     assert tell(9, bytes(seen.root), note=seen.note) is WitnessStatus.BEHIND
     alarm = AuditEvent.objects.get(action="audit.witness_alarm")
     assert (alarm.target, alarm.detail["status"], alarm.detail["seen_size"], alarm.detail["log_size"]) == (
-        "box#abc",
+        "box",
         "behind",
         9,
         6,
@@ -258,3 +263,22 @@ def test_a_log_key_that_is_none_is_told_without_showing_it(text: str, settings: 
     with pytest.raises(ImproperlyConfigured, match="MUSTER_LOG_KEY") as told:
         log_public_key()
     assert text not in str(told.value)
+
+
+def test_a_box_is_kept_under_the_name_it_signed_and_one_of_an_earlier_release_under_the_one_it_is_called_by() -> None:
+    append(5)
+    first = make_checkpoint(now=NOW)
+    assert first is not None
+    assert tell(5, bytes(first.root), signed_as="") is WitnessStatus.OK
+    append(1)
+    second = make_checkpoint(now=NOW)
+    assert second is not None
+    assert tell(6, bytes(second.root)) is WitnessStatus.OK
+    with pytest.raises(InvalidWitness):
+        tell(6, bytes(second.root), signed_as="another#abc")
+    assert list(WitnessStatement.objects.order_by("size").values_list("node_name", flat=True)) == ["box", "box#abc"]
+    assert read_status().boxes == 1
+    verdict = judge()
+    assert (verdict.status, verdict.witnesses, verdict.unnamed) == (Status.GOOD, 2, 1)
+    tamper("UPDATE governance_witnessstatement SET node_name = 'other#abc' WHERE size = 6")
+    assert judge().status is Status.INCONSISTENT

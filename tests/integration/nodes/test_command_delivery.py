@@ -304,7 +304,7 @@ async def test_a_box_witnesses_the_audit_log_step_by_step(fleet: Fleet, settings
         assert (offer.note, offer.old_size, offer.proof) == (first.note, 0, [])
         root = base64.b64encode(bytes(first.root)).decode()
         checkpoint = open_note(offer.note, [find_log_key()], verify_signature)
-        signature = base64.b64encode(fleet.rig.private_key.sign(checkpoint.witness_message())).decode()
+        signature = base64.b64encode(fleet.rig.private_key.sign(checkpoint.witness_message(""))).decode()
         said = fleet.rig.tell(witness_size=first.size, witness_root=root)
         await box.send(bridge.GovernanceReport(governance=said, witness_signature=signature))
         await eventually(WitnessStatement.objects.filter(size=first.size, alarm=False).aexists, what="the word of the box")

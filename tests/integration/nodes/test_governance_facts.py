@@ -177,12 +177,15 @@ def log_key(settings: Settings) -> None:
     make_provider()
 
 
-def seen(rig: Identity, size: int, root: bytes, *, shows: bool = True, **changes: Any) -> GovernanceReport:
-    """The signed word of a box on a checkpoint; ``shows``: with that in the form in which the log signed it."""
+def seen(rig: Identity, size: int, root: bytes, *, shows: bool = True, names: bool = False, **changes: Any) -> GovernanceReport:
+    """The signed word of a box on a checkpoint; ``shows``: with that in the form in which the log signed it.
+
+    ``names``: it signs its runner id too, as boxes of this release do.
+    """
     checkpoint = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
     key = Ed25519PrivateKey.from_private_bytes(decode_bytes(LOG_SEED))
     log = LogKey(settings.GOVERNANCE_LOG_ORIGIN, key.public_key().public_bytes_raw())
-    message = checkpoint.witness_message()
+    message = checkpoint.witness_message(rig.tell().runner_id if names else "")
     return GovernanceReport(
         witness_note=checkpoint.note(log, key.sign(checkpoint.text().encode())) if shows else "",
         governance=rig.tell(witness_size=size, witness_root=encode_bytes(root)),
@@ -202,6 +205,7 @@ def report(node: Node, said: GovernanceReport) -> str:
     ("forge", "alarm"),
     [
         (lambda rig, size: seen(rig, size, root_at(size)), ""),
+        (lambda rig, size: seen(rig, size, root_at(size), names=True), ""),
         (lambda rig, size: seen(rig, size, b"x" * 32), "are not those that it saw"),
         (lambda rig, size: seen(rig, size + 1000, b"x" * 32), "the log is shorter now"),
         (lambda rig, size: seen(rig, size, root_at(size), shows=False), ""),
@@ -211,6 +215,7 @@ def report(node: Node, said: GovernanceReport) -> str:
     ],
     ids=[
         "the same log",
+        "the same log, its name signed",
         "another log",
         "a longer log",
         "the same log, no note",

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from runner.operations import trust
@@ -59,9 +60,9 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         assert (await control.carry_out(held)).code == "op_token_refused", "approved under the version before"
 
         # It witnesses growth and nothing else.
-        await box.send(offer_of(LOG[:5]))
+        await box.send(msgspec.structs.replace(offer_of(LOG[:5]), wants_name=True))
         seen = await control.report(skip=4)
-        signed = checkpoint_of(LOG[:5]).witness_message()
+        signed = checkpoint_of(LOG[:5]).witness_message(told.runner_id)
         assert verify_signature(decode_bytes(told.public_key), signed, to_bytes(seen.witness_signature))
         await box.send(offer_of(FORK, old=5))
         alarm = await control.report(skip=5)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from runner.operations.identity import load_identity
 from runner.operations.witness import FACT, Sighting, Witness
@@ -37,14 +38,14 @@ async def witness_in(tmp_path: Path) -> AsyncIterator[Witness]:
 
 
 async def judge(witness: Witness, offer: CheckpointOffer) -> Sighting:
-    return await witness.judge(offer, log_keys=KEYS)
+    return await witness.judge(offer, log_keys=KEYS, runner_id="attic#abc")
 
 
 def require_seen(sighting: Sighting, witness: Witness, entries: Sequence[Entry]) -> None:
     """Fail unless the box shows the checkpoint over ``entries``, as the log signed it, and signs that itself."""
     assert witness.seen is not None
     assert sighting.note == seal(entries).note
-    message = checkpoint_of(entries).witness_message()
+    message = checkpoint_of(entries).witness_message("")
     assert verify_signature(witness.public_key, message, to_bytes(sighting.signature))
 
 
@@ -80,7 +81,7 @@ async def test_growth_is_signed_and_remembered_over_a_restart(tmp_path: Path) ->
     seen = checkpoint_of(LOG[:23])
     assert sighting.note == seal(LOG[:23]).note
     key = load_identity(tmp_path, "attic").public_key
-    assert verify_signature(key, seen.witness_message(), to_bytes(sighting.signature))
+    assert verify_signature(key, seen.witness_message(""), to_bytes(sighting.signature))
     async with witness_in(tmp_path) as witness:
         assert witness.seen == seen
         assert (await judge(witness, offer_of(LOG[:23], old=23))).signature, "the same again is fine"
@@ -111,9 +112,19 @@ async def test_a_contradiction_is_an_alarm_and_never_stored(tmp_path: Path, offe
         assert witness.seen == checkpoint_of(LOG[:20])
 
 
+@pytest.mark.parametrize(("wants_name", "name"), [(True, "attic#abc"), (False, "")], ids=["this release", "an earlier one"])
+async def test_a_node_signs_its_runner_id_for_a_control_plane_that_asks(tmp_path: Path, wants_name: bool, name: str) -> None:
+    async with witness_in(tmp_path) as witness:
+        offers = [offer_of(LOG[:20]), offer_of(FORK, old=20)]
+        said = [await judge(witness, replace(offer, wants_name=wants_name)) for offer in offers]
+        message = checkpoint_of(LOG[:20]).witness_message(name)
+        assert all(verify_signature(witness.public_key, message, to_bytes(each.signature)) for each in said)
+        assert [bool(each.alarm) for each in said] == [False, True]
+
+
 async def test_a_checkpoint_of_an_unknown_signer_is_refused_also_as_the_first_one(tmp_path: Path) -> None:
     async with witness_in(tmp_path) as witness:
-        sighting = await witness.judge(offer_of(LOG), log_keys=[])
+        sighting = await witness.judge(offer_of(LOG), log_keys=[], runner_id="attic#abc")
         assert "not signed by a log key" in sighting.alarm
         assert witness.seen is None
 

@@ -58,10 +58,13 @@ def seal(entries: Iterable[Entry]) -> Seal:
     return Seal(checkpoint.note(KEY, SIGNER.sign(checkpoint.text().encode())))
 
 
-def witness(entries: Iterable[Entry], *, signer: Ed25519PrivateKey = BOX) -> Witness:
-    """Return what a box says that saw the checkpoint over these entries, with the note that it was shown."""
+def witness(entries: Iterable[Entry], *, signer: Ed25519PrivateKey = BOX, name: str = "box-1") -> Witness:
+    """Return what a box says that saw the checkpoint over these entries, with the note that it was shown.
+
+    ``name`` "": in the form of earlier releases, which signs none.
+    """
     seen = checkpoint_of(entries)
-    signature, note = signer.sign(seen.witness_message()), seen.note(KEY, SIGNER.sign(seen.text().encode()))
+    signature, note = signer.sign(seen.witness_message(name)), seen.note(KEY, SIGNER.sign(seen.text().encode()))
     return Witness("box-1", seen.size, seen.root, signature, BOX.public_key().public_bytes_raw(), note)
 
 

@@ -197,7 +197,7 @@ def test_an_untouched_log_is_good_and_says_what_agreed() -> None:
     assert (verdict.status, verdict.size, verdict.seals, verdict.witnesses) == (Status.GOOD, SIZE, 3, 1)
     assert verdict.root == checkpoint_of(LOG).root
     assert judge([]).status is Status.GOOD
-    assert judge([seal([]), *LOG]).status is Status.GOOD
+    assert judge([seal([]), *LOG]).status is Status.UNWITNESSED
 
 
 def test_a_log_written_anew_from_somewhere_on_disagrees_with_its_checkpoints() -> None:
@@ -356,7 +356,50 @@ def test_the_file_alone_tells_good_broken_short_and_rewritten_logs_apart(
     assert "entry 6: missing" in alone("verify", "log").stdout
     (tmp_path / "log").write_text(export(LOG[:30]))
     (tmp_path / "kept").write_text(seal(LOG).note)
-    assert [alone("verify", "log", *words).returncode for words in ([], ["--checkpoint", "kept"])] == [0, 2]
+    assert [alone("verify", "log", *words).returncode for words in ([], ["--checkpoint", "kept"])] == [4, 2]
+
+
+def test_the_file_alone_calls_a_log_unwitnessed_that_no_checkpoint_covers_with_or_without_a_key(
+    alone: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    unproven = replace(witness(LOG), note="")
+    cases: list[tuple[int, str, list[Record]]] = [
+        (4, "unwitnessed: 40 entries verified", [*LOG]),
+        (4, "no signed checkpoint covers any of it", [seal([]), *LOG]),
+        (4, "show no checkpoint that the log signed", [*LOG, unproven]),
+        (0, "entries 31 to 40 are covered by no signed checkpoint yet", [*LOG[:30], seal(LOG[:30]), *LOG[30:]]),
+        (0, "good: 40 entries", [*LOG, witness(LOG)]),
+        (0, "good: 0 entries", []),
+        (1, "broken", [*LOG[:5], *LOG[6:]]),
+    ]
+    for status, words, records in cases:
+        (tmp_path / "log").write_text(export(records))
+        for key in ([], ["--key", str(KEY)]):
+            done = alone("verify", "log", *key)
+            assert (done.returncode, words in done.stdout) == (status, True), done
+    (tmp_path / "log").write_text(export(LOG))
+    (tmp_path / "kept").write_text(seal(LOG).note)
+    assert alone("verify", "log", "--checkpoint", "kept").returncode == 0
+
+
+def test_a_witness_signs_its_name_and_those_of_earlier_releases_are_said_not_to() -> None:
+    named, old = witness(LOG), witness(LOG, name="")
+    assert judge([*LOG, named]).unnamed == 0
+    for edited in (replace(named, node="box-2"), replace(named, node="")):
+        verdict = judge([*LOG, seal(LOG), edited])
+        assert (verdict.status, verdict.findings[0].kind) == (Status.INCONSISTENT, Kind.SIGNATURE)
+    for each in (old, replace(old, node="box-2")):
+        verdict = judge([*LOG, seal(LOG), each])
+        assert (verdict.status, verdict.witnesses, verdict.unnamed) == (Status.GOOD, 1, 1)
+        assert "1 witness statements do not sign the name that they stand under" in verdict.lines()
+    forged = make_chain(make_body(number + 100) for number in range(SIZE))
+    assert "witness box-1 (which did not sign its name)" in judge([*forged, old]).findings[0].text
+
+
+def test_an_export_of_an_earlier_release_is_read() -> None:
+    text = export([*LOG, seal(LOG), witness(LOG, name="")]).replace("muster-audit-export/v2", "muster-audit-export/v1")
+    verdict = verify_export(iter(text.splitlines()))
+    assert (verdict.status, verdict.witnesses) == (Status.GOOD, 1)
 
 
 def test_the_file_alone_checks_a_proof_and_never_mistakes_a_typing_error_for_a_short_log(
