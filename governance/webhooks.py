@@ -25,6 +25,8 @@ LOOKUP_TIMEOUT_S = 3.0
 _PORTS = {"http": 80, "https": 443}
 _METADATA = {ipaddress.ip_address(text) for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")}
 """Where clouds answer with credentials, beside the link-local addresses."""
+_NAT64, _LOCAL_NAT64 = ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48")
+"""RFC 6052 and RFC 8215. Where in the second one the IPv4 address stands, only its network knows: it is never called."""
 _LOOKUPS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="webhook-lookup")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -133,12 +135,24 @@ def _resolve(target: Target) -> str:
 
 
 def _check_address(address: Address, scheme: str) -> None:
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    is_odd = address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback)
-    if address.is_link_local or is_odd or mapped is not None or address in _METADATA:
+    behind = _read_embedded(address)
+    is_reserved = address.is_reserved and not address.is_loopback and address not in _NAT64
+    is_odd = address.is_multicast or address.is_unspecified or is_reserved
+    is_inner = address in _LOCAL_NAT64 or not all(four.is_global and not four.is_multicast for four in behind)
+    is_mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
+    if address.is_link_local or is_odd or is_inner or is_mapped or address in _METADATA:
         raise DeliveryFailed("leads to a link-local, metadata or special address, which is never called")
-    if scheme == "http" and not (address.is_loopback or address.is_private):
+    if scheme == "http" and (behind or not (address.is_loopback or address.is_private)):
         raise DeliveryFailed("leads to a public address by plain http; use https://")
+
+
+def _read_embedded(address: Address) -> list[ipaddress.IPv4Address]:
+    """Return the IPv4 addresses that a gateway on the way to an IPv6 address would call: of NAT64, 6to4 or Teredo."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    if address in _NAT64:
+        return [ipaddress.IPv4Address(address.packed[-4:])]
+    return [four for four in (address.sixtofour, *(address.teredo or ())) if four is not None]
 
 
 def _read_literal(host: str) -> Address | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -316,6 +318,42 @@ def test_an_address_that_must_not_be_called_is_refused(url: str) -> None:
     with pytest.raises(InvalidWebhook) as refusal:
         parse_webhook_url(url)
     assert refusal.value.param == "url"
+
+
+def embed(four: str) -> list[str]:
+    """The IPv6 addresses by which a gateway on the way leads to an IPv4 address, a client of Teredo behind it included."""
+    number = int(ipaddress.IPv4Address(four))
+    teredo = (0x20010000 << 96) | (0x08080808 << 64) | (number ^ 0xFFFFFFFF)
+    made = [(0x64FF9B << 96) | number, (0x2002 << 112) | (number << 80), teredo]
+    return [str(ipaddress.IPv6Address(each)) for each in made]
+
+
+NOT_PUBLIC = ["127.0.0.1", "10.1.2.3", "192.168.1.4", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *[each for four in NOT_PUBLIC for each in embed(four)],
+        "64:ff9b:1::8.8.8.8", "64:ff9b:1:fffe::a00:1", "::ffff:10.0.0.1", "::10.0.0.1",
+        str(ipaddress.IPv6Address((0x20010000 << 96) | (0x0A000001 << 64) | (0x08080808 ^ 0xFFFFFFFF))),
+    ],
+)  # fmt: skip
+def test_an_address_that_leads_to_an_inner_one_by_a_gateway_is_refused_by_number_and_by_name(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidWebhook, match="never called"):
+        parse_webhook_url(f"https://[{address}]/")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(10, 1, 6, "", (address, 443, 0, 0))])
+    with pytest.raises(DeliveryFailed, match="never called"):
+        post_notice(url="https://hooks.example.com/", secret="s", body=b"{}", at=1)
+
+
+@pytest.mark.parametrize("address", embed("8.8.8.8"))
+def test_a_public_address_behind_a_gateway_is_called_by_https_alone(address: str) -> None:
+    assert parse_webhook_url(f"https://[{address}]/").host
+    with pytest.raises(InvalidWebhook, match="by plain http"):
+        parse_webhook_url(f"http://[{address}]/")
 
 
 @pytest.mark.parametrize(
