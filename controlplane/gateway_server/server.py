@@ -16,6 +16,7 @@ from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from gateway.client import Receive, Scope, Send
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
+from gateway.values import Timeouts
 from gateway.views.base import Application
 from wire.client_address import TrustedProxies
 
@@ -87,10 +88,16 @@ class GatewayServer(uvicorn.Server):
 def serve(*, host: str, port: int) -> None:
     """Run a gateway until it is told to stop."""
     runtime = GatewayRuntime()
-    GatewayHttpProtocol.header_timeout_s = runtime.timeouts.header_s
-    GatewayHttpProtocol.body_timeout_s = runtime.timeouts.body_s
-    config = uvicorn.Config(
-        GatewayApp(runtime, make_application(runtime)),
+    app = GatewayApp(runtime, make_application(runtime))
+    GatewayServer(make_config(app, host=host, port=port, timeouts=runtime.timeouts), runtime).run()
+
+
+def make_config(app: GatewayApp, *, host: str, port: int, timeouts: Timeouts) -> uvicorn.Config:
+    """Return how uvicorn serves a gateway."""
+    GatewayHttpProtocol.header_timeout_s = timeouts.header_s
+    GatewayHttpProtocol.body_timeout_s = timeouts.body_s
+    return uvicorn.Config(
+        app,
         host=host,
         port=port,
         loop="uvloop",
@@ -104,11 +111,10 @@ def serve(*, host: str, port: int) -> None:
         proxy_headers=False,
         log_config=None,
         backlog=_BACKLOG,
-        timeout_keep_alive=int(runtime.timeouts.keep_alive_s),
+        timeout_keep_alive=int(timeouts.keep_alive_s),
         timeout_graceful_shutdown=5,
         ws_max_size=settings.NODE_SOCKETS.max_message_bytes,
         ws_per_message_deflate=False,
         ws_ping_interval=20.0,
         ws_ping_timeout=40.0,
     )
-    GatewayServer(config, runtime).run()
