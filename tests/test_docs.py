@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
-import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -225,22 +223,6 @@ def test_every_command_is_run_by_a_test_or_listed_as_tried_or_not_tried_by_hand(
             if language == "sh" and first not in listed:
                 silent.append(f"{page.name}: {first}")
     assert not silent, "mark the block ```sh run, or list its first line in docs/verified.md"
-
-
-def test_the_nginx_example_is_accepted_by_nginx(tmp_path: Path) -> None:
-    nginx, openssl = shutil.which("nginx"), shutil.which("openssl")
-    if nginx is None or openssl is None:
-        pytest.skip("nginx or openssl is not installed")
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    subprocess.run([*make, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    example = next(code for _, language, code in FENCE.findall(read(DOCS / "operate.md")) if language == "nginx")
-    example = re.sub(r"/etc/ssl/\w+\.pem", str(certificate), re.sub(r"/etc/ssl/\w+\.key", str(key), example))
-    paths = "".join(f"{name}_temp_path {tmp_path / name};" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
-    config = tmp_path / "nginx.conf"
-    config.write_text(f"pid {tmp_path}/nginx.pid; error_log stderr; events {{}} http {{ {paths}\n{example} }}")
-    checked = subprocess.run([nginx, "-t", "-c", str(config)], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stderr
 
 
 def test_every_endpoint_is_documented() -> None:

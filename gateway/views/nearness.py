@@ -27,7 +27,9 @@ def came_directly(scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
 
     A proxy says so in a header, or keeps the name that its caller asked for, or speaks HTTP/1.0, as nginx does to what stands
     behind it unless told otherwise. One that hides all of that cannot be seen. ``scope``: of ASGI; an absent client is a
-    socket of this machine. The name asked for matters for one more caller: a page whose own name was made to lead here.
+    socket of this machine. Its client is the peer of the connection: only a forwarding header changes that, and with one
+    nothing is direct. No name that is asked for opens anything; another one closes, also for a page whose own name was made
+    to lead here.
     """
     client = scope.get("client")
     if client and not _is_loopback(str(client[0])):

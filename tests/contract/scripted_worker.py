@@ -75,8 +75,9 @@ class ScriptedWorker:
         query_secret: str | None = None,
         local_host: str | None = None,
         headers: dict[str, str] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> ScriptedWorker:
-        """Open the socket without registering. ``local_host`` picks the address the server sees."""
+        """Open the socket without registering. ``local_host`` picks the address that is seen; ``options`` go to the library."""
         query = {}
         if provider is not None:
             query["provider"] = provider
@@ -85,7 +86,7 @@ class ScriptedWorker:
         shown = dict(headers or {})
         if secret is not None:
             shown["x-worker-secret"] = secret
-        options = dial_options()
+        options = {**dial_options(), **(options or {})}
         if local_host is not None:
             options["local_addr"] = (local_host, 0)
         target = url + (f"?{urlencode(query)}" if query else "")
