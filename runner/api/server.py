@@ -12,11 +12,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from runner.api.app import make_app, make_metrics_app
 from runner.config import ApiConfig
 from runner.errors import ConfigError
 from runner.parts import Parts
+from wire.http_head import HeadFault, find_head_fault, find_size_fault
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,27 @@ class _Server(uvicorn.Server):
         self._leaving.set()
 
 
+class ApiHttpProtocol(HttpToolsProtocol):
+    """uvicorn's, which refuses heads with two readings and takes no trailer for a header."""
+
+    _fault: HeadFault | None = None
+
+    def on_headers_complete(self) -> None:
+        """The headers arrived. Raising ends the parsing of the connection."""
+        is_upgrade = self.parser.should_upgrade()
+        self._fault = find_head_fault(self.parser.get_http_version(), self.headers, is_upgrade=is_upgrade)
+        self._fault = self._fault or find_size_fault(self.url, self.headers)
+        if self._fault is not None:
+            raise ValueError(self._fault.message)
+        super().on_headers_complete()
+        if not is_upgrade:
+            self.headers = []  # for trailers, which the parser adds here; they are no headers, and nobody reads them
+
+    def send_400_response(self, msg: str) -> None:
+        """Say what is wrong, where that is known."""
+        super().send_400_response(self._fault.message if self._fault is not None else msg)
+
+
 @asynccontextmanager
 async def serve_api(parts: Parts, config: ApiConfig) -> AsyncIterator[str]:
     """Serve the API, and the metrics where they have a port of their own; yields the URL once it answers.
@@ -87,9 +110,9 @@ async def serve_api(parts: Parts, config: ApiConfig) -> AsyncIterator[str]:
 async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
-            app, lifespan="off", ws="none", interface="asgi3", access_log=False, log_config=None, log_level="warning",
-            server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=GRACE_S,
+            app, http=ApiHttpProtocol, lifespan="off", ws="none", interface="asgi3", access_log=False, log_config=None,
+            log_level="warning", server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
         )
     )  # fmt: skip
     running = asyncio.create_task(server.serve(sockets=[listener]))
