@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import aiohttp
+import psutil
 import pytest
 
 from runner.engines.llamacpp import LlamaCpp
@@ -26,7 +32,14 @@ from runner.engines.port import (
     FlushScope,
 )
 from tests.integration.runner.engine_cases_llamacpp import ENDLESS, QUESTION, tiny_plan
-from tests.integration.runner.engine_suite import EngineUnderTest, ask, assert_freed_by_leaving, first_bytes, wait_until
+from tests.integration.runner.engine_suite import (
+    EngineUnderTest,
+    ask,
+    assert_freed_by_leaving,
+    first_bytes,
+    process_tree,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -277,3 +290,52 @@ async def test_nobody_reaches_the_engine_without_its_key() -> None:
         async with client.post(engine._server.base_url + CHAT, json=BODIES[CHAT]) as response:
             assert response.status == 401
         assert not engine.capabilities.function_calling  # the tiny model's template knows no tools
+
+
+NAMESPACE = f"muster-{os.getpid()}"
+NEAR, FAR = "10.213.77.1", "10.213.77.2"
+SCAN = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), timeout=5).close()
+    except OSError:
+        continue
+    print(port)
+"""
+
+
+@pytest.fixture
+def neighbour() -> Iterator[list[str]]:
+    """Yield the beginning of a command that runs on another machine of the network, as far as the network can tell."""
+    ip = shutil.which("ip")
+    if ip is None or os.geteuid() != 0:
+        pytest.skip("only root makes a network namespace, with the program ip")
+    wire = f"m{os.getpid()}"
+    made = [
+        f"netns add {NAMESPACE}",
+        f"link add {wire}a type veth peer name {wire}b netns {NAMESPACE}",
+        f"addr add {NEAR}/30 dev {wire}a",
+        f"link set {wire}a up",
+        f"-n {NAMESPACE} addr add {FAR}/30 dev {wire}b",
+        f"-n {NAMESPACE} link set {wire}b up",
+    ]
+    try:
+        for words in made:
+            said = subprocess.run([ip, *words.split()], capture_output=True, text=True, check=False)
+            if said.returncode:
+                pytest.skip(f"this system lets root make no network namespace: {said.stderr.strip()}")
+        yield [ip, "netns", "exec", NAMESPACE]
+    finally:
+        subprocess.run([ip, "netns", "del", NAMESPACE], capture_output=True, check=False)
+
+
+async def test_another_machine_reaches_no_port_of_an_engine(neighbour: list[str]) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as open_port:
+        async with loaded():
+            ours = [pair for process in process_tree([os.getpid()]) for pair in process.net_connections("tcp")]
+            ports = {str(pair.laddr.port) for pair in ours if pair.status == psutil.CONN_LISTEN}
+            scan = [*neighbour, sys.executable, "-c", SCAN, NEAR, *ports]
+            reached = await asyncio.to_thread(subprocess.run, scan, capture_output=True, text=True, check=True, timeout=60)
+        assert len(ports) >= 2  # the engine's, and one that shows that the neighbour is heard
+        assert reached.stdout.split() == [str(open_port.getsockname()[1])]
