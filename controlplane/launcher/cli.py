@@ -164,8 +164,8 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     up = _add(commands, "up", "start Muster on this machine and keep it running until Ctrl-C", _run_up)
     up.epilog = (
         "DATABASE_URL (postgresql://…) and REDIS_URL (redis://…) replace the PostgreSQL and Valkey that it otherwise runs "
-        "itself. As root, PostgreSQL alone runs as another user, nobody; if nobody may not enter DIR, its files go elsewhere "
-        "and you are told where."
+        "itself. As root, PostgreSQL alone runs as another user, a number of its own; if that may not enter DIR, its files go "
+        "elsewhere and you are told where."
     )
     _add_data(up)
     up.add_argument(

@@ -1,4 +1,4 @@
-"""Where an installation keeps its things: one directory, and for PostgreSQL under root a place that ``nobody`` can reach."""
+"""Where an installation keeps its things: one directory, and for PostgreSQL under root a place that its own user can reach."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BEFORE_MARKS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The paths of one installation. Everything lies under ``data`` but what ``nobody`` must reach and could not there."""
+    """The paths of one installation. Everything lies under ``data`` but what PostgreSQL's user could not reach there."""
 
     data: Path
     postgres: Path
@@ -164,7 +164,7 @@ def remove_unused(data: Path, made: list[Path]) -> None:
 
 def prepare_data(data: Path) -> Path:
     """Make the directory of an installation with its folders and return its real path. Raises LauncherError in one line."""
-    # A directory that we make as root lets others pass, not look: PostgreSQL runs as nobody beneath it. Its files are 0600.
+    # A directory that we make as root lets others pass, not look: PostgreSQL is another user beneath it. Its files are 0600.
     mode = 0o711 if os.geteuid() == 0 else 0o700
     try:
         made = not data.exists()
@@ -185,13 +185,13 @@ def prepare_data(data: Path) -> Path:
 def choose_place(data: Path) -> tuple[Place, str]:
     """Return the paths for the installation in ``data`` (as ``prepare_data`` returned it) and a line to show, mostly empty.
 
-    The line explains where PostgreSQL's files are when ``data`` is closed to ``nobody``. Raises LauncherError.
+    The line explains where PostgreSQL's files are when ``data`` is closed to others. Raises LauncherError.
     """
     note = ""
     home = data
     if os.geteuid() == 0 and not is_open_to_others(data):
         home = _system_home(data)
-        note = f"PostgreSQL runs as user nobody, who may not enter {data}: its files are in {home}"
+        note = f"PostgreSQL runs as a user of its own, who may not enter {data}: its files are in {home}"
     return Place(data=data, postgres=home / "postgres", sockets=_socket_directory(home)), note
 
 
@@ -201,7 +201,7 @@ def is_open_to_others(directory: Path) -> bool:
 
 
 def _system_home(data: Path) -> Path:
-    """Return the directory that belongs to ``data`` and lets ``nobody`` pass; a file in ``data`` remembers its random name.
+    """Return the directory that belongs to ``data`` and lets others pass; a file in ``data`` remembers its random name.
 
     It lies under /var/lib, or under /tmp for an installation that is itself temporary.
     """
@@ -223,11 +223,13 @@ def _system_home(data: Path) -> Path:
         write_json(home / "belongs-to.json", {"data": str(data)})
     except OSError as error:
         raise LauncherError(
-            f"user nobody may not enter {data} and {error.filename} cannot be made ({error.strerror}): "
+            f"PostgreSQL's own user may not enter {data} and {error.filename} cannot be made ({error.strerror}): "
             "choose a directory such as /srv/muster with --data DIR, or set DATABASE_URL"
         ) from None
     if not is_open_to_others(home):
-        raise LauncherError(f"user nobody may enter neither {data} nor {home}: choose another --data DIR or set DATABASE_URL")
+        raise LauncherError(
+            f"PostgreSQL's own user may enter neither {data} nor {home}: choose another --data DIR or set DATABASE_URL"
+        )
     return home
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from controlplane.launcher.embedded.server import package_directory
-from controlplane.launcher.embedded.unprivileged import choose_user, place_binaries
+from controlplane.launcher.embedded.unprivileged import choose_maker, choose_user, give_tree, place_binaries
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.processes import (
     Command,
@@ -25,10 +25,25 @@ from controlplane.launcher.processes import (
     wait_gone,
 )
 
-_ROLE = "muster"
+_SUPERUSER = "muster"
+"""Of the cluster. No connection is let in as this role: single-user PostgreSQL alone has it, while no server runs."""
+_ROLE = "muster_app"
+"""Owns the database and what is in it, and may do nothing beyond it."""
 _DATABASE = "muster"
 _PORT = "5432"
 _READY_LINE = 7  # of postmaster.pid, counted from 0; src/include/utils/pidfile.h
+_HAND_OVER = f"""
+DO $$ BEGIN IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = '{_ROLE}') THEN CREATE ROLE {_ROLE} LOGIN; END IF; END $$;
+ALTER DATABASE {_DATABASE} OWNER TO {_ROLE};
+DO $$ DECLARE change text; BEGIN FOR change IN
+  SELECT format('ALTER TABLE %s OWNER TO {_ROLE}', oid::regclass) FROM pg_class relation
+  WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p', 'v', 'm', 'S')
+  AND NOT EXISTS (SELECT FROM pg_depend WHERE objid = relation.oid AND deptype IN ('a', 'i') AND relkind = 'S')
+  UNION ALL SELECT format('ALTER ROUTINE %s OWNER TO {_ROLE}', oid::regprocedure) FROM pg_proc
+  WHERE pronamespace = 'public'::regnamespace
+LOOP EXECUTE change; END LOOP; END $$;
+"""  # noqa: S608  # of constants
+"""Gives the role what older releases made as superuser. A sequence of a column follows its table."""
 _SETTINGS = {
     "listen_addresses": "",
     "port": _PORT,
@@ -58,12 +73,14 @@ class Postgres:
     """The PostgreSQL of one installation.
 
     ``home`` holds the cluster in ``data`` and, under root, a copy of the binaries; ``sockets`` the directory of the socket.
-    ``overrides`` are settings that win over ours (tests switch fsync off).
+    ``overrides`` are settings that win over ours (tests switch fsync off), ``rights`` what our role may do beyond its database
+    (tests make databases and tamper with them).
     """
 
     home: Path
     sockets: Path
     overrides: Mapping[str, str] = field(default_factory=dict)
+    rights: str = "NOSUPERUSER"
     _user: UserIdentity | None = None
     _tree: Path | None = None
 
@@ -83,13 +100,20 @@ class Postgres:
         return signal.SIGINT
 
     def prepare(self) -> None:
-        """Make the directories, and on first use the cluster with its one role. Raises LauncherError."""
-        self._user = choose_user()
+        """Make the directories, and on first use the cluster; let nobody in but our role. Raises LauncherError."""
+        self._user = choose_user(self.data)
         self._make_directories()
         self._tree = place_binaries(find_tree(), self._user, self.home)
-        if not (self.data / "PG_VERSION").exists():
-            self._create_cluster()
-        self._check_version()
+        is_new = not (self.data / "PG_VERSION").exists()
+        if not is_new:
+            self._check_version()
+        if is_new or self._read_access() != self._access():
+            self.clear_leftovers()
+            self._give(choose_maker(self._user) if self._user else None)
+            if is_new:
+                self._create_cluster()
+            self._hand_over()
+        self._give(self._user)
 
     def clear_leftovers(self) -> None:
         """End what an earlier run left on this data directory, and only that. Raises LauncherError when it will not go.
@@ -129,49 +153,65 @@ class Postgres:
     def _make_directories(self) -> None:
         try:
             self.home.mkdir(parents=True, exist_ok=True)
-            self.home.chmod(0o711 if self._user else 0o700)
-            for path in (self.data, self.sockets):
-                path.mkdir(exist_ok=True)
-                if self._user:
-                    os.chown(path, self._user.uid, self._user.gid)
-                path.chmod(0o700)
+            if self._user:
+                os.chown(self.home, 0, self._user.gid)
+            self.home.chmod(0o710 if self._user else 0o700)
+            self.data.mkdir(mode=0o700, exist_ok=True)
+            self.sockets.mkdir(mode=0o700, exist_ok=True)
+            self.data.chmod(0o700)
+            self.sockets.chmod(0o700)
+            if self._user:
+                os.chown(self.sockets, self._user.uid, self._user.gid)
         except OSError as error:
             raise LauncherError(
                 f"cannot prepare {error.filename} for PostgreSQL: {error.strerror}. Choose another --data DIR"
             ) from None
 
+    def _give(self, user: UserIdentity | None) -> None:
+        """Make ``user`` the owner of a cluster that is somebody else's: of an older release, or of a folder that moved."""
+        if user is None or self.data.stat().st_uid == user.uid:
+            return
+        self.clear_leftovers()
+        try:
+            give_tree(self.data, user)
+        except OSError as error:
+            raise LauncherError(f"cannot give {error.filename} to PostgreSQL's own user: {error.strerror}") from None
+
     def _create_cluster(self) -> None:
         for leftover in self.data.iterdir():  # of an initdb that was interrupted: without PG_VERSION there is no cluster
             shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-        options = [
-            "--encoding=UTF8",
-            "--locale=C",
-            "--username",
-            _ROLE,
-            "--auth=peer" if self._user else "--auth=trust",
-            "--no-sync",
-        ]
+        options = ["--encoding=UTF8", "--locale=C", "--username", _SUPERUSER, "--auth=reject", "--no-sync"]
         self._run([str(self._binary("initdb")), "-D", str(self.data), *options], "initdb")
-        if self._user:
-            self._allow_root_only()
-        # One process that writes the database and ends, before anybody can connect.
-        self._run(
-            [str(self._binary("postgres")), "--single", "-D", str(self.data), "postgres"],
-            "postgres",
-            f"CREATE DATABASE {_DATABASE};\n",
-        )
+        self._run_single("postgres", f"CREATE DATABASE {_DATABASE};\n")
         self._run([str(self._binary("initdb")), "-D", str(self.data), "--sync-only"], "initdb")
 
-    def _allow_root_only(self) -> None:
-        """Let the system's root, and nobody else, in as our role: the socket tells PostgreSQL who connects."""
-        self._write_owned("pg_hba.conf", "local all all peer map=muster\n")
-        self._write_owned("pg_ident.conf", f"muster {pwd.getpwuid(os.geteuid()).pw_name} {_ROLE}\n")
+    def _hand_over(self) -> None:
+        """Give our role the database, then let it in, and nobody else. What lets it in is the mark that this was done."""
+        self._run_single(_DATABASE, f"{_HAND_OVER}\n\nALTER ROLE {_ROLE} {self.rights};\n")
+        for name, text in self._access().items():
+            path = self.data / name
+            path.unlink(missing_ok=True)  # written anew: it may be a link
+            with path.open("x", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), 0o600)
+                owner = self.data.stat()
+                os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
+                file.write(text)
 
-    def _write_owned(self, name: str, text: str) -> None:
-        path = self.data / name
-        path.write_text(text, encoding="utf-8")
-        if self._user:
-            os.chown(path, self._user.uid, self._user.gid)
+    def _access(self) -> dict[str, str]:
+        """Return the files that say who may connect: our own user alone, told by the socket when it is root's, as our role."""
+        if self._user is None:
+            return {"pg_hba.conf": f"local all {_ROLE} trust\n"}
+        root = pwd.getpwuid(os.geteuid()).pw_name
+        return {"pg_ident.conf": f"muster {root} {_ROLE}\n", "pg_hba.conf": f"local all {_ROLE} peer map=muster\n"}
+
+    def _read_access(self) -> dict[str, str]:
+        paths = {name: self.data / name for name in self._access()}
+        return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+
+    def _run_single(self, database: str, statements: str) -> None:
+        """Run statements as superuser in one process that writes the database and ends, before anybody can connect."""
+        argv = [str(self._binary("postgres")), "--single", "-j", "-D", str(self.data), "-c", "exit_on_error=on", database]
+        self._run(argv, "postgres", statements.replace(";\n", ";\n\n"))
 
     def _check_version(self) -> None:
         kept = (self.data / "PG_VERSION").read_text(encoding="ascii").strip()
@@ -184,7 +224,7 @@ class Postgres:
             )
 
     def _run(self, argv: list[str], what: str, text: str | None = None) -> None:
-        user = self._user
+        user = choose_maker(self._user) if self._user else None
         answer = subprocess.run(
             argv,
             input=text or "",

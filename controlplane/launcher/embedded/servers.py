@@ -88,7 +88,7 @@ class EmbeddedServers:
         self._root = Path(tempfile.mkdtemp(prefix="muster-", dir="/tmp"))
         self._root.chmod(0o711 if os.geteuid() == 0 else 0o700)
         overrides = {} if durable else _UNDURABLE
-        postgres = Postgres(home=self._root / "postgres", sockets=self._root / "pg", overrides=overrides)
+        postgres = Postgres(home=self._root / "postgres", sockets=self._root / "pg", overrides=overrides, rights="SUPERUSER")
         self.postgres = RunningServer("PostgreSQL", postgres, self._root / "postgres.log")
         self.valkey = RunningServer("Valkey", Valkey(sockets=self._root), self._root / "valkey.log")
 

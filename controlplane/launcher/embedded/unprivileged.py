@@ -1,11 +1,13 @@
-"""PostgreSQL refuses to run as root, so under root its processes, and nothing else of ours, run as ``nobody``."""
+"""PostgreSQL refuses to run as root, so under root its processes, and nothing else at all, run as a user of their own."""
 
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 
 from controlplane.launcher.errors import LauncherError
@@ -13,17 +15,71 @@ from controlplane.launcher.locks import FileLock, acquire_patiently
 from controlplane.launcher.processes import UserIdentity
 
 _COPY_PATIENCE_S = 120.0
+_NUMBERS = ((1_879_048_192, 2**27), (60_578, 606))
+"""First number and how many: of users and groups that systemd's table of numbers leaves to nobody. The second where a container
+has no more than 16 bits of them."""
 
 
-def choose_user() -> UserIdentity | None:
-    """Return the user that PostgreSQL is to run as, or None for our own. Raises LauncherError."""
+def choose_user(data: Path) -> UserIdentity | None:
+    """Return the user that PostgreSQL runs as on ``data``, or None for our own. Raises LauncherError.
+
+    It is a number that no other process has and no file of users knows, the same for the same folder.
+    """
     if os.geteuid() != 0:
         return None
+    for first, count in _NUMBERS:
+        number = first + zlib.crc32(os.fsencode(data)) % count
+        if _is_free(number) and _is_mapped(number):
+            return UserIdentity(uid=number, gid=number)
+    raise LauncherError("PostgreSQL may not run as root and this system has no number for a user of its own: set DATABASE_URL")
+
+
+def choose_maker(user: UserIdentity) -> UserIdentity:
+    """Return as whom initdb and single-user PostgreSQL run: ``nobody``, as they want a name, in the group of ``user``.
+
+    Only that group may enter the folder in which they work, and no other process of ``nobody`` is in it. Raises LauncherError.
+    """
     try:
-        entry = pwd.getpwnam("nobody")
+        return UserIdentity(uid=pwd.getpwnam("nobody").pw_uid, gid=user.gid)
     except KeyError:
         raise LauncherError("PostgreSQL may not run as root and this system has no user nobody: set DATABASE_URL") from None
-    return UserIdentity(uid=entry.pw_uid, gid=entry.pw_gid)
+
+
+def give_tree(root: Path, user: UserIdentity) -> None:
+    """Make ``user`` the owner of ``root`` and of whatever in it has the owner of ``root``. Raises OSError.
+
+    ``root`` comes last, so that a call that was cut short is told by it. No link leads out, and what somebody else linked
+    into it stays theirs.
+    """
+    before = root.stat().st_uid
+    for _, directories, names, descriptor in os.fwalk(root, topdown=False):
+        for name in (*directories, *names):
+            if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_uid == before:
+                os.chown(name, user.uid, user.gid, dir_fd=descriptor, follow_symlinks=False)
+    os.chown(root, user.uid, user.gid)
+
+
+def _is_free(number: int) -> bool:
+    for find in (pwd.getpwuid, grp.getgrgid):
+        try:
+            find(number)
+        except KeyError:
+            continue
+        return False
+    return True
+
+
+def _is_mapped(number: int) -> bool:
+    """Return whether this system, perhaps a container with a part of the numbers, has a user and a group with it."""
+    for name in ("uid_map", "gid_map"):
+        try:
+            lines = Path("/proc/self", name).read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue  # not Linux: every number is there
+        ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
+        if not any(first <= number < first + count for first, count in ranges):
+            return False
+    return True
 
 
 def place_binaries(installed: Path, user: UserIdentity | None, home: Path) -> Path:
@@ -51,7 +107,7 @@ def place_binaries(installed: Path, user: UserIdentity | None, home: Path) -> Pa
     copied = target / package.name / installed.name
     if not _runs_as(copied, user):
         raise LauncherError(
-            f"user nobody cannot run {copied}/bin/postgres (is {home} mounted noexec?): choose another --data DIR"
+            f"PostgreSQL's own user cannot run {copied}/bin/postgres (is {home} mounted noexec?): choose another --data DIR"
         )
     return copied
 
@@ -70,7 +126,7 @@ def _runs_as(tree: Path, user: UserIdentity) -> bool:
         )
     except PermissionError as error:
         if error.filename != str(tree / "bin" / "postgres"):  # then it was not the execution but the change of user
-            raise LauncherError("this root may not change to user nobody (a sandbox?): set DATABASE_URL") from None
+            raise LauncherError("this root may not change to another user (a sandbox?): set DATABASE_URL") from None
         return False
     except OSError:
         return False
