@@ -307,3 +307,33 @@ def test_stopping_leaves_no_process_and_no_file() -> None:
     assert wait_gone(lambda: not any(identify(pid) for pid in pids), 30.0)
     assert find_by_directory(data) == []
     assert not data.exists()
+
+
+@linux_only
+@as_root
+@pytest.mark.parametrize("count", [65_536, 1_000], ids=["a container with 16 bits of users", "one with too few"])
+def test_in_a_container_postgres_gets_a_user_that_the_container_has(count: int) -> None:
+    asked = "from pathlib import Path; from controlplane.launcher.embedded.unprivileged import choose_user as ask; "
+    command = f"read go; exec {sys.executable} -c '{asked}print(ask(Path(\"/data\")).uid)'"
+    contained = subprocess.Popen(
+        ["unshare", "--user", "sh", "-c", command],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        ours = Path("/proc/self/ns/user").readlink()
+        wait_until(
+            lambda: contained.poll() is not None or Path(f"/proc/{contained.pid}/ns/user").readlink() != ours,
+            what="the namespace of users is there",
+        )
+        if contained.poll() is not None:
+            pytest.skip("this system lets root make no namespace of users")
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{contained.pid}/{name}").write_text(f"0 0 {count}\n")
+        said, trouble = contained.communicate("\n", timeout=60)
+    finally:
+        contained.kill()
+        contained.communicate()
+    if count == 65_536:
+        assert 60_578 <= int(said) <= 61_183, trouble
+    else:
+        assert "set DATABASE_URL" in trouble
