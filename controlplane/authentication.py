@@ -35,11 +35,12 @@ class AdminTokenAuthentication(BaseAuthentication):
     """``Authorization: Bearer msa_…``. A client key, a worker credential or a browser session is refused."""
 
     def authenticate(self, request: Request) -> tuple[TokenHolder, None] | None:
-        """Return the holder of the token, None without the header. Raises InvalidAdminToken (401)."""
+        """Return the holder of the token, None without the header. Raises InvalidAdminToken (401), TooManyWrongTokens (429)."""
         scheme, _, text = get_authorization_header(request).decode("latin-1").partition(" ")
         if not scheme:
             return None
-        token = verify_admin_token(text.strip()) if scheme.lower() == SCHEME else None
+        address = str(request.META.get("REMOTE_ADDR", ""))
+        token = verify_admin_token(text.strip(), address=address) if scheme.lower() == SCHEME else None
         if token is None:
             raise InvalidAdminToken("The admin token is not valid. Send Authorization: Bearer msa_….")
         owner, actor = token.owner, f"token:{token.name}"

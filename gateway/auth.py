@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from django.db import DatabaseError
 
 from gateway.catalogue import Catalogue, KeyEntry
-from gateway.errors import InvalidApiKey, RecordsUnavailable
+from gateway.errors import InvalidApiKey, RateLimited, RecordsUnavailable
 from gateway.values import Caller
+from governance.throttle import RETRY_S, AuthThrottle
 from nodes.offload import run_in_database
 from wire.credentials import CredentialKind, digest_credential, has_good_checksum, read_keyid
 
@@ -21,22 +22,26 @@ _NO_DIGEST = bytes(32)
 
 
 class KeyRing:
-    """Checks client keys. A key id that memory does not have is looked up once; misses are remembered briefly."""
+    """Checks client keys. A key id that memory does not have is looked up once; misses are remembered briefly.
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    An address that asks for too many of them waits for the next sweep, which brings every key into memory.
+    """
+
+    def __init__(self, catalogue: Catalogue, throttle: AuthThrottle | None = None) -> None:
         self._catalogue = catalogue
+        self._throttle = throttle or AuthThrottle()
         self._unknown: dict[str, float] = {}
         self.used: dict[uuid.UUID, float] = {}
 
-    async def identify(self, headers: Mapping[str, str], *, allow_x_api_key: bool) -> Caller:
-        """Return the caller. Raises InvalidApiKey, or RecordsUnavailable when a lookup is needed and impossible."""
+    async def identify(self, headers: Mapping[str, str], *, allow_x_api_key: bool, address: str = "") -> Caller:
+        """Return the caller. Raises InvalidApiKey; RecordsUnavailable, RateLimited when a lookup is needed and not possible."""
         text = _read_key(headers, allow_x_api_key=allow_x_api_key)
         keyid = read_keyid(text, CredentialKind.CLIENT) if text else None
         if keyid is None:
             raise InvalidApiKey("API key is missing." if not text else "")
         entry = self._catalogue.keys.get(keyid)
         if entry is None and has_good_checksum(text):  # noise with a bad checksum costs no query
-            entry = await self._look_up(keyid)
+            entry = await self._look_up(keyid, address)
         digest = digest_credential(text)
         now = time.time()
         matches = hmac.compare_digest(digest, entry.digest if entry is not None else _NO_DIGEST)
@@ -49,12 +54,12 @@ class KeyRing:
         """Look unknown key ids up again; called when keys changed."""
         self._unknown.clear()
 
-    async def _look_up(self, keyid: str) -> KeyEntry | None:
+    async def _look_up(self, keyid: str, address: str) -> KeyEntry | None:
         now = time.monotonic()
         if self._unknown.get(keyid, 0.0) > now:
             return None
         try:
-            entry = await run_in_database(self._catalogue.load_key, keyid)
+            entry = await run_in_database(self._load, keyid, address)
         except DatabaseError:
             raise RecordsUnavailable("The key cannot be checked now; please retry", retry_after_s=2) from None
         if entry is None:
@@ -64,6 +69,16 @@ class KeyRing:
             return None
         # What a sweep took meanwhile is newer: the key may have been revoked since we looked.
         return self._catalogue.keys.setdefault(keyid, entry)
+
+    def _load(self, keyid: str, address: str) -> KeyEntry | None:
+        """Return the entry from its row; runs in a thread, where those of an address wait that came at once."""
+        if self._throttle.is_blocked(address):
+            message = f"Too many unknown API keys came from this address; check the key and try again in {RETRY_S} s."
+            raise RateLimited(message, retry_after_s=RETRY_S)
+        entry = self._catalogue.load_key(keyid)
+        if entry is None:
+            self._throttle.record_failure(address)
+        return entry
 
 
 def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> str:

@@ -91,6 +91,11 @@ class ClientConnection:
         """The body bytes written last."""
 
     @property
+    def address(self) -> str:
+        """Where the connection comes from."""
+        return str((self.scope.get("client") or ("unknown", 0))[0])
+
+    @property
     def is_gone(self) -> bool:
         """Whether nobody reads any more."""
         return self._gone is not None

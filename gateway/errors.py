@@ -209,6 +209,18 @@ class RateLimited(GatewayError):
     default_message = "Rate limit exceeded."
 
 
+class OriginNotPermitted(GatewayError):
+    """A page of a browser wants a socket that is for programs."""
+
+    code = ErrorCode.NOT_PERMITTED
+    status = 403
+    retryable = False
+    type = "invalid_request_error"
+    anthropic_type = "permission_error"
+    state = RequestState.REJECTED
+    default_message = "This WebSocket is for nodes, and pages of other origins may not open it. Send no Origin header."
+
+
 class NoAvailableNode(GatewayError):
     """No box can serve this now."""
 

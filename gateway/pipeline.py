@@ -112,7 +112,7 @@ class Pipeline:
         try:
             if self.is_stopping:
                 raise ShuttingDown(retry_after_s=2)
-            caller = await self.keys.identify(client.headers, allow_x_api_key=True)
+            caller = await self.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
             body = await client.read_body(self.limits.max_audio_bytes if surface.is_form else None)
             call = Call(client, surface, caller, record_id, extra)
             record, job = await self._admit(call, body)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable, Collection
 
 from channels.routing import URLRouter
 
-from gateway.client import ClientConnection, Header, Receive, Scope, Send
+from gateway.client import ClientConnection, Header, HeaderView, Receive, Scope, Send
 from gateway.dialects import Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
-from gateway.errors import GatewayError, RouteNotFound
+from gateway.errors import GatewayError, OriginNotPermitted, RouteNotFound
 from gateway.values import InferenceRequest
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+"""An ASGI application."""
 
 
 def refuse(
@@ -56,16 +60,35 @@ class SlashRouter(URLRouter):  # type: ignore[misc]  # channels ships no types
             await super().__call__(scope, receive, send)
 
 
-async def refuse_unknown_socket(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer an upgrade on a path that has no socket with 404, as an ASGI application.
+def admit_programs(application: Application, origins: Collection[str]) -> Application:
+    """Return a socket that no page of a browser opens but one of ``origins`` or of the very address that it asks.
 
-    A server without ASGI's extension for it can only turn the upgrade away (403).
+    Programs send no ``Origin``, or that of the address (RFC 6455 section 10.2); a browser always says whose page asks.
     """
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = HeaderView(scope["headers"])
+        origin = headers.get("origin", "")
+        if not origin or origin in origins or origin.partition("://")[2].lower() == headers.get("host", "").lower():
+            await application(scope, receive, send)
+        else:
+            await _refuse_socket(scope, receive, send, OriginNotPermitted())
+
+    return serve
+
+
+async def refuse_unknown_socket(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer an upgrade on a path that has no socket with 404, as an ASGI application."""
+    error = RouteNotFound("There is no WebSocket at this path. Nodes connect to /v1/worker/connect of a gateway.")
+    await _refuse_socket(scope, receive, send, error)
+
+
+async def _refuse_socket(scope: Scope, receive: Receive, send: Send, error: GatewayError) -> None:
+    """Answer an upgrade with an error. A server without ASGI's extension for it can only turn the upgrade away (403)."""
     await receive()  # the upgrade itself
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close"})
         return
-    error = RouteNotFound("There is no WebSocket at this path. Nodes connect to /v1/worker/connect of a gateway.")
     head = [(b"content-type", b"application/json")]
     await send({"type": "websocket.http.response.start", "status": error.status, "headers": head})
     await send({"type": "websocket.http.response.body", "body": DEFAULT_SURFACE.render_error(error, "")})

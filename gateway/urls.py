@@ -14,10 +14,10 @@ from django.urls import URLPattern, re_path
 from gateway.client import HeaderView, Receive, Scope, Send
 from gateway.cors import is_preflight
 from gateway.dialects import SURFACES
-from gateway.refusing import SlashRouter, refuse_unknown_socket
+from gateway.refusing import Application, SlashRouter, admit_programs, refuse_unknown_socket
 from gateway.runtime import GatewayRuntime
 from gateway.views.admin import AdminViews
-from gateway.views.base import Application, Handler, make_endpoint, make_preflight
+from gateway.views.base import Handler, make_endpoint, make_preflight
 from gateway.views.counting import make_counting_routes
 from gateway.views.inference import make_inference
 from gateway.views.peer import make_peer_door
@@ -56,7 +56,8 @@ def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
         _route("(?s:.*)", everything),
     ]
     preflight = make_preflight(runtime) if settings.CORS_ORIGINS else None
-    sockets = [_route("v1/worker/connect", runtime.workers), _route("(?s:.*)", refuse_unknown_socket)]
+    workers = admit_programs(runtime.workers, {settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.CORS_ORIGINS})
+    sockets = [_route("v1/worker/connect", workers), _route("(?s:.*)", refuse_unknown_socket)]
     return ProtocolTypeRouter(
         {"http": _ExactFirstRouter(http, exact=inference, preflight=preflight), "websocket": SlashRouter(sockets)}
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from governance.throttle import RETRY_S
 from wire.contract import ContractError, ErrorCode
 
 
@@ -16,6 +17,15 @@ class InvalidAdminToken(GovernanceError):
 
     code = ErrorCode.INVALID_ADMIN_TOKEN
     status = HTTPStatus.UNAUTHORIZED.value
+
+
+class TooManyWrongTokens(GovernanceError):
+    """Too many admin tokens from one address were wrong; the next one is looked at after a moment."""
+
+    code = ErrorCode.RATE_LIMITED
+    status = HTTPStatus.TOO_MANY_REQUESTS.value
+    retryable = True
+    retry_after_s = RETRY_S
 
 
 class AdminTokenNotFound(GovernanceError):

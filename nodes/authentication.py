@@ -9,20 +9,18 @@ from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from rest_framework.authentication import BaseAuthentication, get_authorization_header
 from rest_framework.request import Request
 
+from governance.throttle import AuthThrottle
 from nodes.errors import InvalidNodeToken, TooManyWrongTokens
 from nodes.models import NodeCredential
-from nodes.services import find_credential
-from nodes.states import SocketPolicy
-from nodes.throttle import AuthThrottle, RecentCallers
+from nodes.services import find_credential, read_credential_digests
 from wire.credentials import CredentialKind, digest_credential, parse_keyid
 
 SCHEME = "bearer"
 CHALLENGE = 'Bearer realm="muster-nodes"'
 _INVALID = "The node credential is not valid. Send Authorization: Bearer msw_…."
 
-throttle = AuthThrottle(SocketPolicy(auth_failures=20, auth_block_s=1.0))
+throttle = AuthThrottle(read_digests=read_credential_digests)
 """By address. Of this process alone: it spares the database, and nobody guesses a credential anyway."""
-recent_callers = RecentCallers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +48,13 @@ class NodeTokenAuthentication(BaseAuthentication):
 
 
 def _look_up(text: str, address: str) -> NodeCredential:
-    """Return the credential. Behind a proxy many boxes have one address, so those that were good lately never wait."""
-    digest = digest_credential(text)
-    if throttle.is_blocked(address) and not recent_callers.knows(digest):
+    """Return the credential. Behind a proxy many boxes have one address, so a good one never waits."""
+    if throttle.must_wait(address, digest_credential(text)):
         raise TooManyWrongTokens("Too many wrong node credentials came from this address; wait a second and try again.")
     credential = find_credential(text)
     if credential is None:
         throttle.record_failure(address)
         raise InvalidNodeToken(_INVALID)
-    recent_callers.note(digest)
     return credential
 
 

@@ -61,7 +61,6 @@ class SocketPolicy:
     max_concurrent_cap: int = 1024
     auth_failures: int = 3
     auth_block_s: float = 0.25
-    auth_forget_s: float = 60.0
     allow_query_secret: bool = True
 
 

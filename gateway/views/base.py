@@ -13,10 +13,11 @@ from gateway.client import ClientConnection, Header, Receive, Scope, Send
 from gateway.cors import admit_origin, answer_preflight
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
-from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RecordsUnavailable
+from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RateLimited, RecordsUnavailable
 from gateway.heads import id_headers
-from gateway.refusing import send_error
+from gateway.refusing import Application, send_error
 from gateway.runtime import GatewayRuntime
+from governance.errors import TooManyWrongTokens
 from governance.services import verify_admin_token
 from nodes.links import Link
 from nodes.offload import run_in_database
@@ -25,7 +26,6 @@ from wire.ids import format_id, new_uuid7
 logger = logging.getLogger("muster.gateway")
 
 Handler = Callable[[ClientConnection], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 _json = msgspec.json.Encoder()
 _MESSAGES = "/v1/messages"
 _FOR_PAGES = ("/v1/", "/models")
@@ -94,11 +94,14 @@ def send_failure(client: ClientConnection, error: GatewayError, surface: Surface
 
 
 async def find_admin(client: ClientConnection) -> str | None:
-    """Return the actor behind an admin token ("Bearer" may be left out), or None."""
+    """Return the actor behind an admin token ("Bearer" may be left out), or None. Raises RateLimited."""
     text = client.headers.get("authorization", "").strip()
     if text[:7].lower() == "bearer ":
         text = text[7:].strip()
-    token = await run_in_database(verify_admin_token, text) if text else None
+    try:
+        token = await run_in_database(verify_admin_token, text, address=client.address) if text else None
+    except TooManyWrongTokens as error:
+        raise RateLimited(error.message, retry_after_s=error.retry_after_s) from None
     return f"token:{token.name}" if token is not None else None
 
 

@@ -19,10 +19,10 @@ from gateway.dialects.messages import to_chat_body
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
 from gateway.heads import name_header
 from gateway.keeping import plan_keeping
-from gateway.refusing import send_error
+from gateway.refusing import Application, send_error
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller, InferenceRequest
-from gateway.views.base import Application, make_endpoint
+from gateway.views.base import make_endpoint
 from wire.ids import format_id, new_uuid7
 
 _json = msgspec.json.Encoder()
@@ -76,7 +76,7 @@ class CountingViews:
         runtime, surface = self._runtime, counting.surface
         if runtime.pipeline.is_stopping:
             raise ShuttingDown(retry_after_s=2)
-        caller = await runtime.keys.identify(client.headers, allow_x_api_key=True)
+        caller = await runtime.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
         body = await client.read_body()
         extra += self._take_rate(caller, surface, extra)
         request = await run_beside(len(body), lambda: surface.parse(body, client.headers))

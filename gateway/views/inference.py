@@ -7,8 +7,9 @@ import logging
 from gateway.client import Receive, Scope, Send
 from gateway.dialects import Surface
 from gateway.errors import ClientLeft, GatewayError, MethodNotAllowed
+from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
-from gateway.views.base import Application, make_client, send_failure
+from gateway.views.base import make_client, send_failure
 
 logger = logging.getLogger("muster.gateway")
 

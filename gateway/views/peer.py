@@ -15,8 +15,9 @@ from gateway.dialects import SURFACES
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
 from gateway.peer import refuse_peer, serve_peer
+from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
-from gateway.views.base import Application, make_client, send_failure
+from gateway.views.base import make_client, send_failure
 from nodes.links.relay import RelayLink
 from nodes.states import POOL_RESPONSES, TOKENIZE
 from wire.ids import parse_id

@@ -114,7 +114,7 @@ class PublicViews:
         """Return the caller if a key was sent. A wrong key is refused; none is fine while the list is public."""
         if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
             return None
-        return await self.runtime.keys.identify(client.headers, allow_x_api_key=True)
+        return await self.runtime.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
 
 
 def _find_meant(path: str) -> str:

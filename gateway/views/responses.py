@@ -15,10 +15,11 @@ import msgspec
 
 from gateway.client import ClientConnection
 from gateway.errors import BadRequest, RecordsUnavailable, ResponseNotFound
+from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
 from gateway.services.responses import delete_response, get_response, list_input_items, require_response
 from gateway.values import Caller
-from gateway.views.base import Application, make_endpoint
+from gateway.views.base import make_endpoint
 from nodes.offload import run_in_database
 from wire.ids import format_id, new_uuid7
 
@@ -78,7 +79,7 @@ class ResponseViews:
 
     async def _read(self, client: ClientConnection) -> tuple[Caller, str, dict[str, str]]:
         """Return who asks, for which response, and the query. Raises InvalidApiKey, RateLimited."""
-        caller = await self._runtime.keys.identify(client.headers, allow_x_api_key=True)
+        caller = await self._runtime.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
         self._runtime.limiter.take(caller.key_id, caller.requests_per_minute)
         query = parse_qs(client.scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         return (

@@ -11,14 +11,15 @@ from django.db.models import Q
 from django.utils import timezone
 
 from governance.audit import record_event
-from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged
+from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged, TooManyWrongTokens
 from governance.models import AdminToken, Operation
 from governance.services.decisions import require_active
 from governance.services.evidence import read_stored
 from governance.services.guard import require_approval
 from governance.services.lookup import find_operation
 from governance.states import RunState
-from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential
+from governance.throttle import AuthThrottle
+from wire.credentials import CredentialKind, digest_credential, mint_credential, parse_keyid, verify_credential
 
 if TYPE_CHECKING:
     from controlplane.models import User
@@ -27,6 +28,14 @@ MAX_NAME_CHARS = 80
 MINT = "admin-token-mint"
 TOUCH_EVERY = timedelta(minutes=1)
 _NO_DIGEST = bytes(32)
+
+
+def _read_digests() -> list[bytes]:
+    return [bytes(digest) for digest in AdminToken.objects.filter(revoked_at=None).values_list("digest", flat=True)]
+
+
+throttle = AuthThrottle(read_digests=_read_digests)
+"""By address. Of this process alone."""
 
 
 @transaction.atomic
@@ -90,18 +99,21 @@ def revoke_admin_token(*, token_id: int, actor: str) -> AdminToken:
     return token
 
 
-def verify_admin_token(text: str) -> AdminToken | None:
+def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
     """Return the token that ``text`` is, or None when it is none, or a revoked one, or a credential of another kind.
 
     A token whose owner may no longer sign in is None too. Takes the same time whether the key id exists or not. Writes
-    ``last_used_at`` at most once a minute.
+    ``last_used_at`` at most once a minute. Raises TooManyWrongTokens after too many wrong ones from ``address``.
     """
     keyid = parse_keyid(text, CredentialKind.ADMIN)
     if keyid is None:
         return None
+    if address and throttle.must_wait(address, digest_credential(text)):
+        raise TooManyWrongTokens("Too many wrong admin tokens came from this address; wait a second and try again.")
     token = AdminToken.objects.select_related("owner").filter(keyid=keyid, revoked_at__isnull=True).first()
     matches = verify_credential(text, bytes(token.digest) if token is not None else _NO_DIGEST)
     if token is None or not matches or (token.owner is not None and not token.owner.is_active):
+        throttle.record_failure(address)
         return None
     _touch(token)
     return token

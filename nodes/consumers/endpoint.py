@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 
 from django.db import DatabaseError, InterfaceError
 
+from governance.throttle import AuthThrottle
 from nodes import services
 from nodes.consumers.courier import Courier
 from nodes.consumers.session import BoxSession, Receive, Refused, Scope, Send
@@ -30,8 +31,8 @@ from nodes.offload import run_in_database, run_upkeep
 from nodes.services import sessions
 from nodes.session import ModeRequested
 from nodes.states import HealthPolicy, SocketPolicy
-from nodes.throttle import AuthThrottle
 from wire.contract import NodeMode
+from wire.credentials import digest_credential
 
 logger = logging.getLogger("muster.nodes")
 
@@ -66,7 +67,9 @@ class WorkerEndpoint:
         self.health = health
         self.gateway_id = gateway_id
         self.advertised_gateways = advertised_gateways
-        self.throttle = AuthThrottle(sockets)
+        self.throttle = AuthThrottle(
+            failures=sockets.auth_failures, block_s=sockets.auth_block_s, read_digests=services.read_credential_digests
+        )
         self.courier = Courier(registry, gateway_id=gateway_id)
         self.registering = asyncio.Lock()
         """Held from choosing a node to linking it: bridge workers that share a name must see each other."""
@@ -158,16 +161,8 @@ class WorkerEndpoint:
             logger.warning("worker.cut_off address=%s; the gateway stops and did not wait any longer", address)
 
     async def _authenticate(self, scope: Scope, address: str) -> NodeCredential:
-        if self.throttle.is_blocked(address):
-            AUTH_FAILURES.labels("throttled").inc()
-            raise Refused(1008, "worker authentication temporarily rate limited")
-        secret = self._read_secret(scope)
         try:
-            credential = await run_in_database(services.find_credential, secret) if secret else None
-            if credential is None:
-                self.throttle.record_failure(address)
-                AUTH_FAILURES.labels("rejected").inc()
-                raise Refused(1008, "worker authentication failed")
+            credential = await run_in_database(self._find_credential, self._read_secret(scope), address)
             provider = _query(scope, "provider") or "local"
             provider_open = await run_in_database(sessions.is_provider_open, provider)
         except DatabaseError:
@@ -176,6 +171,18 @@ class WorkerEndpoint:
         if not provider_open or provider != credential.provider.name:
             raise Refused(1008, "worker provider is unknown, disabled or not the credential's")
         self.throttle.record_success(address)
+        return credential
+
+    def _find_credential(self, secret: str, address: str) -> NodeCredential:
+        """Return the credential; runs in a thread, where those of an address wait that came at once. Raises Refused."""
+        if self.throttle.must_wait(address, digest_credential(secret)):
+            AUTH_FAILURES.labels("throttled").inc()
+            raise Refused(1008, "worker authentication temporarily rate limited")
+        credential = services.find_credential(secret)
+        if credential is None:
+            self.throttle.record_failure(address)
+            AUTH_FAILURES.labels("rejected").inc()
+            raise Refused(1008, "worker authentication failed")
         return credential
 
     def _read_secret(self, scope: Scope) -> str:

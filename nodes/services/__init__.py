@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nodes.services.boxes import count_replicas, describe_box, describe_counts
-from nodes.services.credentials import create_credential, find_credential, revoke_credential
+from nodes.services.credentials import create_credential, find_credential, read_credential_digests, revoke_credential
 from nodes.services.direct_calls import ring_direct_box
 from nodes.services.drains import describe_drain, is_drained
 from nodes.services.governance import set_op_key, take_governance, take_report
@@ -47,6 +47,7 @@ __all__ = [
     "is_drained",
     "judge_status",
     "probe_direct_nodes",
+    "read_credential_digests",
     "read_policy_pins",
     "record_heartbeat",
     "register_direct_node",

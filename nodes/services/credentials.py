@@ -83,6 +83,11 @@ def find_credential(text: str) -> NodeCredential | None:
     return found
 
 
+def read_credential_digests() -> list[bytes]:
+    """Return the digests of all credentials that are not revoked."""
+    return [bytes(digest) for digest in NodeCredential.objects.filter(revoked_at=None).values_list("digest", flat=True)]
+
+
 def _find_bound_node(node_id: uuid.UUID | None, provider: Provider) -> Node | None:
     if node_id is None:
         return None

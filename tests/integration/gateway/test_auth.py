@@ -15,10 +15,11 @@ from django.utils import timezone
 from gateway import auth
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue, read_change_mark, store_key_use
-from gateway.errors import InvalidApiKey
+from gateway.errors import InvalidApiKey, RateLimited
 from gateway.models import ApiKey, Tenant
 from gateway.services import allow_model, create_api_key, create_tenant, disable_tenant, disallow_model, revoke_api_key
 from gateway.values import Caller, Limits
+from governance.throttle import AuthThrottle
 from wire.credentials import CredentialKind, mint_credential
 
 ACTOR = "user:ada"
@@ -91,6 +92,29 @@ class TestKeyRing:
         await refuse(ring, {"authorization": f"Bearer {unknown}"})
         assert catalogue.lookups == 2
         assert ring.used == {}
+
+    async def test_unknown_keys_of_one_address_cost_a_bounded_number_of_queries_and_good_ones_pass(self) -> None:
+        _, text = await sync_to_async(make_key)()
+        catalogue = CountingCatalogue()
+        clock = [1000.0]
+        ring = KeyRing(catalogue, AuthThrottle(failures=20, block_s=1.0, clock=lambda: clock[0]))
+        await identify(ring, text)
+        for _ in range(20):
+            await refuse(ring, {"authorization": f"Bearer {mint_credential(CredentialKind.CLIENT).text}"})
+        for _ in range(200):
+            unknown = {"authorization": f"Bearer {mint_credential(CredentialKind.CLIENT).text}"}
+            with pytest.raises(RateLimited) as caught:
+                await ring.identify(unknown, allow_x_api_key=True)
+            assert caught.value.retry_after_s == 1
+        assert catalogue.lookups == 21
+        assert (await identify(ring, text)).key_name == "k"
+        _, new = await sync_to_async(make_key)("new")
+        assert (await ring.identify({"x-api-key": new}, allow_x_api_key=True, address="192.0.2.8")).key_name == "new"
+        _, newer = await sync_to_async(make_key)("newer")
+        catalogue.apply_keys(await sync_to_async(catalogue.load_keys)(None), replace=True)
+        assert (await identify(ring, newer)).key_name == "newer", "the sweep, which a hint brings at once, has it"
+        clock[0] += 1.0
+        await refuse(ring, {"authorization": f"Bearer {mint_credential(CredentialKind.CLIENT).text}"})
 
     async def test_noise_costs_no_query(self) -> None:
         _, text = await sync_to_async(make_key)()

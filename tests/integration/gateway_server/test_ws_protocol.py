@@ -17,7 +17,7 @@ from websockets.exceptions import InvalidStatus
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
-from gateway.refusing import refuse_unknown_socket
+from gateway.refusing import admit_programs, refuse_unknown_socket
 from nodes.links.outbox import Outbox
 from tests.integration.gateway_server.serving import run_server
 
@@ -195,3 +195,27 @@ async def test_an_unknown_socket_path_is_not_found_in_the_words_of_the_api() -> 
     error = json.loads(response.body)["error"]
     assert (error["code"], error["retryable"]) == ("NOT_FOUND", False)
     assert "/v1/worker/connect" in error["message"]
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:9", "null", "https://own.example.evil.example"])
+async def test_a_page_of_another_origin_opens_no_socket_and_is_told_why(origin: str) -> None:
+    async with serve(admit_programs(hold, {"https://own.example"})) as url:
+        with pytest.raises(InvalidStatus) as caught:
+            async with dial(url, origin=origin):
+                pass
+    response = caught.value.response
+    assert response.status_code == 403
+    assert "Send no Origin header" in json.loads(response.body)["error"]["message"]
+
+
+async def test_programs_and_own_pages_open_the_socket() -> None:
+    async with serve(admit_programs(hold, {"https://own.example"})) as url:
+        for origin in (None, "https://own.example", url.replace("ws://", "http://").removesuffix("/v1/worker/connect")):
+            async with dial(url, origin=origin) as client:
+                await client.send("x")
+
+
+async def hold(scope: Scope, receive: Any, send: Any) -> None:
+    await accept(receive, send)
+    while (await receive())["type"] != "websocket.disconnect":
+        pass

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import pytest
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from controlplane.models import User
 from governance.errors import AdminTokenNotFound, InvalidName
 from governance.models import AdminToken, AuditEvent
 from governance.services import create_admin_token, revoke_admin_token, verify_admin_token
-from wire.credentials import CredentialKind, digest_credential, mint_credential
+from wire.credentials import CredentialKind, _checksum, digest_credential, mint_credential
 
 pytestmark = pytest.mark.django_db
 
@@ -88,3 +93,37 @@ def test_use_is_noted_at_most_once_a_minute() -> None:
     renewed = AdminToken.objects.get().last_used_at
     assert renewed is not None
     assert renewed > long_ago
+
+
+def test_wrong_tokens_of_one_address_are_slowed_down_and_cost_no_query_each(client: Client) -> None:
+    _, text = create_admin_token(name="deploy", actor="user:ada")
+    wrongs = [mint_credential(CredentialKind.ADMIN).text for _ in range(200)]
+
+    def ask(token: str) -> Any:  # Any: the response of the test client
+        return client.get("/nodes", headers={"authorization": f"Bearer {token}"}, REMOTE_ADDR="192.0.2.77")
+
+    with CaptureQueriesContext(connection) as queries:
+        answers = [ask(wrong) for wrong in wrongs]
+    assert Counter(answer.status_code for answer in answers)[401] == 20
+    late = answers[-1]
+    assert (late.status_code, late["Retry-After"], late.json()["error"]["code"]) == (429, "1", "RATE_LIMITED")
+    assert len(queries) < 30
+    assert ask(text).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["unknown id", "wrong secret"])
+def test_an_unknown_id_and_a_wrong_secret_take_the_same_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, text = create_admin_token(name="deploy", actor="user:ada")
+    forged = mint_credential(CredentialKind.ADMIN).text
+    head = f"msa_{text.split('_')[1]}_{forged.split('_')[2][:32]}"
+    wrong = forged if kind == "unknown id" else head + _checksum(head)
+    compared: list[int] = []
+
+    def compare(_given: bytes, stored: bytes) -> bool:
+        compared.append(len(stored))
+        return False
+
+    monkeypatch.setattr("wire.credentials.hmac.compare_digest", compare)
+    with CaptureQueriesContext(connection) as queries:
+        assert verify_admin_token(wrong) is None
+    assert (len(queries), compared) == (1, [32])

@@ -15,6 +15,7 @@ from pytest_django import DjangoAssertNumQueries, Settings
 
 from gateway.services import allow_model, create_api_key, create_tenant
 from governance.services import create_admin_token
+from governance.throttle import AuthThrottle
 from nodes import authentication
 from nodes.models import Node, NodePresence
 from nodes.services import (
@@ -23,11 +24,11 @@ from nodes.services import (
     disable_provider,
     drain_node,
     enable_provider,
+    read_credential_digests,
     revoke_credential,
     undrain_node,
 )
-from nodes.states import HealthPolicy, SocketPolicy
-from nodes.throttle import AuthThrottle
+from nodes.states import HealthPolicy
 from tests.integration.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence
 from tests.integration.nodes.test_op_token_secrecy import find_tables
 from tests.unit.closed_port import closed_port
@@ -293,10 +294,12 @@ def test_only_a_node_credential_opens_the_node_api(path: str, token: str) -> Non
     assert response["WWW-Authenticate"].startswith("Bearer")
 
 
-def test_wrong_credentials_from_one_address_are_slowed_down_and_cost_no_query_and_boxes_at_work_go_on(
+def test_wrong_credentials_from_one_address_are_slowed_down_and_cost_no_query_and_good_ones_go_on(
     token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(authentication, "throttle", AuthThrottle(SocketPolicy(auth_failures=3, auth_block_s=600.0)))
+    monkeypatch.setattr(
+        authentication, "throttle", AuthThrottle(failures=3, block_s=600.0, read_digests=read_credential_digests)
+    )
     node_id = register(token)
     _, newcomer = make_credential("newcomer")
     *wrongs, last = (mint_credential(CredentialKind.WORKER).text for _ in range(9))
@@ -306,11 +309,12 @@ def test_wrong_credentials_from_one_address_are_slowed_down_and_cost_no_query_an
         for wrong in wrongs[3:]:
             status, answer = post("/nodes/register", wrong, REGISTRATION)
             assert (status, answer["error"]["code"], answer["error"]["retryable"]) == (429, "RATE_LIMITED", True)
-    assert len(queries) == 0
-    assert post("/nodes/register", newcomer, {**REGISTRATION, "node_name": "other"})[0] == 429
+    assert len(queries) <= 2, "all that are good are read once a second"
+    assert post("/nodes/register", newcomer, {**REGISTRATION, "node_name": "other"})[0] == 200
     assert beat(token, node_id)["ok"] is True
+    again = {**REGISTRATION, "node_name": "other"}
     response = Client(REMOTE_ADDR="10.0.0.8").post(
-        "/nodes/register", data=REGISTRATION, content_type="application/json", headers={"authorization": f"Bearer {newcomer}"}
+        "/nodes/register", data=again, content_type="application/json", headers={"authorization": f"Bearer {newcomer}"}
     )
     assert response.status_code == 200
     assert Client().post("/nodes/register", headers={"authorization": f"Bearer {last}"})["Retry-After"] == "1"

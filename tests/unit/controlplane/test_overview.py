@@ -131,11 +131,7 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
         Severity.IMPAIRED,
     ),
     "Valkey": (facts(slow=slow(unreadable=None)), "Valkey does not answer the control plane.", Severity.IMPAIRED),
-    "noise": (
-        facts(slow=slow(unreadable=1200)),
-        "Valkey brought 1,200 messages that Muster could not read.",
-        Severity.IMPAIRED,
-    ),
+    "noise": (facts(slow=slow(unreadable=999)), "Valkey brought 999 messages that Muster could not read.", Severity.IMPAIRED),
     "a clock that is off": (facts(node(clock_skew_ms=90_000)), "The clock of rig is 90 s behind.", Severity.NOTICE),
     "a clock too far off": (facts(node(clock_skew_ms=-300_000)), "The clock of rig is 5 min ahead.", Severity.IMPAIRED),
     "a policy that ends soon": (

@@ -1,0 +1,67 @@
+"""Slowing down those who guess credentials, whose tries cost a query each. Nobody who has a good one waits for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+
+RETRY_S = 1
+_TABLE_LIMIT = 10_000
+_FORGET_S = 60.0
+_READ_EVERY_S = 1.0
+
+
+class AuthThrottle:
+    """Counts wrong credentials by client address; after ``failures`` of them the next has to wait for ``block_s`` seconds.
+
+    ``read_digests`` returns the digests of all credentials that are good. While an address is blocked they are read once a
+    second at most, whatever comes from it, and their holders do not wait. Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        failures: int = 20,
+        block_s: float = RETRY_S,
+        read_digests: Callable[[], Collection[bytes]] = tuple,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit, self._block_s = failures, block_s
+        self._read_digests = read_digests
+        self._clock = clock
+        self._failures: dict[str, tuple[int, float]] = {}
+        self._good: frozenset[bytes] = frozenset()
+        self._read_at = float("-inf")
+        self._reading = threading.Lock()
+
+    def must_wait(self, address: str, digest: bytes) -> bool:
+        """Whether a credential has to wait for what its address did; never a good one. It may ask the database."""
+        return self.is_blocked(address) and not self._is_good(digest)
+
+    def is_blocked(self, address: str) -> bool:
+        """Whether what comes from the address has to wait unless it is known to be good."""
+        count, at = self._failures.get(address, (0, 0.0))
+        return count >= self._limit and self._clock() - at < self._block_s
+
+    def record_failure(self, address: str) -> None:
+        """Count a wrong credential; old ones are forgotten."""
+        now = self._clock()
+        count, at = self._failures.get(address, (0, 0.0))
+        has_served = count >= self._limit and now - at >= self._block_s
+        if has_served or now - at >= _FORGET_S:
+            count = 0
+        if len(self._failures) >= _TABLE_LIMIT:
+            self._failures.clear()
+        self._failures[address] = (count + 1, now)
+
+    def record_success(self, address: str) -> None:
+        """Forget the failures of an address."""
+        self._failures.pop(address, None)
+
+    def _is_good(self, digest: bytes) -> bool:
+        with self._reading:
+            if self._clock() - self._read_at >= _READ_EVERY_S:
+                self._good = frozenset(self._read_digests())
+                self._read_at = self._clock()
+            return digest in self._good
