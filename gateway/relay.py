@@ -302,9 +302,13 @@ class Exchange:
         self._grant(len(data))
         if self.received <= _HOLD_LIMIT_BYTES:
             return
-        if self._rewriter is not None or self._status >= 400 or self._client.started:
-            if self.received > _WHOLE_LIMIT_BYTES or self._status >= 400:
-                self._fail(StreamTooLarge())  # no error says anything worth reading in its second megabyte
+        if self._status >= 400:  # no error says anything worth reading in its second megabyte
+            self._stop(CANCEL_CLIENT_DISCONNECT)
+            self._complete_refused(b"".join(self._held)[:_HOLD_LIMIT_BYTES])
+            return
+        if self._rewriter is not None or self._client.started:
+            if self.received > _WHOLE_LIMIT_BYTES:
+                self._fail(StreamTooLarge())
             return
         self._passing = True
         self._client.start(self._status or 200, self._head())

@@ -381,6 +381,20 @@ async def test_an_answer_over_the_ceiling_is_ended(*, streams: bool) -> None:
     assert b"y" not in attempt.client.body.partition(b"data:")[0]
 
 
+@pytest.mark.parametrize(("status", "retryable"), [(400, False), (422, False), (500, True), (503, True)])
+async def test_an_error_that_is_too_long_is_cut_and_keeps_its_status(status: int, *, retryable: bool) -> None:
+    attempt = Attempt(streams=False)
+    stream = await attempt.begin()
+    body = b'{"error":{"code":400,"message":"this is no seed: ' + b"9" * 2_000_000
+    stream.answer(body[:1000], body[1000:], status=status, headers=JSON, ends=False)
+    await attempt.outcome()
+    assert stream.cancelled
+    error = json.loads(attempt.client.body)["error"]
+    assert (attempt.client.status, error["retryable"]) == (status, retryable)
+    assert "this is no seed" in error["message"]
+    assert len(attempt.client.body) < 10_000
+
+
 async def test_a_large_answer_is_held_only_up_to_a_bound_and_then_passed_on() -> None:
     attempt = Attempt(streams=False)
     stream = await attempt.begin()
