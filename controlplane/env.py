@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import parse_qsl, unquote, urlsplit
-
-from wire.client_address import Network, parse_networks
 
 _BOUNDS = {
     "connect_timeout": "5",
@@ -120,10 +119,10 @@ def read_list(name: str, default: list[str] | None = None) -> list[str]:
     return [part.strip() for part in raw.split(",") if part.strip()] if raw else list(default or [])
 
 
-def read_networks(name: str) -> tuple[Network, ...]:
+def read_networks(name: str) -> list[IPv4Network | IPv6Network]:
     """Return the variable as addresses and networks, separated by commas."""
     try:
-        return parse_networks(read_list(name))
+        return [ip_network(text) for text in read_list(name)]
     except ValueError as error:
         raise SettingError(f"{name}: {error}; list addresses and networks such as 127.0.0.1,10.0.0.0/24") from None
 

@@ -7,13 +7,12 @@ the first hop that is no trusted proxy is the client. Everything left of it is t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
 
 _FORWARDED_FOR = b"x-forwarded-for"
 _FORWARDED_PROTO = b"x-forwarded-proto"
@@ -23,24 +22,13 @@ _MAX_HOPS = 16
 _REMEMBERED = 4096
 
 
-def parse_networks(texts: Iterable[str]) -> tuple[Network, ...]:
-    """Return addresses and networks such as ``10.0.0.5``, ``10.0.0.0/8`` or ``::1``. Raises ValueError with a sentence."""
-    found = []
-    for text in texts:
-        try:
-            found.append(ip_network(text))
-        except ValueError as error:
-            raise ValueError(f"{text!r} is no address or network: {error}") from None
-    return tuple(found)
-
-
 class TrustedProxies:
     """The proxies whose forwarding headers are believed; false when there are none.
 
     ``is_tls``: whether they also say, in ``X-Forwarded-Proto``, that their client spoke TLS.
     """
 
-    def __init__(self, networks: Sequence[Network], *, is_tls: bool = False) -> None:
+    def __init__(self, networks: Sequence[IPv4Network | IPv6Network], *, is_tls: bool = False) -> None:
         self._networks = tuple(networks)
         self._is_tls = is_tls
         self._judge = lru_cache(maxsize=_REMEMBERED)(self._judge_hop)

@@ -53,6 +53,8 @@ def test_a_secret_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPa
         ("-0.1", lambda: read_float(NAME, 1.0)),
         ("maybe", lambda: read_bool(NAME, default=True)),
         ("127.0.0.1,proxy.example", lambda: read_networks(NAME)),
+        ("10.0.0.0/33", lambda: read_networks(NAME)),
+        ("10.0.0.1/8", lambda: read_networks(NAME)),
     ],
 )
 def test_a_value_that_means_nothing_names_its_variable(
