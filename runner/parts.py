@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 import aiohttp
 
@@ -20,6 +19,7 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.environment import read_vllm_defaults
 from runner.definitions.overrides import make_plan
 from runner.definitions.settings import MODELS, Settings, SettingsChange, diff_settings, read_settings
+from runner.engines.private_folders import make_private_folder
 from runner.engines.registry import make_engine
 from runner.engines.supervisor import EngineState
 from runner.errors import RunnerError, SettingsConflict
@@ -244,8 +244,9 @@ async def assemble(
         logging.getLogger().setLevel(settings.service.log_level.upper())
     if files.data is None:
         log.info("no --data folder: load tasks, measured memory and costs are forgotten when the box stops")
-    with tempfile.TemporaryDirectory(prefix="muster-node-") as scratch:
-        ledger = await Ledger.open(files.data or Path(scratch))
+    folder = files.data if files.data is not None else await asyncio.to_thread(make_private_folder, "node")
+    try:
+        ledger = await Ledger.open(folder)
         telemetry = await asyncio.to_thread(open_telemetry)
         try:
             governance = await _open_governance(config, ledger)
@@ -263,6 +264,9 @@ async def assemble(
             await parts.close()
             await asyncio.to_thread(telemetry.close)
             await ledger.close()
+    finally:
+        if files.data is None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import tempfile
 from http import HTTPStatus
 from pathlib import Path
 
@@ -330,6 +331,34 @@ async def test_the_engine_dies_with_a_killed_runner(tmp_path: Path) -> None:
         child = await engine_of(process)
         process.signal(signal.SIGKILL)
         await eventually(lambda: not is_alive(child), "the engine is gone")
+
+
+async def test_a_killed_runner_leaves_nothing_for_ever_and_no_runner_clears_up_after_a_living_one(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as shared:  # the name of a socket in it has to be short
+        await check_what_runners_leave(tmp_path, Path(shared))
+
+
+async def check_what_runners_leave(tmp_path: Path, shared: Path) -> None:
+    def left() -> set[str]:
+        return {folder.name for folder in shared.iterdir()}
+
+    async with run_gateway() as gateway:
+        async with run_box(tmp_path, gateway.url, env={"TMPDIR": str(shared)}) as first:
+            await gateway.accept()
+            (of_first,) = left()
+            async with run_box(tmp_path, gateway.url, "--data", str(tmp_path / "data"), env={"TMPDIR": str(shared)}):
+                await gateway.accept()
+                assert left() == {of_first}  # a runner with a folder of its own needs none here
+            async with run_box(tmp_path, gateway.url, env={"TMPDIR": str(shared)}) as second:
+                await gateway.accept()
+                assert len(left()) == 2
+                second.signal(signal.SIGKILL)
+            first.signal(signal.SIGKILL)
+        assert len(left()) == 2
+        async with run_box(tmp_path, gateway.url, env={"TMPDIR": str(shared)}):
+            await gateway.accept()
+            assert len(left()) == 1
+            assert of_first not in left()
 
 
 async def test_the_gateways_of_the_ack_are_dialled_too(tmp_path: Path) -> None:
