@@ -80,6 +80,14 @@ def test_every_copied_path_exists_and_is_in_the_build_context(name: str) -> None
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
+def test_images_install_nothing_without_a_hash_that_was_locked(name: str) -> None:
+    installs = [words for words in dockerfile_words(name) if "install" in words and any("pip" in word for word in words)]
+    assert len(installs) == 1
+    assert "--require-hashes" in installs[0]
+    assert "--no-deps" in installs[0]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
 def test_images_run_as_an_unprivileged_user(name: str) -> None:
     users = [line[1] for line in dockerfile_words(name) if line[0] == "USER"]
     assert users

@@ -66,3 +66,20 @@ def test_a_program_imports_nothing_that_its_lock_file_lacks(lock: str, modules: 
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
     assert int(found.stdout) > 10, "the developers' packages have to be there, to be kept away"
+
+
+@pytest.mark.parametrize("lock", ["server", "runner", "engines", "installer", "dev"])
+def test_the_bill_of_materials_names_what_is_locked_with_all_its_hashes_and_nothing_else(lock: str) -> None:
+    said = subprocess.run([sys.executable, "requirements/sbom.py", lock], cwd=ROOT, capture_output=True, text=True, check=True)
+    bill = json.loads(said.stdout)
+    text = (ROOT / "requirements" / f"{lock}.txt").read_text()
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert {normalise(one["name"]) for one in bill["components"]} == list_locked(lock)
+    assert len({one["bom-ref"] for one in bill["components"]}) == len(bill["components"])
+    for number, one in enumerate(bill["components"]):
+        start = text.index(f"{one['name']}=={one['version']}")
+        after = bill["components"][number + 1 :]
+        end = text.index(f"\n{after[0]['name']}=={after[0]['version']}", start) if after else len(text)
+        assert one["purl"] == f"pkg:pypi/{normalise(one['name'])}@{one['version']}"
+        assert [made["content"] for made in one["hashes"]] == re.findall("sha256:([0-9a-f]{64})", text[start:end])
+        assert one["hashes"]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
+from pathlib import Path
+
+import pytest
 
 from controlplane.launcher.environment import SETS, lock_file
 from controlplane.launcher.installer import (
     count_pins,
     describe_step,
+    install,
     parse_pip_settings,
     run_installer,
     uv_environment,
@@ -98,3 +103,25 @@ def test_a_step_says_what_is_counted_and_counts_no_single_package() -> None:
     assert describe_step("the installer uv", found=0, total=1, seconds=4.0, last="downloading…") == (
         "  the installer uv, 4 s: downloading…"
     )
+
+
+@pytest.mark.parametrize("has_uv", [True, False])
+def test_whatever_installs_takes_nothing_without_a_hash_that_was_locked(tmp_path: Path, *, has_uv: bool) -> None:
+    """Both ways in turn: uv is said to fail where it is there, so that pip has to do it."""
+    calls, python = tmp_path / "calls", tmp_path / "python"
+    answers = "exit 0" if has_uv else "exit 1"
+    python.write_text(f"""#!/bin/sh
+echo "$@" >> {calls}
+case "$*" in
+    "-m uv --version") {answers} ;;
+    "-m uv pip install"*) exit 1 ;;
+esac
+""")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    lock, uv_lock = tmp_path / "lock.txt", tmp_path / "uv.txt"
+    lock.write_text("one==1 --hash=sha256:00\n")
+    uv_lock.write_text("uv==1 --hash=sha256:00\n")
+    install(python, lock, uv_lock)
+    installs = [call for call in calls.read_text().splitlines() if " install " in call]
+    assert [call.split()[1] for call in installs] == (["uv", "pip"] if has_uv else ["pip", "uv", "pip"])
+    assert all("--require-hashes" in call.split() for call in installs)
