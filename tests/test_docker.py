@@ -129,6 +129,55 @@ def test_every_secret_is_made_by_the_script_and_is_never_committed(tmp_path: Pat
     assert "/docker/secrets/" in ignored
 
 
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+FAKE_DOCKER = """#!/bin/sh
+[ "$1 $2 $3 $4 $5" = "buildx imagetools inspect --format {{.Manifest.Digest}}" ] && echo "$ANSWER"
+"""
+
+
+def lock_images(folder: Path, answer: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in a copy of its folder, with a registry that knows one digest."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "docker").write_text(FAKE_DOCKER)
+    (folder / "bin" / "docker").chmod(0o755)
+    script = folder / "lock_images.sh"
+    script.write_text((DOCKER / script.name).read_text())
+    environment = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "ANSWER": answer}
+    return subprocess.run(["sh", str(script)], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_every_image_of_others_is_taken_by_a_digest_that_the_script_asks_for(tmp_path: Path) -> None:
+    """A tag may be another image tomorrow, so none has a default: without docker/.env Compose refuses to start."""
+    text = (DOCKER / "compose.yaml").read_text(encoding="utf-8")
+    wanted = {name.removeprefix("${").partition(":?")[0] for name in re.findall(r"\$\{\w+_IMAGE:\?[^}]+", text)}
+    for name in THIRD_PARTY:
+        assert re.fullmatch(r"\$\{\w+_IMAGE:\?[^}]+\}", SERVICES[name]["image"])
+    for service in set(SERVICES) - THIRD_PARTY:
+        assert re.fullmatch(r"\$\{PYTHON_IMAGE:\?[^}]+\}", SERVICES[service]["build"]["args"]["PYTHON_IMAGE"])
+    for name in DOCKERFILES:
+        words = dockerfile_words(name)
+        assert words[0] == ["ARG", "PYTHON_IMAGE"]
+        assert {line[1] for line in words if line[0] == "FROM"} == {"${PYTHON_IMAGE}"}
+
+    env = tmp_path / ".env"
+    env.write_text("MUSTER_LOG_LEVEL=DEBUG\nPYTHON_IMAGE=old\n")
+    assert lock_images(tmp_path, DIGEST).returncode == 0
+    kept = dict(line.partition("=")[::2] for line in env.read_text().splitlines())
+    assert kept.pop("MUSTER_LOG_LEVEL") == "DEBUG"
+    assert set(kept) == wanted
+    assert all(re.fullmatch(rf"[a-z/]+:[\w.-]+@{DIGEST}", image) for image in kept.values())
+
+
+@pytest.mark.parametrize("answer", ["", "sha256:abc", "error: no such image", DIGEST + "0"])
+def test_without_a_digest_the_images_stay_as_they_were_locked(tmp_path: Path, answer: str) -> None:
+    lock_images(tmp_path, DIGEST)
+    before = (tmp_path / ".env").read_text()
+    refused = lock_images(tmp_path, answer)
+    assert refused.returncode == 1
+    assert "no digest" in refused.stderr
+    assert (tmp_path / ".env").read_text() == before
+
+
 def test_the_server_image_leaves_the_embedded_servers_and_the_engine_out() -> None:
     words = next(line for line in dockerfile_words("Dockerfile.server") if line[0] == "RUN" and "/build/set.txt" in line)
     left_out = words[words.index("/build/server.txt") + 1 : words.index(">")]

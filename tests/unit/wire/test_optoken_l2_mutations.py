@@ -6,6 +6,7 @@ import base64
 import copy
 import hashlib
 import json
+import os
 import random
 import string
 import time
@@ -20,7 +21,8 @@ from wire.optoken import Level, OpTokenError, encode_token, read_token
 from wire.optoken.approval import ApprovalError, decode_bytes, encode_bytes
 from wire.optoken.proposal import DEFAULT_CLASSES
 
-ROUNDS = 5000
+ROUNDS = int(os.environ.get("MUSTER_TEST_MUTATIONS", "5000"))
+"""Of each kind of token."""
 MAX_S = 60.0
 """Of processor time, for each half: about twenty times what it takes, since a busy machine makes the same work dearer."""
 
@@ -183,7 +185,7 @@ def meaning(token: object) -> object:
     return dict(read.claims), mac, read.extra["statement"], ordered
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(max(240, ROUNDS // 20))
 @pytest.mark.parametrize("mutations", [OF_STRANGERS, OF_THE_ISSUER], ids=["strangers", "issuer"])
 @pytest.mark.parametrize("rounds", [ROUNDS], ids=str)
 def test_of_thousands_of_mutated_tokens_only_those_of_the_same_meaning_are_accepted(mutations: Any, rounds: int) -> None:
@@ -203,7 +205,7 @@ def test_of_thousands_of_mutated_tokens_only_those_of_the_same_meaning_are_accep
         else:
             assert meaning(mutant) == original, (mutate.__name__, mutant)
             accepted[mutate.__name__] += 1
-    assert time.process_time() - begun_at < MAX_S
+    assert time.process_time() - begun_at < MAX_S * max(1, rounds / 5000)
     assert sum(accepted[mutate.__name__] + refused[mutate.__name__] for mutate in mutations) == rounds
     # The harness itself: the harmless change always passes, and every other kind is refused nearly always.
     for mutate in mutations:
