@@ -13,6 +13,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="serve_gateway", description="Serve Muster's client API and its worker socket.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--fd", type=int, help="an inherited socket, bound to that port; who holds it too keeps it listening")
     arguments = parser.parse_args()
     report_setting_errors()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
@@ -21,7 +22,7 @@ def main() -> None:
     django.setup()
     from controlplane.gateway_server.server import serve
 
-    serve(host=arguments.host, port=arguments.port)
+    serve(host=arguments.host, port=arguments.port, fd=arguments.fd)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,8 @@ class GatewayServer(uvicorn.Server):
         """Refuse new work, wait for what runs (bounded by the grace period), then close everything."""
         runtime = self._runtime
         runtime.begin_stop()
+        for listener in sockets or ():
+            listener.shutdown(socket.SHUT_RDWR)  # it is open elsewhere too: closing it alone would let clients wait for nobody
         for server in self.servers:
             server.close()
         until = time.monotonic() + runtime.timeouts.shutdown_grace_s
@@ -85,11 +87,12 @@ class GatewayServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(*, host: str, port: int) -> None:
-    """Run a gateway until it is told to stop."""
+def serve(*, host: str, port: int, fd: int | None = None) -> None:
+    """Run a gateway until it is told to stop. ``fd``: a socket that is bound to the port, to listen on instead of a new one."""
     runtime = GatewayRuntime()
     app = GatewayApp(runtime, make_application(runtime))
-    GatewayServer(make_config(app, host=host, port=port, timeouts=runtime.timeouts), runtime).run()
+    server = GatewayServer(make_config(app, host=host, port=port, timeouts=runtime.timeouts), runtime)
+    server.run(None if fd is None else [socket.socket(fileno=fd)])
 
 
 def make_config(app: GatewayApp, *, host: str, port: int, timeouts: Timeouts) -> uvicorn.Config:

@@ -75,11 +75,12 @@ def list_names(addresses: list[str]) -> list[str]:
     return list(dict.fromkeys(name.lower() for name in names))
 
 
-def claim_port(host: str, port: int, *, option: str, held: ExitStack) -> int:
+def claim_port(host: str, port: int, *, option: str, held: ExitStack, claims: list[socket.socket] | None = None) -> int:
     """Return ``port`` when it can be listened on, or a free one when it is 0.
 
     Until ``held`` is closed nobody else gets it by chance, while a child of ours may listen on it: on Linux a socket that is
-    bound and does not listen keeps a port from everyone but who names it and sets SO_REUSEADDR, as servers do.
+    bound and does not listen keeps a port from everyone but who names it and sets SO_REUSEADDR, as servers do. There it is
+    added to ``claims``: a child that is to listen on this very socket leaves it listening for the next one when it dies.
 
     Raises LauncherError when ``host`` is not ours, and when the port is busy: then with the holder, where that can be read.
     """
@@ -95,10 +96,12 @@ def claim_port(host: str, port: int, *, option: str, held: ExitStack) -> int:
     except OSError as error:
         claim.close()
         raise LauncherError(_explain(error, host, port, option)) from None
-    if sys.platform == "linux":
-        held.callback(claim.close)
-    else:
-        claim.close()
+    if sys.platform != "linux" or not port:  # a port that the kernel chose would be lost with the first listener's shutdown
+        with claim:
+            return number if sys.platform != "linux" else claim_port(host, number, option=option, held=held, claims=claims)
+    held.callback(claim.close)
+    if claims is not None:
+        claims.append(claim)
     return number
 
 

@@ -46,13 +46,14 @@ class UserIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. ``death_signal`` is what the kernel sends the child when we die (Linux)."""
+    """What to run. ``death_signal`` is what the kernel sends the child when we die (Linux), ``sockets`` what it inherits."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: Path
     user: UserIdentity | None = None
     death_signal: signal.Signals = signal.SIGKILL
+    sockets: tuple[int, ...] = ()
 
 
 def spawn(command: Command, log: IO[bytes] | int) -> subprocess.Popen[bytes]:
@@ -69,6 +70,7 @@ def spawn(command: Command, log: IO[bytes] | int) -> subprocess.Popen[bytes]:
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        pass_fds=command.sockets,
         user=user.uid if user else None,
         group=user.gid if user else None,
         extra_groups=[] if user else None,

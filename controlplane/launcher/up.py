@@ -121,7 +121,8 @@ def _claim_addresses(options: UpOptions, held: ExitStack) -> parts.Addresses:
     """Return where we shall listen; the ports are ours until ``held`` is closed. Raises LauncherError when one is busy."""
     control_port = claim_port(options.host, options.port, option="--port", held=held)
     wanted = [options.gateway_port + index if options.gateway_port else 0 for index in range(options.gateways)]
-    gateway_ports = [claim_port(options.host, port, option="--gateway-port", held=held) for port in wanted]
+    claims: list[socket.socket] = []
+    gateway_ports = [claim_port(options.host, port, option="--gateway-port", held=held, claims=claims) for port in wanted]
     if len({control_port, *gateway_ports}) != 1 + len(gateway_ports):
         raise LauncherError(f"--port and --gateway-port are both {control_port}: choose two different ones")
     own = list_addresses()
@@ -129,6 +130,7 @@ def _claim_addresses(options: UpOptions, held: ExitStack) -> parts.Addresses:
         host=options.host,
         control_port=control_port,
         gateway_ports=tuple(gateway_ports),
+        gateway_sockets=tuple(claim.fileno() for claim in claims),
         own=tuple(own),
         names=tuple(list_names(own)),
     )

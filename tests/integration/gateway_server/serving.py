@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,9 +11,9 @@ import uvicorn
 
 
 @asynccontextmanager
-async def run_server(server: uvicorn.Server) -> AsyncIterator[int]:
+async def run_server(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> AsyncIterator[int]:
     """Serve until the block ends; yields the port. Signals stay with the test runner."""
-    task = asyncio.create_task(server._serve())
+    task = asyncio.create_task(server._serve(sockets))
     try:
         async with asyncio.timeout(30):
             while not server.started:

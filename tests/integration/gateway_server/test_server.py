@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, cast
 
 import pytest
@@ -13,6 +16,7 @@ import uvicorn
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.server import GatewayApp, GatewayServer
+from controlplane.launcher.ports import claim_port
 from gateway.runtime import GatewayRuntime
 from gateway.values import Timeouts
 from tests.integration.gateway_server.serving import run_server
@@ -67,7 +71,9 @@ class Streams:
 
 
 @asynccontextmanager
-async def serve(runtime: Runtime, app: Any) -> AsyncIterator[tuple[GatewayServer, int]]:
+async def serve(
+    runtime: Runtime, app: Any, sockets: list[socket.socket] | None = None
+) -> AsyncIterator[tuple[GatewayServer, int]]:
     config = uvicorn.Config(
         app,
         host="127.0.0.1",
@@ -79,7 +85,7 @@ async def serve(runtime: Runtime, app: Any) -> AsyncIterator[tuple[GatewayServer
         timeout_graceful_shutdown=20,
     )
     server = GatewayServer(config, cast("GatewayRuntime", runtime))
-    async with run_server(server) as port:
+    async with run_server(server, sockets) as port:
         yield server, port
 
 
@@ -114,6 +120,30 @@ async def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
         assert body.endswith(b"5\r\nfirst\r\n4\r\nlast\r\n0\r\n\r\n")
         writer.close()
         idle_out.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a child listen on a port that is held for it")
+async def test_a_held_port_refuses_while_its_gateway_stops_and_is_served_again_by_the_next_one() -> None:
+    claims: list[socket.socket] = []
+    with ExitStack() as held:
+        claimed = claim_port("127.0.0.1", 0, option="--gateway-port", held=held, claims=claims)
+        for _ in range(2):
+            runtime = Runtime()
+            app = Streams(runtime)
+            inherited = socket.socket(fileno=os.dup(claims[0].fileno()))
+            async with serve(runtime, app, [inherited]) as (server, port):
+                assert port == claimed
+                reader, writer = await visit(port)
+                writer.write(GET)
+                await app.started.wait()
+                server.handle_exit(15, None)
+                await until(lambda runtime=runtime: runtime.is_stopping)
+                with pytest.raises(OSError, match=r".*"):
+                    await visit(port)
+                app.go.set()
+                async with asyncio.timeout(30):
+                    assert (await reader.read()).endswith(b"4\r\nlast\r\n0\r\n\r\n")
+                writer.close()
 
 
 async def test_a_stream_that_outlives_the_grace_is_interrupted_and_told() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from controlplane.launcher.environment import ROOT
+from controlplane.launcher.ports import claim_port
 from controlplane.launcher.processes import (
     Command,
     find_by_directory,
@@ -35,6 +38,49 @@ print(child.pid, flush=True)
 time.sleep(60)
 """
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc or prctl, which only Linux has")
+
+
+_LISTENER = """
+import contextlib, signal, socket, sys
+listener = socket.socket(fileno=int(sys.argv[1]))
+listener.listen()
+while sys.argv[2] == "serves":
+    with contextlib.suppress(OSError):  # of who has left
+        listener.accept()[0].sendall(b"served")
+signal.pause()
+"""
+
+
+@linux_only
+def test_who_dials_while_a_killed_listener_is_replaced_waits_and_is_served() -> None:
+    claims: list[socket.socket] = []
+    with ExitStack() as held:
+        port = claim_port("127.0.0.1", 0, option="--gateway-port", held=held, claims=claims)
+        number = claims[0].fileno()
+
+        def listen(word: str) -> subprocess.Popen[bytes]:
+            argv = [sys.executable, "-c", _LISTENER, str(number), word]
+            return spawn(Command(argv=argv, env=os.environ, cwd=Path("/"), sockets=(number,)), subprocess.DEVNULL)
+
+        first = listen("waits")
+        assert wait_gone(lambda: _takes_connections(port), 30)
+        first.kill()
+        first.wait()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            second = listen("serves")
+            try:
+                assert client.recv(6) == b"served"
+            finally:
+                second.kill()
+                second.wait()
+
+
+def _takes_connections(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=30).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def test_an_identity_belongs_to_one_process_only() -> None:
