@@ -14,21 +14,27 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import redis
 
 from tests.contract.client import call
 from tests.contract.lab import ACTOR, Lab, unique
 from tests.contract.stack import Stack
+from tests.contract.waiting import eventually
 from tests.fuzz.bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED
 from tests.fuzz.broken_http import KINDS as BROKEN
 from tests.fuzz.document import Attack
 from tests.fuzz.engine_streams import FLOODS
 from tests.fuzz.malformed import list_kinds
+from tests.fuzz.messages import QUEUES, send_noise
 from tests.fuzz.rounds import SETTINGS, Fuzzer, fuzz
 
 _BODIES, _ANSWERS, _EXAMPLES, _LARGE_BYTES = 200, 100, 4, 100 * 2**20
 _SEEDS_A_ROUND = 1000
 _SHOWN = 20
+UNREADABLE = "muster_messages_unreadable_total"
 
 
 @dataclass
@@ -139,6 +145,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=0, help="the first seed: the same one sends the same (default: %(default)s)"
     )
+    parser.add_argument("--messages", type=int, help="send so many messages to Valkey instead, and end with that")
     parser.add_argument("--base", type=Path, help="a new folder for the installation and its logs, which stays afterwards")
     return parser.parse_args(words)
 
@@ -155,6 +162,32 @@ def run_installation(base: Path | None) -> Iterator[Stack]:
             yield stack
         finally:
             stack.stop()
+
+
+async def send_messages(stack: Stack, arguments: argparse.Namespace) -> bool:
+    """Send noise to Valkey, say what became of the processes that read it, and use the installation; True = all is well."""
+    parts = {name: stack.part(f"controlplane.serve_{name}") for name in ("gateway", "worker", "control")}
+    began = time.monotonic()
+    with redis.Redis.from_url(stack.ready.redis_url) as client:
+        taken = await asyncio.to_thread(send_noise, client, arguments.messages, seed=arguments.seed)
+        client.delete(*(key for key in QUEUES if client.type(key) != b"list"))
+        await eventually(partial(_is_read, client), what="the worker has read its lists", within_s=300)
+    ended = [name for name, process in parts.items() if not process.is_running()]
+    metrics = (await call("GET", stack.ready.gateway_url + "/metrics")).body.decode()
+    counted = next((line.split()[1] for line in metrics.splitlines() if line.startswith(UNREADABLE + " ")), "0")
+    _, key = stack.backstage.call("gateway.services.create_api_key", name=unique("k"), tenant_name="default", actor=ACTOR)
+    good = await call("GET", stack.ready.gateway_url + "/v1/models", headers={"authorization": f"Bearer {key}"})
+    health = await call("GET", stack.ready.control_url + "/healthz")
+    print(
+        f"{taken} of {arguments.messages} messages taken by Valkey, {time.monotonic() - began:.0f} s;"
+        f" processes ended: {len(ended)} {ended or ''}; unreadable for the gateway: {float(counted):.0f};"
+        f" a new key: {good.status}; health of the control plane: {health.status}"
+    )
+    return not ended and float(counted) > 0 and good.status == health.status == 200
+
+
+async def _is_read(client: redis.Redis) -> bool:
+    return not any(client.exists(key) for key in QUEUES)
 
 
 async def torment(stack: Stack, arguments: argparse.Namespace) -> bool:
@@ -202,7 +235,8 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         with run_installation(arguments.base) as stack:
-            return 0 if asyncio.run(torment(stack, arguments)) else 1
+            work = send_messages if arguments.messages else torment
+            return 0 if asyncio.run(work(stack, arguments)) else 1
     except AssertionError as fault:
         print(fault, file=sys.stderr)
         return 2

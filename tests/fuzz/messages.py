@@ -1,6 +1,6 @@
 """Noise in Valkey: what somebody could write there, or a program of another release, on every channel and key that is read.
 
-``python -m tests.fuzz messages`` sends it to an installation and says what became of its processes.
+``python -m tests.fuzz --messages 100000`` sends it to an installation and says what became of its processes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pickle
 import random
 import uuid
 from collections.abc import Iterator
+from copy import deepcopy
 
 import msgspec
 import redis
@@ -118,7 +119,7 @@ def _make_task(rng: random.Random) -> object:
     for _ in range(rng.randrange(4)):
         part = rng.choice([message, message["headers"], message["properties"]])
         if isinstance(part, dict) and part:
-            part[rng.choice(list(part))] = rng.choice([*_ODD, "application/x-python-serialize", "base64"])
+            part[rng.choice(list(part))] = deepcopy(rng.choice([*_ODD, "application/x-python-serialize", "base64"]))
     return message if rng.random() < 0.9 else {**message, "body": base64.b64encode(pickle.dumps([[], {}, {}])).decode()}
 
 
