@@ -210,8 +210,8 @@ class Gate:
             min_signers=rules.min_signers,
             runner_id=rules.runner_id,
             keys=keys,
-            # Rounded down since tokens carry whole seconds. No allowance for slow clocks: a token that was spent just before
-            # the ledger was lost would fit into it.
+            # Rounded down since tokens carry whole seconds. No allowance for clocks here: a token that was spent just before
+            # the ledger was lost would fit into it. A box whose first ledger this is has made it (``Governance.open``).
             not_before=math.floor(self._ledger.born_at),
             policy=rules.policy(),
             counted_signers=rules.counted_signers,

@@ -26,12 +26,14 @@ from runner.operations.witness import Sighting, Witness
 from wire.auditlog import to_text
 from wire.bridge import BoxGovernance, CheckpointOffer, GovernanceReport, PolicyOffer
 from wire.optoken import Level, Policy
-from wire.optoken.approval import encode_bytes
+from wire.optoken.approval import CLOCK_SKEW_S, encode_bytes
 
 log = logging.getLogger(__name__)
 
 BOX_FACT = "box"
 """What ``./muster trust --show`` tells of a box: its id and level as of its last start."""
+_FIRST_KEY_FACT = "first_key"
+"""The runner id of the key that was made when this ledger was there already."""
 NEEDS_DATA = "at level L2 a node keeps what it did in a folder; start it with --data DIR"
 
 
@@ -73,6 +75,7 @@ class Governance:
         if data is None:
             return
         self.identity = await asyncio.to_thread(load_identity, data, self._name)
+        await self._allow_for_a_clock_ahead(self.identity)
         if self.level is not Level.L0 and self._wanted.key_path is None:
             self._own_keys = OpKeys(data / FOLDER_NAME)
             await asyncio.to_thread(self._make_first_key)
@@ -82,6 +85,17 @@ class Governance:
         await self.witness.open()
         await self._ledger.write_fact(BOX_FACT, json.dumps({"runnerId": self.runner_id, "level": self.level.value}))
         await self.look()
+
+    async def _allow_for_a_clock_ahead(self, identity: Identity) -> None:
+        """Let a new box whose clock is ahead take what was approved in its first minute.
+
+        Nothing can come back by it: at L2 an approval names the key of the box, and of a key that was made when this ledger was
+        there already no other ledger has carried anything out. A ledger that follows one that was lost allows nothing.
+        """
+        if identity.is_new:
+            await self._ledger.write_fact(_FIRST_KEY_FACT, identity.certified_id)
+        if self.level is Level.L2 and await self._ledger.read_fact(_FIRST_KEY_FACT) == identity.certified_id:
+            self._ledger.born_at -= CLOCK_SKEW_S
 
     @property
     def runner_id(self) -> str:

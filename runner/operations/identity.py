@@ -18,11 +18,14 @@ FILE_NAME = "identity.key"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``public_key``: SPKI DER. ``certified_id``: the name of the box with the fingerprint of that key."""
+    """``public_key``: SPKI DER. ``certified_id``: the name of the box with the fingerprint of that key. ``is_new``: it was made
+    just now, so nobody has approved anything for it yet.
+    """
 
     private_key: Ed25519PrivateKey = field(repr=False)
     public_key: bytes
     certified_id: str
+    is_new: bool = False
 
 
 def load_identity(data: Path, name: str) -> Identity:
@@ -43,7 +46,7 @@ def load_identity(data: Path, name: str) -> Identity:
         ) from None
     public_key = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     try:
-        return Identity(key, public_key, make_runner_id(name, public_key))
+        return Identity(key, public_key, make_runner_id(name, public_key), is_new=content is None)
     except ValueError as error:
         raise ConfigError(f"--name {name!r} cannot be part of a runner id: {error}") from None
 
