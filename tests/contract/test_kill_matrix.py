@@ -10,12 +10,16 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
+import statistics
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,6 +34,7 @@ from tests.contract.scripted_worker import ScriptedWorker, delta_text
 from tests.contract.stack import ROOT, Stack, run_stack
 from tests.contract.waiting import eventually, wait_until
 from tests.standing_still import standing_still
+from wire.ids import format_id
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -42,6 +47,8 @@ OUTLASTS_S = BACK_WITHIN_S + SERVES_WITHIN_S + 30.0
 ACCEPTED_WITHIN_S = 4.0
 """Longer than a machine stands still for, and less than the database has to be silent for to be taken for gone."""
 LOAD_TOKENS = 50
+KILLS = int(os.environ.get("MUSTER_TEST_KILLS", "6"))
+"""All parts in turn: ``MUSTER_TEST_KILLS=200 ./muster test tests/contract/test_kill_matrix.py -k how_often``."""
 
 PARTS = {
     "node": ("-m runner",),
@@ -259,6 +266,99 @@ async def test_after_kill_9_every_request_has_one_final_state_and_the_system_ser
         if part == "node":
             asked = [row for row in await lab.records(lab.stack.ready.model) if row["max_tokens"] == LOAD_TOKENS]
             assert (asked[-1]["status"], asked[-1]["attempts"] > 1) == ("completed", True)
+
+
+@dataclass
+class KillRun:
+    """What the kills of one part came to. All but ``kills``, ``requests`` and ``serving_s`` has to be empty."""
+
+    part: str
+    kills: int = 0
+    requests: int = 0
+    lost: list[str] = field(default_factory=list)
+    doubled: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    serving_s: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        times = " / ".join(f"{pick(self.serving_s):.1f}" for pick in (min, statistics.median, max))
+        faults = f"{len(self.lost):>6}{len(self.doubled):>9}{len(self.wrong):>15}"
+        return f"{self.part:<10}{self.kills:>6}{self.requests:>10}{faults}   {times}"
+
+
+async def ask_until(lab: Lab, stop: asyncio.Event, replies: list[Reply], *, streams: bool) -> None:
+    """Ask the real node again and again, and keep what comes back."""
+    while not stop.is_set():
+        body = chat_body(lab.stack.ready.model, "Once upon a time", stream=streams, max_tokens=LOAD_TOKENS)
+        with contextlib.suppress(OSError):
+            replies.append(await lab.post(body, within_s=OUTLASTS_S))
+
+
+def has_many(replies: list[Reply], number: int) -> bool:
+    """Whether so many requests have ended."""
+    return len(replies) >= number
+
+
+def has_whole(reply: Reply) -> bool:
+    """Whether a client has all of an answer: of a stream its last event."""
+    if reply.status != 200:
+        return False
+    is_stream = reply.headers["content-type"].startswith("text/event-stream")
+    return bool(reply.events) and reply.events[-1] == "[DONE]" if is_stream else reply.whole
+
+
+def judge(run: KillRun, replies: list[Reply], rows: list[tuple[uuid.UUID, str]]) -> None:
+    """Hold what clients got to what was recorded of it."""
+    states: dict[str, str] = {}
+    for row_id, state in rows:
+        name = format_id("req", row_id)
+        if name in states:
+            run.doubled.append(name)
+        states[name] = state
+        if state in OPEN_STATES:
+            run.lost.append(name)
+    for reply in replies:
+        name = reply.headers.get("x-request-id", "") if reply.status else ""
+        if reply.status == 503 or not name:
+            continue  # nothing was promised
+        state = states.get(name, "")
+        if not state:
+            run.lost.append(name)
+        elif has_whole(reply) != (state == "completed") and not (state == "completed" and b'"finish_reason":"' in reply.body):
+            run.wrong.append(f"{name} {state}: {describe(reply)}")
+    run.requests += len(replies)
+
+
+async def test_no_request_is_lost_doubled_or_wrongly_ended_whatever_is_killed_how_often(
+    doomed: Lab, request: pytest.FixtureRequest
+) -> None:
+    runs = {part: KillRun(part) for part in PARTS}
+    for number in range(KILLS):
+        run = runs[list(PARTS)[number % len(PARTS)]]
+        await eventually(lambda: serves(doomed), what="the stack serves before the kill", within_s=SERVES_WITHIN_S, pause_s=0.1)
+        stop, since, replies = asyncio.Event(), time.time(), list[Reply]()
+        asking = [asyncio.create_task(ask_until(doomed, stop, replies, streams=place % 2 == 0)) for place in range(6)]
+        enough = random.randint(3, 30)  # any moment will do
+        await eventually(partial(has_many, replies, enough), what="requests are under way")
+        started = time.monotonic()
+        await asyncio.to_thread(kill, doomed.stack, run.part)
+        await eventually(lambda: serves(doomed), within_s=SERVES_WITHIN_S, what=f"serving after {run.part}", pause_s=0.02)
+        run.serving_s.append(time.monotonic() - started)
+        run.kills += 1
+        stop.set()
+        await asyncio.gather(*asking)
+        is_final = lambda: open_records(doomed.stack) == 0  # noqa: E731
+        await asyncio.to_thread(wait_until, is_final, within_s=FINAL_WITHIN_S, what="every request is final")
+        query = "SELECT id, state FROM gateway_requestrecord WHERE created_at >= to_timestamp(%s)"
+        with psycopg.connect(doomed.stack.ready.database_url) as database:
+            judge(run, replies, database.execute(query, (since,)).fetchall())
+    found = [run for run in runs.values() if run.kills]
+    lines = ["part       kills  requests  lost  doubled  wrongly ended   serves again after s (min / median / max)"]
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        sys.stdout.write("\n" + "\n".join([*lines, *map(str, found)]) + "\n")
+    assert [run for run in found if run.lost or run.doubled or run.wrong] == []
 
 
 async def is_written(lab: Lab, model: str, state: str) -> bool:

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -137,7 +138,7 @@ async def test_a_held_port_refuses_while_its_gateway_stops_and_is_served_again_b
                 writer.write(GET)
                 await app.started.wait()
                 server.handle_exit(15, None)
-                await until(lambda runtime=runtime: runtime.is_stopping)
+                await until(partial(getattr, runtime, "is_stopping"))
                 with pytest.raises(OSError, match=r".*"):
                     await visit(port)
                 app.go.set()
