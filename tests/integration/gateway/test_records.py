@@ -12,10 +12,12 @@ from typing import Any
 import msgspec
 import psycopg
 import pytest
+from django.db import connections
 
 from controlplane.launcher.embedded import EmbeddedServers
 from gateway import metrics, record_sql, records
 from gateway.errors import RecordsUnavailable
+from gateway.reconciler import close_orphaned_requests
 from gateway.records import MAX_COUNT, Record, RecordWriter
 from nodes.postgres import Patience
 from wire.contract import RequestState
@@ -119,6 +121,35 @@ async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) ->
     writer.touch(record)
     await written(writer)
     assert read(rows, record, *changes) == tuple(changes.values())
+
+
+async def test_a_gateway_that_stood_still_and_was_taken_over_changes_nothing_any_more(writer: RecordWriter, rows: Rows) -> None:
+    stood_still, alive = make_record(gateway_id=uuid.uuid4()), make_record(gateway_id=uuid.uuid4())
+    for record, silent_s in ((stood_still, 30), (alive, -600)):
+        rows.execute(
+            "INSERT INTO gateway_gatewayprocess (id, host, pid, internal_url, started_at, heartbeat_at)"
+            " VALUES (%s, 'h', 1, '', now(), now() - make_interval(secs => %s))",
+            [record.gateway_id, silent_s],
+        )
+        await writer.accept(record)
+
+    def take_over() -> int:
+        try:
+            return close_orphaned_requests(dead_after_s=0.5, confirm_s=0.0)
+        finally:
+            connections.close_all()
+
+    closed = await asyncio.to_thread(take_over)
+    for record in (stood_still, alive):
+        record.state = RequestState.RUNNING
+        writer.touch(record)
+        await written(writer)
+        record.completion_tokens, record.state = 9, RequestState.COMPLETED
+        await writer.finish(record)
+    await written(writer)
+    assert closed == 1
+    assert read(rows, stood_still, "state", "completion_tokens") == ("interrupted", None)
+    assert read(rows, alive, "state", "completion_tokens") == ("completed", 9)
 
 
 async def test_only_the_newest_content_is_written(writer: RecordWriter, rows: Rows) -> None:
