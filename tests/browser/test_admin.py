@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gateway.models import ApiKey, RequestRecord
 from gateway.routing import Target
 from gateway.services import allow_model, create_alias, create_tenant
 from nodes.models import Node
+from nodes.services.ejections import EjectionReport, write_ejections
 from tests.browser.conftest import Visit, find_violations, in_database
 from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
 from tests.integration.nodes.factories import make_credential, make_node, make_presence
@@ -269,3 +271,29 @@ def test_pages_fit_the_screen(visit: Visit, width: int) -> None:
         for name in ("gateway/requestrecord", "gateway/modelalias", "gateway/apikey", "governance/webhookendpoint"):
             visit.open(f"/admin/{name}/")
             assert find_violations(visit.page) == []
+
+
+def make_ejected_node() -> None:
+    allow_model(name="tiny", actor=ACTOR)
+    node = make_node("joy-07")
+    make_presence(node)
+    report = EjectionReport(node_id=node.pk, model="tiny", reason="slow", age_s=5.0, left_s=3600.0, is_news=True)
+    write_ejections([report], gateway_id=uuid.UUID(int=7))
+
+
+def test_an_ejected_node_and_the_form_of_a_canary_question_are_plain(visit: Visit) -> None:
+    in_database(make_ejected_node)
+    visit.sign_in()
+    expect(visit.page.get_by_text("Gateways hold joy-07 back for tiny.")).to_be_visible()
+    visit.open(f"/admin/nodes/node/{find_node().pk}/change/")
+    expect(visit.page.get_by_text("tiny: it answers much more slowly than other nodes; no new requests until")).to_be_visible()
+    visit.open("/admin/gateway/model/")
+    visit.page.get_by_role("link", name="tiny", exact=True).click()
+    visit.page.get_by_role("link", name="Canary question").click()
+    visit.page.get_by_label("Question").fill("Say Paris.")
+    visit.page.get_by_label("The answer contains").fill("paris")
+    visit.page.get_by_role("button", name="Canary question").click()
+    expect(visit.page.get_by_text("a node that repeats what it is asked would pass")).to_be_visible()
+    visit.page.get_by_label("Question").fill("What is the capital of France?")
+    visit.page.get_by_role("button", name="Canary question").click()
+    expect(visit.page.get_by_text("Nodes are asked for tiny.")).to_be_visible()
