@@ -195,7 +195,7 @@ class AllowListAdmin(CreatingAdmin):
         ),
         RowChange(
             name="canary",
-            label="Canary question",
+            label="Set canary question",
             explanation="Gateways ask every node that serves the model now and then. A node whose answer does not contain the "
             "words gets no requests for the model until it answers rightly.",
             run=_ask_canary,

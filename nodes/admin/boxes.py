@@ -395,7 +395,8 @@ class NodeAdmin(ShowingAdmin):
     @column("Ejected by gateways")
     def show_ejections(self, node: Node) -> str:
         """Return for which models gateways send it nothing new, why and until when."""
-        return " · ".join(one.words for one in list_ejections(_presence(node), now=clock_of(node))) or "-"
+        found = list_ejections(_presence(node), now=clock_of(node))
+        return " · ".join(f"{one.model}: {one.words}" if one.model else one.words for one in found) or "-"
 
     @column("Duplicate node")
     def show_rival(self, node: Node) -> str:

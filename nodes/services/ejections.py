@@ -44,7 +44,7 @@ class EjectionReport:
 
 @dataclass(frozen=True, slots=True)
 class ShownEjection:
-    """An ejection in words. ``model`` empty = every model."""
+    """An ejection in words, which leave the model out. ``model`` empty = every model."""
 
     model: str
     reason: str
@@ -95,7 +95,6 @@ def _is_shown(entry: dict[str, str], now: datetime) -> bool:
 
 def _show(entry: dict[str, str], now: datetime) -> ShownEjection:
     since, until = datetime.fromisoformat(entry["since"]), datetime.fromisoformat(entry["until"])
-    what = f"{entry['model']}: " if entry["model"] else ""
     if not entry.get("is_held", True):
         when = "it gets requests all the same, because half of the model's nodes are ejected"
     elif until <= now:
@@ -103,7 +102,7 @@ def _show(entry: dict[str, str], now: datetime) -> ShownEjection:
     else:
         when = f"no new requests until {until:%H:%M:%S} UTC"
     reason = _REASONS.get(entry["reason"], entry["reason"])
-    return ShownEjection(entry["model"], entry["reason"], since, until, f"{what}{reason}; {when}")
+    return ShownEjection(entry["model"], entry["reason"], since, until, f"{reason}; {when}")
 
 
 def _tell(presence: NodePresence, report: EjectionReport) -> None:

@@ -33,7 +33,7 @@ def test_why_and_until_when_a_node_is_ejected_is_told_once_and_goes_when_it_is_o
     write_ejections([report(node)], gateway_id=HERE)
     write_ejections([report(node, is_news=False, left_s=40.0)], gateway_id=HERE)
     (words,) = shown(node)
-    assert words.startswith("m: it failed requests that other nodes answered; no new requests until ")
+    assert words.startswith("it failed requests that other nodes answered; no new requests until ")
     assert shown(other) == []
     (event,) = audited("node.ejected")
     assert (event.target, event.detail["model"]) == (node.printed_id, "m")
