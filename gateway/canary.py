@@ -96,6 +96,8 @@ class Canaries:
 
     async def ask(self, link: Link, entry: ModelEntry) -> None:
         """Ask one node, judge what it says, and say when it is asked again."""
+        if not link.can_take(time.monotonic()):
+            return  # its slot was taken, or it was lost, since it was found to be due
         lease = Lease(self.dispatcher, link)
         link.active += 1
         record_id, started = new_uuid7(), time.monotonic()

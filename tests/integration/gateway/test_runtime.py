@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -16,6 +17,9 @@ from django.db.models.functions import Now
 from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
+from nodes.models import NodePresence
+from nodes.services.ejections import list_ejections
+from tests.integration.nodes.factories import audited, make_node, make_presence
 from wire.credentials import CredentialKind, parse_keyid
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
@@ -110,6 +114,29 @@ async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(
             while (await row.aget()).heartbeat_at == first:
                 await asyncio.sleep(0.05)
         assert await row.filter(heartbeat_at__gt=Now() - timedelta(minutes=1)).aexists()
+
+
+async def test_what_a_gateway_ejects_is_written_down_and_told_once() -> None:
+    node = await sync_to_async(make_node)()
+    await sync_to_async(make_presence)(node)
+
+    @sync_to_async
+    def read() -> list[str]:
+        return [one.reason for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=datetime.now(UTC))]
+
+    async def shows(reasons: list[str]) -> None:
+        async with asyncio.timeout(30):
+            while await read() != reasons:
+                await asyncio.sleep(0.05)
+
+    async with run_gateway() as runtime:
+        ejections = runtime.registry.ejections
+        for _ in range(12):
+            ejections.note_connect(node.pk, time.monotonic())
+        await shows(["unsteady"])
+        ejections.tick(time.monotonic() + 3600)
+        await shows([])
+    assert len(await sync_to_async(audited)("node.ejected")) == 1
 
 
 async def test_a_gateway_whose_background_dies_stops_itself() -> None:
