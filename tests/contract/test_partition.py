@@ -8,7 +8,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tests.contract.lab import Lab, unique
 from tests.contract.scripted_box import ScriptedBox
-from tests.contract.waiting import eventually
 
 LET_GO_S = 15.0
 SLACK_S = 15.0
@@ -71,7 +70,7 @@ async def test_a_cut_link_is_let_go_within_fifteen_seconds_and_what_comes_late_c
         stream = await box.stream()
         await box.head(stream, content_type="text/event-stream")
         await box.data(stream, b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
-        await eventually_read(begun, b'"a"')
+        await begun.until(b'"a"')
         waiting = lab.ask(model)
         unanswered = await box.stream()
         other = await lab.box(model)
@@ -83,9 +82,9 @@ async def test_a_cut_link_is_let_go_within_fifteen_seconds_and_what_comes_late_c
         await other.answer(moved, b'{"choices":[],"late":false}')
         reply = await waiting
         assert (reply.status, b'"late":false' in reply.body) == (200, True)
-        rest = await begun.read_all()
-        assert rest.count(b"REQUEST_INTERRUPTED") == 1
-        assert b"[DONE]" not in rest
+        told = (await begun.finish()).body
+        assert told.count(b"REQUEST_INTERRUPTED") == 1
+        assert b"[DONE]" not in told
         before = sorted((row["state"], row["attempts"]) for row in await lab.final(model, 2))
         assert before == [("completed", 2), ("interrupted", 1)]
         cable.mend()
