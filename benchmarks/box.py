@@ -226,8 +226,11 @@ class BridgeDialect:
 class Box:
     """The session of one box: registration, telemetry, pongs, and its dialect for everything else."""
 
-    def __init__(self, *, model: str, endpoints: Sequence[str], dialect: MusterDialect | BridgeDialect, player: Player) -> None:
+    def __init__(
+        self, *, model: str, endpoints: Sequence[str], slots: int, dialect: MusterDialect | BridgeDialect, player: Player
+    ) -> None:
         self._model = model
+        self._slots = slots
         self._endpoints = list(endpoints)
         self._dialect = dialect
         self._player = player
@@ -246,7 +249,7 @@ class Box:
             bridge.Register(
                 worker_name=f"bench-{self._model}",
                 models=[self._model],
-                max_concurrent=MAX_CONCURRENT,
+                max_concurrent=self._slots,
                 protocol_version=self._dialect.version,
                 instance_id=uuid.uuid4().hex if is_muster else None,
                 endpoints=self._endpoints if is_muster else [],
@@ -280,9 +283,7 @@ class Box:
 
     def _list_replicas(self) -> list[bridge.ReplicaInfo]:
         return [
-            bridge.ReplicaInfo(
-                model=self._model, state="loaded", engine="bench", slots=MAX_CONCURRENT, active=self._player.live
-            )
+            bridge.ReplicaInfo(model=self._model, state="loaded", engine="bench", slots=self._slots, active=self._player.live)
         ]
 
     def _send(self, message: bridge.Message) -> None:
@@ -299,12 +300,12 @@ async def follow_stdin(player: Player) -> None:
         print("ok", flush=True)
 
 
-async def run_box(*, gateway: str, model: str, endpoints: Sequence[str], protocol: str, secret: str) -> str:
+async def run_box(*, gateway: str, model: str, endpoints: Sequence[str], slots: int, protocol: str, secret: str) -> str:
     """Serve until the socket closes or stdin ends; return why."""
     address = urllib.parse.urlsplit(gateway)
     player = Player()
     dialect = BridgeDialect(player) if protocol == "bridge" else MusterDialect(player)
-    box = Box(model=model, endpoints=endpoints, dialect=dialect, player=player)
+    box = Box(model=model, endpoints=endpoints, slots=slots, dialect=dialect, player=player)
     loop = asyncio.get_running_loop()
     _transport, socket = await loop.create_connection(
         lambda: WebSocketClient(
@@ -345,6 +346,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--protocol", choices=("muster", "bridge"), default="muster")
     parser.add_argument("--endpoint", action="append", metavar="PATH", help=f"an API path to declare (default {CHAT})")
+    parser.add_argument("--slots", type=int, default=MAX_CONCURRENT, help="requests at a time (default %(default)s)")
     arguments = parser.parse_args(argv)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if sys.platform != "win32":
@@ -357,6 +359,7 @@ def main(argv: list[str] | None = None) -> int:
                 gateway=arguments.gateway,
                 model=arguments.model,
                 endpoints=arguments.endpoint or [CHAT],
+                slots=arguments.slots,
                 protocol=arguments.protocol,
                 secret=os.environ.get("MUSTER_BOX_SECRET", ""),
             )

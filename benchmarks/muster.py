@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.answers import RESPONSES
+from benchmarks.box import MAX_CONCURRENT
 from benchmarks.errors import BenchmarkError
 from benchmarks.hotspots import CALLS_SUFFIX, SAMPLES_SUFFIX
 from benchmarks.nginx import find_free_port, is_listening
@@ -42,7 +43,6 @@ _HEARTBEAT_S = 2.0
 _SETTINGS = {
     "DJANGO_SETTINGS_MODULE": "controlplane.settings",
     "MUSTER_RATE_LIMIT_RPM": "1000000000",
-    "MUSTER_MAX_QUEUE_LEN": "100000",
     "MUSTER_DIRECT_HOSTS": "127.0.0.1",
     "MUSTER_DIRECT_ALLOW_LOOPBACK": "1",
     "MUSTER_LOG_LEVEL": "WARNING",
@@ -107,12 +107,16 @@ class Muster:
         cores: CorePlan,
         systems: Sequence[System] = MUSTER_SYSTEMS,
         profile: str | None = None,
+        slots: int = MAX_CONCURRENT,
+        max_queue: int = 100_000,
     ) -> None:
+        self._slots = slots
         self._work_dir = work_dir
         self._cores = cores
         self._env = {
             **os.environ,
             **_SETTINGS,
+            "MUSTER_MAX_QUEUE_LEN": str(max_queue),
             "DATABASE_URL": storage.database_url,
             "REDIS_URL": storage.redis_url,
             "MUSTER_SECRET_KEY": secrets.token_hex(32),
@@ -225,6 +229,7 @@ class Muster:
 
     def _start_box(self, system: System, plan: BoxPlan, secret: str) -> Child:
         arguments = ["-m", "benchmarks.box", "--gateway", f"ws://127.0.0.1:{self.port}", "--model", MODELS[system]]
+        arguments.append(f"--slots={self._slots}")
         arguments += ["--protocol", plan.protocol, *(f"--endpoint={path}" for path in plan.declared)]
         self._env["MUSTER_BOX_SECRET"] = secret
         box = self._spawn(f"box-{system}", arguments, self._cores.around, talks=True)
