@@ -14,10 +14,10 @@ from django.conf import settings
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from gateway.client import Receive, Scope, Send
+from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
 from gateway.values import Timeouts
-from gateway.views.base import Application
 from wire.client_address import TrustedProxies
 
 logger = logging.getLogger("muster.gateway")
