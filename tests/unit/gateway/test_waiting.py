@@ -67,7 +67,7 @@ def test_every_obstacle_has_a_word_and_an_advice() -> None:
         assert wait.advice
 
 
-UNRECORDED = {ErrorCode.INVALID_API_KEY, ErrorCode.INVALID_ADMIN_TOKEN, ErrorCode.NOT_FOUND}
+UNRECORDED = {ErrorCode.INVALID_API_KEY, ErrorCode.INVALID_ADMIN_TOKEN, ErrorCode.NOT_FOUND, ErrorCode.NOT_PERMITTED}
 """Nobody is known then in whose name a record could be."""
 
 
