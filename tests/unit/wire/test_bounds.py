@@ -161,6 +161,7 @@ def test_a_body_with_too_much_in_one_value_is_refused_and_one_with_as_much_as_al
         pytest.param({"input": list(range(20_000))}, id="token ids"),
         pytest.param({"input": ["text"] * 20_000}, id="texts to embed"),
         pytest.param({"messages": [{"role": "user", "content": 'say "{": 1, ' * 5000 + "9" * 5000}]}, id="marks in a text"),
+        pytest.param({"messages": [{"role": "user", "content": "so: " * 5000}]}, id="colons in a text"),
         pytest.param({"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}] * 9000}]}, id="parts"),
         pytest.param({"stop": ["s"] * 9000}, id="stop words"),
         pytest.param({"metadata": [members(900)] * 20}, id="many objects that are each small enough"),
