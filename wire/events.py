@@ -168,7 +168,8 @@ class EndReader:
     engine said in an error event (JSON), ``first`` the frames up to the first one with data. A part of an event at the end
     is never passed on, unless it belongs to one larger than ``MAX_HELD_BYTES``.
 
-    The closing event stays here, as ``closing``, until ``finish``: a client that has it believes its answer recorded.
+    ``holds``: the closing event stays here until ``finish``, for a client that has it believes its answer recorded. Either way
+    it is ``closing``, with what came behind it.
     """
 
     __slots__ = (
@@ -176,6 +177,7 @@ class EndReader:
         "_cutter",
         "_has_data",
         "_has_middle",
+        "_holds",
         "_kept",
         "_rules",
         "_was_inside",
@@ -184,8 +186,9 @@ class EndReader:
         "first",
     )
 
-    def __init__(self, rules: _Rules) -> None:
+    def __init__(self, rules: _Rules, *, holds: bool) -> None:
         self._rules = rules
+        self._holds = holds
         self._closes = rules.closes
         self.closing = b""
         self._cutter = EventCutter()
@@ -222,7 +225,7 @@ class EndReader:
 
         Of that only an event that lacks nothing but its own blank line, which is added.
         """
-        rest, closing = self._cutter.finish(), self.closing
+        rest, closing = self._cutter.finish(), self.closing if self._holds else b""
         if not any(_is_whole(payload) for _, payload in _list_events(rest)):
             return closing
         rest = rest.rstrip(b"\r\n") + b"\n\n"
@@ -259,7 +262,7 @@ class EndReader:
                 return out
         if len(self.closing) < MAX_HELD_BYTES:
             self.closing += out[start:]
-        return out[:start]
+        return out[:start] if self._holds else out
 
     def _is_closing(self, payload: bytes) -> bool:
         if payload == _DONE or self._rules.has_finish:
@@ -305,10 +308,10 @@ class EndReader:
         self._kept.append(out)
 
 
-def open_end_reader(path: str) -> EndReader | None:
+def open_end_reader(path: str, *, holds: bool = True) -> EndReader | None:
     """Return a reader for an engine's stream on an API path; None where streams have no closing event to look for."""
     rules = _RULES.get(path)
-    return EndReader(rules) if rules is not None else None
+    return EndReader(rules, holds=holds) if rules is not None else None
 
 
 def fail_response(error: bytes, *, first: bytes, last: bytes) -> bytes:

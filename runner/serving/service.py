@@ -281,7 +281,7 @@ class Serving:
             if abilities.keeps_nothing or (abilities.isolates_tenants and request.cache_mode == "none"):
                 headers |= {"x-cache-hit": "false", "x-cache-tokens-reused": "0"}
             reader = StreamReader(drops_usage=drops_usage)
-            answer.ends = open_end_reader(request.endpoint) if response.status < 300 else None
+            answer.ends = open_end_reader(request.endpoint, holds=False) if response.status < 300 else None
             tidier = ChatTidier() if request.endpoint == CHAT and is_tidied else None
             answer.chunks = _stream_events(replica, request, response, answer, reader, tidier, began=began)
             return answer
@@ -402,7 +402,8 @@ async def _stream_events(
             if out:
                 yield out
     except (aiohttp.ClientError, OSError) as error:
-        raise _report(replica, request, error, began_answer=True) from None
+        if ends is None or not ends.is_closed:  # behind its closing event an engine has answered
+            raise _report(replica, request, error, began_answer=True) from None
     rest = b""
     for step in steps:
         rest = (step.feed(rest) if rest else b"") + step.finish()

@@ -292,6 +292,18 @@ async def test_an_engine_that_breaks_off_in_its_answer_is_an_error(
     assert parts.tally.requests["alpha", "t1", "error"] == 1
 
 
+async def test_an_engine_that_breaks_off_behind_its_closing_event_has_answered(parts: Parts, engine: ScriptedEngine) -> None:
+    engine.handler = streamed(WORD, DONE, breaks=True)
+    async with parts.door.open(ask(stream=True)) as answer:
+        assert answer.chunks is not None
+        said = b"".join([chunk async for chunk in answer.chunks])
+    assert said.startswith(WORD)
+    assert said.endswith(DONE)
+    assert said.count(DONE) == 1
+    assert is_idle(parts)
+    assert ("alpha", "t1", "error") not in parts.tally.requests
+
+
 async def test_an_answer_in_the_pools_shape_that_breaks_off_ends_in_an_error_event_and_counts_as_one(
     parts: Parts, engine: ScriptedEngine
 ) -> None:
