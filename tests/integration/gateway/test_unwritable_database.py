@@ -196,6 +196,17 @@ def test_governed_changes_are_refused_whole_in_words_and_made_when_there_is_room
     in_thread(act).result(120)
 
 
+def test_an_admin_token_reads_while_its_use_cannot_be_noted(operator: Client, rows: Rows) -> None:
+    def act() -> None:
+        with read_only(rows):
+            connections.close_all()
+            wait_for(lambda: propose(operator).status_code == 503, what="the server takes no writes")
+            rows.execute("UPDATE governance_admintoken SET last_used_at = NULL")
+            assert operator.get("/api/v1/operations").status_code == 200
+
+    in_thread(act).result(120)
+
+
 def propose(client: Client) -> Any:  # Any: what the test client returns
     return client.post("/api/v1/operations", PROPOSAL, content_type="application/json")
 
