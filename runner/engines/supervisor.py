@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from asyncio import FIRST_COMPLETED
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from runner.engines.descendants import list_left
@@ -36,6 +38,15 @@ class EngineState(StrEnum):
     LOADED = "loaded"
     UNLOADING = "unloading"
     FAILED = "failed"
+
+
+@dataclass(slots=True)
+class _Held:
+    """A connection whose client has left, by numbers of looks: when it was first seen, and since when it waits for nobody."""
+
+    since: int
+    waiting_since: int
+    left_mib: float
 
 
 class Supervisor:
@@ -75,27 +86,33 @@ class Supervisor:
         """Have the engine restarted unless it soon lets go of a client that has left; of somebody else's nothing is known."""
         if not self.engine.pids or not self.is_ready:
             return
-        self._left_mib = max(self._left_mib, sent_bytes / (1024 * 1024))
+        self._left_mib += sent_bytes / (1024 * 1024)  # its threads share the cores, and read all at once
         if self._leaver is None or self._leaver.done():
             self._leaver = asyncio.create_task(self._watch_left())
 
     async def _watch_left(self) -> None:
         """Look until no connection is held that its client has left, or until one is held for too long.
 
-        Looks are counted, not seconds: while the whole machine stands still, nobody can obey.
+        Looks are counted, not seconds: while the whole machine stands still, nobody can obey. An engine's few threads take
+        connections in their order, so one that came later or together with another waits for it rightly: its looks count from
+        the last time that such another was let go of, and from nobody's who came after it.
         """
-        looks: dict[int, int] = {}
-        while True:
+        held: dict[int, _Held] = {}
+        for look in itertools.count():
             await asyncio.sleep(_LOOK_EVERY_S)
-            held = await asyncio.to_thread(list_left, self.engine.pids)
-            looks = {port: looks.get(port, 0) + 1 for port in held}
-            if not looks:
+            ports = await asyncio.to_thread(list_left, self.engine.pids)
+            oldest_gone = min((held[port].since for port in held.keys() - ports), default=look)
+            held = {port: held.get(port) or _Held(look, look, self._left_mib) for port in ports}
+            if not held:
                 self._left_mib = 0.0
                 return
-            if max(looks.values()) * _LOOK_EVERY_S > OBEY_LIMIT_S + READ_S_PER_MIB * self._left_mib:
-                self._disobeys, self._left_mib = True, 0.0
-                self._suspicion.set()
-                return
+            for one in held.values():
+                if oldest_gone <= one.since:
+                    one.waiting_since = look
+                if (look - one.waiting_since) * _LOOK_EVERY_S > OBEY_LIMIT_S + READ_S_PER_MIB * one.left_mib:
+                    self._disobeys, self._left_mib = True, 0.0
+                    self._suspicion.set()
+                    return
 
     async def load(self, report: Report) -> None:
         """Load the engine and watch it from then on. Raises EngineError; nothing is left behind then."""

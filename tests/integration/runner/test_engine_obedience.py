@@ -12,8 +12,9 @@ import pytest
 
 from runner.engines.descendants import list_left, list_tree
 from runner.engines.llamacpp import LlamaCpp
-from runner.engines.port import CHAT, Call
+from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.supervisor import Supervisor
+from runner.errors import EngineError
 from tests.integration.runner.engine_cases_llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.integration.runner.engine_suite import ask, chat_call, wait_until
 
@@ -105,3 +106,43 @@ async def test_an_engine_that_is_busy_and_lets_go_is_left_alone(call: Call) -> N
         answer = await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
         assert json.loads(answer)["usage"]["completion_tokens"]
         assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
+
+
+async def test_a_flood_of_clients_that_leave_costs_no_engine_that_lets_go_its_model() -> None:
+    """llama.cpp's threads see one after another that its client has left, each within a second."""
+    body = json.dumps({"model": "tiny", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    call = Call("POST", MESSAGES, {"content-type": "application/json"}, body)
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+
+        async def leave_often() -> None:
+            for _ in range(150):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        await ask(supervisor.engine, call)
+                supervisor.watch_left(len(body))
+
+        async def has_let_go() -> bool:
+            return not await asyncio.to_thread(list_left, supervisor.engine.pids)
+
+        for _ in range(2):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(2):
+                    group.create_task(leave_often())
+            assert await wait_until(has_let_go, 120)
+        assert json.loads(await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4)))["usage"]["completion_tokens"]
+        assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
+
+
+async def test_an_engine_that_is_stuck_is_killed_also_while_others_leave_it_all_the_time() -> None:
+    async with supervised() as supervisor:
+        await leave(supervisor, Call("POST", CHAT, {"content-type": "application/json"}, STUCK), once=is_reading(supervisor))
+
+        async def has_been_killed() -> bool:
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, EngineError):
+                async with asyncio.timeout(0.05):
+                    await ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS))
+            supervisor.watch_left(100)
+            return supervisor.restarts == 1 and supervisor.is_ready
+
+        assert await wait_until(has_been_killed, 60)
