@@ -10,8 +10,9 @@ from channels.routing import URLRouter
 from gateway.client import ClientConnection, Header, HeaderView, Receive, Scope, Send
 from gateway.dialects import Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
-from gateway.errors import GatewayError, OriginNotPermitted, RouteNotFound
+from gateway.errors import GatewayError, OriginNotPermitted, RateLimited, RouteNotFound
 from gateway.values import InferenceRequest
+from nodes.errors import TooManySockets
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application."""
@@ -38,12 +39,17 @@ def refuse(
 
 def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:
     """Send an error as a whole response in the surface's dialect."""
-    headers: list[Header] = [(b"content-type", b"application/json"), *extra]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    headers = [*_list_headers(error), *extra]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     client.respond(error.status, headers, surface.render_error(error, request_id))
+
+
+def _list_headers(error: GatewayError) -> list[Header]:
+    headers: list[Header] = [(b"content-type", b"application/json")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
+    return headers
 
 
 class SlashRouter(URLRouter):  # type: ignore[misc]  # channels ships no types
@@ -64,13 +70,17 @@ def admit_programs(application: Application, origins: Collection[str]) -> Applic
     """Return a socket that no page of a browser opens but one of ``origins`` or of the very address that it asks.
 
     Programs send no ``Origin``, or that of the address (RFC 6455 section 10.2); a browser always says whose page asks.
+    ``application`` raises TooManySockets instead of taking the upgrade.
     """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         headers = HeaderView(scope["headers"])
         origin = headers.get("origin", "")
         if not origin or origin in origins or origin.partition("://")[2].lower() == headers.get("host", "").lower():
-            await application(scope, receive, send)
+            try:
+                await application(scope, receive, send)
+            except TooManySockets as error:
+                await _refuse_socket(scope, receive, send, RateLimited(error.message, retry_after_s=error.retry_after_s))
         else:
             await _refuse_socket(scope, receive, send, OriginNotPermitted())
 
@@ -89,6 +99,6 @@ async def _refuse_socket(scope: Scope, receive: Receive, send: Send, error: Gate
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close"})
         return
-    head = [(b"content-type", b"application/json")]
+    head = _list_headers(error)
     await send({"type": "websocket.http.response.start", "status": error.status, "headers": head})
     await send({"type": "websocket.http.response.body", "body": DEFAULT_SURFACE.render_error(error, "")})

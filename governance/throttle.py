@@ -16,7 +16,8 @@ class AuthThrottle:
     """Counts wrong credentials by client address; after ``failures`` of them the next has to wait for ``block_s`` seconds.
 
     ``read_digests`` returns the digests of all credentials that are good. While an address is blocked they are read once a
-    second at most, whatever comes from it, and their holders do not wait. Safe to use from several threads.
+    second at most, whatever comes from it, and their holders do not wait. When they cannot be read, those read before count.
+    Safe to use from several threads.
     """
 
     def __init__(
@@ -37,7 +38,10 @@ class AuthThrottle:
 
     def must_wait(self, address: str, digest: bytes) -> bool:
         """Whether a credential has to wait for what its address did; never a good one. It may ask the database."""
-        return self.is_blocked(address) and not self._is_good(digest)
+        if not self.is_blocked(address):
+            return False
+        self.read_good()
+        return not self.knows(digest)
 
     def is_blocked(self, address: str) -> bool:
         """Whether what comes from the address has to wait unless it is known to be good."""
@@ -59,9 +63,20 @@ class AuthThrottle:
         """Forget the failures of an address."""
         self._failures.pop(address, None)
 
-    def _is_good(self, digest: bytes) -> bool:
+    @property
+    def is_reading_due(self) -> bool:
+        """Whether ``read_good`` would ask the database."""
+        return self._clock() - self._read_at >= _READ_EVERY_S
+
+    def read_good(self) -> None:
+        """Read which credentials are good, if that is due. Raises DatabaseError; the next try is then a second later too."""
         with self._reading:
-            if self._clock() - self._read_at >= _READ_EVERY_S:
-                self._good = frozenset(self._read_digests())
-                self._read_at = self._clock()
-            return digest in self._good
+            if self.is_reading_due:
+                try:
+                    self._good = frozenset(self._read_digests())
+                finally:
+                    self._read_at = self._clock()
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether the credential was good when that was read last."""
+        return digest in self._good

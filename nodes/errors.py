@@ -31,6 +31,15 @@ class TooManyWrongTokens(NodeError):
     retry_after_s = 1
 
 
+class TooManySockets(NodeError):
+    """Too many sockets of one address have not registered yet."""
+
+    code = ErrorCode.RATE_LIMITED
+    status = HTTPStatus.TOO_MANY_REQUESTS.value
+    retryable = True
+    retry_after_s = 1
+
+
 class NodeNotFound(NodeError):
     """No box has that id. The contract answers 404 with the code BAD_REQUEST."""
 

@@ -61,6 +61,8 @@ class SocketPolicy:
     max_concurrent_cap: int = 1024
     auth_failures: int = 3
     auth_block_s: float = 0.25
+    max_unregistered: int = 64
+    """Sockets of one address between upgrade and registration; those with a good credential are let in beyond it."""
     allow_query_secret: bool = True
 
 

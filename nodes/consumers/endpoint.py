@@ -9,7 +9,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,7 +22,7 @@ from governance.throttle import AuthThrottle
 from nodes import services
 from nodes.consumers.courier import Courier
 from nodes.consumers.session import BoxSession, Receive, Refused, Scope, Send
-from nodes.errors import NodeNotFound
+from nodes.errors import NodeNotFound, TooManySockets
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
@@ -70,6 +72,9 @@ class WorkerEndpoint:
         self.throttle = AuthThrottle(
             failures=sockets.auth_failures, block_s=sockets.auth_block_s, read_digests=services.read_credential_digests
         )
+        self._unregistered: Counter[str] = Counter()
+        """Sockets by address, from the upgrade until they have registered or are closed."""
+        self._reading_good = asyncio.Lock()
         self.courier = Courier(registry, gateway_id=gateway_id)
         self.registering = asyncio.Lock()
         """Held from choosing a node to linking it: bridge workers that share a name must see each other."""
@@ -144,21 +149,45 @@ class WorkerEndpoint:
             logger.warning("node.mode_not_stored node_id=%s; the gateway stops, and the node says it again elsewhere", node_id)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one socket until it closes."""
-        await receive()
-        await send({"type": "websocket.accept"})
+        """Serve one socket until it closes. Raises TooManySockets instead of taking the upgrade."""
         address = str((scope.get("client") or ("unknown", 0))[0])
+        if self._unregistered[address] >= self.sockets.max_unregistered and not await self._is_known(scope):
+            AUTH_FAILURES.labels("too_many").inc()
+            raise TooManySockets("Too many sockets of this address have yet to register; try again in a second.")
+        with ExitStack() as unregistered:
+            unregistered.enter_context(self._count_unregistered(address))
+            await receive()
+            await send({"type": "websocket.accept"})
+            try:
+                credential = await self._authenticate(scope, address)
+            except Refused as refusal:
+                await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
+                return
+            frames = scope.get("extensions", {}).get(SCOPE_FRAMES)
+            session = BoxSession(self, send, address, credential, frames, on_registered=unregistered.close)
+            try:
+                await session.run(receive)
+            except asyncio.CancelledError:
+                # Only a server that stops cancels sockets. The task ends here: the server would print a traceback for each.
+                logger.warning("worker.cut_off address=%s; the gateway stops and did not wait any longer", address)
+
+    @contextmanager
+    def _count_unregistered(self, address: str) -> Iterator[None]:
+        self._unregistered[address] += 1
         try:
-            credential = await self._authenticate(scope, address)
-        except Refused as refusal:
-            await send({"type": "websocket.close", "code": refusal.code, "reason": refusal.reason})
-            return
-        session = BoxSession(self, send, address, credential, scope.get("extensions", {}).get(SCOPE_FRAMES))
-        try:
-            await session.run(receive)
-        except asyncio.CancelledError:
-            # Only a server that stops cancels sockets. The task ends here: the server would print a traceback for each.
-            logger.warning("worker.cut_off address=%s; the gateway stops and did not wait any longer", address)
+            yield
+        finally:
+            self._unregistered[address] -= 1
+            if not self._unregistered[address]:
+                del self._unregistered[address]
+
+    async def _is_known(self, scope: Scope) -> bool:
+        """Whether the socket's credential is good, as far as that is known; it costs no query of its own."""
+        async with self._reading_good:
+            if self.throttle.is_reading_due:
+                with suppress(DatabaseError, InterfaceError):
+                    await run_upkeep(self.throttle.read_good)
+        return self.throttle.knows(digest_credential(self._read_secret(scope)))
 
     async def _authenticate(self, scope: Scope, address: str) -> NodeCredential:
         try:

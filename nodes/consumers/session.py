@@ -81,11 +81,14 @@ class BoxSession:
         send: Send,
         address: str,
         credential: NodeCredential,
-        frames: FrameSource | None = None,
+        frames: FrameSource | None,
+        *,
+        on_registered: Callable[[], None],
     ) -> None:
         self.endpoint = endpoint
         self.send = send
         self.frames = frames
+        self._on_registered = on_registered
         self._is_broken = False
         self.address = address
         self.credential = credential
@@ -175,6 +178,7 @@ class BoxSession:
             link.wanted_mode, link.policy.reclaimed = wanted.effect, wanted.effect.mode == NodeMode.SPARE_OFF.value
         self.endpoint.keeper.welcome(link, asked_at=asked_at)
         self.link = link
+        self._on_registered()
         link.send_message(self._acknowledge(effect, opened))
         SESSIONS.labels(effect.protocol).inc()
         logger.info("worker.connected node=%s protocol=%s models=%d", opened.node_name, effect.protocol, len(effect.models))

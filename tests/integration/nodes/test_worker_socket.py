@@ -17,6 +17,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connection, connections
 
+from gateway.refusing import admit_programs
 from governance.models import AuditEvent
 from nodes import offload, services
 from nodes.consumers import WorkerEndpoint
@@ -85,6 +86,7 @@ class Socket:
             "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
             "query_string": query.encode(),
             "client": (address, 5000),
+            "extensions": {"websocket.http.response": {}},
         }
         self.to_server: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.to_server.put_nowait({"type": "websocket.connect"})
@@ -131,7 +133,7 @@ async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[So
     """Open a socket; at the end it hangs up and the server must have let go."""
     headers = options.pop("headers", {"x-worker-secret": secret})
     socket = Socket(headers=headers, **options)
-    task = asyncio.create_task(door.endpoint(socket.scope, socket.to_server.get, socket.send))
+    task = asyncio.create_task(admit_programs(door.endpoint, ())(socket.scope, socket.to_server.get, socket.send))
     try:
         yield socket
     finally:
@@ -245,10 +247,45 @@ async def test_what_comes_at_once_from_one_address_is_not_looked_up_all_the_same
     monkeypatch.setattr(services, "find_credential", note)
     door = Door()
     async with AsyncExitStack() as stack:
-        sockets = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(100)]
+        sockets = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(60)]
         reasons = Counter([(await socket.closed())[1] for socket in sockets])
-    assert reasons["worker authentication temporarily rate limited"] == 100 - len(looked_up)
+    assert reasons["worker authentication temporarily rate limited"] == 60 - len(looked_up)
     assert 3 <= len(looked_up) <= 3 + 4, "as many as there are threads may be on their way"
+
+
+async def test_an_address_with_many_sockets_that_do_not_register_gets_no_more_of_them_but_good_ones() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(64)]
+        free = asyncio.Event()
+        stack.callback(free.set)
+        for socket in held:
+            socket.slow = free  # it reads nothing, so that the server comes no further
+        async with dial(door, mint_credential(CredentialKind.WORKER).text) as socket:
+            await socket.wait(lambda: len(socket.sent) == 2)
+            head, body = socket.sent
+            assert (head["status"], dict(head["headers"])[b"retry-after"]) == (429, b"1")
+            assert "register" in json.loads(body["body"])["error"]["message"]
+        async with dial(door, mint_credential(CredentialKind.WORKER).text, address="10.0.0.2") as socket:
+            assert await socket.closed() == (1008, "worker authentication failed")
+        async with dial(door, secret) as socket:
+            socket.say(hello())
+            await socket.acknowledged()
+    async with dial(door, mint_credential(CredentialKind.WORKER).text) as socket:
+        assert (await socket.closed())[0] == 1008, "places are given back"
+
+
+async def test_nodes_that_have_registered_keep_no_other_of_their_address_out() -> None:
+    _, secret = await enrol(max_nodes=3)
+    door = Door(SocketPolicy(max_unregistered=2))
+    async with AsyncExitStack() as stack:
+        for number in range(3):
+            socket = await stack.enter_async_context(dial(door, secret))
+            socket.say(hello(f"rig-{number}"))
+            await socket.acknowledged()
+        async with dial(door, mint_credential(CredentialKind.WORKER).text) as socket:
+            assert await socket.closed() == (1008, "worker authentication failed")
 
 
 @pytest.mark.parametrize("query", ["provider=other", "provider="])
