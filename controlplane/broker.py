@@ -22,7 +22,7 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 from kombu.transport import redis as redis_transport
 
-from governance.hints import UNREADABLE_TOTAL_KEY, UnreadableCount
+from governance.hints import UNREADABLE_TOTAL_KEY, MessageCount
 
 MAX_MESSAGE_BYTES = 16 * 1024
 """Ours have about one KiB."""
@@ -34,7 +34,7 @@ FOREIGN_KEY = "muster.unreadable.key"
 """What stood in the place of a queue, the newest alone."""
 MAX_KEPT, MAX_KEPT_BYTES = 100, 4096
 
-unreadable = UnreadableCount()
+unreadable = MessageCount()
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from gateway.values import RequestOutcome
-from governance.hints import unreadable_hints
+from governance.hints import dropped_hints, unreadable_hints
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BOUNDS = [*(str(bound) for bound in _SECONDS), "+Inf"]
@@ -103,6 +103,7 @@ class RequestTally(Collector):
         """Yield the series of a scrape."""
         unreadable = "Messages from Valkey that were no hints of ours"
         yield CounterMetricFamily("muster_messages_unreadable", unreadable, unreadable_hints.total)
+        yield CounterMetricFamily("muster_hints_dropped", "Hints for which there was no room", dropped_hints.total)
         yield GaugeMetricFamily("muster_requests_in_flight", "Accepted requests that are not final", self.in_flight)
         outcomes = CounterMetricFamily("muster_request_outcomes", "Requests by what became of them", labels=["outcome"])
         for outcome, count in self._outcomes.items():

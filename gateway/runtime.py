@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -57,6 +58,8 @@ logger = logging.getLogger("muster.gateway")
 
 HINT_GROUP = "muster.hints"
 _SWEEP_S = 2.0
+_HINT_PAUSE_S = 0.1
+"""So long no further hint is followed after the sweep for one: a storm of them costs ten sweeps a second at most."""
 _TICK_S = 0.5
 _CANARY_LOOK_S = 1.0
 _HEARTBEAT_S = 1.0
@@ -197,18 +200,22 @@ class GatewayRuntime:
             signal.raise_signal(signal.SIGTERM)
 
     async def _run_sweeps(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_hint_at = 0.0
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(_SWEEP_S):
                     await self._refresh.wait()
-            except TimeoutError:
-                pass
+                    await asyncio.sleep(next_hint_at - loop.time())
+            was_hinted = self._refresh.is_set()
             self._refresh.clear()
             try:
                 await self._sweep()
             except (DatabaseError, InterfaceError, OSError) as error:
                 self._keys_mark = None  # the database that comes back may be another, with other marks
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
+            if was_hinted:
+                next_hint_at = loop.time() + _HINT_PAUSE_S
 
     async def _run_heartbeat(self) -> None:
         """Say that we live, on a clock and a thread of its own: nothing that holds anything else up must make us look dead."""

@@ -22,6 +22,10 @@ HINT_GROUP = "muster.hints"
 HINT_TYPE = "hint"
 SEND_TIMEOUT_S = 1.0
 LOG_EVERY_S = 10.0
+MAX_WAITING = 1000
+"""Hints that wait for one listener; the oldest gives way to one more."""
+MAX_HINT_BYTES = 1024
+"""Ours have about a hundred."""
 UNREADABLE_TOTAL_KEY = "muster.unreadable.total"
 """Where workers count in Valkey what they could not read."""
 
@@ -30,11 +34,12 @@ Topic = Literal["keys", "models", "tenants", "nodes", "providers", "operations",
 logger = logging.getLogger(__name__)
 
 
-class UnreadableCount:
-    """Counts the messages from Valkey that this process could not read; the log hears of it every LOG_EVERY_S at most."""
+class MessageCount:
+    """Counts messages from Valkey that this process had no use for; the log hears of it every LOG_EVERY_S at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, event: str = "messages_unreadable") -> None:
         self.total = 0
+        self._event = event
         self._log_at = 0.0
 
     def add(self) -> None:
@@ -42,10 +47,12 @@ class UnreadableCount:
         self.total += 1
         if time.monotonic() >= self._log_at:
             self._log_at = time.monotonic() + LOG_EVERY_S
-            logger.error("messages_unreadable total=%d; something else writes to Valkey", self.total)
+            logger.error("%s total=%d; something else writes to Valkey", self._event, self.total)
 
 
-unreadable_hints = UnreadableCount()
+unreadable_hints = MessageCount()
+dropped_hints = MessageCount("hints_dropped")
+"""Those for which a queue had no room."""
 
 
 class _Hint(msgspec.Struct):
@@ -56,8 +63,29 @@ class _Hint(msgspec.Struct):
     ident: str = ""
 
 
+class _HintQueue(asyncio.Queue[bytes]):
+    """What waits for one listener, bounded in number and in bytes."""
+
+    def put_nowait(self, item: bytes) -> None:
+        """Put a message last; one that is too long for a hint is dropped, and the first when there are too many."""
+        if len(item) > MAX_HINT_BYTES:
+            unreadable_hints.add()
+            return
+        if self.qsize() >= MAX_WAITING:
+            self.get_nowait()
+            dropped_hints.add()
+        super().put_nowait(item)
+
+
 class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redis ships no types
     """The channel layer: it delivers hints and nothing else, whoever sent it."""
+
+    async def new_channel(self, prefix: str = "specific.") -> str:
+        """Return the name of a new channel of this process; nothing comes on it before it joins a group."""
+        layer = self._get_layer()
+        channel = str(await layer.new_channel(prefix))
+        layer.channels[channel] = _HintQueue()
+        return channel
 
     async def receive(self, channel: str) -> dict[str, Any]:  # Any: the channel layer's own signature
         """Return the next hint on a channel of this process."""

@@ -29,6 +29,8 @@ from nodes.services.governance import take_report
 from wire import bridge
 
 SWEEP_S = 2.0
+WAKE_PAUSE_S = 0.1
+"""A storm of hints costs ten looks a second at most; a single one is followed at once."""
 POLICY_EVERY_S = 30.0
 CHECKPOINT_EVERY_S = 10.0
 PROGRESS_EVERY_S = 1.0
@@ -73,7 +75,8 @@ class Courier:
         self._written_at: dict[StatusKey, float] = {}
         self._reports: dict[uuid.UUID, deque[_Report]] = {}
         self._bell = asyncio.Event()
-        self._deliver_at = self._policy_at = self._checkpoint_at = 0.0
+        self._looked_at = dict.fromkeys(("commands", "policy", "checkpoints"), float("-inf"))
+        self._woken: set[str] = set()
 
     @property
     def waiting_statuses(self) -> tuple[bridge.OpStatus, ...]:
@@ -107,17 +110,11 @@ class Courier:
             logger.error("node.report_dropped node=%s; it says so again when it registers", link.node_name)
             return
         waiting.append(_Report(link.node_id, report, time.time_ns() // 1_000_000))
-        self._policy_at = 0.0
-        self._bell.set()
+        self.wake("policy")
 
     def wake(self, topic: str = "") -> None:
         """Look at the rows of a topic (commands, policy, checkpoints) at once; "" = at all of them."""
-        if topic in {"", "commands"}:
-            self._deliver_at = 0.0
-        if topic in {"", "policy"}:
-            self._policy_at = 0.0
-        if topic in {"", "checkpoints"}:
-            self._checkpoint_at = 0.0
+        self._woken |= {topic} if topic else self._looked_at.keys()
         self._bell.set()
 
     # in the background
@@ -144,9 +141,19 @@ class Courier:
     def _rest_s(self) -> float:
         """Return how long nothing is due by the clock."""
         now = time.monotonic()
-        due = [self._deliver_at + SWEEP_S]
+        due = [self._looked_at["commands"] + SWEEP_S]
+        due += [self._looked_at[topic] + WAKE_PAUSE_S for topic in self._woken]
         due += [self._written_at.get(key, 0.0) + PROGRESS_EVERY_S for key in self._statuses]
         return max(0.02, min(due) - now)
+
+    def _is_due(self, topic: str, every_s: float) -> bool:
+        """Whether to look at the rows of a topic now; saying so counts as the look."""
+        now = time.monotonic()
+        if now - self._looked_at[topic] < (WAKE_PAUSE_S if topic in self._woken else every_s):
+            return False
+        self._looked_at[topic] = now
+        self._woken.discard(topic)
+        return True
 
     def _due_statuses(self) -> dict[StatusKey, bridge.OpStatus]:
         now = time.monotonic()
@@ -184,10 +191,8 @@ class Courier:
             self._bell.set()
 
     async def _deliver(self) -> None:
-        now = time.monotonic()
-        if now - self._deliver_at < SWEEP_S:
+        if not self._is_due("commands", SWEEP_S):
             return
-        self._deliver_at = now
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         if not linked:
             return
@@ -213,10 +218,8 @@ class Courier:
                 link.send_message(bridge.OpQuery(op_id=delivery.op_id, use=delivery.use))
 
     async def _offer_policies(self) -> None:
-        now = time.monotonic()
-        if now - self._policy_at < POLICY_EVERY_S:
+        if not self._is_due("policy", POLICY_EVERY_S):
             return
-        self._policy_at = now
         versions = {link: link.governance.policy_version for link in self._governed_links() if link.governance is not None}
         if not versions:
             return
@@ -230,10 +233,8 @@ class Courier:
                 link.send_message(bridge.PolicyOffer(policies=following))
 
     async def _offer_checkpoints(self) -> None:
-        now = time.monotonic()
-        if now - self._checkpoint_at < CHECKPOINT_EVERY_S:
+        if not self._is_due("checkpoints", CHECKPOINT_EVERY_S):
             return
-        self._checkpoint_at = now
         sizes = {link: _witnessed(link) for link in self._governed_links() if _is_witness(link)}
         newest = await run_upkeep(_read_checkpoint) if sizes else None
         if newest is None:

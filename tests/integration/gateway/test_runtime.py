@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from asgiref.sync import sync_to_async
+from channels.layers import get_channel_layer
 from django.db import connections
 from django.db.models.functions import Now
 
 from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
+from governance.hints import HINT_GROUP
+from nodes.consumers.courier import Courier
+from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence
 from nodes.services.ejections import list_ejections
 from tests.integration.nodes.factories import audited, make_node, make_presence
@@ -34,8 +39,8 @@ async def _close_connections() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def run_gateway() -> AsyncIterator[GatewayRuntime]:
-    runtime = GatewayRuntime()
+async def run_gateway(runtime: GatewayRuntime | None = None) -> AsyncIterator[GatewayRuntime]:
+    runtime = runtime or GatewayRuntime()
     await runtime.start()
     try:
         yield runtime
@@ -75,6 +80,60 @@ async def test_a_revoked_key_stops_working() -> None:
         await until(lambda: keyid in runtime.catalogue.keys)
         await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
         await until(lambda: runtime.catalogue.keys[keyid].revoked)
+
+
+class CountingRuntime(GatewayRuntime):
+    """Counts its sweeps."""
+
+    sweeps = 0
+
+    async def _sweep(self) -> None:
+        self.sweeps += 1
+        await super()._sweep()
+
+
+async def test_a_storm_of_hints_costs_ten_sweeps_a_second_and_a_single_hint_is_followed_at_once() -> None:
+    loop = asyncio.get_running_loop()
+    async with run_gateway(CountingRuntime()) as runtime:
+        assert isinstance(runtime, CountingRuntime)
+        layer = get_channel_layer()
+        begun_at, begun_with = loop.time(), runtime.sweeps
+        while runtime.sweeps < begun_with + 10:
+            await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
+        assert loop.time() - begun_at > 0.85
+        waits = []
+        for _ in range(10):
+            quiet_at = loop.time() + 0.2
+            await until(lambda quiet_at=quiet_at: loop.time() > quiet_at)  # type: ignore[misc]  # of a default
+            before, sent_at = runtime.sweeps, loop.time()
+            await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
+            while runtime.sweeps == before:
+                await asyncio.sleep(0)
+            waits.append(loop.time() - sent_at)
+        assert min(waits) < 0.05
+
+
+class CountedRegistry(LinkRegistry):
+    """Counts how often somebody goes through the links."""
+
+    rounds = 0
+
+    def __iter__(self) -> Iterator[Link]:
+        self.rounds += 1
+        return super().__iter__()
+
+
+async def test_a_storm_of_hints_costs_ten_looks_at_the_commands_of_nodes_a_second() -> None:
+    loop, registry = asyncio.get_running_loop(), CountedRegistry()
+    courier = Courier(registry, gateway_id=uuid.uuid4())
+    running = asyncio.create_task(courier.run())
+    await until(lambda: registry.rounds)
+    begun_at, begun_with = loop.time(), registry.rounds
+    while registry.rounds < begun_with + 6:
+        courier.wake("commands")
+        await asyncio.sleep(0)
+    assert loop.time() - begun_at > 0.3
+    running.cancel()
 
 
 async def test_a_change_without_a_hint_is_found_by_the_sweep() -> None:

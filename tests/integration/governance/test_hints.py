@@ -9,10 +9,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from channels.layers import channel_layers, get_channel_layer
 from django.db import connection, transaction
 from pytest_django import Settings
+from redis import asyncio as aioredis
 
 from governance import hints
 from governance.hints import HINT_GROUP, publish_hint
@@ -89,6 +91,54 @@ def test_a_change_that_is_rolled_back_sends_no_hint() -> None:
             publish_hint("models", kept)
 
     assert asyncio.run(listen(change, undone, kept))["ident"] == kept
+
+
+async def flood(valkey: aioredis.Redis, messages: list[bytes]) -> tuple[list[str], list[str]]:
+    """Publish to two listeners, one of whom stands still until the other has heard ``end``; return what each heard."""
+    layer = get_channel_layer()
+    assert layer is not None
+    reader, sleeper = await layer.new_channel(), await layer.new_channel()
+    for channel in (sleeper, reader):
+        await layer.group_add(HINT_GROUP, channel)
+
+    async def read(channel: str) -> list[str]:
+        heard: list[str] = []
+        async with asyncio.timeout(WITHIN_S):
+            while heard[-1:] != ["end"]:
+                heard.append((await layer.receive(channel))["ident"])
+        return heard
+
+    reading = asyncio.create_task(read(reader))
+    for message in [*messages, make_hint("end")]:
+        await valkey.publish(f"muster__group__{HINT_GROUP}", message)
+        await asyncio.sleep(0)
+    heard = await reading, await read(sleeper)
+    await layer.flush()
+    return heard
+
+
+def make_hint(ident: str) -> bytes:
+    return msgspec.msgpack.encode({"type": "hint", "topic": "nodes", "ident": ident})
+
+
+async def test_of_the_hints_that_nobody_takes_the_newest_are_kept_and_whoever_reads_gets_all(settings: Settings) -> None:
+    sent = [f"{uuid.uuid4().hex}:{number}" for number in range(1500)]
+    dropped = hints.dropped_hints.total
+    async with aioredis.Redis.from_url(settings.REDIS_URL) as valkey:
+        read, kept = await flood(valkey, [make_hint(ident) for ident in sent])
+    assert [ident for ident in read if ident in sent] == sent
+    assert len(kept) == 1000
+    assert kept[-2:] == [sent[-1], "end"]
+    assert hints.dropped_hints.total - dropped >= 501
+
+
+async def test_a_message_longer_than_any_hint_is_not_kept(settings: Settings) -> None:
+    unreadable = hints.unreadable_hints.total
+    async with aioredis.Redis.from_url(settings.REDIS_URL) as valkey:
+        read, kept = await flood(valkey, [make_hint("x" * 100_000), make_hint("short")])
+    assert {"short", "end"} <= set(read) & set(kept)
+    assert max(map(len, (*read, *kept))) < 1000
+    assert hints.unreadable_hints.total - unreadable >= 2
 
 
 @pytest.mark.django_db(transaction=True)

@@ -133,7 +133,7 @@ async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[So
     """Open a socket; at the end it hangs up and the server must have let go."""
     headers = options.pop("headers", {"x-worker-secret": secret})
     socket = Socket(headers=headers, **options)
-    task = asyncio.create_task(admit_programs(door.endpoint, ())(socket.scope, socket.to_server.get, socket.send))
+    task = asyncio.ensure_future(admit_programs(door.endpoint, ())(socket.scope, socket.to_server.get, socket.send))
     try:
         yield socket
     finally:
