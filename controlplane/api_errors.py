@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from django.contrib import admin
-from django.core.exceptions import DisallowedHost, PermissionDenied, RequestDataTooBig
+from django.core.exceptions import BadRequest, DisallowedHost, PermissionDenied, RequestDataTooBig
 from django.db import DatabaseError, DataError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
@@ -41,6 +41,7 @@ RETRY_S = 5
 MAX_HOST_CHARS = 255
 """How much of a refused Host header is shown: as long as a name can be."""
 _REMOVE_IT = "The request holds a character or a number that the database cannot take, such as NUL. Remove it and try again."
+_MALFORMED = "The address, or what was sent with it, is malformed."
 _AWAY = "The database did not answer in time."
 _TRY_AGAIN = "Nothing was changed; try again in a few seconds. If it stays so, see whether PostgreSQL runs and can be reached."
 _LOOK_FIRST = (
@@ -202,7 +203,8 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
     if isinstance(exception, DisallowedHost):
         return _refuse_host(request)
     if request.path.startswith(PAGE_PREFIXES):
-        words = _REMOVE_IT if isinstance(exception, NOT_STORABLE) else "The address, or what was sent with it, is malformed."
+        said = str(exception) if isinstance(exception, BadRequest) else ""
+        words = _REMOVE_IT if isinstance(exception, NOT_STORABLE) else said or _MALFORMED
         return close_page(HttpResponse(render_to_string("400.html", {"words": words}), status=HTTPStatus.BAD_REQUEST))
     if _wants_page(request):
         return _render_problem(HTTPStatus.BAD_REQUEST, "This cannot be understood", "Nothing was done. Go back and try again.")

@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 from django import forms
 from django.contrib import messages
 from django.contrib.admin.utils import unquote
-from django.core.exceptions import NON_FIELD_ERRORS, PermissionDenied, ValidationError
+from django.core.exceptions import NON_FIELD_ERRORS, BadRequest, EmptyResultSet, PermissionDenied, ValidationError
 from django.db import models
 from django.forms.widgets import Script
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
@@ -26,6 +26,7 @@ from django.utils.safestring import SafeString
 from django.views.decorators.cache import never_cache
 from unfold.admin import ModelAdmin
 from unfold.decorators import display
+from unfold.views import ChangeList
 
 from governance.errors import GovernanceError
 from governance.signin import may_act
@@ -119,11 +120,31 @@ def name_actor(request: HttpRequest) -> str:
     return f"user:{request.user.get_username()}"
 
 
+class RowList(ChangeList):  # type: ignore[misc]  # Unfold ships no types
+    """The rows of a list. What its address asks for and no filter can mean, such as the year -1, is the caller's error."""
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: list[str | None] | None = None) -> models.QuerySet[Any]:
+        """Return the rows. Raises BadRequest."""
+        try:
+            rows: models.QuerySet[Any] = super().get_queryset(request, exclude_parameters)
+            # Some lookups convert their value only here, on the way to the database.
+            rows.query.get_compiler(rows.db).as_sql()
+        except EmptyResultSet:
+            pass
+        except ValueError as error:
+            raise BadRequest("A filter in the address has a value that it cannot take. Remove it and try again.") from error
+        return rows
+
+
 class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
     """Answers 404 for a row that is not there. Django's own would lead to the first page, as if nothing had been asked."""
 
     removed_because: ClassVar[str] = "It may have been removed."
     """Why there may be none, as a sentence."""
+
+    def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RowList]:
+        """Return the class of the list."""
+        return RowList
 
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> HttpResponse:  # Any: untyped
         raise Http404(f"There is no {opts.verbose_name} {unquote(object_id)}. {self.removed_because}")

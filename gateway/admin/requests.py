@@ -12,7 +12,6 @@ from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
-from unfold.views import ChangeList
 
 from gateway.admin.endings import name_state
 from gateway.admin.filters import ErrorFilter, ModelFilter, NodeFilter, PeriodFilter, StateFilter, TenantFilter
@@ -21,7 +20,7 @@ from gateway.admin.stories import tell_request
 from gateway.models import TAIL_CHARS, GatewayProcess, RequestRecord
 from gateway.services.requests import find_records
 from gateway.services.waiting import explain_waits
-from governance.pages import ShowingAdmin, column
+from governance.pages import RowList, ShowingAdmin, column
 from wire.contract import RequestState
 from wire.ids import format_id
 
@@ -33,7 +32,7 @@ _STATE = '<span class="mst-pair"><span class="mst-badge mst-is-{}">{}</span><sma
 _WHOLE_LINES = '<span class="mst-pair"><span>{}</span><small class="mst-whole">{}</small></span>'
 
 
-class RequestList(ChangeList):  # type: ignore[misc]  # Unfold ships no types
+class RequestList(RowList):
     """One page of requests; those that wait know why."""
 
     def get_results(self, request: HttpRequest) -> None:

@@ -10,8 +10,10 @@ from django.db import DataError
 from django.db.models import Model
 from django.test import Client, RequestFactory
 from django.urls import reverse
+from django.utils import timezone
 
 from controlplane.api_errors import describe_error
+from governance.models import AuditEvent
 from governance.services import create_admin_token
 from tests.integration.gateway_admin.factories import make_operator
 from tests.integration.nodes.factories import make_node
@@ -19,8 +21,10 @@ from wire.contract import ErrorCode
 
 pytestmark = pytest.mark.django_db
 
-HOSTILE = ("\0", "a\0b", "9" * 30, "99999-01-01", "\udc80", "2024-13-45T25:61", "\u202e'\"\\%_;--")
-LOOKUPS = ("", "__exact", "__in", "__gte", "__lt", "__year", "__isnull", "__id__exact", "__pk__exact")
+TEXTS = ("\0", "a\0b", "9" * 30, "99999-01-01", "\udc80", "2024-13-45T25:61", "\u202e'\"\\%_;--")
+HOSTILE = (*TEXTS, "-1", "10000")
+DATES = ("__gte", "__lt", "__year", "__iso_year", "__date")
+LOOKUPS = ("", "__exact", "__in", "__isnull", "__id__exact", "__pk__exact", *DATES)
 MODELS = tuple(admin.site._registry)
 
 
@@ -50,7 +54,7 @@ def test_no_filter_search_or_address_of_an_operators_list_breaks(model: type[Mod
     for parameter in list_parameters(model):
         for value in HOSTILE:
             assert client.get(f"{url}?{parameter}={quote(value, errors='surrogatepass')}").status_code < 500, (parameter, value)
-    for value in (*HOSTILE, "a_00b", "_00"):
+    for value in (*TEXTS, "a_00b", "_00"):
         for page in ("", "/change", "/history", "/delete"):
             address = f"{url}{quote(value, errors='surrogatepass')}{page}/"
             assert client.get(address).status_code < 500, address
@@ -65,6 +69,19 @@ def test_a_page_says_what_to_do_about_text_that_cannot_be_stored_and_the_list_go
     assert "the database cannot take, such as NUL. Remove it and try again." in refused.content.decode()
     assert "Host not allowed" not in refused.content.decode()
     assert "attic" in client.get(url).content.decode()
+
+
+@pytest.mark.parametrize("query", ["at__year=-1", "at__year=0", "at__year=10000"])
+def test_a_list_refuses_a_year_that_no_calendar_has_in_words_and_takes_every_other(query: str) -> None:
+    AuditEvent.objects.create(actor="system:test", action="test.event", target="this year")
+    client = client_that_sees_500()
+    url = reverse("admin:governance_auditevent_changelist")
+    refused = client.get(f"{url}?{query}")
+    assert refused.status_code == 400
+    assert "A filter in the address has a value that it cannot take. Remove it and try again." in refused.content.decode()
+    year = timezone.now().year
+    assert "this year" in client.get(f"{url}?at__year={year}").content.decode()
+    assert "this year" not in client.get(f"{url}?at__year={year - 1}").content.decode()
 
 
 @pytest.mark.parametrize("error", [DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes"), OverflowError("int")])
