@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookupTimeout
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 from django.conf import settings
 
 from nodes.errors import AddressRefused, AddressUnresolvable
+
+if TYPE_CHECKING:
+    import httpx
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -95,6 +97,8 @@ def build_request(
 
     ``path`` goes below the URL's own; ``api_key``: of the node, as a bearer credential; ``body``: JSON members.
     """
+    import httpx  # a gateway checks addresses without it, and is back sooner after a kill
+
     url = httpx.URL(scheme=target.scheme, host=target.address, port=target.port, path=f"{target.base_path}{path}")
     headers = {"host": f"{target.host}:{target.port}", "accept-encoding": "identity"}
     if api_key:

@@ -7,7 +7,7 @@ import uuid
 
 from celery import shared_task
 
-from nodes.commands import POLL_S, call_direct_box, find_unattended
+from nodes.commands.direct import POLL_S, call_direct_box, find_unattended
 from nodes.operations.lost_models import tell_failed_reloads
 from nodes.services import probe_direct_nodes, sweep_presence
 

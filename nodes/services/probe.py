@@ -11,8 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import httpx
 import msgspec
 from django.conf import settings
 from django.db import transaction
@@ -27,6 +27,9 @@ from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, Reach
 from nodes.session import Capabilities, find_endpoints, read_capabilities, store_endpoints
 from wire.contract import NodeStatus
+
+if TYPE_CHECKING:
+    import httpx
 
 _PROBE_TIMEOUT_S = 3.0
 MAX_ERROR_CHARS = 300
@@ -129,6 +132,8 @@ def probe_node(node: Node) -> ProbeResult:
 
     Any HTTP answer but 5xx counts as an answer; 503 to the first says that the node starts or stops.
     """
+    import httpx  # a gateway loads this module and calls no node with it
+
     try:
         target, api_key = resolve_direct_target(node.public_base_url), node.read_api_key()
     except NodeError as error:
@@ -161,6 +166,8 @@ def _read(node: Node, body: bytes) -> Capabilities | None:
 
 def _get(client: httpx.Client, target: DirectTarget, path: str, *, api_key: str, max_bytes: int) -> tuple[int, bytes]:
     """Return the status and, of an answer with 200, the body. Raises httpx.HTTPError, also for one too long or too slow."""
+    import httpx
+
     response = client.send(build_request(client, target, "GET", path, api_key=api_key), stream=True)
     try:
         if not max_bytes or response.status_code != httpx.codes.OK:

@@ -33,7 +33,7 @@ from controlplane.live import TRY_AGAIN_LATER
 from governance import services
 from governance.models import AuditEvent, OperationRun
 from governance.states import RunState
-from nodes.commands import call_direct_box, find_unattended
+from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.models import NodeCommand, Reach
 from nodes.postgres import Patience, limit_patience, limit_process
 from nodes.postgres import connection as patient

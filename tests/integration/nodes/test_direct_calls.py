@@ -15,7 +15,7 @@ from starlette.responses import PlainTextResponse
 from governance import services
 from governance.models import Operation, OperationRun
 from governance.states import RunState
-from nodes.commands import call_direct_box, find_unattended
+from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.models import Node, NodeCommand, Reach
 from nodes.services import set_api_key, set_op_key
 from nodes.tasks import call_box, ring_direct_boxes
