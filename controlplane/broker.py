@@ -22,14 +22,12 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 from kombu.transport import redis as redis_transport
 
-from governance.hints import UNREADABLE_TOTAL_KEY, MessageCount
+from governance.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, MessageCount
 
 MAX_MESSAGE_BYTES = 16 * 1024
 """Ours have about one KiB."""
 MAX_AHEAD = timedelta(minutes=2)
 """A worker holds a task in memory until its time has come; ours wait for half a minute at most."""
-UNREADABLE_KEY = "muster.unreadable"
-"""A list: what could not be read, the newest first, each cut off at MAX_KEPT_BYTES."""
 FOREIGN_KEY = "muster.unreadable.key"
 """What stood in the place of a queue, the newest alone."""
 MAX_KEPT, MAX_KEPT_BYTES = 100, 4096

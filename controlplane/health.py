@@ -5,18 +5,15 @@ from __future__ import annotations
 import time
 from http import HTTPStatus
 
-import redis
-from django.conf import settings
 from django.db import Error as DatabaseFailure
 from django.db import connection
 from django.http import HttpRequest, JsonResponse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
-from governance.hints import UNREADABLE_TOTAL_KEY
+from governance.hints import read_unreadable
 from nodes.postgres import Patience, limit_patience
 
-REDIS_TIMEOUT_S = 1.0
 DATABASE_TIMEOUT_S = 3.0
 """Less than supervisors wait for an answer, and than other requests wait for the database."""
 
@@ -52,21 +49,5 @@ def look_at_database() -> str:
 
 
 def is_redis_reachable() -> bool:
-    """Return whether Redis answers within REDIS_TIMEOUT_S."""
+    """Return whether Redis answers within READ_TIMEOUT_S."""
     return read_unreadable() is not None
-
-
-def read_unreadable() -> int | None:
-    """Return how many messages workers could not read; None when Redis does not answer within REDIS_TIMEOUT_S."""
-    try:
-        with redis.Redis.from_url(
-            settings.REDIS_URL or "redis://127.0.0.1:6379/0",
-            socket_timeout=REDIS_TIMEOUT_S,
-            socket_connect_timeout=REDIS_TIMEOUT_S,
-        ) as client:
-            total = client.get(UNREADABLE_TOTAL_KEY)
-            return int(str(total, "ascii")) if isinstance(total, bytes) else 0
-    except (redis.ResponseError, ValueError):
-        return 1  # what stands there is not ours either
-    except redis.RedisError:
-        return None

@@ -179,6 +179,7 @@ CELERY_BEAT_SCHEDULE = {
     "sweep-nodes": {"task": "nodes.tasks.sweep_nodes", "schedule": 5.0, "options": {"expires": 10}},
     "sweep-operations": {"task": "governance.tasks.sweep", "schedule": 5.0, "options": {"expires": 10}},
     "deliver-notices": {"task": "governance.tasks.deliver_notices", "schedule": 10.0, "options": {"expires": 20}},
+    "report-unreadable": {"task": "governance.tasks.report_unreadable", "schedule": 60.0, "options": {"expires": 60}},
     "checkpoint-audit": {"task": "governance.tasks.checkpoint_audit", "schedule": 60.0, "options": {"expires": 60}},
     "forget-sign-ins": {"task": "governance.tasks.forget_sign_ins", "schedule": 3600.0, "options": {"expires": 600}},
     "forget-responses": {

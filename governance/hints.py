@@ -11,21 +11,26 @@ import time
 from typing import Any, Literal
 
 import msgspec
+import redis
 from asgiref.sync import async_to_sync
 from channels.exceptions import ChannelFull
 from channels.layers import get_channel_layer
 from channels_redis.pubsub import RedisPubSubChannelLayer
+from django.conf import settings
 from django.db import transaction
-from redis.exceptions import RedisError
 
 HINT_GROUP = "muster.hints"
 HINT_TYPE = "hint"
 SEND_TIMEOUT_S = 1.0
+READ_TIMEOUT_S = 1.0
+"""Less than supervisors wait for an answer of the control plane."""
 LOG_EVERY_S = 10.0
 MAX_WAITING = 1000
 """Hints that wait for one listener; the oldest gives way to one more."""
 MAX_HINT_BYTES = 1024
 """Ours have about a hundred."""
+UNREADABLE_KEY = "muster.unreadable"
+"""A list: what workers could not read, the newest first, each cut off."""
 UNREADABLE_TOTAL_KEY = "muster.unreadable.total"
 """Where workers count in Valkey what they could not read."""
 
@@ -102,6 +107,23 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
             return None
 
 
+def read_unreadable() -> int | None:
+    """Return how many messages workers could not read; None when Redis does not answer within READ_TIMEOUT_S."""
+    try:
+        with redis.Redis.from_url(
+            settings.REDIS_URL or "redis://127.0.0.1:6379/0",
+            socket_timeout=READ_TIMEOUT_S,
+            socket_connect_timeout=READ_TIMEOUT_S,
+        ) as client:
+            value = client.get(UNREADABLE_TOTAL_KEY)
+            total = int(str(value, "ascii")) if isinstance(value, bytes) else 0
+    except (redis.ResponseError, ValueError):
+        return 1  # what stands there is not ours either
+    except redis.RedisError:
+        return None
+    return total if 0 <= total < 2**53 else 1
+
+
 def publish_hint(topic: Topic, ident: str = "") -> None:
     """Tell every listener after the commit that rows of ``topic`` changed (``ident``: which one; empty = look at all).
 
@@ -114,7 +136,7 @@ def _send(topic: Topic, ident: str) -> None:
     message = {"type": HINT_TYPE, "topic": topic, "ident": ident}
     try:
         async_to_sync(_send_bounded)(message)
-    except (TimeoutError, OSError, RedisError, ChannelFull) as error:
+    except (TimeoutError, OSError, redis.RedisError, ChannelFull) as error:
         logger.warning("hint_not_sent topic=%s ident=%s error=%s", topic, ident, type(error).__name__)
 
 

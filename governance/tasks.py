@@ -10,7 +10,9 @@ from django.utils import timezone
 
 from governance import services
 from governance.checkpoints import checkpoint_if_due
+from governance.hints import read_unreadable
 from governance.services.delivery import deliver_due
+from governance.services.notices import notify_of_unreadable
 from governance.services.sign_in_throttle import sweep_failures
 from governance.signin import sweep_sessions
 
@@ -38,6 +40,13 @@ def sweep() -> None:
 def deliver_notices() -> int:
     """Send notices that are due."""
     return deliver_due(50)
+
+
+@shared_task(name="governance.tasks.report_unreadable")  # type: ignore[untyped-decorator]  # Celery ships no types
+def report_unreadable() -> bool:
+    """Tell of messages that workers could not read."""
+    total = read_unreadable()
+    return total is not None and notify_of_unreadable(total, now=timezone.now())
 
 
 @shared_task(name="governance.tasks.checkpoint_audit")  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -16,7 +16,12 @@ from governance.services.notices import FLEET_EVENTS, RUN_EVENTS
 from wire.ids import format_id, parse_id
 from wire.optoken.approval import digest_words, read_statement
 
-_FLEET_MEMBERS = {"drained": ("interrupted",), "ejected": ("model", "reason"), "reload_failed": ("model", "reason")}
+_FLEET_MEMBERS = {
+    "drained": ("interrupted",),
+    "ejected": ("model", "reason"),
+    "reload_failed": ("model", "reason"),
+    "messages_unreadable": ("total",),
+}
 """Of each of FLEET_EVENTS: what of the audit event's detail a webhook gets."""
 
 
@@ -80,12 +85,15 @@ def _write_freeze(notice: Notice, event: str) -> Message:
 
 
 def _write_fleet_event(notice: Notice, event: str, audited: AuditEvent) -> Message:
-    link = f"{settings.PUBLIC_URL.rstrip('/')}/admin/nodes/node/{parse_id('node', audited.target)}/change/"
+    is_of_node = event != "messages_unreadable"
+    link = f"{settings.PUBLIC_URL.rstrip('/')}/admin/"
+    if is_of_node:
+        link += f"nodes/node/{parse_id('node', audited.target)}/change/"
     body: dict[str, object] = {
         "id": str(notice.pk),
         "event": event,
         "operation": None,
-        "node": {"id": audited.target, "name": audited.detail["name"]},
+        **({"node": {"id": audited.target, "name": audited.detail["name"]}} if is_of_node else {}),
         "at": int(audited.at.timestamp()),
         **{member: audited.detail[member] for member in _FLEET_MEMBERS[event]},
         "link": link,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from datetime import datetime, timedelta
 
 from django.conf import settings
 from django.contrib.auth import get_user_model
+from django.db import connection, transaction
 from django.db.models import Q
 from django.utils import timezone
 
+from governance.audit import record_event
+from governance.hints import UNREADABLE_KEY
 from governance.models import AuditEvent, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
 from wire.optoken.approval import BREAK_GLASS, Policy, read_policy
 
@@ -17,9 +21,12 @@ RUN_EVENTS = frozenset({"succeeded", "failed", "unknown"})
 _OF_REQUESTER_AND_SIGNERS = RUN_EVENTS | {"approved", "rejected", "expired", "blocked"}
 _OF_EVERY_APPROVER = frozenset({"break_glass", "review_overdue", "frozen"})
 NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "expiring_50", "expiring_90"}
-FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed"})
-"""What is told of a node, as its audit event says."""
 """These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
+FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed", "messages_unreadable"})
+"""What is told of a node, or of Valkey, as its audit event says."""
+UNREADABLE_EVERY = timedelta(hours=1)
+_UNREADABLE_LOCK = 0x6D73_6773_756E_7264
+"""Key of an advisory lock: of two looks at once the second one sees what the first has told."""
 
 
 def notify(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> int:
@@ -36,13 +43,30 @@ def notify(operation: Operation | None, event: str, *, run: OperationRun | None 
 
 
 def notify_of_event(audited: AuditEvent, event: str, *, usernames: Iterable[str]) -> int:
-    """Tell these users, and every webhook, what an audit event says of a node; return how many are told.
+    """Tell these users, and every webhook, what an audit event says; return how many are told.
 
     ``event``: one of FLEET_EVENTS. Runs in the transaction that wrote ``audited``. Raises ValueError for another event.
     """
     if event not in FLEET_EVENTS:
         raise ValueError(f"there is no notice {event!r}")
     return _add(usernames, f"{event}.{audited.pk}", operation=None)
+
+
+def notify_of_unreadable(total: int, *, now: datetime) -> bool:
+    """Tell every approver, and every webhook, that workers set ``total`` messages aside so far.
+
+    False when nothing is new, or they were told within UNREADABLE_EVERY.
+    """
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_UNREADABLE_LOCK])
+        last = AuditEvent.objects.filter(action="messages.set_aside").last()
+        if total == (0 if last is None else last.detail["total"]):
+            return False
+        if total == 0 or (last is not None and now - last.at < UNREADABLE_EVERY):
+            return False
+        event = record_event(actor="system:worker", action="messages.set_aside", target=UNREADABLE_KEY, detail={"total": total})
+        notify_of_event(event, "messages_unreadable", usernames=_list_concerned(None, "messages_unreadable"))
+    return True
 
 
 def list_requester_and_signers(op_id: uuid.UUID) -> set[str]:

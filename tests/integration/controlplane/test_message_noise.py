@@ -17,12 +17,14 @@ import redis
 from django.conf import settings
 from django.utils import timezone
 
-from controlplane.broker import FOREIGN_KEY, MAX_KEPT, MAX_KEPT_BYTES, MAX_MESSAGE_BYTES, UNREADABLE_KEY, rebuild_message
+from controlplane.broker import FOREIGN_KEY, MAX_KEPT, MAX_KEPT_BYTES, MAX_MESSAGE_BYTES, rebuild_message
 from controlplane.celery import app
-from controlplane.health import read_unreadable
-from governance.hints import UNREADABLE_TOTAL_KEY
-from governance.models import SignInFailure
+from governance.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
+from governance.models import AuditEvent, Notice, SignInFailure
 from governance.services.finishing import ring
+from governance.services.notice_text import write_message
+from governance.services.notices import notify_of_unreadable
+from governance.services.webhooks import add_webhook
 from nodes.services.direct_calls import ring_direct_box
 from tests.contract.waiting import wait_until
 from tests.control_process import serve_control, serve_gateway, serve_worker
@@ -115,6 +117,27 @@ def test_a_command_to_the_remote_control_of_celery_ends_no_worker(valkey: Valkey
         wait_until(is_task_done(valkey), what="the worker carries tasks out", within_s=60)
         assert worker.poll() is None
     assert valkey.pubsub_numsub("/0.celery.pidbox")[0][1] == 0
+
+
+def test_operators_are_told_of_garbage_once_an_hour_and_again_when_there_is_more(valkey: Valkey) -> None:
+    add_webhook(name="ops", url="https://chat.example.com/x", actor="user:ada")
+    told = Notice.objects.filter(event__startswith="messages_unreadable.", webhook__name="ops")
+    look = app.tasks["governance.tasks.report_unreadable"]
+    look()
+    assert not told.exists(), "nothing is said of nothing"
+    for total in (3, 4, 10**30):
+        valkey.set(UNREADABLE_TOTAL_KEY, total)
+        look()
+    assert told.count() == 1
+    event = AuditEvent.objects.get(action="messages.set_aside")
+    assert event.detail == {"total": 3}
+    message = write_message(told.get())
+    assert (message.body["total"], message.body["event"]) == (3, "messages_unreadable")
+    assert "3 messages" in message.text
+    later, much_later = (event.at + timedelta(hours=hours) for hours in (1, 9))
+    assert not notify_of_unreadable(3, now=much_later), "nothing is new"
+    assert notify_of_unreadable(4, now=later)
+    assert told.count() == 2
 
 
 def test_a_task_list_that_takes_nothing_does_not_fail_who_rings(valkey: Valkey) -> None:
