@@ -7,6 +7,7 @@ which changes and which service is up to the admin classes of each app.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlencode
@@ -127,10 +128,9 @@ class RowList(ChangeList):  # type: ignore[misc]  # Unfold ships no types
         """Return the rows. Raises BadRequest."""
         try:
             rows: models.QuerySet[Any] = super().get_queryset(request, exclude_parameters)
-            # Some lookups convert their value only here, on the way to the database.
-            rows.query.get_compiler(rows.db).as_sql()
-        except EmptyResultSet:
-            pass
+            with suppress(EmptyResultSet):
+                # Some lookups convert their value only here, on the way to the database.
+                rows.query.get_compiler(rows.db).as_sql()
         except ValueError as error:
             raise BadRequest("A filter in the address has a value that it cannot take. Remove it and try again.") from error
         return rows

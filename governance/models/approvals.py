@@ -113,6 +113,9 @@ class Decision(models.Model):
     comment = models.CharField(max_length=500, blank=True)
     at = models.DateTimeField(auto_now_add=True)
     withdrawn_at = models.DateTimeField(null=True, blank=True)
+    void_at = models.DateTimeField(
+        null=True, blank=True, help_text="When its key was revoked or its person switched off; the database writes it"
+    )
 
     class Meta:
         ordering = ["at"]

@@ -62,9 +62,9 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
         raise StateChanged("Nobody approved this in time; ask for it again.", param="op_id")
     hold_policies(to_change=False)
     require_current(operation)
+    key = _find_key(user, proof)
     drop_void(operation)
     statement, policy = read_stored(operation), find_policy(operation)
-    key = _find_key(user, proof)
     if Decision.objects.filter(operation=operation, person=user, withdrawn_at=None).exists():
         raise ApprovalRefused("You decided about this already; one person counts once, with any key.", rule="duplicate_proof")
     if why := explain_own_review(operation, policy, [user.get_username()]):
@@ -190,8 +190,9 @@ def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[Operat
 
 
 def require_active(user: User) -> None:
-    """Raise NotPermitted for a person who was deactivated, however they got here."""
-    if not type(user).objects.filter(pk=user.pk, is_active=True).exists():
+    """Raise NotPermitted for a person who was deactivated, however they got here; nobody is until the transaction ends."""
+    people = type(user).objects.select_for_update(no_key=True)
+    if people.filter(pk=user.pk, is_active=True).first() is None:
         raise NotPermitted("This person was deactivated and decides about nothing any more.", param="person")
 
 
@@ -205,7 +206,9 @@ def require_current(operation: Operation) -> None:
 
 
 def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:
-    key = ApproverKey.objects.filter(user=user, keyid=str(proof.get("keyid", ""))[:300], revoked_at=None).first()
+    # Held until the transaction ends: who revokes the key meanwhile finds the decision and voids it.
+    keys = ApproverKey.objects.select_for_update(no_key=True).filter(user=user, revoked_at=None)
+    key = keys.filter(keyid=str(proof.get("keyid", ""))[:300]).first()
     if key is None or proof.get("approver") != user.get_username():
         raise ApprovalRefused("This key is not one of yours, or it was revoked.", rule="unknown_key", param="proof")
     return key

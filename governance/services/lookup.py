@@ -1,7 +1,8 @@
 """Finding operations and locking them, and moving them on by compare-and-set.
 
-Locks are taken in one order everywhere: the operation, its runs, the policies, the fence. Whoever needs several operations
-skips those that somebody else holds. So nobody ever waits in a circle.
+Locks are taken in one order everywhere: the person who decides, the operation, its runs, the policies, the key that signed,
+the decisions, the fence. Whoever needs several operations skips those that somebody else holds. So nobody ever waits in a
+circle.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ def _expire() -> int:
 
 def _drop_void() -> int:
     """Take approvals out whose key was revoked or whose person was deactivated."""
-    void = Decision.objects.filter(is_approval=True, withdrawn_at=None, operation__in=_not_on_its_way().values("pk"))
-    void = void.filter(Q(key__revoked_at__isnull=False) | Q(person__is_active=False))
+    void = Decision.objects.filter(void_at__isnull=False, withdrawn_at=None)
     rows = _not_on_its_way().filter(pk__in=void.values("operation"))
     return _each(rows, lambda operation: bool(drop_void(operation)))
 

@@ -123,9 +123,8 @@ def fall_short_if_needed(operation: Operation) -> bool:
 
 
 def list_void(operation: Operation) -> list[Decision]:
-    """Return the approvals that stand although their key was revoked or their person was deactivated since."""
-    standing = [d for d in operation.decisions.all() if d.is_approval and d.withdrawn_at is None]
-    return [d for d in standing if not d.person.is_active or (d.key is not None and d.key.revoked_at is not None)]
+    """Return the approvals that stand although their key was revoked or their person was off since, if only for a moment."""
+    return [d for d in operation.decisions.all() if d.void_at is not None and d.withdrawn_at is None]
 
 
 def drop_void(operation: Operation) -> Sequence[Decision]:
@@ -137,9 +136,10 @@ def drop_void(operation: Operation) -> Sequence[Decision]:
     for decision in void:
         decision.withdrawn_at = now
         decision.save(update_fields=["withdrawn_at"])
+        is_revoked = decision.key is not None and decision.key.revoked_at is not None
         record_event(
             actor=SYSTEM, action="operation.withdraw", target=operation.printed_id, op_id=operation.printed_id,
-            detail={"decision": decision.pk, "why": "key_revoked" if decision.person.is_active else "person_inactive"},
+            detail={"decision": decision.pk, "why": "key_revoked" if is_revoked else "person_inactive"},
         )  # fmt: skip
     if void:
         publish_hint("operations", str(operation.pk))

@@ -9,16 +9,18 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 from django.utils import timezone
 
+from controlplane.models import User
 from governance import services
 from governance.errors import GovernanceError, TooManyOpen
-from governance.models import AuditEvent, Decision, Operation, OperationRun
+from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
 from governance.services import runs
 from governance.services.proposals import MAX_OPEN
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunState
+from tests.contract.waiting import wait_until
 from tests.integration.governance.fake_box import fake_boxes, propose_load
 from tests.integration.governance.team import Team, make_due, make_governed, make_key, propose_token
 
@@ -88,6 +90,40 @@ def test_withdrawal_and_dispatch_at_once_leave_no_run_without_quorum(team: Team)
         withdrawn = Decision.objects.filter(operation=operation, withdrawn_at__isnull=False).exists()
         assert has_run != withdrawn
         assert (found.state == ApprovalState.APPROVED.value) == has_run
+
+
+@pytest.mark.parametrize("model", [User, ApproverKey])
+def test_a_person_who_goes_off_for_a_moment_while_their_approval_is_being_counted_has_approved_nothing(
+    team: Team, model: type[User | ApproverKey]
+) -> None:
+    operation = propose_token(team[0])
+
+    def go_off_and_on() -> None:
+        try:
+            if model is User:
+                User.objects.filter(pk=team[1].user.pk).update(is_active=False)
+                User.objects.filter(pk=team[1].user.pk).update(is_active=True)
+            else:
+                ApproverKey.objects.filter(pk=team[1].key.pk).update(revoked_at=timezone.now())
+                ApproverKey.objects.filter(pk=team[1].key.pk).update(revoked_at=None)
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction.atomic():
+            team[1].approve(operation)
+            moment = pool.submit(go_off_and_on)
+            wait_until(lambda: moment.done() or is_somebody_waiting(), what="the change met the approval")
+        moment.result(timeout=30)
+    assert team[2].approve(operation).state == ApprovalState.PENDING.value
+    assert team[3].approve(operation).state == ApprovalState.APPROVED.value
+
+
+def is_somebody_waiting() -> bool:
+    """Return whether a connection waits for a lock."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM pg_locks WHERE NOT granted")
+        return cursor.fetchone() is not None
 
 
 def test_six_workers_that_are_rung_for_one_run_carry_it_out_once(team: Team) -> None:

@@ -23,9 +23,11 @@ from governance.errors import ApprovalRefused
 from governance.models import ApproverKey, AuditEvent, Operation
 from governance.services.approver_keys import add_key_file
 from governance.services.sweeps import sweep_operations
+from governance.states import RunEvent
 from tests.integration.governance.audit_rows import LOG_KEY
+from tests.integration.governance.fake_box import fake_boxes, propose_load
 from tests.integration.governance.governance_rest import make_client, post, refusal
-from tests.integration.governance.team import Member, make_governed, make_team, propose_token
+from tests.integration.governance.team import Member, make_governed, make_key, make_team, propose_token
 from tests.unit.wire.passkeys import KeyFile
 from wire.optoken import approval
 from wire.optoken.approval import decode_bytes, encode_bytes
@@ -79,6 +81,83 @@ def revoke_and_restore(member: Member, operation: Operation) -> None:
     ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=timezone.now())
     assert sweep_operations()
     ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=None)
+
+
+def off_and_on_by_page(member: Member) -> None:
+    """An administrator's two clicks, between two sweeps."""
+    chief = User.objects.create_superuser("chief")
+    boss, path = open_session(Member(chief, *make_key(chief))), f"/admin/controlplane/user/{member.user.pk}/change/"
+    whole = {"first_name": "", "last_name": "", "email": "", "date_joined_0": "2026-01-01", "date_joined_1": "00:00:00"}
+    assert boss.post(path, whole).status_code == 302
+    assert not User.objects.get(pk=member.user.pk).is_active
+    assert boss.post(path, whole | {"is_active": "on"}).status_code == 302
+
+
+def off_and_on_by_shell(member: Member) -> None:
+    for is_active in (False, True):
+        User.objects.filter(pk=member.user.pk).update(is_active=is_active)
+
+
+def revoked_by_page_and_restored(member: Member) -> None:
+    path = f"/sign-in/keys/{member.key.pk}/remove"
+    assert open_session(member).post(path, {"accept": "on"}).status_code == 302
+    ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=None)
+
+
+def revoked_by_command_and_restored(member: Member) -> None:
+    call_command("approver_keys", "revoke", member.name, member.key.thumbprint[:8], stdout=StringIO())
+    ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=None)
+
+
+MOMENTS = [off_and_on_by_page, off_and_on_by_shell, revoked_by_page_and_restored, revoked_by_command_and_restored]
+
+
+@pytest.mark.parametrize("pass_moment", MOMENTS)
+def test_who_was_off_for_a_moment_between_two_sweeps_has_approved_nothing_that_waits(
+    pass_moment: Callable[[Member], None],
+) -> None:
+    team = make_governed("ana", "ben", "cleo", "dan")
+    ana, ben, cleo, dan = team.members
+    waiting, approved, other = (propose_token(ana, params={"name": name}) for name in ("waits", "approved", "other"))
+    proof = ben.proof(waiting)
+    services.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
+    for member in (ben, cleo):
+        member.approve(approved)
+    for member in (cleo, dan):
+        member.approve(other)
+    pass_moment(ben)
+    assert cleo.approve(waiting).state == "pending"
+    services.run_due()
+    states = {row.pk: row.state for row in Operation.objects.filter(pk__in=[waiting.pk, approved.pk])}
+    assert states == {waiting.pk: "pending", approved.pk: "pending"}
+    assert other.runs.filter(state="succeeded").exists()
+    with pytest.raises(ApprovalRefused, match="never counts again"):
+        services.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
+    # Dan signs instead of ben, and ben himself anew: nobody has to ask again.
+    assert dan.approve(approved).state == "approved"
+    assert ben.approve(waiting).state == "approved"
+
+
+def test_a_standing_approval_ends_with_a_moment_off_also_while_a_use_is_on_its_way_and_other_changes_cost_nothing() -> None:
+    team = make_governed()
+    with fake_boxes():
+        standing = propose_load(team[0], op_class="standing", max_uses=3)
+        for member in team.members[1:]:
+            member.approve(standing)
+        run = services.use_approval(op_id=standing.pk, proposer=team[0].proposer)[0]
+        services.run_due()
+        User.objects.filter(pk=team[2].user.pk).update(is_active=True, first_name="Cleo")
+        ApproverKey.objects.filter(pk=team[2].key.pk).update(label="blue")
+        sweep_operations()
+        assert not standing.decisions.filter(withdrawn_at__isnull=False).exists()
+        off_and_on_by_shell(team[1])
+        assert services.finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
+        with pytest.raises(ApprovalRefused, match="another approver must sign"):
+            services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
+        sweep_operations()
+        assert [d.person_name for d in standing.decisions.filter(withdrawn_at=None)] == ["cleo"]
+        team[1].approve(standing)
+        assert services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
 
 
 def same(proof: Proof) -> Proof:
