@@ -13,7 +13,8 @@ write() { [ -e "$1" ] || { printf '%s\n' "$2" > "$1"; echo "wrote docker/secrets
 
 write postgres_password "$(random)"
 write secret_key "$(random)"
-write database_url "postgresql://muster:$(cat postgres_password)@postgres:5432/muster"
+write database_password "$(random)"
+write database_url "postgresql://muster:$(cat database_password)@postgres:5432/muster"
 write redis_password "$(random)"
 write redis_url "redis://:$(cat redis_password)@valkey:6379/0"
 write valkey.conf "bind * -::*

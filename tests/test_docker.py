@@ -124,9 +124,27 @@ def test_every_secret_is_made_by_the_script_and_is_never_committed(tmp_path: Pat
     assert before == after, "a second run must keep what is there"
     wanted = {Path(secret["file"]).name for secret in load_compose()["secrets"].values()}
     assert wanted <= set(after)
-    assert len({after[name] for name in ("postgres_password", "redis_password", "secret_key")}) == 3
+    assert len({after[name] for name in ("postgres_password", "database_password", "redis_password", "secret_key")}) == 4
+    assert after["database_url"] == f"postgresql://muster:{after['database_password'].strip()}@postgres:5432/muster\n"
+    assert f"requirepass {after['redis_password']}" in after["valkey.conf"]
+    assert after["redis_url"] == f"redis://:{after['redis_password'].strip()}@valkey:6379/0\n"
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     assert "/docker/secrets/" in ignored
+
+
+def test_the_servers_role_owns_its_database_is_no_superuser_and_alone_has_its_password() -> None:
+    """The image makes a superuser of POSTGRES_USER, so that is another role, whose password no server has."""
+    postgres = SERVICES["postgres"]
+    assert not {"POSTGRES_USER", "POSTGRES_DB"} & set(postgres["environment"])
+    assert "./postgres_role.sql:/docker-entrypoint-initdb.d/role.sql:ro" in postgres["volumes"]
+    script = (DOCKER / "postgres_role.sql").read_text(encoding="utf-8")
+    (role,) = re.findall(r"^CREATE ROLE muster .+;$", script, flags=re.MULTILINE)
+    assert {"LOGIN", "NOSUPERUSER", "NOCREATEDB", "NOCREATEROLE"} <= set(role.split())
+    assert "CREATE DATABASE muster OWNER muster;" in script
+    secret = re.search(r"^\\set password `cat /run/secrets/(\w+)`$", script, flags=re.MULTILINE)
+    assert secret is not None
+    assert secret[1] in postgres["secrets"]
+    assert [name for name, service in SERVICES.items() if "postgres_password" in service["secrets"]] == ["postgres"]
 
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
