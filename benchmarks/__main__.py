@@ -17,7 +17,7 @@ from benchmarks.muster import Muster
 from benchmarks.plan import FULL_ROUNDS, MUSTER_SYSTEMS, QUICK_ROUNDS, TRANSLATED, Measure, System, estimate_s, is_measured
 from benchmarks.processes import CorePlan, plan_cores
 from benchmarks.report import render_problems, render_table, render_verdicts, write_json
-from benchmarks.runner import Bench, Progress, profile_plan, run_plan
+from benchmarks.runner import Bench, Progress, profile_plan, run_plan, time_starts
 from benchmarks.storage import open_storage
 from benchmarks.toolchain import HERE, build_tools
 from benchmarks.upstream import MockUpstream
@@ -73,12 +73,13 @@ def choose(only: str, *, profile: bool) -> tuple[list[System], list[Measure]]:
     measures = [measure for measure in Measure if measure in names] or list(Measure)
     if profile:
         systems = [system for system in systems if system in MUSTER_SYSTEMS]
-        measures = [measure for measure in Measure if measure in names] or [Measure.REQUESTS, Measure.CHUNKS]
+        measures = [measure for measure in Measure if measure in names and measure != Measure.START]
+        measures = measures or [Measure.REQUESTS, Measure.CHUNKS]
     elif System.MOCK not in systems:
         systems.insert(0, System.MOCK)
     if profile and not systems:
         raise BenchmarkError(f"--profile is about Muster: name one of {', '.join(MUSTER_SYSTEMS)}")
-    return systems, measures
+    return [system for system in systems if any(is_measured(system, measure) for measure in measures)], measures
 
 
 @contextlib.contextmanager
@@ -126,8 +127,10 @@ def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
     progress.show(f"{len(systems)} systems × {len(measures)} measures × {rounds} rounds: about {total_s / 60:.1f} minutes")
     with open_bench(systems, cores, progress, profile=None) as bench:
         samples = run_plan(bench, systems=systems, measures=measures, rounds=rounds, quick=arguments.quick, show=progress.show)
+        is_start_timed = Measure.START in measures and System.DIRECT in systems
+        starts_s = time_starts(bench, show=progress.show) if is_start_timed else []
     progress.finish()
-    figures = compute_figures(SampleSet(samples))
+    figures = compute_figures(SampleSet(samples), starts_s)
     verdicts = judge_floors(figures)
     pinned = f"gateway on core {cores.system[0]}" if cores.is_pinned else "not pinned"
     print(f"\nMedians of {rounds} round(s), {pinned}. Ratios travel between machines; microseconds do not.\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -52,6 +52,7 @@ class Figures:
     transit_p99_us: float | None = None
     database_us: float | None = None
     rss_mb: float | None = None
+    start_s: float | None = None
     neighbour_share: float = 0.0
     misplaced: int | None = None
     problems: dict[str, list[str]] = field(default_factory=dict)
@@ -96,9 +97,14 @@ class SampleSet:
         return [] if any(s.load.find_problems() for s in samples) else samples
 
 
-def compute_figures(samples: SampleSet) -> dict[System, Figures]:
-    """Return the figures of every measured system, ratios included: to nginx, and of translation to passing through."""
+def compute_figures(samples: SampleSet, starts_s: Sequence[float] = ()) -> dict[System, Figures]:
+    """Return the figures of every measured system, ratios included: to nginx, and of translation to passing through.
+
+    ``starts_s``: after how many seconds a gateway that was killed served again, each time.
+    """
     figures = {system: _measure_system(samples, system) for system in samples.list_systems()}
+    if starts_s:
+        figures.setdefault(System.DIRECT, Figures(System.DIRECT)).start_s = median(starts_s)
     for system, passed_through in TRANSLATED.items():
         if system in figures and passed_through in figures:
             own, peer = figures[system], figures[passed_through]

@@ -121,6 +121,7 @@ class Muster:
             "REDIS_URL": storage.redis_url,
             "MUSTER_SECRET_KEY": secrets.token_hex(32),
         }
+        self._env.pop("PYTHONDONTWRITEBYTECODE", None)  # as ./muster up has it: a start is one of loading
         self._children: list[Child] = []
         self._boxes: dict[System, Child] = {}
         self._heartbeats: Heartbeats | None = None
@@ -165,6 +166,22 @@ class Muster:
         self.gateway.wait_until(path.exists, "the gateway was to write its profile", _CALL_S)
         return path
 
+    def time_restart(self) -> float:
+        """Kill the gateway and return after how many seconds the next one answered a request of the box called over HTTP.
+
+        The boxes that dialled in are ended: nothing else is measured afterwards.
+        """
+        for child in (*self._boxes.values(), self.gateway):
+            self._children.remove(child)
+        while self._boxes:
+            self._boxes.popitem()[1].stop()
+        began = time.monotonic()
+        self.gateway.popen.kill()
+        self.gateway.stop()
+        self._start_gateway()
+        self._wait_for_route(System.DIRECT)
+        return time.monotonic() - began
+
     def stop(self) -> None:
         """End everything, boxes first."""
         if self._heartbeats is not None:
@@ -178,10 +195,7 @@ class Muster:
         models = [MODELS[system] for system in self._systems]
         prepared: dict[str, str] = json.loads(self._run_step("provision", ["-m", "benchmarks.provision", *models]))
         self.key = prepared["api_key"]
-        serve = ["-m", "controlplane.serve_gateway", "--port", str(self.port)]
-        if self._profile is not None:
-            serve = ["-m", "benchmarks.profiled", "--how", self._profile, "--to", str(self._profile_path), *serve[1:]]
-        self.gateway = self._spawn("gateway", serve, self._cores.system)
+        self._start_gateway()
         if System.DIRECT in self._systems:
             serve_control = ["-m", "controlplane.serve_control", "--port", str(self._control_port)]
             control = self._spawn("control", serve_control, around)
@@ -194,9 +208,19 @@ class Muster:
         for system in self._systems:
             self._wait_for_route(system)
 
-    def _spawn(self, name: str, arguments: Sequence[str], cores: Sequence[int], *, talks: bool = False) -> Child:
-        argv = [sys.executable, *arguments]
-        child = Child(name, argv, log_dir=self._work_dir, cores=cores, env=self._env, talks=talks)
+    def _start_gateway(self) -> None:
+        serve = ["-m", "controlplane.serve_gateway", "--port", str(self.port)]
+        if self._profile is not None:
+            serve = ["-m", "benchmarks.profiled", "--how", self._profile, "--to", str(self._profile_path), *serve[1:]]
+        self.gateway: Child = self._spawn(
+            "gateway", serve, self._cores.system, MUSTER_ADMIN_PAGES="0"
+        )  # as ./muster up starts it
+
+    def _spawn(
+        self, name: str, arguments: Sequence[str], cores: Sequence[int], *, talks: bool = False, **settings: str
+    ) -> Child:
+        argv, env = [sys.executable, *arguments], {**self._env, **settings}
+        child = Child(name, argv, log_dir=self._work_dir, cores=cores, env=env, talks=talks)
         self._children.append(child)
         return child
 
@@ -254,7 +278,7 @@ class Muster:
                 if time.monotonic() > deadline:
                     log = self.gateway.read_log_tail()
                     raise BenchmarkError(f"the gateway does not serve {model} on {path}: {error}\n{log}") from error
-            time.sleep(0.2)
+            time.sleep(0.02)
 
 
 def post_json(url: str, bearer: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Measure(StrEnum):
     CHUNKS = "chunks"
     FIRST_BYTE = "firstbyte"
     OPEN_STREAMS = "streams"
+    START = "start"
 
 
 # What takes bytes on at all, and how soon, is the same on every API path; the others are about the work per byte alone.
@@ -81,6 +82,8 @@ _SURFACE_MEASURES = (Measure.REQUESTS, Measure.CHUNKS)
 
 def is_measured(system: System, measure: Measure) -> bool:
     """Return whether ``measure`` says anything about ``system`` that it does not say about another."""
+    if measure is Measure.START:
+        return system is System.DIRECT  # its node is a row: nobody has to dial in again
     return system not in SURFACE_SYSTEMS or measure in _SURFACE_MEASURES
 
 
@@ -115,6 +118,8 @@ _QUICK_SECONDS = {
 }
 MERGED_ABOVE = 1.1
 """More chunks per read than this and the busy case was not what it should be: something did not keep up."""
+STARTS = 5
+"""So often a gateway is killed and started again, after everything else: nodes that dialled in are not waited for."""
 FULL_ROUNDS = 3
 QUICK_ROUNDS = 1
 
@@ -127,6 +132,8 @@ def plan_work(measure: Measure, *, quick: bool) -> Work:
 
 def estimate_s(measure: Measure, *, quick: bool) -> float:
     """Return about how many seconds ``measure`` takes on one system, streams that run out included."""
+    if measure is Measure.START:
+        return 0.0  # not a load, and not in every round
     work = plan_work(measure, quick=quick)
     drain_s = work.pace.chunks * work.pace.delay_us / 1e6 if work.spec.is_streaming else 0.0
     return work.spec.seconds + drain_s + 0.3
@@ -137,6 +144,7 @@ class FloorKind(StrEnum):
 
     RATIO = "ratio"
     MILLISECONDS = "ms"
+    SECONDS = "s"
     COUNT = "count"
 
 
@@ -162,6 +170,7 @@ FLOORS = (
     Floor("chunk_passed_ratio", "CPU per chunk, × the same passed through", FloorKind.RATIO, 2.0, tuple(TRANSLATED)),
     Floor("added_p99_ms", "added TTFB p99 at 256 streams, ms", FloorKind.MILLISECONDS, 15.0, OURS),
     Floor("misplaced", "chunks lost, doubled, reordered or mixed up", FloorKind.COUNT, 0.0, MUSTER_SYSTEMS),
+    Floor("start_s", "killed gateway serves again, s", FloorKind.SECONDS, 2.0, (System.DIRECT,)),
     # A request is durable in PostgreSQL before a box sees it, which nginx has nothing like.
     Floor("first_byte_ratio", "added TTFB p50 at 1 stream, × nginx", FloorKind.RATIO, 4.0, OURS, is_binding=False),
 )

@@ -51,6 +51,7 @@ _COLUMNS = (
     Column("transit\np99, µs", _number(0, lambda f: f.transit_p99_us)),
     Column("database\nµs/request", _number(1, lambda f: f.database_us)),
     Column("RSS\nMB", _number(0, lambda f: f.rss_mb)),
+    Column("serves\nagain, s", _number(2, lambda f: f.start_s)),
 )
 
 

@@ -12,7 +12,7 @@ from benchmarks import nginx as nginx_peer
 from benchmarks.figures import Sample
 from benchmarks.loadclient import LoadSpec, Target, run_load
 from benchmarks.muster import Muster
-from benchmarks.plan import MODELS, TITLES, Measure, System, estimate_s, find_path, is_measured, plan_work
+from benchmarks.plan import MODELS, STARTS, TITLES, Measure, System, estimate_s, find_path, is_measured, plan_work
 from benchmarks.processes import Child, CorePlan, core_busy_s
 from benchmarks.storage import Storage
 from benchmarks.toolchain import Tools
@@ -101,7 +101,8 @@ def run_plan(
     show: Callable[[str], None],
 ) -> list[Sample]:
     """Measure everything ``rounds`` times. Systems alternate within a measure, so a slow minute hits all alike."""
-    for system in systems:
+    measures = [measure for measure in measures if measure is not Measure.START]
+    for system in systems if measures else ():
         bench.warm_up(system)
     steps = [(r, m, s) for r in range(1, rounds + 1) for m in measures for s in systems if is_measured(s, m)]
     left_s = sum(estimate_s(measure, quick=quick) for _, measure, _ in steps)
@@ -115,6 +116,16 @@ def run_plan(
         samples.append(sample)
         left_s -= estimate_s(measure, quick=quick)
     return samples
+
+
+def time_starts(bench: Bench, *, show: Callable[[str], None]) -> list[float]:
+    """Kill the gateway STARTS times; return after how many seconds it served again. Nothing can be measured afterwards."""
+    assert bench.muster is not None
+    times: list[float] = []
+    for number in range(1, STARTS + 1):
+        show(f"killing the gateway, {number} of {STARTS}")
+        times.append(bench.muster.time_restart())
+    return times
 
 
 def profile_plan(

@@ -144,7 +144,7 @@ def test_a_translated_system_brings_along_what_it_is_compared_with_and_a_profile
 
 def test_surfaces_are_measured_by_requests_and_chunks_and_chat_by_everything() -> None:
     assert [m for m in Measure if is_measured(System.MESSAGES_TRANSLATED, m)] == [Measure.REQUESTS, Measure.CHUNKS]
-    assert all(is_measured(System.RELAY, measure) for measure in Measure)
+    assert all(is_measured(System.DIRECT, measure) for measure in Measure)
 
 
 @pytest.mark.parametrize(("cpu_s", "passed"), [(0.038, True), (0.042, False)])
@@ -173,3 +173,16 @@ def test_translation_is_not_judged_without_its_counterpart_or_when_chunks_came_t
 def test_a_run_that_cannot_start_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--only", "nonsense"]) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("muster bench: --only does not know")
+
+
+@pytest.mark.parametrize(("starts_s", "passed"), [((1.0, 1.5, 9.0), True), ((1.0, 2.5, 2.5), False)])
+def test_a_gateway_that_was_killed_serves_again_in_two_seconds_more_often_than_not(
+    starts_s: tuple[float, ...], *, passed: bool
+) -> None:
+    (verdict,) = [v for v in judge_floors(compute_figures(SampleSet([]), starts_s)) if v.floor.figure == "start_s"]
+    assert (verdict.system, verdict.passed) == (System.DIRECT, passed)
+
+
+def test_the_start_alone_needs_no_other_system_and_is_no_load_to_profile() -> None:
+    assert choose("start", profile=False) == ([System.DIRECT], [Measure.START])
+    assert choose("start", profile=True)[1] == [Measure.REQUESTS, Measure.CHUNKS]
