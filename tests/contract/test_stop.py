@@ -8,13 +8,14 @@ import signal
 import pytest
 
 from tests.contract.expect import assert_failure, assert_stream_failure
-from tests.contract.lab import Lab
+from tests.contract.lab import Lab, unique
 from tests.contract.scripted_worker import delta_text
 from tests.contract.stack import Gateway, Stack, answers
 from tests.contract.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
+STREAMS, CLOSED_WITHIN_S = 100, 30.0
 SHUTDOWN_TEXT = "Service temporarily unavailable while workers shut down"
 
 
@@ -122,3 +123,30 @@ async def test_requests_of_a_gateway_that_was_killed_are_closed_by_the_reconcile
     reply = lab.ask(model, "on another gateway")
     await again.answer(await again.job())
     assert (await reply).status == 200
+
+
+async def test_a_hundred_streams_of_a_killed_gateway_are_closed_within_thirty_seconds_and_free_every_slot(lab: Lab) -> None:
+    gateway = start(lab.stack, "busy-victim", "1")
+    lab.gateway = gateway
+    model = await lab.model(gateway, lab.stack.main)
+    name = unique("busy")
+    worker = await lab.worker(model, name=name, max_concurrent=STREAMS)
+    streams = [await lab.open(model, f"stream {number}") for number in range(STREAMS)]
+    for _ in streams:
+        job = await worker.job()
+        await worker.chunk(job, delta_text(job, "begun"))
+    for stream in streams:
+        await stream.until(b"begun")
+    assert gateway.process is not None
+    gateway.process.kill()
+    async with asyncio.timeout(CLOSED_WITHIN_S):
+        replies = await asyncio.gather(*(stream.finish() for stream in streams))
+        records = await lab.final(model, STREAMS, within_s=CLOSED_WITHIN_S)
+    assert not any(reply.whole for reply in replies)
+    assert [record["status"] for record in records] == ["interrupted"] * STREAMS
+    lab.gateway = lab.stack.main
+    again = await lab.worker(model, name=name, max_concurrent=STREAMS)
+    asked = [lab.ask(model, f"again {number}") for number in range(STREAMS)]
+    for job in [await again.job() for _ in asked]:  # the node has them all at once: no slot is still held for the dead
+        await again.answer(job)
+    assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
