@@ -20,6 +20,7 @@ from wire.bounds import (
     MAX_CHOICES,
     MAX_MEMBERS,
     MAX_NUMBER_CHARS,
+    MAX_REPEATS,
     MAX_SHAPE_MEMBERS,
     MAX_TURNS,
     find_out_of_bounds,
@@ -113,6 +114,14 @@ def schema(**members_of_it: object) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": members_of_it}}
 
 
+def repeat(count: int) -> str:
+    """Return what a grammar and a pattern take for so many letters that may be left out."""
+    return "[a-z+]* " * (count - 1) + "[a-z]?"
+
+
+GOOD_GRAMMAR = "root ::= r0  # what is it? *** a comment +++\n" + "\n".join(
+    f'r{number} ::= "{{*+?\\"{{" [*+?{{\\]]+ ws "a"? (ws | r{number + 1})*' for number in range(200)
+)
 HELLO = {"role": "user", "content": "hi"}
 CROWDS: list[tuple[str | None, dict[str, object], dict[str, object], int]] = [
     (None, members(MAX_MEMBERS - 8), members(MAX_MEMBERS), MAX_MEMBERS),
@@ -123,6 +132,10 @@ CROWDS: list[tuple[str | None, dict[str, object], dict[str, object], int]] = [
     ("tools", {"tools": [tool(a={"enum": ["e"] * MAX_CHOICES})]}, {"tools": [tool(a={"enum": [1] * 1001})]}, MAX_CHOICES),
     ("response_format", {"response_format": schema(enum=["e"] * 1000)}, {"response_format": schema(enum=[1] * 1001)}, 1000),
     ("text", {"text": schema(properties=members(200))}, {"text": schema(properties=members(201))}, MAX_SHAPE_MEMBERS),
+    ("grammar", {"grammar": GOOD_GRAMMAR}, {"grammar": f"{GOOD_GRAMMAR}\nroot ::= {repeat(51)}"}, MAX_REPEATS),
+    ("grammar", {"grammar": f"root ::= {repeat(50)}"}, {"grammar": "root ::= " + "[a-z]* " * 2000}, MAX_REPEATS),
+    ("text", {"text": schema(pattern=repeat(50), enum=["*"] * 99)}, {"text": schema(pattern=repeat(51))}, MAX_REPEATS),
+    ("tools", {"tools": [tool(a={"pattern": repeat(50)})] * 9}, {"tools": [tool(a={"pattern": repeat(51)})]}, MAX_REPEATS),
     ("messages", {"messages": [HELLO] * MAX_TURNS}, {"messages": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
     ("input", {"input": [HELLO] * MAX_TURNS}, {"input": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
     ("dry_sequence_breakers", {"dry_sequence_breakers": ["a"] * 100}, {"dry_sequence_breakers": ["a"] * 101}, MAX_BREAKERS),
@@ -163,6 +176,8 @@ def test_a_body_with_too_much_in_one_value_is_refused_and_one_with_as_much_as_al
         pytest.param({"messages": [{"role": "user", "content": 'say "{": 1, ' * 5000 + "9" * 5000}]}, id="marks in a text"),
         pytest.param({"messages": [{"role": "user", "content": "so: " * 5000}]}, id="colons in a text"),
         pytest.param({"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}] * 9000}]}, id="parts"),
+        pytest.param({"messages": [{"role": "user", "content": '"pattern": "' + "what?! *** " * 5000}]}, id="signs in a text"),
+        pytest.param({"tools": [tool(pattern={"description": '"pattern":"' + "?" * 99})]}, id="signs in a description"),
         pytest.param({"stop": ["s"] * 9000}, id="stop words"),
         pytest.param({"metadata": [members(900)] * 20}, id="many objects that are each small enough"),
     ],
@@ -183,11 +198,20 @@ def test_much_in_many_values_passes(more: dict[str, object]) -> None:
     ],
 )
 def test_reading_how_much_a_body_holds_takes_time_by_its_size_alone(body: bytes) -> None:
-    def cost(text: bytes) -> float:
-        began = time.process_time()
-        with contextlib.suppress(InvalidRequest):
-            check_crowd(text)
-        return time.process_time() - began
+    half = max(min(read_cost(body[: len(body) // 2]) for _ in range(3)), 0.002)
+    assert read_cost(body) < 8 * half
 
-    half = max(min(cost(body[: len(body) // 2]) for _ in range(3)), 0.002)
-    assert cost(body) < 8 * half
+
+@pytest.mark.parametrize("form", ['{"grammar":"%s"}', '{"text":{"pattern":"%s"}}'])
+@pytest.mark.parametrize("sign", ["[", '\\"', "*", "#", "\\\\", "?("])
+def test_reading_how_often_a_grammar_repeats_takes_time_by_its_size_alone(form: str, sign: str) -> None:
+    half = max(min(read_cost((form % (sign * 500_000)).encode()) for _ in range(3)), 0.002)
+    assert read_cost((form % (sign * 1_000_000)).encode()) < 8 * half
+
+
+def read_cost(body: bytes) -> float:
+    """Return the seconds of a core that a node takes to see how much a body holds."""
+    began = time.process_time()
+    with contextlib.suppress(InvalidRequest):
+        check_crowd(body)
+    return time.process_time() - began
