@@ -6,6 +6,7 @@ Shared by the adapters for llama.cpp in a child process and for somebody else's 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
@@ -38,6 +39,7 @@ PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
 _TO_ENGINE: Final = frozenset({"content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent", "x-request-id"})
 """Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left."""
 _WINDING_DOWN_S: Final = 1.0
+_NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None)
 _METRIC: Final = re.compile(rb"^llamacpp:(\w+) ([0-9.eE+]+)$", re.MULTILINE)
 
 
@@ -129,6 +131,8 @@ class LlamaSlots:
         self._question = "" if model is None else "?" + urlencode({"model": model})
         self._routing = None if model is None else {"model": model}
         self._book = SlotBook(count)
+        self.token_s: float | None = None
+        """What a token of a prompt took on average, as the server itself counts; None = it has read none yet."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
@@ -181,11 +185,19 @@ class LlamaSlots:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise EngineError(f"/slots answers with something else than slots: {error}") from None
 
+    async def ask_loop(self) -> None:
+        """Return when the server's loop has answered, which it does between two batches, or the server is gone."""
+        with contextlib.suppress(EngineError):
+            await self._server.ask("GET", f"/slots{self._question}", timeout=_NO_TIMEOUT)
+
     async def read_stats(self) -> EngineStats:
         """Return what ``/slots`` and ``/metrics`` say. Raises EngineError when the server does not answer."""
         slots = await self.list_slots() or []
         status, body = await self._server.ask("GET", f"/metrics{self._question}")
-        values = {name.decode(): int(float(value)) for name, value in _METRIC.findall(body)} if status == 200 else {}
+        floats = {name.decode(): float(value) for name, value in _METRIC.findall(body)} if status == 200 else {}
+        values = {name: int(value) for name, value in floats.items()}
+        if values.get("prompt_tokens_total"):
+            self.token_s = floats.get("prompt_seconds_total", 0.0) / values["prompt_tokens_total"]
         processed, cached = values.get("prompt_tokens_total"), values.get("prompt_tokens_cached_total")
         return EngineStats(
             running=values.get("requests_processing", sum(slot.is_processing for slot in slots) if slots else None),

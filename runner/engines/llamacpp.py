@@ -41,6 +41,9 @@ from runner.errors import EngineError
 LOAD_LIMIT_S = 900.0
 DEFAULT_CONTEXT_TOKENS = 4096
 """Per slot, where the plan does not say; llama.cpp itself takes less where the model was made for less."""
+UNKNOWN_BATCH_S = 15.0
+"""Of a full batch, before llama.cpp has counted one."""
+BATCH_TOKENS = 512
 _CHILD = "runner.engines.children.llamacpp"
 _WATCH_EVERY_S = 0.25
 _LOG_LIMIT_S = 5.0
@@ -157,6 +160,17 @@ class LlamaCpp:
         """Ask the server; no slot is needed for it. Raises InvalidRequest, EngineError."""
         return await ask_llama(self._server, fields)
 
+    @property
+    def batch_s(self) -> float:
+        """What a full batch takes at the speed that llama.cpp has counted so far."""
+        if self._slots.token_s is None:
+            return UNKNOWN_BATCH_S
+        return self._slots.token_s * _count_batch_tokens(self._plan)
+
+    async def ask_loop(self) -> None:
+        """Ask for the slots, which the loop itself tells."""
+        await self._slots.ask_loop()
+
     async def health(self) -> Health:
         """Ask ``/health`` once."""
         return await self._server.check() if self._child.is_running else Health.UNREACHABLE
@@ -214,13 +228,19 @@ def child_settings(plan: LoadPlan, path: Path, key: str) -> dict[str, object]:
     return {
         "model_path": str(path), "model_id": plan.model_id, "key": key, "slots": plan.slots, "threads": plan.threads,
         "context_tokens": plan.context_tokens or DEFAULT_CONTEXT_TOKENS,
-        "embedding": options.get("gguf_embedding") is True,
+        "embedding": options.get("gguf_embedding") is True, "batch_tokens": _count_batch_tokens(plan),
         "gpu_layers": 0 if options.get("device") == "cpu" else options.get("gguf_n_gpu_layers", -1),
         "enable_thinking": options.get("enable_thinking"),
         "flash_attn": options.get("gguf_flash_attn") or "auto",
         "type_k": options.get("gguf_type_k") or "f16",
         "type_v": options.get("gguf_type_v") or "f16",
     }  # fmt: skip
+
+
+def _count_batch_tokens(plan: LoadPlan) -> int:
+    if plan.options.get("gguf_embedding") is True:  # an input has to fit into one batch
+        return max(BATCH_TOKENS, plan.context_tokens or DEFAULT_CONTEXT_TOKENS)
+    return BATCH_TOKENS
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from runner.definitions.plan import LoadPlan, Progress, Report
 __all__ = [
     "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "POOL_RESPONSES", "RESPONSES", "TOKENIZE", "TRANSCRIPTIONS",
     "CacheMode", "Call", "Capabilities", "Engine", "EngineStats", "FlushOutcome", "FlushRequest", "FlushResult", "FlushScope",
-    "Health", "LoadPlan", "MetricsSource", "Priority", "Progress", "Report", "TokenCounter",
+    "Health", "LoadPlan", "LoopOwner", "MetricsSource", "Priority", "Progress", "Report", "TokenCounter",
 ]  # fmt: skip
 
 CHAT = "/v1/chat/completions"
@@ -222,6 +222,18 @@ class TokenCounter(Protocol):
         ``fields`` are the members of a chat completion's body, or have a text as ``prompt`` in place of ``messages``.
         Raises InvalidRequest when the engine does not accept them, and EngineError when it does not answer within a minute.
         """
+
+
+@runtime_checkable
+class LoopOwner(Protocol):
+    """An engine that works for all of its clients in one loop, which may stand still while its server lets go of clients."""
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds that one step of the loop takes at most, by what it has done so far."""
+
+    async def ask_loop(self) -> None:
+        """Return when the loop has answered, or its server is known not to. Never raises."""
 
 
 @runtime_checkable

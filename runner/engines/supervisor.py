@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from runner.engines.descendants import list_left
-from runner.engines.port import Engine, Health, Report
+from runner.engines.port import Engine, Health, LoopOwner, Report
 from runner.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,14 @@ works on a long prompt: what goes on then is the batch, which others share.
 """
 READ_S_PER_MIB = 4.0
 """More for what it was sent: it reads a body to its end, tokens included, before it looks; measured: 0.7 s on one core."""
+LOOP_LIMIT_S = 20.0
+"""The loop that works for all of an engine's clients answers within this time and that of so many batches as the engine made
+before: one small grammar can keep llama.cpp's loop for ever, while its server's threads let go of who asked.
+"""
+LOOP_BATCHES = 8
 _LOOK_EVERY_S = 0.25
+_LOOP = 0
+"""No port of a client: stands for the question to the loop."""
 
 
 class EngineState(StrEnum):
@@ -42,11 +49,11 @@ class EngineState(StrEnum):
 
 @dataclass(slots=True)
 class _Held:
-    """A connection whose client has left, by numbers of looks: when it was first seen, and since when it waits for nobody."""
+    """What an engine is to let go of, by numbers of looks: when it was first seen, and since when it waits for nobody."""
 
     since: int
     waiting_since: int
-    left_mib: float
+    limit_s: float
 
 
 class Supervisor:
@@ -55,15 +62,19 @@ class Supervisor:
     An engine that does not answer its health checks for ``silent_s`` counts as hung and is restarted.
     """
 
-    def __init__(self, engine: Engine, *, silent_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, *, silent_s: float, on_change: Callable[[], None], loop_limit_s: float = LOOP_LIMIT_S
+    ) -> None:
         self.engine = engine
         self._silent_s = silent_s
+        self._loop_limit_s = loop_limit_s
         self._on_change = on_change
         self._suspicion = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._leaver: asyncio.Task[None] | None = None
         self._left_mib = 0.0
-        self._disobeys = False
+        self._asks_loop = False
+        self._disobeys = ""
         self.state = EngineState.UNLOADED
         self.last_error: str | None = None
         self.restarts = 0
@@ -87,6 +98,7 @@ class Supervisor:
         if not self.engine.pids or not self.is_ready:
             return
         self._left_mib += sent_bytes / (1024 * 1024)  # its threads share the cores, and read all at once
+        self._asks_loop = isinstance(self.engine, LoopOwner)
         if self._leaver is None or self._leaver.done():
             self._leaver = asyncio.create_task(self._watch_left())
 
@@ -98,21 +110,39 @@ class Supervisor:
         the last time that such another was let go of, and from nobody's who came after it.
         """
         held: dict[int, _Held] = {}
-        for look in itertools.count():
-            await asyncio.sleep(_LOOK_EVERY_S)
-            ports = await asyncio.to_thread(list_left, self.engine.pids)
-            oldest_gone = min((held[port].since for port in held.keys() - ports), default=look)
-            held = {port: held.get(port) or _Held(look, look, self._left_mib) for port in ports}
-            if not held:
-                self._left_mib = 0.0
-                return
-            for one in held.values():
-                if oldest_gone <= one.since:
-                    one.waiting_since = look
-                if (look - one.waiting_since) * _LOOK_EVERY_S > OBEY_LIMIT_S + READ_S_PER_MIB * one.left_mib:
-                    self._disobeys, self._left_mib = True, 0.0
-                    self._suspicion.set()
+        question: asyncio.Task[None] | None = None
+        try:
+            for look in itertools.count():
+                await asyncio.sleep(_LOOK_EVERY_S)
+                ports = await asyncio.to_thread(list_left, self.engine.pids)
+                if question is not None and question.done():
+                    question = None
+                elif question is None and self._asks_loop and isinstance(self.engine, LoopOwner):
+                    self._asks_loop, question = False, asyncio.create_task(self.engine.ask_loop())
+                if question is not None:
+                    ports.add(_LOOP)
+                oldest_gone = min((held[port].since for port in held.keys() - ports), default=look)
+                held = {port: held.get(port) or _Held(look, look, self._limit_s(port)) for port in ports}
+                if not held and not self._asks_loop:
+                    self._left_mib = 0.0
                     return
+                for port, one in held.items():
+                    if oldest_gone <= one.since:
+                        one.waiting_since = look
+                    if (look - one.waiting_since) * _LOOK_EVERY_S > one.limit_s:
+                        what = "one step of its work" if port == _LOOP else "a request whose client had left"
+                        self._disobeys = f"the engine went on for more than {one.limit_s:.0f} s with {what}"
+                        self._suspicion.set()
+                        return
+        finally:
+            if question is not None:
+                question.cancel()
+                await asyncio.gather(question, return_exceptions=True)
+
+    def _limit_s(self, port: int) -> float:
+        if port == _LOOP and isinstance(self.engine, LoopOwner):
+            return self._loop_limit_s + LOOP_BATCHES * self.engine.batch_s
+        return OBEY_LIMIT_S + READ_S_PER_MIB * self._left_mib
 
     async def load(self, report: Report) -> None:
         """Load the engine and watch it from then on. Raises EngineError; nothing is left behind then."""
@@ -185,7 +215,7 @@ class Supervisor:
         if leaver is not None:
             leaver.cancel()
             await asyncio.gather(leaver, return_exceptions=True)
-        self._disobeys, self._left_mib = False, 0.0
+        self._disobeys, self._asks_loop, self._left_mib = "", False, 0.0
 
     async def _try_load(self, report: Report | None) -> bool:
         if self.last_error is None:
@@ -217,7 +247,7 @@ class Supervisor:
                 if gone.done():
                     return "the engine process died"
                 if self._disobeys:
-                    return f"the engine went on for more than {OBEY_LIMIT_S:g} s with a request whose client had left"
+                    return self._disobeys
                 match await self.engine.health():
                     case Health.OK:
                         silent_since = None

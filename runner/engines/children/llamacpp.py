@@ -81,11 +81,9 @@ def _set_server(params: Any, settings: dict[str, Any]) -> None:  # Any: xllamacp
 def _set_memory(params: Any, settings: dict[str, Any], xllamacpp: Any) -> None:  # Any: xllamacpp has no type information
     """Set what decides how much memory is taken, and where."""
     params.n_ctx = settings["context_tokens"] * settings["slots"]
-    params.n_batch = params.n_ubatch = 512
-    if settings["embedding"]:  # an input has to fit into one batch
-        params.n_batch = params.n_ubatch = max(512, settings["context_tokens"])
-        if not _names_pooling(settings["model_path"]):  # a language model used for its embeddings
-            params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
+    params.n_batch = params.n_ubatch = settings["batch_tokens"]
+    if settings["embedding"] and not _names_pooling(settings["model_path"]):  # a language model used for its embeddings
+        params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     params.fit_params = False  # what was planned is what is loaded, or the load fails
     params.n_gpu_layers = settings["gpu_layers"]
     flash = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}[settings["flash_attn"]]

@@ -5,24 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import pytest
 
 from runner.engines.descendants import list_left, list_tree
-from runner.engines.llamacpp import LlamaCpp
+from runner.engines.llamacpp import UNKNOWN_BATCH_S, LlamaCpp
 from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError
 from tests.integration.runner.engine_cases_llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.integration.runner.engine_suite import ask, chat_call, wait_until
+from tests.integration.runner.gated_engine import GatedEngine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
 NAMES = {f"k{number}": 1 for number in range(150_000)}
 STUCK = json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], **NAMES}).encode()
 """The server's thread reads it for minutes: llama.cpp compares each name with all before it."""
+CROWDED = "root ::= " + "[a-z]* " * 2000
+"""llama.cpp's one loop works on its first letter for minutes, and its server lets go of who asked meanwhile."""
 
 
 @contextlib.asynccontextmanager
@@ -146,3 +150,71 @@ async def test_an_engine_that_is_stuck_is_killed_also_while_others_leave_it_all_
             return supervisor.restarts == 1 and supervisor.is_ready
 
         assert await wait_until(has_been_killed, 60)
+
+
+async def test_an_engine_whose_loop_is_stuck_when_its_client_has_left_is_killed_and_serves_again() -> None:
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+        assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+        await supervisor.engine.stats()  # as a node asks all the time: from here on it is known how fast the engine is
+        stuck = chat_call("tiny", QUESTION, max_tokens=100, grammar=CROWDED)
+        await leave(supervisor, stuck, once=is_reading(supervisor))
+
+        async def is_restarted() -> bool:
+            return supervisor.restarts == 1 and supervisor.is_ready
+
+        assert await wait_until(is_restarted, 60)
+        assert supervisor.engine.pids != before
+        assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+
+
+class LoopedEngine(GatedEngine):
+    """One whose loop answers when a test lets it, and that says of itself how long a step may take."""
+
+    def __init__(self, batch_s: float) -> None:
+        super().__init__()
+        self.batch_s = batch_s
+        self.asked = 0
+        self.may_answer = asyncio.Event()
+
+    async def ask_loop(self) -> None:
+        """Return once the gate is open."""
+        self.asked += 1
+        await self.may_answer.wait()
+
+
+async def test_an_engine_that_is_as_slow_as_it_has_been_keeps_its_model_and_one_that_was_fast_does_not() -> None:
+    slow, fast = LoopedEngine(batch_s=60.0), LoopedEngine(batch_s=0.01)
+    supervisors = [Supervisor(engine, silent_s=60, on_change=lambda: None, loop_limit_s=0.25) for engine in (slow, fast)]
+    async with asyncio.TaskGroup() as group:
+        for supervisor in supervisors:
+            group.create_task(supervisor.load(lambda _progress: None))
+    for supervisor in supervisors:
+        supervisor.watch_left(100)
+
+    async def is_restarted() -> bool:
+        return supervisors[1].restarts == 1 and supervisors[1].is_ready
+
+    assert await wait_until(is_restarted)
+    assert (slow.asked, slow.steps) == (1, ["load"])
+    slow.may_answer.set()
+    supervisors[0].watch_left(100)  # while the first answer may not have come: asked again, for this client
+
+    async def is_asked_again() -> bool:
+        return slow.asked == 2
+
+    assert await wait_until(is_asked_again)
+    assert supervisors[0].restarts == 0
+    for supervisor in supervisors:
+        await supervisor.unload(gently=False)
+
+
+async def test_a_step_may_take_what_llama_cpp_itself_has_counted_and_much_before_it_has() -> None:
+    async with supervised() as supervisor:
+        engine = supervisor.engine
+        assert isinstance(engine, LlamaCpp)
+        assert engine.batch_s == UNKNOWN_BATCH_S
+        assert await ask(engine, chat_call("tiny", QUESTION * 25, max_tokens=4))
+        await engine.stats()
+        seconds = float(re.findall(r"^llamacpp:prompt_seconds_total (\S+)", await engine.read_metrics(), re.MULTILINE)[0])
+        assert 0.1 * seconds < engine.batch_s < min(10 * seconds, UNKNOWN_BATCH_S)
