@@ -133,8 +133,6 @@ def find_crowd(body: bytes) -> tuple[str | None, str] | None:
 
 def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str:
     """Return the end of the sentence about a field with too much in it, nothing where all is fine. Raises DecodeError."""
-    if has_many and (most := _count(raw, b"{", b":")[1]) > MAX_MEMBERS:
-        return f"holds an object with {most} members; one object may have at most {MAX_MEMBERS}"
     if has_long and (long := _LONG_NUMBER.search(_STRING.sub(b'""', raw))) is not None:
         return f"holds a number of {len(long[1])} characters; a number may have at most {MAX_NUMBER_CHARS}"
     if name in _TURNS and raw.startswith(b"[") and raw.count(b"{") > MAX_TURNS:
@@ -148,6 +146,8 @@ def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str
         if raw.count(between) >= highest and (most := _count(raw, opening, between)[1]) > highest:
             what = "an object with" if opening == b"{" else "a list of"
             return f"holds {what} {most} entries; it may have at most {highest}"
+    if has_many and (most := _count(raw, b"{", b":")[1]) > MAX_MEMBERS:
+        return f"holds an object with {most} members; one object may have at most {MAX_MEMBERS}"
     return ""
 
 

@@ -127,6 +127,7 @@ CROWDS: list[tuple[str | None, dict[str, object], dict[str, object], int]] = [
     (None, members(MAX_MEMBERS - 8), members(MAX_MEMBERS), MAX_MEMBERS),
     ("metadata", {"metadata": members(MAX_MEMBERS)}, {"metadata": {"a": [members(MAX_MEMBERS + 1)]}}, MAX_MEMBERS),
     ("logit_bias", {"logit_bias": members(MAX_BIASES)}, {"logit_bias": members(MAX_BIASES + 1)}, MAX_BIASES),
+    ("logit_bias", {"logit_bias": {}}, {"logit_bias": members(2000)}, MAX_BIASES),
     ("logit_bias", {"logit_bias": [[1, 2]] * MAX_BIASES}, {"logit_bias": [[1, 2]] * (MAX_BIASES + 1)}, MAX_BIASES),
     ("tools", {"tools": [tool(**members(900))] * 3}, {"tools": [tool(**members(MAX_MEMBERS + 1))]}, MAX_MEMBERS),
     ("tools", {"tools": [tool(a={"enum": ["e"] * MAX_CHOICES})]}, {"tools": [tool(a={"enum": [1] * 1001})]}, MAX_CHOICES),
