@@ -48,7 +48,7 @@ class OperatorCreationForm(UserCreationForm):  # type: ignore[misc]  # Unfold sh
 
 
 @admin.register(User)
-class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg]  # not generic at run time; Unfold has no types
+class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc]  # not generic at run time; Unfold has no types
     """Operators. Switched off, never deleted: the audit trail names them."""
 
     form = UserChangeForm
@@ -169,7 +169,7 @@ admin.site.unregister(Group)
 
 
 @admin.register(Group)
-class GroupAdmin(DjangoGroupAdmin, FindingAdmin):
+class GroupAdmin(DjangoGroupAdmin, FindingAdmin):  # type: ignore[misc]  # Unfold has no types
     """Named sets of permissions. Administrators alone change them: whoever is in a group could give it more."""
 
     actions = None
