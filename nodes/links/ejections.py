@@ -64,6 +64,16 @@ class Answer(Protocol):
     """Whether its client took it more slowly than it came."""
 
 
+@dataclass(slots=True)
+class _Unheard:
+    """An answer of which nothing is measured any more."""
+
+    first_byte_at: float | None = None
+    received: int = 0
+    was_blocked: bool = False
+
+
+_UNHEARD = _Unheard()
 _FIRST_BYTE, _WHOLE, _PACE = range(3)
 """What is measured: seconds to the first byte of a stream, to a whole answer, and seconds a byte of a stream."""
 _FLOOR_S, _FLOOR_PACE = 1.0, 0.001
@@ -199,6 +209,7 @@ class Ejections:
         if trial.caller is None or trial.is_judged:
             return
         if verdict is Verdict.SUSPECT:
+            trial.answer = _UNHEARD  # its request keeps it till then, and is kept by its answer
             return
         if verdict is Verdict.FAILED:
             if trial.link.closed and standing.lost_link == id(trial.link):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from nodes.links.ejections import Ejections
 from nodes.links.port import EndKind, Link, Listener
@@ -17,7 +17,8 @@ _UNSPOKEN_S = 600.0
 class LinkRegistry:
     """All links of this gateway, by node and by model. One link a node: a newer session replaces the older."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._links: dict[uuid.UUID, Link] = {}
         self._by_model: dict[str, list[Link]] = {}
         self._answering: dict[tuple[str, str], list[Link]] = {}
@@ -61,7 +62,7 @@ class LinkRegistry:
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
         """Remember for a while that a box does not know a path on which it was asked for a model: its engine may be updated."""
-        link.unspoken[model, endpoint] = time.monotonic() + _UNSPOKEN_S
+        link.unspoken[model, endpoint] = self._clock() + _UNSPOKEN_S
         self._answering.clear()
 
     def served_models(self) -> list[str]:
@@ -75,7 +76,7 @@ class LinkRegistry:
             self.remove(old)
             old.close("replaced by a newer session of the same node")
         self._links[link.node_id] = link
-        self.ejections.note_connect(link.node_id, time.monotonic())
+        self.ejections.note_connect(link.node_id, self._clock())
         self._index(link)
         self.announce(link)
 

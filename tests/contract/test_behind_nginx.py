@@ -129,5 +129,5 @@ async def test_the_sign_in_throttle_sees_who_guesses(lab: Lab, site: Site) -> No
             form = {"name": name, "password": "guess", "csrfmiddlewaretoken": token[1]}
             assert (await client.post("/sign-in/", data=form, headers=head)).status_code == 403
     with psycopg.connect(lab.stack.ready.database_url) as database:
-        rows = database.execute("SELECT address, count FROM governance_signinfailure WHERE name = %s", (name,)).fetchall()
-    assert rows == [(ATTACKER, 4)]
+        rows = database.execute("SELECT address, max(count) FROM governance_signinfailure WHERE address <> '' GROUP BY address")
+        assert rows.fetchall() == [(ATTACKER, 4)]

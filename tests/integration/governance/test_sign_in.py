@@ -494,7 +494,7 @@ def test_every_refusal_has_one_text(ada: User) -> None:
 
 def be_wrong_again(**row: str) -> None:
     """Let a wait last for minutes, so that no slow machine outlasts it."""
-    SignInFailure.objects.filter(**row).update(count=12, last_at=timezone.now())
+    SignInFailure.objects.filter(**row).update(count=20, last_at=timezone.now())
 
 
 def test_guessing_is_slowed_down_for_one_name_from_one_address_alone(ada: User) -> None:
@@ -508,7 +508,7 @@ def test_guessing_is_slowed_down_for_one_name_from_one_address_alone(ada: User) 
     assert by_password(Client(), name="bob").status_code == 302
     elsewhere = Client(REMOTE_ADDR="198.51.100.7")
     assert by_password(elsewhere).status_code == 302
-    SignInFailure.objects.update(last_at=timezone.now() - NAME_PACE.wait(12))
+    SignInFailure.objects.update(last_at=timezone.now() - NAME_PACE.wait(20))
     assert by_password(Client()).status_code == 302
     assert SignInFailure.objects.get(name=_hide("ada"), address=HERE).count == 0
     assert AuditEvent.objects.filter(action="sign-in.slow-down").count() == 1

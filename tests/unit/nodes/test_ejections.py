@@ -43,13 +43,13 @@ class Node:
 class Fleet:
     """Nodes that serve ``m``, one request after the other, each placed as a gateway places it."""
 
-    registry: LinkRegistry = field(default_factory=LinkRegistry)
     now: float = 1000.0
     nodes: list[Node] = field(default_factory=list)
     turn: int = 0
     told: list[Ejection] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.registry = LinkRegistry(clock=lambda: self.now)
         self.registry.ejections.on_eject = self.told.append
 
     def add(self, *, slots: int = 4, **how: float | bool) -> Node:
