@@ -77,27 +77,33 @@ begins, and llama.cpp follows all ways at once: eight tokens cost it 0.06 s of a
 MAX_NUMBER_CHARS = 400
 """Of one number. No engine reads more than some 20 digits of one, and llama.cpp repeats the whole of it in its error."""
 _TURNS = ("messages", "input")
-_Within = tuple[tuple[bytes, bytes, int], ...]
-_OF_SHAPES: _Within = ((b"{", b":", MAX_SHAPE_MEMBERS), (b"[", b",", MAX_CHOICES))
+_Within = tuple[tuple[bytes, int], ...]
+_OF_SHAPES: _Within = ((b":", MAX_SHAPE_MEMBERS), (b",", MAX_CHOICES))
 _SHAPES = ("response_format", "json_schema", "text", "output_config", "output_format", "guided_json", "structured_outputs")
 _BOUNDS_WITHIN: dict[str, _Within] = {
-    "logit_bias": ((b"{", b":", MAX_BIASES), (b"[", b",", MAX_BIASES)),
-    "dry_sequence_breakers": ((b"[", b",", MAX_BREAKERS),),
-    "tools": ((b"[", b",", MAX_CHOICES),),
+    "logit_bias": ((b":", MAX_BIASES), (b",", MAX_BIASES)),
+    "dry_sequence_breakers": ((b",", MAX_BREAKERS),),
+    "tools": ((b",", MAX_CHOICES),),
     **dict.fromkeys(_SHAPES, _OF_SHAPES),
 }
-"""How many entries any object or list may have within a field: what opens it, what stands once for each of them, the bound."""
+"""How many entries any object (``:``) or list (``,``) may have within a field."""
 _PATTERN = re.compile(rb'"pattern"[ \t\r\n]*+:[ \t\r\n]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")', re.DOTALL)
 _LITERAL = r"\\.|\(\?|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+\]?+"
 _NOT_REPEATED = re.compile(_LITERAL, re.DOTALL)
 _NOT_REPEATED_IN_GRAMMAR = re.compile(_LITERAL + r'|"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|#[^\n]*+', re.DOTALL)
+_REPEATS = (b"*", b"+", b"?", b"{", b"\\")
+"""What may repeat, each of them perhaps escaped."""
+_DULL = bytes(set(range(256)) - set(b'":,*+?{\\'))
 _OBJECT = re.compile(rb"[ \t\r\n]*+\{")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % MAX_NUMBER_CHARS)
-_MARK = re.compile(rb"[{}\[\]]|,++|:++")
-_NO_MARKS = bytes(set(range(256)) - set(b"{}[],:"))
-_NOTHING = -1
-"""Where no member is counted: outside of a value of the kind that is counted."""
+_STRIDE = 25
+_LONG_RUN = re.compile(rb"[-+.0-9eE]{%d}" % (MAX_NUMBER_CHARS // _STRIDE))
+"""Of every ``_STRIDE``-th byte: a long number is at least so many of them in a row, and next to no text is."""
+_BLANK_COLON = re.compile(rb'"[ \t\r\n]++:')
+_COLON, _OPENING = ord(":"), b"{["
+_MAX_DEPTH = 10_000
+_NO_MARKS = bytes(set(range(256)) - set(b"{}[]:"))
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -105,18 +111,18 @@ _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 def find_crowd(body: bytes) -> tuple[str | None, str] | None:
     """Return the first field (None = the body itself) that holds more than an engine reads in time, and the sentence about it.
 
-    Time is linear in the size of the body, and nothing but its fields is built. What is no JSON object passes: its reader says
-    why. Each bound stands where the cost of llama.cpp was measured to grow faster than the body.
+    Time is linear in the size of the body; nothing is built but its fields and those whose lists are bounded. What is no JSON
+    object passes: its reader says why. Each bound stands where the cost of llama.cpp was measured to grow faster than the body.
     """
     if _OBJECT.match(body) is None:
         return None
-    repeats = sum(map(body.count, (b"*", b"+", b"?", b"{", b"\\u")))
-    has_long = len(body) > MAX_NUMBER_CHARS and _LONG_NUMBER.search(body) is not None
-    if not has_long and repeats <= MAX_REPEATS and body.count(b",") < MAX_BREAKERS:
-        return None  # the least of the bounds; nearly every request ends here
-    has_many = body.count(b":") > MAX_MEMBERS
+    marks = body.translate(None, _DULL)
+    has_long = _LONG_RUN.search(body[::_STRIDE]) is not None and _LONG_NUMBER.search(body) is not None
+    if not has_long and marks.count(b",") < MAX_BREAKERS and sum(map(marks.count, _REPEATS)) <= MAX_REPEATS:
+        return None  # the least of the bounds; short requests end here
+    has_many = marks.count(b'":') > MAX_MEMBERS < _count_names(body)
     if has_many:
-        top, most = _count(body, b"{", b":")
+        top, most = _count_members(body)
         if top > MAX_MEMBERS:
             return None, f"The request body has {top} fields; send at most {MAX_MEMBERS}."
         has_many = most > MAX_MEMBERS
@@ -142,11 +148,14 @@ def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str
     if (most := _count_repeats(name, raw)) > MAX_REPEATS:
         what = "rule" if name == "grammar" else "pattern"
         return f"holds a {what} with {most} repetitions (*, +, ? or {{}}); one {what} may have at most {MAX_REPEATS}"
-    for opening, between, highest in _BOUNDS_WITHIN.get(name, ()):
-        if raw.count(between) >= highest and (most := _count(raw, opening, between)[1]) > highest:
-            what = "an object with" if opening == b"{" else "a list of"
+    for between, highest in _BOUNDS_WITHIN.get(name, ()):
+        if raw.count(between) < highest:
+            continue
+        is_list = between == b","
+        if (most := _find_longest(raw) if is_list else _count_members(raw)[1]) > highest:
+            what = "a list of" if is_list else "an object with"
             return f"holds {what} {most} entries; it may have at most {highest}"
-    if has_many and (most := _count(raw, b"{", b":")[1]) > MAX_MEMBERS:
+    if has_many and (most := _count_members(raw)[1]) > MAX_MEMBERS:
         return f"holds an object with {most} members; one object may have at most {MAX_MEMBERS}"
     return ""
 
@@ -164,24 +173,43 @@ def _count_repeats(name: str, raw: bytes) -> int:
     return max((sum(map(text.count, "*+?{")) for text in texts), default=0)
 
 
-def _count(text: bytes, opening: bytes, between: bytes) -> tuple[int, int]:
-    """Return how many members the outermost value has, and the most of any: of objects (``{``, ``:``) or lists (``[``, ``,``).
+def _count_names(body: bytes) -> int:
+    """Return how many names of members there are at most: what texts quote counts in part, so that no text has to be read.
 
-    A list counts one more than its commas, and 0 without one.
+    A name ends with a quote, and blanks perhaps, before its colon. A quote within a text has a backslash before it, which two
+    backslashes at the end of a name look like.
     """
-    marks = _STRING.sub(b"", text).translate(None, _NO_MARKS)
-    extra = 1 if between == b"," else 0
-    top = most = 0
+    within = body.count(b'\\":') - body.count(b'\\\\":')
+    return body.count(b'":') - within + len(_BLANK_COLON.findall(body))
+
+
+def _find_longest(raw: bytes) -> int:
+    """Return how many entries the longest list in a value has. Raises DecodeError."""
+    longest, left = 0, [msgspec.json.decode(raw)]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            longest = max(longest, len(value))
+            left += value
+    return longest
+
+
+def _count_members(text: bytes) -> tuple[int, int]:
+    """Return how many members the outermost value has, and the most of any object in it. A name that is given twice is two."""
+    top = most = count = 0
     waiting: list[int] = []
-    counts = _NOTHING
-    for mark in _MARK.findall(marks):
-        if mark in b"{[":
-            waiting.append(counts)
-            counts = 0 if mark == opening else _NOTHING
-        elif mark in b"}]":
-            most = max(most, counts)
-            top = counts if len(waiting) == 1 else top
-            counts = waiting.pop() if waiting else _NOTHING
-        elif mark.startswith(between) and counts != _NOTHING:
-            counts += len(mark) + (extra if counts == 0 else 0)
-    return max(top, 0), most
+    for mark in _STRING.sub(b"", text).translate(None, _NO_MARKS):
+        if mark == _COLON:
+            count += 1
+        elif mark in _OPENING:
+            waiting.append(count)
+            count = 0
+            if len(waiting) > _MAX_DEPTH:
+                return 0, 0  # no reader takes it
+        else:
+            most = max(most, count)
+            top = count if len(waiting) == 1 else top
+            count = waiting.pop() if waiting else 0
+    return top, most
