@@ -127,6 +127,8 @@ async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         server.leave()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(running, GRACE_S + START_LIMIT_S)
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()  # what its client does not read would keep the loop from closing
 
 
 def _listen(host: str, port: int) -> socket.socket:

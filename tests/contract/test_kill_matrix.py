@@ -47,7 +47,7 @@ OUTLASTS_S = BACK_WITHIN_S + SERVES_WITHIN_S + 30.0
 ACCEPTED_WITHIN_S = 4.0
 """Longer than a machine stands still for, and less than the database has to be silent for to be taken for gone."""
 LOAD_TOKENS = 50
-KILLS = int(os.environ.get("MUSTER_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("MUSTER_TEST_KILLS", "2"))
 """All parts in turn: ``MUSTER_TEST_KILLS=200 ./muster test tests/contract/test_kill_matrix.py -k how_often``."""
 
 PARTS = {
