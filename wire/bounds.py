@@ -102,7 +102,6 @@ _LONG_RUN = re.compile(rb"[-+.0-9eE]{%d}" % (MAX_NUMBER_CHARS // _STRIDE))
 """Of every ``_STRIDE``-th byte: a long number is at least so many of them in a row, and next to no text is."""
 _BLANK_COLON = re.compile(rb'"[ \t\r\n]++:')
 _COLON, _OPENING = ord(":"), b"{["
-_MAX_DEPTH = 10_000
 _NO_MARKS = bytes(set(range(256)) - set(b"{}[]:"))
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
@@ -120,14 +119,14 @@ def find_crowd(body: bytes) -> tuple[str | None, str] | None:
     has_long = _LONG_RUN.search(body[::_STRIDE]) is not None and _LONG_NUMBER.search(body) is not None
     if not has_long and marks.count(b",") < MAX_BREAKERS and sum(map(marks.count, _REPEATS)) <= MAX_REPEATS:
         return None  # the least of the bounds; short requests end here
-    has_many = marks.count(b'":') > MAX_MEMBERS < _count_names(body)
-    if has_many:
-        top, most = _count_members(body)
-        if top > MAX_MEMBERS:
-            return None, f"The request body has {top} fields; send at most {MAX_MEMBERS}."
-        has_many = most > MAX_MEMBERS
     try:
-        fields = _fields_decoder.decode(body)
+        fields = _fields_decoder.decode(body)  # first: what is nested deeper than anybody reads ends here
+        has_many = marks.count(b'":') > MAX_MEMBERS < _count_names(body)
+        if has_many:
+            top, most = _count_members(body)
+            if top > MAX_MEMBERS:
+                return None, f"The request body has {top} fields; send at most {MAX_MEMBERS}."
+            has_many = most > MAX_MEMBERS
         for name, raw in fields.items():
             sentence = _find_fault(name, bytes(raw), has_many=has_many, has_long=has_long)
             if sentence:
@@ -206,8 +205,6 @@ def _count_members(text: bytes) -> tuple[int, int]:
         elif mark in _OPENING:
             waiting.append(count)
             count = 0
-            if len(waiting) > _MAX_DEPTH:
-                return 0, 0  # no reader takes it
         else:
             most = max(most, count)
             top = count if len(waiting) == 1 else top
