@@ -38,6 +38,7 @@ from gateway.models import GatewayProcess
 from gateway.pipeline import Pipeline
 from gateway.reconciler import close_orphaned_requests
 from gateway.records import RecordWriter
+from governance.hints import HINT_GROUP
 from nodes.addresses import resolve_direct_target
 from nodes.consumers import WorkerEndpoint
 from nodes.errors import NodeError
@@ -56,7 +57,6 @@ from wire.ids import new_uuid7
 
 logger = logging.getLogger("muster.gateway")
 
-HINT_GROUP = "muster.hints"
 _SWEEP_S = 2.0
 _HINT_PAUSE_S = 0.1
 """So long no further hint is followed after the sweep for one: a storm of them costs ten sweeps a second at most."""
