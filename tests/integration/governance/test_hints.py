@@ -127,8 +127,11 @@ async def test_of_the_hints_that_nobody_takes_the_newest_are_kept_and_whoever_re
     async with aioredis.Redis.from_url(settings.REDIS_URL) as valkey:
         read, kept = await flood(valkey, [make_hint(ident) for ident in sent])
     assert [ident for ident in read if ident in sent] == sent
-    assert len(kept) == 1000
-    assert kept[-2:] == [sent[-1], "end"]
+    ours = [ident for ident in kept if ident in sent]  # other tests send hints through the same server meanwhile
+    assert 900 < len(kept) <= 1000
+    assert ours == sent[-len(ours) :]
+    assert len(ours) > 900
+    assert kept[-1] == "end"
     assert hints.dropped_hints.total - dropped >= 501
 
 
