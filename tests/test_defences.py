@@ -84,10 +84,11 @@ def test_every_named_test_exists(row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
-def test_every_mutant_changes_one_place(mutant: Mutant) -> None:
-    assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1
-    assert mutant.new != mutant.old
+def test_each_change_of_every_mutant_has_one_place(mutant: Mutant) -> None:
     assert mutant.tests
+    for change in mutant.changes:
+        assert (ROOT / change.file).read_text(encoding="utf-8").count(change.old) == 1
+        assert change.new != change.old
 
 
 if __name__ == "__main__":

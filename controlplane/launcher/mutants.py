@@ -33,11 +33,9 @@ _TEST_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Mutant:
-    """One change of one file that breaks the promise of ``row``; ``tests`` are ``file::name``."""
+class Change:
+    """One text of one file that is replaced by another."""
 
-    row: str
-    tests: tuple[str, ...]
     file: str
     old: str
     new: str
@@ -47,16 +45,23 @@ class Mutant:
         path = root / self.file
         source = path.read_text(encoding="utf-8")
         if source.count(self.old) != 1:
-            raise LauncherError(
-                f"{self.row}: {self.file} has the old text {source.count(self.old)} times; it must have it once"
-            )
+            raise LauncherError(f"{self.file} has the old text {source.count(self.old)} times; it must have it once")
         changed = source.replace(self.old, self.new)
         if path.suffix == ".py":
             try:
                 compile(changed, self.file, "exec")
             except SyntaxError as error:
-                raise LauncherError(f"{self.row}: {self.file} is no Python with the new text: {error}") from None
+                raise LauncherError(f"{self.file} is no Python with the new text: {error}") from None
         path.write_text(changed, encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """What breaks the promise of ``row``; ``tests`` are ``file::name``. Two changes where either defence alone suffices."""
+
+    row: str
+    tests: tuple[str, ...]
+    changes: tuple[Change, ...]
 
 
 def read_table(root: Path) -> dict[str, list[dict[str, Any]]]:
@@ -72,7 +77,8 @@ def read_mutants(table: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
         for row in table.get(kind, ()):
             if "old" in row:
                 name = f"{letter}{row['row']}"
-                found[name] = Mutant(name, tuple(row["tests"]), row["file"], row["old"], row["new"])
+                changes = [Change(one["file"], one["old"], one["new"]) for one in (row, *row.get("also", ()))]
+                found[name] = Mutant(name, tuple(row["tests"]), tuple(changes))
     return found
 
 
@@ -127,7 +133,8 @@ def _run_in_copy(
         if (root / ".venv").exists():
             (copy / ".venv").symlink_to(root / ".venv")
         if mutant is not None:
-            mutant.apply(copy)
+            for change in mutant.changes:
+                change.apply(copy)
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--continue-on-collection-errors"]
         command = [sys.executable, "-m", "pytest", *options, *(["-x"] if mutant else []), *tests]
         kept = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -150,6 +157,8 @@ def _read_report(report: Path, tests: Sequence[str]) -> dict[str, str]:
     for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314  # pytest wrote it, for us, a moment ago
         name = f"{case.get('classname')}.{case.get('name', '').partition('[')[0]}"
         outcome = next((tag for tag in ("failure", "error", "skipped") if case.find(tag) is not None), "passed")
+        if any(error.get("message", "").startswith("failed on teardown") for error in case.iter("error")):
+            outcome = "failure"  # a fixture that looks at what a test leaves behind is a part of the test
         said.setdefault(name, set()).add(outcome)
     names = {test: test.replace("/", ".").replace(".py::", ".").replace("::", ".") for test in tests}
     return {test: _sum_up(said.get(name, set())) for test, name in names.items()}

@@ -147,7 +147,10 @@ def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
         for schema, table in tables:
             query = sql.SQL("SELECT t::text FROM {} AS t").format(sql.Identifier(schema, table))
             for (row,) in database.execute(query):
-                found += [f"{table}: {row[:300]}" for text in [canary, *credentials] if text in row]
+                # Bytes are shown as hexadecimal digits.
+                found += [
+                    f"{table}: {row[:300]}" for text in [canary, *credentials] if text in row or text.encode().hex() in row
+                ]
     server = redis.Redis.from_url(lab.stack.ready.redis_url)
     for key in server.scan_iter():
         dump: Any = server.dump(key) or b""

@@ -32,6 +32,14 @@ def test_type():
 def test_given(three):
     assert three == 3
 
+@pytest.fixture
+def looked_after():
+    yield
+    assert add(1, 2) == 3
+
+def test_leaves_it(looked_after):
+    pass
+
 def test_left_out():
     pytest.skip("never runs")
 """
@@ -63,9 +71,10 @@ def test_a_mutant_is_killed_by_a_failure_of_its_test_and_by_nothing_else(
         ("test_left_out", "a + b", "a - b"),
         ("test_sum", "a * b", "a - b"),
         ("test_sum", "a + b", "a +"),
+        ("test_leaves_it", "a + b", "a - b"),
     )
     assert run_mutants(tmp_path, [], ENVIRONMENT) == 1
-    *lines, last = [line for line in capfd.readouterr().out.splitlines() if line[:1] in {"M", "1"}]
+    *lines, last = [line for line in capfd.readouterr().out.splitlines() if line[:1] in {"M", "2"}]
     told = {line.split()[0]: line.partition(" min left  ")[2] for line in lines}
     assert told == {
         "M1": "killed",
@@ -73,10 +82,11 @@ def test_a_mutant_is_killed_by_a_failure_of_its_test_and_by_nothing_else(
         "M3": "broken: could not be collected",
         "M4": "broken: could not be set up",
         "M5": "broken: without the mutant, tests/test_product.py::test_left_out was skipped",
-        "M6": "broken: M6: product.py has the old text 0 times; it must have it once",
-        "M7": "broken: M7: product.py is no Python with the new text: invalid syntax (product.py, line 2)",
+        "M6": "broken: product.py has the old text 0 times; it must have it once",
+        "M7": "broken: product.py is no Python with the new text: invalid syntax (product.py, line 2)",
+        "M8": "killed",
     }
-    assert last.startswith("1 of 7 mutants killed; not killed: ")
+    assert last.startswith("2 of 8 mutants killed; not killed: ")
     assert (tmp_path / "product.py").read_text() == PRODUCT
 
 
