@@ -220,11 +220,12 @@ async def test_the_last_bytes_wait_until_the_records_end_is_sent_and_never_long(
     with psycopg.connect(gateway.rows.info.dsn, password=gateway.rows.info.password) as other:
         other.execute("SELECT 1 FROM gateway_requestrecord FOR UPDATE")
         for request, stream in zip(requests, list(link.streams), strict=True):
+            answered_at = time.monotonic()
             stream.answer(b"data: [DONE]\n\n" if streams else ANSWER, headers=SSE if streams else None)
-            assert not request.client.is_whole
             if request is first:
                 await request.done()  # sent is enough: that the row is locked holds nobody up
-        await second.done()  # it could not be sent meanwhile, and a slow database holds no answer
+        await second.done()  # it could not be sent meanwhile, and a slow database holds no answer for long
+        assert time.monotonic() - answered_at >= 0.2
         assert first.client.is_whole
         assert second.client.is_whole
         assert list_states() == {"running"}
