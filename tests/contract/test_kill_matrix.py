@@ -329,6 +329,7 @@ def judge(run: KillRun, replies: list[Reply], rows: list[tuple[uuid.UUID, str]])
     run.requests += len(replies)
 
 
+@pytest.mark.timeout(900 + 30 * KILLS)
 async def test_no_request_is_lost_doubled_or_wrongly_ended_whatever_is_killed_how_often(
     doomed: Lab, request: pytest.FixtureRequest
 ) -> None:
