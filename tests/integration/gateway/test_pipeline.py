@@ -219,6 +219,7 @@ async def test_the_last_bytes_wait_until_the_records_end_is_sent_and_never_long(
             await asyncio.sleep(0.005)
     with psycopg.connect(gateway.rows.info.dsn, password=gateway.rows.info.password) as other:
         other.execute("SELECT 1 FROM gateway_requestrecord FOR UPDATE")
+        answered_at = 0.0
         for request, stream in zip(requests, list(link.streams), strict=True):
             answered_at = time.monotonic()
             stream.answer(b"data: [DONE]\n\n" if streams else ANSWER, headers=SSE if streams else None)
