@@ -26,6 +26,8 @@ PACE = Pace(chunks=10, delay_us=50_000)
 TIMES = 5
 GOODPUT_FLOOR, REFUSAL_P99_S, GROWTH = 0.90, 0.050, 1.05
 _WARM_UP_S = 5.0
+_SETTLE_S = 60.0
+"""A gateway looks for garbage rarely, so its memory grows for a minute of overload and then no more."""
 _GIVE_UP_S = 60.0
 _ENDS = b"data: [DONE]"
 
@@ -107,7 +109,7 @@ async def measure(muster: Muster, seconds: float) -> list[tuple[bool, str]]:
     await callers.keep_busy(calm, 10.0)
     capacity = calm.answered_per_s(began, time.monotonic())
     print(f"capacity: {capacity:.1f} answers per second; now {TIMES * capacity:.0f} requests per second for {seconds:.0f} s")
-    await callers.overload(Outcomes(), _WARM_UP_S, per_s=TIMES * capacity)
+    await callers.overload(Outcomes(), _SETTLE_S, per_s=TIMES * capacity)
     before = muster.gateway.rss_bytes()
     began = time.monotonic()
     await callers.overload(crowd, seconds, per_s=TIMES * capacity)
