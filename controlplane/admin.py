@@ -20,10 +20,10 @@ from django.urls import URLPattern, path, reverse
 from django.views.decorators.cache import never_cache
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
-from controlplane.models import User
+from core.admin_pages import ChangeLink, FindingAdmin, column, name_actor
+from core.models import User
 from governance.audit import record_event
 from governance.errors import GovernanceError
-from governance.pages import ChangeLink, FindingAdmin, column, name_actor
 from governance.services.approver_keys import list_keys
 from governance.services.people import create_invitation, make_invitation_url
 from governance.signin import may_act

@@ -32,6 +32,12 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
         response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
         return response
 
+    def may_act(self, request: HttpRequest) -> bool:
+        """Return whether the session may do what its person may; the pages of ``core.admin_pages`` ask."""
+        from governance.signin import may_act
+
+        return may_act(request)
+
     def search(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
         """Show what the search of every page finds for ``?s=``, as a part of a page. Nothing is remembered: rows change."""
         from controlplane.navigation import find_entries

@@ -25,10 +25,9 @@ from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
 from controlplane.authentication import CHALLENGE
-from gateway.services import ServiceError
-from governance.errors import ApprovalRefused, GovernanceError
+from core.errors import ContractError
+from governance.errors import ApprovalRefused
 from governance.views.content_policy import STRICT_PATHS, close_page
-from nodes.errors import NodeError
 from wire.contract import ErrorCode
 
 PAGE_PREFIXES = ("/admin/", "/static/")
@@ -132,7 +131,7 @@ def describe_error(error: Exception, *, method: str = "GET") -> ApiError | None:
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, ErrorCode.INTERNAL_ERROR, words, retryable=outage.is_undone)
     if isinstance(error, NOT_STORABLE):
         return ApiError(HTTPStatus.BAD_REQUEST, ErrorCode.BAD_REQUEST, _REMOVE_IT)
-    if isinstance(error, GovernanceError | NodeError | ServiceError):
+    if isinstance(error, ContractError):
         rule = error.rule if isinstance(error, ApprovalRefused) else None
         return ApiError(error.status, error.code, error.message, retryable=error.retryable, param=error.param, rule=rule)
     if isinstance(error, exceptions.NotAuthenticated | exceptions.AuthenticationFailed):

@@ -1,4 +1,4 @@
-"""Django application of the control plane itself: the user model and the operators' pages."""
+"""Django application of the control plane itself: the operators' pages and the commands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from django.core.checks import WARNING, CheckMessage, register
 
 
 class ControlplaneConfig(AppConfig):
-    """Operators and their pages."""
+    """Pages and commands. It has no rows of its own; the label ``controlplane`` belongs to the people of ``core``."""
 
     name = "controlplane"
-    verbose_name = "Operators"
-    default_auto_field = "django.db.models.BigAutoField"
+    label = "console"
 
     def ready(self) -> None:
         from controlplane.playground.checks import check_gateway_urls

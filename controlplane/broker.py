@@ -22,7 +22,7 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 from kombu.transport import redis as redis_transport
 
-from governance.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, MessageCount
+from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, MessageCount
 
 MAX_MESSAGE_BYTES = 16 * 1024
 """Ours have about one KiB."""

@@ -10,7 +10,7 @@ from celery.signals import worker_init, worker_ready
 from django.conf import settings
 from kombu.transport import TRANSPORT_ALIASES
 
-from nodes.postgres import limit_process
+from core.db import limit_process
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 

@@ -136,7 +136,7 @@ def read_database(url: str) -> dict[str, object]:
     host = query.pop("host", "") or parts.hostname or ""
     port = query.pop("port", "") or (str(parts.port) if parts.port else "")
     return {
-        "ENGINE": "nodes.postgres",
+        "ENGINE": "core.db",
         "NAME": unquote(parts.path.lstrip("/")) or "muster",
         "USER": unquote(parts.username or ""),
         "PASSWORD": unquote(parts.password or ""),

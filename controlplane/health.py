@@ -11,8 +11,8 @@ from django.http import HttpRequest, JsonResponse
 from django.views.decorators.cache import never_cache
 from django.views.decorators.http import require_safe
 
-from governance.hints import read_unreadable
-from nodes.postgres import Patience, limit_patience
+from core.db import Patience, limit_patience
+from core.hints import read_unreadable
 
 DATABASE_TIMEOUT_S = 3.0
 """Less than supervisors wait for an answer, and than other requests wait for the database."""

@@ -18,10 +18,10 @@ from django.db import Error as DatabaseFailure
 from django.http import HttpRequest
 from django.template.loader import render_to_string
 
-from controlplane.models import User
 from controlplane.overview import SlowFacts, count_live, read_live_overview, read_slow_facts
+from core.hints import HINT_GROUP
+from core.models import User
 from governance.errors import OperationNotFound
-from governance.hints import HINT_GROUP
 from governance.services import read_operation
 from governance.signin import find_living, may_act
 from governance.states import RunState

@@ -11,8 +11,8 @@ from django.contrib import admin
 from django.http import HttpRequest
 from django.urls import reverse
 
-from controlplane.models import User
 from controlplane.playground.access import may_play
+from core.models import User
 from governance.services import count_waiting_for
 
 

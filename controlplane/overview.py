@@ -15,10 +15,10 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.templatetags.muster import print_duration
+from core.hints import read_unreadable
 from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_models, read_expiring_keys, read_gateways
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
 from gateway.services.waiting import MAX_WAITING_MODELS, Wait, WaitingModel, explain_waits, read_waits
-from governance.hints import read_unreadable
 from governance.services import active_policy
 from nodes.operations.lost_models import LostModel, find_lost_models
 from nodes.services.overview import FleetOverview, NodeHealth, read_fleet

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from controlplane.asgi import application
     from controlplane.reconciling import Reconciler
-    from nodes.postgres import limit_process
+    from core.db import limit_process
 
     limit_process(settings.DATABASE_SILENCE_S)
     server = FlowControlledServer(

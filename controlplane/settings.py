@@ -38,6 +38,7 @@ INSTALLED_APPS = [
     "rest_framework",
     "drf_spectacular",
     "drf_spectacular_sidecar",
+    "core.apps.CoreConfig",
     "governance.apps.GovernanceConfig",
     "nodes.apps.NodesConfig",
     "gateway.apps.GatewayConfig",
@@ -135,7 +136,7 @@ WHITENOISE_AUTOREFRESH = False
 
 CHANNEL_LAYERS = {
     "default": {
-        "BACKEND": "governance.hints.HintLayer",
+        "BACKEND": "core.hints.HintLayer",
         "CONFIG": {"hosts": [REDIS_URL or "redis://127.0.0.1:6379/0"], "prefix": "muster"},
     }
 }

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 from django.db import DatabaseError
 
+from core.db.threads import run_in_database
+from core.throttle import RETRY_S, AuthThrottle
 from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey, RateLimited, RecordsUnavailable
 from gateway.values import Caller
-from governance.throttle import RETRY_S, AuthThrottle
-from nodes.offload import run_in_database
 from wire.credentials import CredentialKind, digest_credential, has_good_checksum, read_keyid
 
 _UNKNOWN_FOR_S = 2.0

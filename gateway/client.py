@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from core.outbox import Outbox
 from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
 from gateway.values import Limits, Timeouts
-from nodes.links.outbox import Outbox
 
 Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""

@@ -5,6 +5,7 @@ The sentences are fixed where the relay contract fixes them; they never carry pr
 
 from __future__ import annotations
 
+from core.errors import ContractError
 from wire.contract import ErrorCode, RequestState
 from wire.engine_errors import Blame, judge_error
 
@@ -23,24 +24,21 @@ _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate
 """What is not the caller's ``invalid_request_error``: LiteLLM takes every error with that word for a bad request."""
 
 
-class GatewayError(Exception):
-    """Base of the tree. ``state`` is how the request's record ends when this ends it."""
+class GatewayError(ContractError):
+    """Base of the tree. ``state`` is how the request's record ends when this ends it; the types are the dialects' words."""
 
-    code: ErrorCode = ErrorCode.INTERNAL_ERROR
-    status: int = 500
-    retryable: bool = True
+    code = ErrorCode.INTERNAL_ERROR
+    status = 500
+    retryable = True
+    default_message = "Internal server error processing request"
     type: str = "server_error"
     anthropic_type: str = "api_error"
     state: RequestState = RequestState.FAILED
-    default_message: str = "Internal server error processing request"
-    default_retry_after_s: float | None = None
-    """What Retry-After says unless the one who raises it knows better."""
 
     def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
-        self.message = message or self.default_message
-        super().__init__(self.message)
-        self.param = param
-        self.retry_after_s = retry_after_s if retry_after_s is not None else self.default_retry_after_s
+        super().__init__(message, param=param)
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
 class BadRequest(GatewayError):
@@ -284,7 +282,7 @@ class QueueTimeout(GatewayError):
     status = 504
     anthropic_type = "timeout_error"
     default_message = "Request timed out waiting for worker"
-    default_retry_after_s = 5
+    retry_after_s = 5
 
 
 class RequestTimeout(QueueTimeout):

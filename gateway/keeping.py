@@ -17,13 +17,13 @@ from typing import TypeVar
 import msgspec
 from django.db import DatabaseError, InterfaceError
 
+from core.db.threads import run_in_database
 from gateway.dialects.body import count_prompt_chars
 from gateway.dialects.responses import COMPACT_PATH, list_input_items, make_response_id, translate_compact, translate_responses
 from gateway.dialects.translation import AnswerTranslator, Translation
 from gateway.errors import BadRequest, GatewayError, RecordsUnavailable, ResponseNotFound
 from gateway.services.responses import keep_response, load_history
 from gateway.values import Caller, InferenceRequest
-from nodes.offload import run_in_database
 
 logger = logging.getLogger("muster.gateway")
 

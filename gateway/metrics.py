@@ -13,8 +13,8 @@ from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from core.hints import dropped_hints, unreadable_hints
 from gateway.values import RequestOutcome
-from governance.hints import dropped_hints, unreadable_hints
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _BOUNDS = [*(str(bound) for bound in _SECONDS), "+Inf"]

@@ -25,10 +25,10 @@ import msgspec
 import psycopg
 from django.db import connection as django_connection
 
+from core.db import Patience, PatientConnection, ServerSilent
 from gateway.errors import RecordsUnavailable
 from gateway.metrics import RECORD_FLUSHES, RECORDS_DROPPED, RECORDS_PENDING
 from gateway.record_sql import BOTH, INSERT, UPDATE
-from nodes.postgres import Patience, PatientConnection, ServerSilent
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 logger = logging.getLogger("muster.records")

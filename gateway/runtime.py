@@ -26,6 +26,8 @@ from django.conf import settings
 from django.db import DatabaseError, InterfaceError
 from django.db.models.functions import Now
 
+from core.db.threads import run_pulse, run_upkeep
+from core.hints import HINT_GROUP
 from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
@@ -38,16 +40,13 @@ from gateway.models import GatewayProcess
 from gateway.pipeline import Pipeline
 from gateway.reconciler import close_orphaned_requests
 from gateway.records import RecordWriter
-from governance.hints import HINT_GROUP
 from nodes.addresses import resolve_direct_target
 from nodes.consumers import WorkerEndpoint
 from nodes.errors import NodeError
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
-from nodes.links.keeper import LinkKeeper
+from nodes.links.keeper import FLEET, LinkKeeper
 from nodes.links.relay import RelayLink
-from nodes.metrics import FLEET
-from nodes.offload import run_pulse, run_upkeep
 from nodes.presence import presence_reports
 from nodes.services.drains import write_drain_counts
 from nodes.services.ejections import EjectionReport, write_ejections

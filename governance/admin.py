@@ -10,10 +10,10 @@ from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
 from unfold.widgets import UnfoldAdminTextInputWidget
 
+from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
 from governance.audit.reading import check_entry
 from governance.checkpoints import read_status
 from governance.models import AdminToken, AuditEvent, WebhookEndpoint
-from governance.pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
 from governance.services import MAX_NAME_CHARS, create_admin_token, revoke_admin_token
 from governance.services.webhooks import MAX_WEBHOOK_NAME_CHARS, add_webhook, remove_webhook
 from governance.webhooks import MAX_URL_CHARS

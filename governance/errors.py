@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from governance.throttle import RETRY_S
-from wire.contract import ContractError, ErrorCode
+from core.errors import ContractError
+from core.throttle import RETRY_S
+from wire.contract import ErrorCode
 
 
 class GovernanceError(ContractError):

@@ -29,7 +29,7 @@ from governance.services.people import Assurance, may_change
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 ASSURANCE = "muster_assurance"
 SIGNED_IN_AT = "muster_signed_in_at"

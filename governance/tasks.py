@@ -8,9 +8,9 @@ import uuid
 from celery import shared_task
 from django.utils import timezone
 
+from core.hints import read_unreadable
 from governance import services
 from governance.checkpoints import checkpoint_if_due
-from governance.hints import read_unreadable
 from governance.services.delivery import deliver_due
 from governance.services.notices import notify_of_unreadable
 from governance.services.sign_in_throttle import sweep_failures

@@ -9,7 +9,7 @@ from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from rest_framework.authentication import BaseAuthentication, get_authorization_header
 from rest_framework.request import Request
 
-from governance.throttle import AuthThrottle
+from core.throttle import AuthThrottle
 from nodes.errors import InvalidNodeToken, TooManyWrongTokens
 from nodes.models import NodeCredential
 from nodes.services import find_credential, read_credential_digests

@@ -20,7 +20,7 @@ from django.conf import settings
 from gateway.services.limits import CAPS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("controlplane", "gateway", "governance", "nodes")
+PACKAGES = ("controlplane", "core", "gateway", "governance", "nodes")
 WRITES = {
     f"{prefix}{name}"
     for prefix in ("", "a")

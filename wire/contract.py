@@ -7,7 +7,6 @@ that raise it (``gateway.errors``, ``nodes.errors``); those of the control plane
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import ClassVar
 
 
 class NodeStatus(StrEnum):
@@ -73,22 +72,6 @@ class ErrorCode(StrEnum):
     NO_POLICY = "NO_POLICY"
     TOO_MANY_OPEN = "TOO_MANY_OPEN"
     NOT_PERMITTED = "NOT_PERMITTED"
-
-
-class ContractError(Exception):
-    """Base of the control plane's errors. ``message`` is shown to the caller and says what to do.
-
-    ``param`` names the field at fault. A class carries its wire form: code, HTTP status, whether a retry may help.
-    """
-
-    code: ClassVar[ErrorCode] = ErrorCode.BAD_REQUEST
-    status: ClassVar[int] = 400
-    retryable: ClassVar[bool] = False
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
 
 
 OPEN_REQUEST_STATES = frozenset({RequestState.QUEUED, RequestState.ASSIGNED, RequestState.RUNNING})

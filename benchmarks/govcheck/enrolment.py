@@ -16,7 +16,7 @@ import django
 
 django.setup()
 
-from controlplane.models import User
+from core.models import User
 from governance.services import create_admin_token
 from governance.services.approver_keys import add_key_file
 

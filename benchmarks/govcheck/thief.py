@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from django.db import transaction
 from django.utils import timezone
 
-from governance.hints import publish_hint
+from core.hints import publish_hint
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from nodes.models import Node, NodeCommand, NodeOpKey
 from wire.ids import format_id, new_uuid7

@@ -6,9 +6,7 @@ from typing import Any
 
 from django.core.management import BaseCommand, CommandError, CommandParser
 
-from gateway.services import ServiceError
-from governance.errors import GovernanceError
-from nodes.errors import NodeError
+from core.errors import ContractError
 
 ACTOR = "system:cli"
 """How the audit trail names whoever has a shell on the server."""
@@ -41,7 +39,7 @@ class ServiceCommand(MusterCommand):
         """Run the command. Raises CommandError."""
         try:
             self.stdout.write(self.act(options))
-        except (ServiceError, NodeError, GovernanceError) as error:
+        except ContractError as error:
             raise CommandError(error.message) from error
 
     def act(self, options: dict[str, Any]) -> str:  # Any: parsed options

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from wire.contract import ContractError, ErrorCode
+from core.errors import ContractError
+from wire.contract import ErrorCode
 
 
 class PlaygroundError(ContractError):

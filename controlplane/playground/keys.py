@@ -20,10 +20,10 @@ from django.http import HttpRequest
 from django.utils import timezone
 
 from controlplane.playground.errors import SignedOut, TenantRefused
+from core.admin_pages import name_actor
 from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_api_key
 from gateway.services.keys import is_key_usable
 from gateway.services.values import MAX_NAME_CHARS
-from governance.pages import name_actor
 from wire.cipher import derive_cipher
 
 SESSION_KEYS = "muster_playground_keys"

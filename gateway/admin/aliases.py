@@ -14,10 +14,10 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextareaWidget, UnfoldAdminTextInputWidget
 
+from core.admin_pages import Created, CreatingAdmin, RowChange, Values, column
 from gateway.models import ModelAlias, Tenant
 from gateway.routing import Target
 from gateway.services import (
-    ServiceError,
     TargetState,
     change_alias,
     create_alias,
@@ -27,7 +27,6 @@ from gateway.services import (
 )
 from gateway.services.aliases import MAX_WEIGHT
 from gateway.services.values import MAX_MODEL_NAME_CHARS
-from governance.pages import Created, CreatingAdmin, RowChange, Values, column
 
 TARGETS_HELP = (
     "One model to a line, then its weight: qwen3-8b 9. Without a weight: 1. The others stand in, heaviest first, "
@@ -127,7 +126,6 @@ class AliasAdmin(CreatingAdmin):
     search_fields = ("name", "tenant__name", "targets")
     fields = ("name", "show_whom", "show_state", "show_targets", "created_at", "updated_at")
     readonly_fields = fields
-    refusals = (ServiceError,)
     empty_words = "An alias is another name for models: clients ask for gpt-4o-mini, say, and one of yours answers."
     create_form = AliasForm
     create_title = "New model alias"

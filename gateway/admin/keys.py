@@ -16,12 +16,12 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
+from core.admin_pages import Created, CreatingAdmin, NextStep, Offer, RowChange, Values, column
 from gateway.admin.forms import DateInput, NameListField, limit_field
 from gateway.models import ApiKey, Model, Tenant
-from gateway.services import ServiceError, change_key_limits, create_api_key, key_limit, revoke_api_key, tenant_limit
+from gateway.services import change_key_limits, create_api_key, key_limit, revoke_api_key, tenant_limit
 from gateway.services.values import MAX_NAME_CHARS
 from gateway.values import Priority
-from governance.pages import Created, CreatingAdmin, NextStep, Offer, RowChange, Values, column
 
 RATE_HELP = "Empty: the tenant's limit, else the installation's default."
 MODELS_HELP = "Models, aliases or auto, one to a line. Empty: every allow-listed model."
@@ -149,7 +149,6 @@ class ApiKeyAdmin(CreatingAdmin):
         "revoked_at",
     )
     readonly_fields = fields
-    refusals = (ServiceError,)
     create_form = ApiKeyForm
     create_title = "New API key"
     create_explanation = "Clients send it as a bearer token. The next page shows it once; only its hash is stored."

@@ -10,10 +10,10 @@ from django.db.models import JSONField, QuerySet, Value
 from django.http import HttpRequest
 from unfold.widgets import UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
 
+from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 from gateway.admin.forms import NameListField, limit_field
 from gateway.models import Model
 from gateway.services import (
-    ServiceError,
     allow_model,
     change_model_canary,
     change_model_caps,
@@ -27,7 +27,6 @@ from gateway.services.limits import CAPS
 from gateway.services.models import MAX_ANSWER_CHARS, MAX_QUESTION_CHARS
 from gateway.services.values import MAX_MODEL_NAME_CHARS
 from gateway.services.waiting import explain_waits
-from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 from nodes.services.overview import read_served_models
 
 DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy")
@@ -159,7 +158,6 @@ class AllowListAdmin(CreatingAdmin):
         "updated_at",
     )
     readonly_fields = fields
-    refusals = (ServiceError,)
     empty_words = "Clients may use the models that are allowed here. Models that nodes have appear by themselves, not allowed."
     create_form = ModelForm
     create_title = "Allow a model"

@@ -13,6 +13,7 @@ from django.urls import reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from core.admin_pages import RowList, ShowingAdmin, column
 from gateway.admin.endings import name_state
 from gateway.admin.filters import ErrorFilter, ModelFilter, NodeFilter, PeriodFilter, StateFilter, TenantFilter
 from gateway.admin.paginator import EstimatedPaginator
@@ -20,7 +21,6 @@ from gateway.admin.stories import tell_request
 from gateway.models import TAIL_CHARS, GatewayProcess, RequestRecord
 from gateway.services.requests import find_records
 from gateway.services.waiting import explain_waits
-from governance.pages import RowList, ShowingAdmin, column
 from wire.contract import RequestState
 from wire.ids import format_id
 

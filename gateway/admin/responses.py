@@ -10,9 +10,9 @@ from django.template.defaultfilters import filesizeformat
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from core.admin_pages import ShowingAdmin, column
 from gateway.admin.paginator import EstimatedPaginator
 from gateway.models import StoredResponse
-from governance.pages import ShowingAdmin, column
 
 MAX_SHOWN_CHARS = 100_000
 _SIZE = Func(F("body"), function="octet_length", output_field=IntegerField()) + Func(

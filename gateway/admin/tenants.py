@@ -10,10 +10,10 @@ from django.db.models import Count, Exists, OuterRef, Q, QuerySet
 from django.http import HttpRequest
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
 
+from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 from gateway.admin.forms import limit_field
 from gateway.models import StoredResponse, Tenant
 from gateway.services import (
-    ServiceError,
     change_response_policy,
     change_tenant_limit,
     create_tenant,
@@ -23,7 +23,6 @@ from gateway.services import (
     forget_responses,
 )
 from gateway.services.values import MAX_KEPT_DAYS, MAX_NAME_CHARS
-from governance.pages import Created, CreatingAdmin, Offer, RowChange, Values, column
 
 RATE_HELP = "What its keys get unless a key says otherwise. Empty: the installation's default."
 
@@ -116,7 +115,6 @@ class TenantAdmin(CreatingAdmin):
         "updated_at",
     )
     readonly_fields = fields
-    refusals = (ServiceError,)
     empty_words = "A tenant is a team or a customer. API keys belong to one, and share its limits."
     create_form = TenantForm
     create_title = "New tenant"

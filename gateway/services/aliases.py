@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from django.db import IntegrityError, transaction
 
+from core.hints import publish_hint
 from gateway.models import Model, ModelAlias
 from gateway.routing import MAX_CANDIDATES, Target
 from gateway.services.errors import AliasNotFound, InvalidValue, NameTaken
@@ -17,7 +18,6 @@ from gateway.services.models import require_known_models
 from gateway.services.tenants import get_tenant
 from gateway.services.values import clean_model_name
 from governance.audit import record_event
-from governance.hints import publish_hint
 from nodes.services.overview import read_served_models
 
 MAX_TARGETS = MAX_CANDIDATES

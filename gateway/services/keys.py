@@ -9,6 +9,7 @@ from datetime import datetime
 from django.db import transaction
 from django.utils import timezone
 
+from core.hints import publish_hint
 from gateway.models import ApiKey
 from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
 from gateway.services.limits import (
@@ -24,7 +25,6 @@ from gateway.services.tenants import get_tenant
 from gateway.services.values import clean_limit, clean_model_name, clean_name, clean_priority
 from gateway.values import Priority
 from governance.audit import record_event
-from governance.hints import publish_hint
 from governance.registry import RunOrder
 from wire.credentials import CredentialKind, mint_credential
 

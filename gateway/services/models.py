@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from django.db import transaction
 
+from core.hints import publish_hint
 from gateway.models import Model, ModelAlias
 from gateway.routing import MAX_CANDIDATES
 from gateway.services.errors import InvalidValue, ModelNotFound
 from gateway.services.limits import require_approved_caps, require_no_higher_caps
 from gateway.services.values import MAX_MODEL_NAME_CHARS, clean_limit, clean_model_name
 from governance.audit import record_event
-from governance.hints import publish_hint
 from governance.registry import RunOrder
 
 MAX_QUESTION_CHARS, MAX_ANSWER_CHARS = 500, 200

@@ -5,12 +5,12 @@ from __future__ import annotations
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
+from core.hints import publish_hint
 from gateway.models import Tenant
 from gateway.services.errors import NameTaken, TenantNotFound
 from gateway.services.limits import RATE, default_limit, require_no_raise, require_ordered, tenant_limit
 from gateway.services.values import clean_days, clean_limit, clean_name
 from governance.audit import record_event
-from governance.hints import publish_hint
 from governance.registry import RunOrder
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from core.db.threads import run_in_database
 from gateway import services
 from gateway.client import ClientConnection
 from gateway.errors import BadRequest
 from gateway.models import ApiKey
 from gateway.runtime import GatewayRuntime
 from gateway.views.base import is_draining, require_admin, send_answer
-from nodes.offload import run_in_database
 from wire.ids import format_id, parse_id
 
 

@@ -9,6 +9,7 @@ import msgspec
 from django.conf import settings
 from django.db import DatabaseError
 
+from core.db.threads import run_in_database
 from gateway.client import ClientConnection, Header, Receive, Scope, Send
 from gateway.cors import admit_origin, answer_preflight
 from gateway.dialects import SURFACES, Surface
@@ -20,7 +21,6 @@ from gateway.runtime import GatewayRuntime
 from governance.errors import TooManyWrongTokens
 from governance.services import verify_admin_token
 from nodes.links import Link
-from nodes.offload import run_in_database
 from wire.ids import format_id, new_uuid7
 
 logger = logging.getLogger("muster.gateway")

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from core.db.threads import run_in_database
 from gateway.client import ClientConnection
 from gateway.errors import BadRequest, RecordsUnavailable, ResponseNotFound
 from gateway.refusing import Application
@@ -20,7 +21,6 @@ from gateway.runtime import GatewayRuntime
 from gateway.services.responses import delete_response, get_response, list_input_items, require_response
 from gateway.values import Caller
 from gateway.views.base import make_endpoint
-from nodes.offload import run_in_database
 from wire.ids import format_id, new_uuid7
 
 ROOT = "v1/responses/(?P<response_id>[^/]+)"

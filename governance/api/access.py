@@ -19,7 +19,7 @@ from wire.contract import ErrorCode
 from wire.ids import parse_id
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 
 class NothingThere(GovernanceError):

@@ -27,9 +27,9 @@ from rest_framework.exceptions import APIException, MethodNotAllowed, NotAuthent
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
+from core.hints import HINT_GROUP
 from governance.api.access import read_op_id
 from governance.errors import GovernanceError
-from governance.hints import HINT_GROUP
 from governance.models import Operation
 from governance.services import OperationSummary, summarise
 from governance.services.lookup import find_operation

@@ -11,6 +11,7 @@ from django.db import DatabaseError, transaction
 from django.db.models import Q
 from django.utils import timezone
 
+from core.throttle import AuthThrottle
 from governance.audit import record_event
 from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged, TooManyWrongTokens
 from governance.models import AdminToken, Operation
@@ -19,11 +20,10 @@ from governance.services.evidence import read_stored
 from governance.services.guard import require_approval
 from governance.services.lookup import find_operation
 from governance.states import RunState
-from governance.throttle import AuthThrottle
 from wire.credentials import CredentialKind, digest_credential, mint_credential, parse_keyid, verify_credential
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 MAX_NAME_CHARS = 80
 MINT = "admin-token-mint"

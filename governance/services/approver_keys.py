@@ -23,7 +23,7 @@ from wire.contract import ErrorCode
 from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, encode_bytes, load_public_key
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 LINE_WORD = "ed25519"
 KEYID_CHARS = 32

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from django.db import transaction
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
 from governance.errors import ApprovalRefused, NotPermitted, StateChanged
-from governance.hints import publish_hint
 from governance.models import ApproverKey, Decision, Operation, OperationRun
 from governance.services.evidence import count_rejections, find_new_policy, find_policy, is_met, list_proofs, read_stored
 from governance.services.finishing import ring
@@ -41,7 +41,7 @@ from wire.optoken.approval import (
 )
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 MAX_COMMENT_CHARS = 500
 

@@ -14,8 +14,8 @@ from django.db import connection, transaction
 from django.db.models import Max
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.errors import GovernanceError
-from governance.hints import publish_hint
 from governance.models import Freeze, Operation, OperationRun
 from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, find_kind
 from governance.services.evidence import find_new_policy, find_policy, is_stopped_by_failure, list_proofs, read_stored

@@ -12,7 +12,7 @@ from django.db import transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
-from governance.hints import publish_hint
+from core.hints import publish_hint
 from governance.models import OperationRun
 from governance.services.evidence import is_stopped_by_failure
 from governance.services.transitions import audit_run, skip_runs, tell, tell_when_over

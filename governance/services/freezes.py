@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
 from governance.errors import Frozen, NotPermitted, StateChanged
-from governance.hints import publish_hint
 from governance.models import Freeze, Operation
 from governance.services.policies import require_policy
 from governance.services.transitions import tell
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 MAX_REASON_CHARS = 300
 

@@ -14,8 +14,8 @@ from datetime import datetime
 from django.db import connection
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.errors import OperationNotFound, StateChanged
-from governance.hints import publish_hint
 from governance.models import Operation, OperationRun, PolicyVersion
 from governance.states import ApprovalEvent, ApprovalState, IllegalTransition, next_approval
 from wire.ids import format_id

@@ -12,8 +12,8 @@ from django.db import connection, transaction
 from django.db.models import Q
 from django.utils import timezone
 
+from core.hints import UNREADABLE_KEY
 from governance.audit import record_event
-from governance.hints import UNREADABLE_KEY
 from governance.models import AuditEvent, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
 from wire.optoken.approval import BREAK_GLASS, Policy, read_policy
 

@@ -17,7 +17,7 @@ from governance.errors import NotPermitted, SignInRefused
 from governance.models import OneTimePassword
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 STEPS_OFF = 1
 """How many steps of 30 s the clock of a telephone may be wrong, either way."""

@@ -25,7 +25,7 @@ from governance.services.one_time_password import has_app, spend_code
 from governance.services.sign_in_throttle import REFUSAL, book_code, book_try, forgive
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 MAX_INVITATION_HOURS = 24 * 14
 PASSKEY_REFUSAL = "This passkey was not accepted. Use another one, or ask an administrator for an invitation."

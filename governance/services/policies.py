@@ -12,10 +12,10 @@ from django.contrib.auth import get_user_model
 from django.db import transaction
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
 from governance.checkpoints import log_public_key
 from governance.errors import InvalidProposal, NoPolicy
-from governance.hints import publish_hint
 from governance.models import ApproverKey, Operation, PolicyVersion
 from governance.services.proposals import add_operation, hold_proposer, name_actor, require_few, require_proposer
 from governance.services.values import Proposer

@@ -11,9 +11,9 @@ from django.db import IntegrityError, connection, transaction
 from django.db.models import Q
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
 from governance.errors import InvalidProposal, NotPermitted, StateChanged, TooManyOpen
-from governance.hints import publish_hint
 from governance.models import Operation, PolicyVersion
 from governance.registry import find_kind
 from governance.services.lookup import find_operation

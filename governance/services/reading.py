@@ -34,7 +34,7 @@ from wire.optoken.approval import (
 )
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 ASSERTION_MS = 300_000
 MAX_RECEIPT_BYTES = 16_384

@@ -20,7 +20,7 @@ from django.db import transaction
 from django.db.models.fields.json import KeyTextTransform
 from django.utils import timezone
 
-from governance.hints import publish_hint
+from core.hints import publish_hint
 from governance.models import OperationRun
 from governance.services.dispatching import dispatch
 from governance.services.evidence import read_stored

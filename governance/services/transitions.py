@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from django.db import transaction
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
 from governance.errors import StateChanged
-from governance.hints import publish_hint
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from governance.services.evidence import is_met
 from governance.services.lookup import move_approval

@@ -24,7 +24,7 @@ from governance.signin import find_read_only
 from governance.views.content_policy import close_page
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 Parameters = ParamSpec("Parameters")
 View = Callable[Concatenate[HttpRequest, Parameters], HttpResponse]

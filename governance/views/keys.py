@@ -32,7 +32,7 @@ from governance.views.content_policy import with_strict_policy
 from governance.views.signin import ask_for_person, describe_session, describe_site, read_answer, read_label, refuse
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 ENROL = "enrol"
 NEEDS_PASSKEY = "Sign in with your passkey for this. If you have none, or lost it, ask an administrator for an invitation."

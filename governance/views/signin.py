@@ -29,7 +29,7 @@ from governance.signin import close_session, give_challenge, may_act, open_sessi
 from governance.views.content_policy import with_strict_policy
 
 if TYPE_CHECKING:
-    from controlplane.models import User
+    from core.models import User
 
 MAX_ANSWER_BYTES = 64 * 1024
 SIGN_IN = "sign-in"

@@ -14,10 +14,8 @@ from django.urls import reverse
 from django.utils import timezone
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget
 
-from governance.errors import GovernanceError
-from governance.pages import ChangeLink, Offer, RowChange, ShowingAdmin, Values, column
+from core.admin_pages import ChangeLink, Offer, RowChange, ShowingAdmin, Values, column
 from governance.services import active_policy
-from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, ProviderState, Reach
 from nodes.services import (
     cordon_node,
@@ -213,7 +211,6 @@ class NodeAdmin(ShowingAdmin):
     is_live = True
     empty_words = "A node is a machine with GPUs that answers requests. It appears here when it connects with a credential."
     empty_link = ("Create a node credential", "admin:nodes_nodecredential_add")
-    refusals = (NodeError, GovernanceError)
     fieldsets = (
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_ejections", "show_rival")}),
         ("Scheduling", {"fields": ("show_lending", "show_held_back", "show_drain", "drain_deadline_at", "drain_reason")}),

@@ -12,8 +12,7 @@ from django.contrib import admin
 from django.urls import reverse
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
-from governance.pages import Created, CreatingAdmin, NextStep, RowChange, Values, column
-from nodes.errors import NodeError
+from core.admin_pages import Created, CreatingAdmin, NextStep, RowChange, Values, column
 from nodes.models import Node, NodeCredential, Provider, ProviderState
 from nodes.services import create_credential, revoke_credential
 
@@ -85,7 +84,6 @@ class NodeCredentialAdmin(CreatingAdmin):
     list_filter = ("provider",)
     list_select_related = ("provider", "node")
     search_fields = ("name", "keyid")
-    refusals = (NodeError,)
     fields = ("name", "show_prefix", "provider", "node", "max_nodes", "created_at", "last_used_at", "revoked_at")
     readonly_fields = fields
     empty_words = "A node shows its credential when it connects. Create one, then start the node with it."

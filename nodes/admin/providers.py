@@ -10,8 +10,7 @@ from django.db.models import Count, Q, QuerySet
 from django.http import HttpRequest
 from unfold.widgets import UnfoldAdminTextInputWidget
 
-from governance.pages import Created, CreatingAdmin, RowChange, Values, column
-from nodes.errors import NodeError
+from core.admin_pages import Created, CreatingAdmin, RowChange, Values, column
 from nodes.models import Provider, ProviderState
 from nodes.services import create_provider, delete_provider, disable_provider, enable_provider
 
@@ -44,7 +43,6 @@ class ProviderAdmin(CreatingAdmin):
     list_display = ("name", "show_state", "show_nodes", "show_credentials", "created_at", "show_changes")
     list_filter = ("state",)
     search_fields = ("name",)
-    refusals = (NodeError,)
     fields = ("name", "show_state", "created_at", "updated_at")
     readonly_fields = fields
     empty_words = "A provider is a group of nodes that are switched on and off together. Every credential belongs to one."

@@ -10,7 +10,7 @@ from datetime import datetime
 from django.db import transaction
 from django.utils import timezone
 
-from governance.hints import publish_hint
+from core.hints import publish_hint
 from nodes.models import NodeCommand
 
 

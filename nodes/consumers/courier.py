@@ -18,13 +18,13 @@ from itertools import islice
 
 from django.db import DatabaseError, DataError, InterfaceError
 
+from core.db.threads import run_upkeep
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
 from governance.services import policy_chain
 from nodes.commands import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.offload import run_upkeep
 from nodes.services.governance import take_report
 from wire import bridge
 

@@ -18,7 +18,8 @@ from urllib.parse import parse_qs
 
 from django.db import DatabaseError, InterfaceError
 
-from governance.throttle import AuthThrottle
+from core.db.threads import run_in_database, run_upkeep
+from core.throttle import AuthThrottle
 from nodes import services
 from nodes.consumers.courier import Courier
 from nodes.consumers.session import BoxSession, Receive, Refused, Scope, Send
@@ -29,7 +30,6 @@ from nodes.links.relay import RelayLink
 from nodes.links.source import SCOPE_FRAMES
 from nodes.metrics import AUTH_FAILURES
 from nodes.models import NodeCredential
-from nodes.offload import run_in_database, run_upkeep
 from nodes.services import sessions
 from nodes.session import ModeRequested
 from nodes.states import HealthPolicy, SocketPolicy

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from django.db import DatabaseError, DataError
 
+from core.db.threads import run_in_database
 from nodes.errors import EnrolmentRefused
 from nodes.links.relay import RelayLink
 from nodes.links.source import FrameSource
 from nodes.metrics import FRAMES_DROPPED, SESSIONS
 from nodes.models import NodeCredential
-from nodes.offload import run_in_database
 from nodes.services import sessions
 from nodes.session import (
     BoxLeaving,

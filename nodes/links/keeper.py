@@ -10,8 +10,12 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
@@ -20,6 +24,7 @@ from nodes.links.relay import RelayLink
 from nodes.states import DrainCount, HealthPolicy, NodeRow, effective_status, freshness_windows, judge_freshness
 from wire import bridge
 from wire.contract import NodeMode, NodeStatus
+from wire.ids import format_id
 
 logger = logging.getLogger("muster.nodes")
 
@@ -27,6 +32,13 @@ _STOOD_S = 2.0
 """Ticks come twice a second; with so long between two of them the process stood still, and what boxes said is unread yet."""
 _BLIND_S = 6.0
 """Without rows for so long nothing is known of heartbeats; as long afterwards boxes get to write those they could not."""
+
+MAX_NAMED_NODES = 256
+"""Nodes with series of their own, named by name and id because names may repeat; the rest share the name ``others``."""
+_OTHERS = ("others", "")
+_MIB = 1024 * 1024
+_NODE = ("node", "node_id")
+_GPU = (*_NODE, "gpu")
 
 
 class LinkKeeper:
@@ -276,3 +288,48 @@ class LinkKeeper:
         if now - link.last_ping_at >= interval:
             link.last_ping_at = now
             link.send_message(bridge.Ping(timestamp_unix_ms=time.time_ns() // 1_000_000))
+
+
+class FleetGauges(Collector):
+    """Nodes by status, slots and GPUs, read from the links of the gateway at a scrape. Touched on the event loop alone."""
+
+    def __init__(self) -> None:
+        self.keeper: LinkKeeper | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the series of a scrape; without a gateway they have no values."""
+        nodes = GaugeMetricFamily("muster_nodes", "Nodes by status, of the whole fleet", labels=["status"])
+        slots = GaugeMetricFamily("muster_node_slots", "Requests that a linked node takes at a time", labels=_NODE)
+        used = GaugeMetricFamily("muster_node_slots_used", "Requests that run on a linked node", labels=_NODE)
+        total_bytes = GaugeMetricFamily("muster_gpu_memory_bytes", "Memory of a GPU", labels=_GPU)
+        used_bytes = GaugeMetricFamily("muster_gpu_memory_used_bytes", "Memory in use on a GPU", labels=_GPU)
+        busy = GaugeMetricFamily("muster_gpu_utilization_ratio", "Share of time that a GPU computes, 0 to 1", labels=_GPU)
+        if self.keeper is not None:
+            counts = self.keeper.count_statuses()
+            for status in NodeStatus:
+                nodes.add_metric([status.value], counts[status])
+            rest = [0, 0]
+            for index, link in enumerate(sorted(self.keeper.registry, key=lambda link: link.node_id)):
+                running = min(link.load, link.max_concurrent)
+                if index >= MAX_NAMED_NODES:
+                    rest = [rest[0] + link.max_concurrent, rest[1] + running]
+                    continue
+                name = [link.node_name, format_id("node", link.node_id)]
+                slots.add_metric(name, link.max_concurrent)
+                used.add_metric(name, running)
+                for gpu in {gpu.index: gpu for gpu in link.gpus}.values():  # a node may say anything, an index twice
+                    card = [*name, str(gpu.index)]
+                    if gpu.memory_total_mb is not None:
+                        total_bytes.add_metric(card, gpu.memory_total_mb * _MIB)
+                    if gpu.memory_used_mb is not None:
+                        used_bytes.add_metric(card, gpu.memory_used_mb * _MIB)
+                    if gpu.utilization_percent is not None:
+                        busy.add_metric(card, gpu.utilization_percent / 100)
+            if rest[0]:
+                slots.add_metric(_OTHERS, rest[0])
+                used.add_metric(_OTHERS, rest[1])
+        yield from (nodes, slots, used, total_bytes, used_bytes, busy)
+
+
+FLEET = FleetGauges()
+REGISTRY.register(FLEET)

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
-from nodes.links.outbox import AsgiMessage, AsgiSend, Outbox
+from core.outbox import AsgiMessage, AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import (
     DataArrived,

@@ -9,8 +9,8 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from nodes.errors import BadRequest, CredentialNotFound, NodeNotFound, ProviderNotFound
 from nodes.models import Node, NodeCredential, Provider, ProviderState
 from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential

@@ -17,8 +17,8 @@ from django.db import transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from governance.services.notices import notify_of_event
 from nodes.models import Node, NodeDrainCount, NodePresence
 from nodes.services.clock import read_clock

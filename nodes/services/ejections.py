@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 from django.db import transaction
 from django.db.models import Q
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from governance.services.notices import notify_of_event
 from nodes.models import NodePresence
 from nodes.services.clock import read_clock

@@ -15,10 +15,10 @@ from django.db import connection, transaction
 from django.db.models import Q
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event, record_word
 from governance.checkpoints import WitnessStatus, record_witness
 from governance.errors import GovernanceError
-from governance.hints import publish_hint
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach
 from nodes.states import SKEW_WARNING_MS

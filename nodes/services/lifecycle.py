@@ -13,8 +13,8 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import Q
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from governance.registry import RunOrder
 from governance.services import require_approval
 from nodes.errors import BadRequest, NodeNotFound

@@ -20,8 +20,8 @@ from django.db.models import F, Q
 from django.db.models.functions import Now
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from nodes.addresses import DirectTarget, build_request, resolve_direct_target
 from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, Reach

@@ -7,8 +7,8 @@ import re
 from django.db import IntegrityError, transaction
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from nodes.errors import BadRequest, Conflict, ProviderNotFound
 from nodes.models import NodeCredential, Provider, ProviderState
 

@@ -14,8 +14,8 @@ from django.db import transaction
 from django.utils import timezone
 from django.utils.module_loading import import_string
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from nodes.addresses import resolve_direct_target
 from nodes.errors import (
     ApiKeyUnreadable,

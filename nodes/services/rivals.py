@@ -16,8 +16,8 @@ from uuid import UUID
 from django.db.models.functions import Now
 from django.utils import timezone
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from nodes.models import Node, NodePresence
 from wire.bridge import Register
 

@@ -16,7 +16,8 @@ from django.db import DataError, connection, transaction
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from governance import audit, hints
+from core import hints
+from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.services.governance import take_governance

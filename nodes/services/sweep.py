@@ -10,8 +10,8 @@ from django.db import connection, transaction
 from django.db.models import F, Q
 from django.db.models.functions import Coalesce
 
+from core.hints import publish_hint
 from governance.audit import record_event
-from governance.hints import publish_hint
 from nodes.models import Node, NodeDrainCount, NodePresence
 from nodes.services.clock import read_clock
 from nodes.services.drains import end_stop, mark_drained

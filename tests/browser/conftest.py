@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog,
 from pytest_django import DjangoDbBlocker
 
 from controlplane.launcher.browsers import find_chromium
-from controlplane.models import User
+from core.models import User
 from tests.control_process import ServerProcess, free_port, serve_control, serve_gateway
 
 expect.set_options(timeout=30_000)

@@ -18,7 +18,7 @@ from django.contrib.sessions.backends.db import SessionStore
 from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize, expect
 
 from controlplane.live import SIGNED_OUT
-from controlplane.models import User
+from core.models import User
 from gateway.services import create_tenant
 from governance import services
 from governance.models import Operation

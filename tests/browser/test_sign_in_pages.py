@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from playwright.sync_api import CDPSession, Page, expect
 
-from controlplane.models import User
+from core.models import User
 from governance.models import ApproverKey
 from governance.services.people import create_invitation
 from tests.browser.conftest import PASSWORD, Visit, in_database, press

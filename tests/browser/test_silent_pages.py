@@ -8,7 +8,7 @@ import pytest
 from django.contrib.sessions.models import Session
 from playwright.sync_api import WebSocketRoute, expect
 
-from controlplane.models import User
+from core.models import User
 from tests.browser.conftest import Visit, find_violations, in_database
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]

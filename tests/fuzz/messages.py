@@ -16,7 +16,7 @@ from copy import deepcopy
 import msgspec
 import redis
 
-from governance.hints import HINT_GROUP
+from core.hints import HINT_GROUP
 
 HINTS = f"muster__group__{HINT_GROUP}"
 QUEUE = "celery"

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 
 import controlplane.authentication
+import core.throttle
 import gateway.auth
 import governance.services.admin_tokens
-import governance.throttle
 import nodes.authentication
 import nodes.consumers.endpoint
 import nodes.services.credentials
@@ -21,7 +21,7 @@ MODULES = (
     controlplane.authentication,
     gateway.auth,
     governance.services.admin_tokens,
-    governance.throttle,
+    core.throttle,
     nodes.authentication,
     nodes.consumers.endpoint,
     nodes.services.credentials,

@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management import CommandError
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from controlplane.models import User
+from core.models import User
 from governance.services.approver_keys import KeyView, add_key_file, list_keys, revoke_key
 
 

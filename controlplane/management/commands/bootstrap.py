@@ -17,7 +17,7 @@ from django.db.migrations.executor import MigrationExecutor
 
 from controlplane.launcher.files import read_json, write_json
 from controlplane.management.service_command import SETTINGS_CHECKS
-from controlplane.models import User
+from core.models import User
 from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
 from governance.audit import record_event
 from governance.errors import NeedsApproval

@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management import CommandError
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from controlplane.models import User
+from core.models import User
 from governance.services import create_admin_token
 
 

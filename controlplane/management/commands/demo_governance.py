@@ -17,7 +17,7 @@ from controlplane.launcher.places import default_data, installation_path
 from controlplane.launcher.up import EXAMPLE_QUESTION
 from controlplane.management.commands.invite import create_person, let_propose
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from controlplane.models import User
+from core.models import User
 from gateway.services import allow_model
 from governance.services.approver_keys import list_passkey_ids
 from governance.services.people import create_invitation, make_invitation_url

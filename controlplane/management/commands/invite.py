@@ -11,7 +11,7 @@ from django.core.management import CommandError
 from django.db import transaction
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from controlplane.models import User
+from core.models import User
 from governance.audit import record_event
 from governance.services.people import create_invitation, make_invitation_url
 

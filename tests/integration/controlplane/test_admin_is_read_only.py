@@ -9,12 +9,12 @@ from django.db.models import Model
 from django.test import Client, RequestFactory
 from django.urls import reverse
 
-from controlplane.models import User
+from core.admin_pages import CreatingAdmin, ShowingAdmin
+from core.models import User
 from gateway.models import ApiKey
 from gateway.routing import Target
 from gateway.services import allow_model, change_response_policy, create_alias
 from gateway.services.responses import keep_response
-from governance.pages import CreatingAdmin, ShowingAdmin
 from governance.services import create_admin_token
 from governance.services.webhooks import add_webhook
 from tests.integration.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record

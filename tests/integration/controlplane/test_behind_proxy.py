@@ -11,7 +11,7 @@ import httpx
 import pytest
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from governance.models import SignInFailure
 from tests.contract.waiting import wait_until
 from tests.control_process import ServerProcess, serve_control

@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from django.core.management import CommandError, call_command
 
-from controlplane.models import User
+from core.models import User
 from gateway.models import ApiKey, Model
 from governance.services import verify_admin_token
 from nodes.models import Node, Provider

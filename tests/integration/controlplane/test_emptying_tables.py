@@ -14,7 +14,7 @@ from django.core.management.sql import sql_flush
 from django.db import connection
 from psycopg.errors import DeadlockDetected
 
-from controlplane.models import User
+from core.models import User
 from tests.contract.waiting import wait_until
 from tests.control_process import database_url_of_tests
 

@@ -15,8 +15,8 @@ from pytest_django import DjangoAssertNumQueries
 from controlplane import health
 from controlplane.api_errors import permission_denied, server_error
 from controlplane.middleware import ADMIN_POLICY, POLICY
-from controlplane.models import User
-from governance import hints
+from core import hints
+from core.models import User
 from governance.views.content_policy import STRICT_POLICY
 
 pytestmark = pytest.mark.django_db

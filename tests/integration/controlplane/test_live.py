@@ -19,8 +19,8 @@ from django.utils import timezone
 
 from controlplane.asgi import application
 from controlplane.live import NOT_PERMITTED, SIGNED_OUT
-from controlplane.models import User
-from governance.hints import HINT_GROUP
+from core.hints import HINT_GROUP
+from core.models import User
 from nodes.models import Node, NodePresence
 from tests.integration.gateway_admin.factories import make_record
 from tests.integration.nodes.factories import make_node, make_presence

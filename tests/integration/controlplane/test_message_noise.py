@@ -19,7 +19,7 @@ from django.utils import timezone
 
 from controlplane.broker import FOREIGN_KEY, MAX_KEPT, MAX_KEPT_BYTES, MAX_MESSAGE_BYTES, rebuild_message
 from controlplane.celery import app
-from governance.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
+from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
 from governance.models import AuditEvent, Notice, SignInFailure
 from governance.services.finishing import ring
 from governance.services.notice_text import write_message

@@ -12,8 +12,8 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.models import User
 from controlplane.overview import count_live, read_overview
+from core.models import User
 from gateway.models import ApiKey, GatewayProcess, RequestRecord
 from gateway.services import allow_model
 from gateway.services.overview import read_gateways

@@ -9,7 +9,7 @@ from django.conf import LazySettings
 from django.contrib.auth.models import Group, Permission
 from django.test import Client
 
-from controlplane.models import User
+from core.models import User
 from governance import services
 from governance.errors import ApprovalRefused
 from governance.services.people import create_invitation

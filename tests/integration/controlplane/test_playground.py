@@ -20,13 +20,13 @@ from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.models import User
 from controlplane.playground import passage
 from controlplane.playground.checks import check_gateway_urls
 from controlplane.playground.errors import GatewayUnreachable, SignedOut, TooManyAnswers
 from controlplane.playground.keys import LIFETIME, RESERVE_S, SESSION_KEYS, _cipher, _open_held, lend_key, name_key
 from controlplane.playground.passage import MAX_ANSWERS, MAX_CHUNKS, Call, Passage
 from controlplane.playground.views import MAX_FORM_BYTES
+from core.models import User
 from gateway.models import ApiKey
 from gateway.routing import Target
 from gateway.services import allow_model, create_tenant, disable_tenant, disallow_model, revoke_api_key

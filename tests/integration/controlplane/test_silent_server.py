@@ -30,13 +30,13 @@ from websockets.typing import Origin
 from controlplane.health import look_at_database
 from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.live import TRY_AGAIN_LATER
+from core.db import Patience, limit_patience, limit_process
+from core.db import connection as patient
 from governance import services
 from governance.models import AuditEvent, OperationRun
 from governance.states import RunState
 from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.models import NodeCommand, Reach
-from nodes.postgres import Patience, limit_patience, limit_process
-from nodes.postgres import connection as patient
 from nodes.services import set_op_key
 from tests.control_process import ServerProcess, serve_control, serve_worker
 from tests.frozen_database import (

@@ -12,6 +12,7 @@ from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from core.throttle import AuthThrottle
 from gateway import auth
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue, read_change_mark, store_key_use
@@ -19,7 +20,6 @@ from gateway.errors import InvalidApiKey, RateLimited
 from gateway.models import ApiKey, Tenant
 from gateway.services import allow_model, create_api_key, create_tenant, disable_tenant, disallow_model, revoke_api_key
 from gateway.values import Caller, Limits
-from governance.throttle import AuthThrottle
 from wire.credentials import CredentialKind, mint_credential
 
 ACTOR = "user:ada"

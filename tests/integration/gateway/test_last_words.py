@@ -12,14 +12,14 @@ import psycopg
 import pytest
 
 from controlplane.launcher.embedded import EmbeddedServers
+from core.db import threads
+from core.db.threads import run_in_database
 from gateway import keeping
 from gateway.dialects.translation import Translation
 from gateway.errors import ShuttingDown
 from gateway.routing import Alias, Target
 from gateway.values import InferenceRequest, Timeouts
-from nodes import offload
 from nodes.links import EndKind
-from nodes.offload import run_in_database
 from tests.frozen_database import frozen
 from tests.integration.gateway.test_client_surfaces import CHAT, MESSAGES, RESPONSES, STREAM, WHOLE, chunk
 from tests.integration.gateway.test_odd_moments import allow_keeping
@@ -305,5 +305,5 @@ async def test_an_answer_that_a_frozen_database_cannot_keep_reaches_its_client_a
     assert (response["store"], response["status"], request.client.is_whole) == (False, "completed", True)
     assert await request.record("state", "prompt_tokens", "completion_tokens") == ("completed", 3, 4)
     await asyncio.gather(*(run_in_database(int) for _ in range(8)))
-    await until(lambda: offload._room._value == offload.MAX_WAITING)
+    await until(lambda: threads._room._value == threads.MAX_WAITING)
     assert rows.execute("SELECT count(*) FROM gateway_storedresponse").fetchone() == (0,)

@@ -13,6 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from core.db import threads
 from gateway import keeping
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
@@ -25,7 +26,6 @@ from gateway.pipeline import Pipeline
 from gateway.records import RecordWriter
 from gateway.routing import Alias
 from gateway.values import Caller, Limits, Priority, Timeouts
-from nodes import offload
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.states import HealthPolicy
@@ -163,7 +163,7 @@ class Request:
 @pytest.fixture
 async def make_gateway(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Gateway]]:
     """Makes gateways whose database may be slow, for that is not the subject, and lets nothing of them outlive the test."""
-    monkeypatch.setattr(offload, "DATABASE_S", DATABASE_S)
+    monkeypatch.setattr(threads, "DATABASE_S", DATABASE_S)
     monkeypatch.setattr(keeping, "_DATABASE_S", DATABASE_S)
     made: list[Gateway] = []
 
@@ -177,7 +177,7 @@ async def make_gateway(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         assert gateway.dispatcher.depth == 0
         await gateway.records.stop()
     async with asyncio.timeout(DATABASE_S):
-        while offload._room._value < offload.MAX_WAITING:  # what nobody waits for any more may still be written
+        while threads._room._value < threads.MAX_WAITING:  # what nobody waits for any more may still be written
             await asyncio.sleep(0.005)
 
 

@@ -15,11 +15,11 @@ import pytest
 from django.db import connections
 
 from controlplane.launcher.embedded import EmbeddedServers
+from core.db import Patience
 from gateway import metrics, record_sql, records
 from gateway.errors import RecordsUnavailable
 from gateway.reconciler import close_orphaned_requests
 from gateway.records import MAX_COUNT, Record, RecordWriter
-from nodes.postgres import Patience
 from wire.contract import RequestState
 from wire.ids import new_uuid7
 

@@ -16,10 +16,10 @@ from channels.layers import get_channel_layer
 from django.db import connections
 from django.db.models.functions import Now
 
+from core.hints import HINT_GROUP
 from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
-from governance.hints import HINT_GROUP
 from nodes.consumers.courier import Courier
 from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence

@@ -16,6 +16,8 @@ import pytest
 from django.db import DatabaseError, connection, transaction
 
 from controlplane.launcher.embedded import EmbeddedServers
+from core.db import Patience, threads
+from core.db.threads import MAX_WAITING, DatabaseBusy, run_in_database, run_upkeep
 from gateway import records
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue
@@ -23,9 +25,6 @@ from gateway.errors import RecordsUnavailable
 from gateway.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
 from gateway.values import Limits
-from nodes import offload
-from nodes.offload import MAX_WAITING, DatabaseBusy, run_in_database, run_upkeep
-from nodes.postgres import Patience
 from tests.frozen_database import frozen
 from wire.contract import RequestState
 from wire.credentials import CredentialKind, mint_credential
@@ -109,7 +108,7 @@ async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 @pytest.fixture
 def limit_s(monkeypatch: pytest.MonkeyPatch) -> float:
     """Less patience than we ship: what is tested waits it out."""
-    monkeypatch.setattr(offload, "DATABASE_S", 2.0)
+    monkeypatch.setattr(threads, "DATABASE_S", 2.0)
     monkeypatch.setattr(records, "_PATIENCE", Patience(silence_s=1.0))
     return 2.0
 
@@ -132,7 +131,7 @@ async def test_what_asks_a_frozen_server_ends_and_all_threads_come_back(
             pass  # a server that has just thawed may need longer than they wait
         while await asyncio.gather(*(run_upkeep(ask) for _ in range(8)), return_exceptions=True) != [7] * 8:
             pass
-    await until(lambda: offload._room._value == MAX_WAITING)
+    await until(lambda: threads._room._value == MAX_WAITING)
 
 
 @pytest.mark.usefixtures("rows")
@@ -187,9 +186,9 @@ async def test_a_gateway_lives_through_a_freeze_and_its_heartbeat_goes_on(
 
 
 async def test_more_calls_than_may_wait_are_refused_at_once_and_upkeep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    await until(lambda: offload._room._value == MAX_WAITING)  # a call of an earlier test would give its place back to this room
-    monkeypatch.setattr(offload, "_room", threading.BoundedSemaphore(5))
-    monkeypatch.setattr(offload, "DATABASE_S", SLACK_S)
+    await until(lambda: threads._room._value == MAX_WAITING)  # a call of an earlier test would give its place back to this room
+    monkeypatch.setattr(threads, "_room", threading.BoundedSemaphore(5))
+    monkeypatch.setattr(threads, "DATABASE_S", SLACK_S)
     go_on = threading.Event()
     waiting = [asyncio.create_task(run_in_database(go_on.wait, 30)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -202,7 +201,7 @@ async def test_more_calls_than_may_wait_are_refused_at_once_and_upkeep_goes_on(m
 
 
 async def test_a_call_that_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "DATABASE_S", SLACK_S)
+    monkeypatch.setattr(threads, "DATABASE_S", SLACK_S)
     go_on = threading.Event()
     begun: list[int] = []
     busy = [asyncio.create_task(run_in_database(go_on.wait, 30)) for _ in range(4)]

@@ -14,6 +14,7 @@ from django.db import connection, connections
 from django.db.models.functions import Now
 from pytest_django import Settings
 
+from core.db.threads import run_upkeep
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey
@@ -21,7 +22,6 @@ from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
 from gateway.services import create_api_key, create_tenant, revoke_api_key
 from gateway.values import Limits
-from nodes.offload import run_upkeep
 from nodes.services.sessions import SessionEnd, close_sessions
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits

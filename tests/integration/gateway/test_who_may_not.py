@@ -17,9 +17,9 @@ from django.db import connection, connections
 from django.test import Client, RequestFactory
 from django.urls import re_path
 
-from controlplane.models import User
 from controlplane.playground.errors import SignedOut
 from controlplane.playground.keys import lend_key
+from core.models import User
 from gateway.models import ApiKey
 from gateway.runtime import GatewayRuntime
 from gateway.services import change_response_policy, create_api_key, create_tenant

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from gateway.models import ApiKey, GatewayProcess, RequestRecord, Tenant
 from gateway.services import create_api_key, create_tenant
 from governance.models import AuditEvent

@@ -17,8 +17,8 @@ from websockets.exceptions import InvalidStatus
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
+from core.outbox import Outbox
 from gateway.refusing import admit_programs, refuse_unknown_socket
-from nodes.links.outbox import Outbox
 from tests.integration.gateway_server.serving import run_server
 
 Scope = dict[str, Any]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from django.conf import settings
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from governance import services
 from governance.models import ApproverKey, Operation, PolicyVersion
 from governance.services import ApproverChoice, Proposer

@@ -12,11 +12,11 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
+from core.throttle import AuthThrottle
 from governance.errors import AdminTokenNotFound, InvalidName
 from governance.models import AdminToken, AuditEvent
 from governance.services import admin_tokens, create_admin_token, revoke_admin_token, verify_admin_token
-from governance.throttle import AuthThrottle
 from wire.credentials import CredentialKind, _checksum, digest_credential, mint_credential
 
 pytestmark = pytest.mark.django_db

@@ -13,7 +13,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from controlplane.models import User
+from core.models import User
 from gateway.services import create_tenant
 from governance import services
 from governance.errors import InvalidProposal

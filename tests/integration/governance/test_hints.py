@@ -16,8 +16,8 @@ from django.db import connection, transaction
 from pytest_django import Settings
 from redis import asyncio as aioredis
 
-from governance import hints
-from governance.hints import HINT_GROUP, publish_hint
+from core import hints
+from core.hints import HINT_GROUP, publish_hint
 
 WITHIN_S = 30.0
 pytestmark = pytest.mark.timeout(120)

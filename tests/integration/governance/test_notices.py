@@ -22,7 +22,7 @@ from django.urls import reverse
 from django.utils import timezone
 from pytest_django.fixtures import Settings
 
-from controlplane.models import User
+from core.models import User
 from governance import services
 from governance.models import AuditEvent, Notice, Operation, WebhookEndpoint
 from governance.services.delivery import GIVE_UP_AFTER, LEASE, deliver_due

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from governance import services
 from governance.errors import ApprovalRefused, InvalidProposal, NeedsApproval, NoPolicy, NotPermitted, StateChanged
 from governance.models import AdminToken, AuditEvent, Operation, OperationRun

@@ -10,7 +10,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from governance import services
 from governance.errors import ApprovalRefused, GovernanceError, InvalidProposal, NotPermitted, StateChanged
 from governance.models import AdminToken, ApproverKey, AuditEvent, Operation, OperationRun, PolicyVersion

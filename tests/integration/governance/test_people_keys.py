@@ -17,7 +17,7 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from governance.errors import NotPermitted
 from governance.models import ApproverKey, AuditEvent, Invitation, PolicyVersion
 from governance.services.approver_keys import add_key_file, list_keys, revoke_key

@@ -14,7 +14,7 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from gateway.models import ApiKey, Tenant
 from governance import services
 from governance.models import ApproverKey, Invitation, OneTimePassword, Operation

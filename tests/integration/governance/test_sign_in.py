@@ -21,7 +21,7 @@ from django.db import connection
 from django.test import Client
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from governance.errors import SignInRefused
 from governance.models import ApproverKey, AuditEvent, Invitation, OneTimePassword, PolicyVersion, SignInFailure
 from governance.services.passkeys import KnownPasskey, verify_known

@@ -17,7 +17,7 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.models import User
+from core.models import User
 from governance import services
 from governance.errors import ApprovalRefused
 from governance.models import ApproverKey, AuditEvent, Operation

@@ -15,7 +15,7 @@ from controlplane.launcher.credentials import require_credentials
 from controlplane.launcher.files import read_json
 from controlplane.management.commands.bootstrap import ACTOR, MODEL, USERNAME, make_credentials
 from controlplane.management.service_command import SETTINGS_CHECKS
-from controlplane.models import User
+from core.models import User
 from gateway.services import disallow_model, is_model_allowed, revoke_api_key
 from governance.services import revoke_admin_token, verify_admin_token
 from nodes.services import find_credential, revoke_credential
@@ -132,6 +132,6 @@ def test_a_wrong_setting_ends_it_before_anything_is_made(tmp_path: Path) -> None
 
 
 def test_commands_look_at_the_settings_of_every_app_of_ours() -> None:
-    ours = {"controlplane", "gateway", "governance", "nodes"}
+    ours = {"controlplane", "core", "gateway", "governance", "nodes"}
     checks = [check for check in registry.get_checks() if check.__module__.partition(".")[0] in ours]
     assert {tag for check in checks for tag in check.tags} == set(SETTINGS_CHECKS)

@@ -12,7 +12,7 @@ from django.core.management import call_command
 from django.test import Client
 
 from controlplane.launcher.files import write_json
-from controlplane.models import User
+from core.models import User
 from gateway.services import is_model_allowed
 from tests.integration.governance.team import make_key
 

@@ -200,9 +200,7 @@ def test_a_setting_that_cannot_be_used_is_one_line_before_anything_is_made(name:
 
 
 def test_manage_reaches_the_running_installation(installation: Installation) -> None:
-    answer = installation.run(
-        "manage", "shell", "-v", "0", "-c", "from controlplane.models import User; print(User.objects.get())"
-    )
+    answer = installation.run("manage", "shell", "-v", "0", "-c", "from core.models import User; print(User.objects.get())")
     assert answer.stdout == "admin\n", answer.stderr
 
 

@@ -18,13 +18,13 @@ from pytest_django import Settings
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
+from core.db import threads
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
 from governance import services
 from governance.checkpoints import make_checkpoint
 from governance.models import Operation, WitnessStatement
 from governance.states import RunState
-from nodes import offload
 from nodes.models import Node, NodeCommand, NodePresence
 from tests.contract.scripted_box import ScriptedBox
 from tests.contract.waiting import eventually
@@ -51,7 +51,7 @@ async def _close_connections() -> AsyncIterator[None]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A database that a busy machine keeps waiting is not away."""
-    monkeypatch.setattr(offload, "DATABASE_S", 30.0)
+    monkeypatch.setattr(threads, "DATABASE_S", 30.0)
 
 
 @asynccontextmanager

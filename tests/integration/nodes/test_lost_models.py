@@ -13,8 +13,8 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.models import User
 from controlplane.overview import read_overview
+from core.models import User
 from governance import services
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint

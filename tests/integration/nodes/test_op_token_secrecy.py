@@ -13,7 +13,7 @@ from django.db import connection
 from django.test import Client
 from django.utils.module_loading import import_string
 
-from controlplane.models import User
+from core.models import User
 from governance.registry import RunOrder
 from nodes.models import NodeCommand
 from tests.integration.governance.team import make_governed

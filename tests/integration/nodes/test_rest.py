@@ -13,9 +13,9 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from pytest_django import DjangoAssertNumQueries, Settings
 
+from core.throttle import AuthThrottle
 from gateway.services import allow_model, create_api_key, create_tenant
 from governance.services import create_admin_token
-from governance.throttle import AuthThrottle
 from nodes import authentication
 from nodes.models import Node, NodePresence
 from nodes.services import (

@@ -17,9 +17,10 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connection, connections
 
+from core.db import threads
 from gateway.refusing import admit_programs
 from governance.models import AuditEvent
-from nodes import offload, services
+from nodes import services
 from nodes.consumers import WorkerEndpoint
 from nodes.consumers.endpoint import OwnerWord
 from nodes.links import EndKind, LinkRegistry
@@ -52,7 +53,7 @@ async def _close_connections() -> AsyncIterator[None]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A database that a busy machine keeps waiting is not away."""
-    monkeypatch.setattr(offload, "DATABASE_S", 30.0)
+    monkeypatch.setattr(threads, "DATABASE_S", 30.0)
 
 
 class Door:

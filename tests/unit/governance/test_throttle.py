@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from governance.throttle import AuthThrottle
+from core.throttle import AuthThrottle
 from wire.credentials import CredentialKind, digest_credential, mint_credential
 
 ADDRESS = "192.0.2.1"

@@ -8,9 +8,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nodes.links import LinkRegistry
-from nodes.links.keeper import LinkKeeper
+from nodes.links.keeper import MAX_NAMED_NODES, FleetGauges, LinkKeeper
 from nodes.links.port import Link
-from nodes.metrics import MAX_NAMED_NODES, FleetGauges
 from nodes.session.reports import MAX_GPUS
 from nodes.states import HealthPolicy
 from tests.unit.nodes.link_fakes import make_row

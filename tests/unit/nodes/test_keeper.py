@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 
 import pytest
 
+from core.outbox import AsgiMessage
 from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.keeper import LinkKeeper
-from nodes.links.outbox import AsgiMessage
 from nodes.links.port import LinkEnd
 from nodes.links.relay import RelayLink
 from nodes.session import OpenRequest, ServerSession

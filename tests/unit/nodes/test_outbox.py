@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nodes.links.outbox import AsgiMessage, Outbox
+from core.outbox import AsgiMessage, Outbox
 
 Act = Callable[[], None]
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from nodes.postgres import Patience, limit_patience, limit_process
-from nodes.postgres import connection as patient
-from nodes.postgres.base import DatabaseWrapper
+from core.db import Patience, limit_patience, limit_process
+from core.db import connection as patient
+from core.db.base import DatabaseWrapper
 
 
 def parameters(**options: str) -> tuple[object, object]:

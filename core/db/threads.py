@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 from django.db import OperationalError, close_old_connections
 
-from nodes.postgres import Patience, limit_patience
+from core.db import Patience, limit_patience
 
 P = ParamSpec("P")
 R = TypeVar("R")

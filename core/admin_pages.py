@@ -29,8 +29,7 @@ from unfold.admin import ModelAdmin
 from unfold.decorators import display
 from unfold.views import ChangeList
 
-from governance.errors import GovernanceError
-from governance.signin import may_act
+from core.errors import ContractError
 from wire.contract import ErrorCode
 
 Row = Any
@@ -154,8 +153,6 @@ class ShowingAdmin(FindingAdmin):
     """Shows rows. Nothing can be edited or deleted; ``row_changes`` are links to confirm pages."""
 
     row_changes: ClassVar[Sequence[RowChange]] = ()
-    refusals: ClassVar[tuple[type[Exception], ...]] = (GovernanceError,)
-    """Errors of the services behind ``row_changes``: their text is shown to the operator."""
     is_live: ClassVar[bool] = False
     """Whether an open list is kept current. Its ages are true either way: the list says as of when."""
     empty_words: ClassVar[str] = ""
@@ -202,7 +199,8 @@ class ShowingAdmin(FindingAdmin):
     def get_list_display(self, request: HttpRequest) -> list[str]:
         """Return the columns; the one with changes is for those who may make them."""
         columns = super().get_list_display(request)
-        return [name for name in columns if name != "show_changes" or (self.may_change(request) and may_act(request))]
+        may_change = self.may_change(request) and self.admin_site.may_act(request)
+        return [name for name in columns if name != "show_changes" or may_change]
 
     def get_urls(self) -> list[URLPattern]:
         view = never_cache(self.admin_site.admin_view(self.confirm_view))
@@ -278,8 +276,8 @@ class ShowingAdmin(FindingAdmin):
     def _run_change(self, request: HttpRequest, change: RowChange, row: Row, form: forms.Form) -> bool:
         try:
             done = change.run(row, name_actor(request), form.cleaned_data)
-        except self.refusals as refusal:
-            form.add_error(None, ValidationError(str(refusal), code=_read_code(refusal)))
+        except ContractError as refusal:
+            form.add_error(None, ValidationError(str(refusal), code=refusal.code.value))
             return False
         messages.success(request, done)
         return True
@@ -299,7 +297,7 @@ class CreatingAdmin(ShowingAdmin):
     create_explanation: ClassVar[str] = ""
 
     def create(self, actor: str, values: Values) -> Created:
-        """Call the service with the cleaned values of ``create_form``. May raise one of ``refusals``."""
+        """Call the service with the cleaned values of ``create_form``. May raise ContractError."""
         raise NotImplementedError
 
     def find_offer(self, values: Values) -> Offer | None:
@@ -309,7 +307,7 @@ class CreatingAdmin(ShowingAdmin):
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Follow the operator's permissions; a session that may only look is offered no *Add*."""
-        return self._may_create(request) and may_act(request)
+        return self._may_create(request) and self.admin_site.may_act(request)
 
     def _may_create(self, request: HttpRequest) -> bool:
         return bool(ModelAdmin.has_add_permission(self, request))
@@ -347,17 +345,12 @@ class CreatingAdmin(ShowingAdmin):
     def _try_create(self, request: HttpRequest, form: forms.Form) -> Created | None:
         try:
             return self.create(name_actor(request), form.cleaned_data)
-        except self.refusals as refusal:
-            param, code = getattr(refusal, "param", None), _read_code(refusal)
-            is_on_field = param in form.fields and code != ErrorCode.APPROVAL_REFUSED.value
-            form.add_error(param if is_on_field else None, ValidationError(str(refusal), code=code))
+        except ContractError as refusal:
+            is_on_field = refusal.param in form.fields and refusal.code is not ErrorCode.APPROVAL_REFUSED
+            form.add_error(refusal.param if is_on_field else None, ValidationError(str(refusal), code=refusal.code.value))
             return None
 
 
 def needs_approval(form: forms.Form) -> bool:
     """Return whether a service refused the form because the change has to be approved."""
     return form.is_bound and form.has_error(NON_FIELD_ERRORS, ErrorCode.APPROVAL_REFUSED.value)
-
-
-def _read_code(refusal: Exception) -> str:
-    return str(getattr(refusal, "code", ""))

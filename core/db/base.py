@@ -7,7 +7,7 @@ from typing import Any
 from django.db.backends.postgresql import base
 from psycopg import IsolationLevel
 
-from nodes.postgres.connection import PatientConnection, read_patience
+from core.db.connection import PatientConnection, read_patience
 
 _LEAST_CONNECT_S = 2
 """libpq waits no less than that for a connection."""
