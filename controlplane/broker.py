@@ -18,11 +18,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 import redis
 from django.conf import settings
-from django.utils import timezone
 from django.utils.module_loading import import_string
 from kombu.transport import redis as redis_transport
 
 from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, MessageCount
+from wire import clock
 
 MAX_MESSAGE_BYTES = 16 * 1024
 """Ours have about one KiB."""
@@ -64,7 +64,7 @@ def rebuild_message(text: bytes, queue: str) -> bytes | None:
         message = msgspec.json.decode(text, type=_Message)
         ids, _, _ = msgspec.json.decode(message.body, type=tuple[list[uuid.UUID], _Nothing, dict[str, object]])
         headers, args = message.headers, [str(ident) for ident in ids]
-        if headers.eta is not None and headers.eta - timezone.now() > MAX_AHEAD:
+        if headers.eta is not None and headers.eta - clock.now() > MAX_AHEAD:
             return None
         task = import_string(settings.TASK_APP).tasks.get(headers.task)
         if task is None or headers.task.startswith("celery."):  # Celery's own tasks call others by name

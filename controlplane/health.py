@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from http import HTTPStatus
 
 from django.db import Error as DatabaseFailure
@@ -13,6 +12,7 @@ from django.views.decorators.http import require_safe
 
 from core.db import Patience, limit_patience
 from core.hints import read_unreadable
+from wire import clock
 
 DATABASE_TIMEOUT_S = 3.0
 """Less than supervisors wait for an answer, and than other requests wait for the database."""
@@ -38,7 +38,7 @@ def show_health(request: HttpRequest) -> JsonResponse:
 
 def look_at_database() -> str:
     """Return ``ok``, ``read-only``, or ``unreachable`` when the database does not answer within DATABASE_TIMEOUT_S."""
-    patience = Patience(silence_s=DATABASE_TIMEOUT_S, ends_at=time.monotonic() + DATABASE_TIMEOUT_S)
+    patience = Patience(silence_s=DATABASE_TIMEOUT_S, ends_at=clock.monotonic() + DATABASE_TIMEOUT_S)
     try:
         with limit_patience(patience), connection.cursor() as cursor:
             cursor.execute("SELECT current_setting('transaction_read_only')")

@@ -6,7 +6,6 @@ Each looks at the rows on every hint and on a clock of its own, and pushes a sma
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +26,7 @@ from governance.signin import find_living, may_act
 from governance.states import RunState
 from governance.views.operation_parts import render_live
 from nodes.services.boxes import read_box
+from wire import clock
 
 PUSH_EVERY_S = 2.0
 PUSH_CHANGES_EVERY_S = 0.5
@@ -64,7 +64,7 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
 
     def _look_while_let_in(self) -> tuple[Pushed, float] | int:
         """Return what to push; a close code once the session has ended or its person may not look any more."""
-        request = find_living(self.scope["cookies"].get(settings.SESSION_COOKIE_NAME, ""), now=time.time())
+        request = find_living(self.scope["cookies"].get(settings.SESSION_COOKIE_NAME, ""), now=clock.unix_s())
         if request is None or isinstance(request.user, AnonymousUser):
             return SIGNED_OUT
         user = request.user
@@ -120,8 +120,8 @@ class OverviewConsumer(PushConsumer):
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return how things stand; what is read slowly is up to SLOW_FACTS_AGE_S old."""
-        if self._slow is None or time.monotonic() - self._slow_at > SLOW_FACTS_AGE_S:
-            self._slow, self._slow_at = read_slow_facts(), time.monotonic()
+        if self._slow is None or clock.monotonic() - self._slow_at > SLOW_FACTS_AGE_S:
+            self._slow, self._slow_at = read_slow_facts(), clock.monotonic()
         overview = read_live_overview(self._slow)
         html = render_to_string("admin/muster/overview_live.html", {"overview": overview})
         return {**count_live(overview), "html": html}, PUSH_EVERY_S

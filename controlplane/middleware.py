@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -12,6 +11,7 @@ from django.shortcuts import render
 
 from governance.signin import keep_session, may_act
 from governance.views.content_policy import STRICT_PATHS, STRICT_POLICY, with_strict_policy
+from wire import clock
 from wire.contract import ErrorCode
 
 POLICY = "; ".join(
@@ -73,7 +73,7 @@ class SessionMiddleware:
         self._get_response = get_response
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
-        if request.user.is_authenticated and keep_session(request, now=time.time()) and is_refused(request):
+        if request.user.is_authenticated and keep_session(request, now=clock.unix_s()) and is_refused(request):
             return refuse_change(request)
         return self._get_response(request)
 

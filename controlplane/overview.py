@@ -12,7 +12,6 @@ from enum import IntEnum
 from urllib.parse import urlencode
 
 from django.urls import reverse
-from django.utils import timezone
 
 from controlplane.templatetags.muster import print_duration
 from core.hints import read_unreadable
@@ -23,6 +22,7 @@ from governance.services import active_policy
 from nodes.operations.lost_models import LostModel, find_lost_models
 from nodes.services.overview import FleetOverview, NodeHealth, read_fleet
 from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS, Freshness
+from wire import clock
 from wire.contract import NodeStatus
 
 SLOW_QUEUE_S = 2.0
@@ -134,7 +134,7 @@ def read_live_overview(slow: SlowFacts) -> Overview:
         fleet=fleet,
         open_requests=open_requests,
         slow=slow,
-        now=timezone.now(),
+        now=clock.now(),
         waits=waits,
         unserved=explain_waits(asked_most),
         gateways=read_gateways(),

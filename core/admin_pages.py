@@ -21,7 +21,6 @@ from django.forms.widgets import Script
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
-from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.views.decorators.cache import never_cache
@@ -30,6 +29,7 @@ from unfold.decorators import display
 from unfold.views import ChangeList
 
 from core.errors import ContractError
+from wire import clock
 from wire.contract import ErrorCode
 
 Row = Any
@@ -177,7 +177,7 @@ class ShowingAdmin(FindingAdmin):
         extra_context: dict[str, Any] | None = None,  # Any: Django's template context
     ) -> HttpResponse:
         """Show the list, and as of when it is."""
-        context = {"as_of": timezone.now() if self.is_live else None, **(extra_context or {})}
+        context = {"as_of": clock.now() if self.is_live else None, **(extra_context or {})}
         return super().changelist_view(request, context)  # type: ignore[no-any-return]  # Unfold ships no types
 
     def may_change(self, request: HttpRequest) -> bool:

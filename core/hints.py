@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +17,8 @@ from channels.layers import get_channel_layer
 from channels_redis.pubsub import RedisPubSubChannelLayer
 from django.conf import settings
 from django.db import transaction
+
+from wire import clock
 
 HINT_GROUP = "muster.hints"
 HINT_TYPE = "hint"
@@ -50,8 +51,8 @@ class MessageCount:
     def add(self) -> None:
         """Count one message."""
         self.total += 1
-        if time.monotonic() >= self._log_at:
-            self._log_at = time.monotonic() + LOG_EVERY_S
+        if clock.monotonic() >= self._log_at:
+            self._log_at = clock.monotonic() + LOG_EVERY_S
             logger.error("%s total=%d; something else writes to Valkey", self._event, self.total)
 
 

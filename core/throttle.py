@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Collection
+
+from wire import clock
 
 RETRY_S = 1
 _TABLE_LIMIT = 10_000
@@ -26,7 +27,7 @@ class AuthThrottle:
         failures: int = 20,
         block_s: float = RETRY_S,
         read_digests: Callable[[], Collection[bytes]] = tuple,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._limit, self._block_s = failures, block_s
         self._read_digests = read_digests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from gateway.catalogue import Catalogue, ModelEntry
 from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
 from gateway.routing import AUTO, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions, Priority
+from wire import clock
 
 _WINDOW_S = 60.0
 _RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
@@ -34,7 +34,7 @@ class RateState(msgspec.Struct, frozen=True, gc=False):
             return [
                 (b"anthropic-ratelimit-requests-limit", b"%d" % self.limit),
                 (b"anthropic-ratelimit-requests-remaining", b"%d" % self.remaining),
-                (b"anthropic-ratelimit-requests-reset", _write_moment(int(time.time()) + math.ceil(self.reset_s))),
+                (b"anthropic-ratelimit-requests-reset", _write_moment(int(clock.unix_s()) + math.ceil(self.reset_s))),
             ]
         return [
             (b"x-ratelimit-limit-requests", b"%d" % self.limit),
@@ -52,7 +52,7 @@ def _write_moment(second: int) -> bytes:
 class RateLimiter:
     """Requests per minute of each key over a moving window; exact within this process."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
         self._windows: dict[uuid.UUID, deque[float]] = {}
 

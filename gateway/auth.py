@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import time
 import uuid
 from collections.abc import Mapping
 
@@ -14,6 +13,7 @@ from core.throttle import RETRY_S, AuthThrottle
 from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey, RateLimited, RecordsUnavailable
 from gateway.values import Caller
+from wire import clock
 from wire.credentials import CredentialKind, digest_credential, has_good_checksum, read_keyid
 
 _UNKNOWN_FOR_S = 2.0
@@ -43,7 +43,7 @@ class KeyRing:
         if entry is None and has_good_checksum(text):  # noise with a bad checksum costs no query
             entry = await self._look_up(keyid, address)
         digest = digest_credential(text)
-        now = time.time()
+        now = clock.unix_s()
         matches = hmac.compare_digest(digest, entry.digest if entry is not None else _NO_DIGEST)
         if entry is None or not matches or not entry.is_usable(now):
             raise InvalidApiKey
@@ -55,7 +55,7 @@ class KeyRing:
         self._unknown.clear()
 
     async def _look_up(self, keyid: str, address: str) -> KeyEntry | None:
-        now = time.monotonic()
+        now = clock.monotonic()
         if self._unknown.get(keyid, 0.0) > now:
             return None
         try:

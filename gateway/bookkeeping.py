@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Protocol
 
 from gateway import metrics
@@ -14,6 +12,7 @@ from gateway.errors import GatewayError, RateLimited, ShuttingDown
 from gateway.outcome import Served
 from gateway.records import MAX_COUNT, Record, RecordWriter
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 _CHARS_PER_TOKEN = 4
@@ -35,7 +34,7 @@ BUGGED = Ending(RequestState.FAILED, GatewayError())
 
 
 class Passage(Protocol):
-    """What went through to the client. ``first_byte_at``: time.monotonic() seconds; ``events``: pieces of a stream."""
+    """What went through to the client. ``first_byte_at``: clock.monotonic() seconds; ``events``: pieces of a stream."""
 
     bytes_out: int
     events: int
@@ -54,7 +53,7 @@ class Bookkeeper:
         """Return the row of a request, not written yet. ``asked_model``: the client's name for the model, if another."""
         return Record(
             id=record_id,
-            created_at=datetime.now(UTC),
+            created_at=clock.now(),
             gateway_id=self.gateway_id,
             tenant=caller.tenant,
             key_id=caller.key_id,
@@ -116,7 +115,7 @@ class Bookkeeper:
                 record.status_code = ending.error.status
             is_refused = judge_outcome(ending.state, record.status_code) is RequestOutcome.REFUSED
             (metrics.REFUSALS if is_refused else metrics.ERRORS).labels(ending.error.code).inc()
-        record.finished_at = datetime.now(UTC)
+        record.finished_at = clock.now()
         record.state = ending.state
         self.records.touch(record)
 
@@ -130,7 +129,7 @@ class Bookkeeper:
                 record.ttfb_ms = int((passage.first_byte_at - started) * 1000)
             if passage.events and record.completion_tokens is None:  # it broke, or was left: what came until then was made too
                 count_tokens(record, Served(200, None), passage)
-        elapsed = time.monotonic() - started
+        elapsed = clock.monotonic() - started
         record.latency_ms = int(elapsed * 1000)
         self.seal(record, ending)
         metrics.TALLY.in_flight -= 1

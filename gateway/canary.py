@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 import uuid
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
 import msgspec
 
@@ -23,6 +21,7 @@ from gateway.dispatch import Dispatcher, Lease
 from gateway.records import MAX_COUNT, Record, RecordWriter
 from nodes.links import Link, LinkRegistry
 from nodes.session import OpenRequest
+from wire import clock
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 from wire.unreadable import UNREADABLE
@@ -92,15 +91,15 @@ class Canaries:
 
     async def ask_due(self) -> None:
         """Ask everybody whose time has come; each takes _DEADLINE_S at most."""
-        await asyncio.gather(*(self.ask(link, entry) for link, entry in self.list_due(time.monotonic())))
+        await asyncio.gather(*(self.ask(link, entry) for link, entry in self.list_due(clock.monotonic())))
 
     async def ask(self, link: Link, entry: ModelEntry) -> None:
         """Ask one node, judge what it says, and say when it is asked again."""
-        if not link.can_take(time.monotonic()):
+        if not link.can_take(clock.monotonic()):
             return  # its slot was taken, or it was lost, since it was found to be due
         lease = Lease(self.dispatcher, link)
         link.active += 1
-        record_id, started = new_uuid7(), time.monotonic()
+        record_id, started = new_uuid7(), clock.monotonic()
         self._plan_next(link, entry, self.interval_s)
         try:
             answer = await exchange(link, _write_request(entry, format_id("req", record_id), tenant=self.gateway_id.hex[-8:]))
@@ -111,7 +110,7 @@ class Canaries:
         if answer is None or answer[0] != 200:
             return
         is_right = entry.canary_answer.casefold() in _read_text(answer[1]).casefold()
-        self._record(record_id, link, entry, answer[1], seconds=time.monotonic() - started)
+        self._record(record_id, link, entry, answer[1], seconds=clock.monotonic() - started)
         again_s = self.interval_s if is_right else min(self.interval_s, _AGAIN_S)
         now = self._plan_next(link, entry, again_s)
         if not is_right:
@@ -124,14 +123,14 @@ class Canaries:
 
     def _plan_next(self, link: Link, entry: ModelEntry, pause_s: float) -> float:
         """Note when a node is asked again, half a pause sooner or later so that it cannot tell; return the time of now."""
-        now = time.monotonic()
+        now = clock.monotonic()
         self._due[link.node_id, entry.name] = now + pause_s * (0.5 + random.random())  # noqa: S311 - no secret
         return now
 
     def _record(self, record_id: uuid.UUID, link: Link, entry: ModelEntry, body: bytes, *, seconds: float) -> None:
         record = Record(
             id=record_id,
-            created_at=datetime.now(UTC),
+            created_at=clock.now(),
             gateway_id=self.gateway_id,
             tenant="",
             key_id=uuid.UUID(int=0),
@@ -146,7 +145,7 @@ class Canaries:
             status_code=200,
             bytes_out=len(body),
             latency_ms=int(seconds * 1000),
-            finished_at=datetime.now(UTC),
+            finished_at=clock.now(),
             state=RequestState.COMPLETED,
         )
         usage = read_usage(body)

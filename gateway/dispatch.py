@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import time
 import uuid
 from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
@@ -37,6 +36,7 @@ from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
+from wire import clock
 
 _BUSY_PAUSE_S = 0.05
 _HELD_WEIGHT = 0.1
@@ -44,7 +44,7 @@ _HELD_WEIGHT = 0.1
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An accepted request on its way to a box. ``deadline`` and ``accepted`` are time.monotonic() seconds."""
+    """An accepted request on its way to a box. ``deadline`` and ``accepted`` are clock.monotonic() seconds."""
 
     request_id: str
     request: InferenceRequest
@@ -80,7 +80,7 @@ class Lease:
     link: Link
     model: str = ""
     granted: float = 0.0
-    """time.monotonic() seconds; 0 = not to be counted in how long requests take."""
+    """clock.monotonic() seconds; 0 = not to be counted in how long requests take."""
     probed: Ejection | None = None
     """The ejection of the replica that this request tries to end."""
     released: bool = False
@@ -90,7 +90,7 @@ class Lease:
         if not self.released:
             self.released = True
             self.link.active -= 1
-            self.link.released_at = now = time.monotonic()
+            self.link.released_at = now = clock.monotonic()
             if self.probed is not None:
                 self.probed.end_probe(now)
             if self.granted:
@@ -131,7 +131,7 @@ class Dispatcher:
 
     def new_job(self, *, request_id: str, request: InferenceRequest, tenant: str, max_queue: int, priority: str = "") -> Job:
         """Return a job whose place in the queue and whose deadline count from now. ``priority`` is for the box."""
-        now, options = time.monotonic(), request.options
+        now, options = clock.monotonic(), request.options
         wait_ms = options.max_latency_ms if options is not None else None
         return Job(
             request_id=request_id,
@@ -149,7 +149,7 @@ class Dispatcher:
 
     def outlook(self, model: str, lane: str, *, max_queue: float = math.inf, avoid: Collection[Link] = ()) -> Outlook:
         """Return how a newcomer for ``model`` would fare on that API path, best on none of the boxes in ``avoid``."""
-        now = time.monotonic()
+        now = clock.monotonic()
         links = self._links_open(model, lane, now)
         lanes = self._queues.get(model, {})
         waiting = len(lanes.get(lane, ()))
@@ -184,7 +184,7 @@ class Dispatcher:
 
     def rank_models(self, models: Iterable[str], lane: str) -> list[str]:
         """Return those of ``models`` that boxes serve on that API path, the one with most room first."""
-        now = time.monotonic()
+        now = clock.monotonic()
         rooms: list[tuple[int, int, str]] = []
         for model in models:
             ready = [link for link in self._links_open(model, lane, now) if link.condition(now) is LinkCondition.READY]
@@ -245,7 +245,7 @@ class Dispatcher:
         """Give free slots of ``link`` to those who wait, oldest first."""
         if not self._queues:
             return
-        now = time.monotonic()
+        now = clock.monotonic()
         while link.can_take(now):
             waiter = self._oldest_for(link, now)
             if waiter is None:
@@ -263,13 +263,13 @@ class Dispatcher:
             caller=None if job.prefer and link.is_called(job.prefer) else caller,
             is_streaming=request.is_streaming,
             answer=answer,
-            now=time.monotonic(),
+            now=clock.monotonic(),
             probed=lease.probed,
         )
 
     def end_trial(self, job: Job, trial: Trial, outcome: Outcome | None) -> None:
         """Judge a node by how an attempt ended; None: the caller left. What failed on every node was the request's fault."""
-        now, verdict, link = time.monotonic(), judge_node(outcome), trial.link
+        now, verdict, link = clock.monotonic(), judge_node(outcome), trial.link
         if verdict in {Verdict.FAILED, Verdict.SUSPECT}:
             was_taken_back = link.policy.reclaimed or link.policy.draining or link.box_draining
             if was_taken_back or link.is_peer or (job.suspects and verdict is Verdict.FAILED):
@@ -289,7 +289,7 @@ class Dispatcher:
     def note_busy(self, link: Link, pause_s: float | None = None) -> None:
         """The node itself refused a request: leave it alone for as long as it says (None = a moment), then try again."""
         pause_s = _BUSY_PAUSE_S if pause_s is None else pause_s
-        link.busy_until = time.monotonic() + pause_s
+        link.busy_until = clock.monotonic() + pause_s
         asyncio.get_running_loop().call_later(pause_s + 0.001, self.place_on, link)
 
     # inside
@@ -299,7 +299,7 @@ class Dispatcher:
         return self._ejections.choose_from(self._registry.links_answering(model, lane), model, now)
 
     def _choose(self, model: str, endpoint: str, avoid: set[Link], prefer: str = "") -> Link | None:
-        now = time.monotonic()
+        now = clock.monotonic()
         links = self._links_open(model, endpoint, now)
         if endpoint in SPOKEN_THROUGH and not prefer:  # a box that speaks it needs no translation
             own = [link for link in links if link not in avoid and link.answers(model, endpoint)]
@@ -320,7 +320,7 @@ class Dispatcher:
     def _grant(self, link: Link, model: str) -> Lease:
         link.active += 1
         link.last_served = next(self._served)
-        now = time.monotonic()
+        now = clock.monotonic()
         return Lease(self, link, model, now, self._ejections.take_probe(link, model, now))
 
     def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
@@ -334,7 +334,7 @@ class Dispatcher:
         return waiter.future
 
     def _arm(self, waiter: _Waiter) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         limit = min(waiter.job.accepted + min(self._timeouts.queue_s, waiter.job.max_wait_s), waiter.job.deadline)
         patience = waiter.job.accepted + self._timeouts.no_node_wait_s
         due = patience if now < patience < limit else limit
@@ -362,7 +362,7 @@ class Dispatcher:
         return self._explain(request.model, request.path)
 
     def _explain(self, model: str, lane: str) -> GatewayError | None:
-        now = time.monotonic()
+        now = clock.monotonic()
         conditions = {link.condition(now) for link in self._registry.links_answering(model, lane)}
         if LinkCondition.READY in conditions:
             return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,6 +23,7 @@ from gateway.dialects.translation import AnswerTranslator, Translation
 from gateway.errors import BadRequest, GatewayError, RecordsUnavailable, ResponseNotFound
 from gateway.services.responses import keep_response, load_history
 from gateway.values import Caller, InferenceRequest
+from wire import clock
 
 logger = logging.getLogger("muster.gateway")
 
@@ -92,7 +92,7 @@ async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keepin
     body = translator.kept
     if body is None:
         return False
-    give_up_at = time.monotonic() + _DATABASE_S - _MARGIN_S
+    give_up_at = clock.monotonic() + _DATABASE_S - _MARGIN_S
     try:
         await _ask_database(
             lambda: keep_response(

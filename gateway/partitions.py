@@ -17,6 +17,8 @@ from django.db import OperationalError, connection, transaction
 from django.db.backends.utils import CursorWrapper
 from psycopg.errors import LockNotAvailable
 
+from wire import clock
+
 TABLE = "gateway_requestrecord"
 DEFAULT_PARTITION = f"{TABLE}_default"
 DAYS_AHEAD = 7
@@ -47,7 +49,7 @@ def maintain_partitions(*, today: date | None = None) -> MaintenanceReport:
 
     Idempotent; days are UTC days and each is a transaction of its own. Raises PartitionsBusy.
     """
-    first = today or datetime.now(UTC).date()
+    first = today or clock.now().date()
     oldest_kept = first - timedelta(days=settings.REQUEST_RETENTION_DAYS)
     existing = list_partition_days()
     missing = [day for step in range(DAYS_AHEAD + 1) if (day := first + timedelta(days=step)) not in existing]

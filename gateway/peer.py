@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import count
 
 from gateway.client import ClientConnection, Header
@@ -16,6 +15,7 @@ from gateway.services.responses import MAX_HISTORY_BYTES
 from gateway.values import InferenceRequest, Limits
 from nodes.links import Link
 from nodes.links.http import END_HEADER
+from wire import clock
 
 _sequence = count(1)
 _NO_HEADERS: list[Header] = []
@@ -46,11 +46,11 @@ async def serve_peer(
         priority=headers.get("x-muster-priority", "")[:10],
         max_queue=0,
         sequence=next(_sequence),
-        accepted=time.monotonic(),
-        deadline=time.monotonic() + _read_number(headers.get("x-muster-deadline-ms")) / 1000,
+        accepted=clock.monotonic(),
+        deadline=clock.monotonic() + _read_number(headers.get("x-muster-deadline-ms")) / 1000,
         attempts=_read_number(headers.get("x-muster-attempt")) or 1,
     )
-    if not link.can_take(time.monotonic()):
+    if not link.can_take(clock.monotonic()):
         refuse_peer(client, b"busy")
         return
     if not link.answers(job.request.model, job.request.path):  # unloaded since the peer last looked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,6 +52,7 @@ from gateway.refusing import refuse
 from gateway.relay import Exchange
 from gateway.values import Caller, InferenceRequest, Limits, PoolOptions, Timeouts, Unmatched
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
+from wire import clock
 from wire.contract import RequestState
 from wire.engine_errors import quote_message
 from wire.ids import format_id, new_uuid7
@@ -107,7 +107,7 @@ class Pipeline:
         record: Record | None = None
         job: Job | None = None
         exchange: Exchange | None = None
-        started = time.monotonic()
+        started = clock.monotonic()
         ending = TORN_DOWN
         try:
             if self.is_stopping:
@@ -277,7 +277,7 @@ class Pipeline:
         """Return a slot on a box of the first model that can answer in time. Raises ShuttingDown: nothing is begun any more."""
         if self.is_stopping:
             raise ShuttingDown(retry_after_s=2)
-        asked_at = time.monotonic()
+        asked_at = clock.monotonic()
         if len(job.models) > 1:
             self._choose_model(call, job, job.models)
         try:
@@ -289,7 +289,7 @@ class Pipeline:
                 raise
             lease = await self._wait_for_slot(call.client, job, record)
         job.attempts += 1
-        record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((time.monotonic() - asked_at) * 1000)
+        record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((clock.monotonic() - asked_at) * 1000)
         record.attempts = min(job.attempts, MAX_ATTEMPTS)
         name_model(record, job.request.model, asked_model=job.asked_model)
         record.node_id = lease.link.node_id

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from django.db import connection, transaction
 
 from gateway.values import DEAD_AFTER_S
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 
 BATCH_ROWS = 1000
@@ -68,7 +68,7 @@ def close_orphaned_requests(*, dead_after_s: float = DEAD_AFTER_S, confirm_s: fl
         "batch": BATCH_ROWS,
     }
     if _is_somebody_silent(parameters):
-        time.sleep(confirm_s)
+        clock.sleep(confirm_s)
     closed = 0
     while True:
         with transaction.atomic(), connection.cursor() as cursor:

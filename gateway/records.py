@@ -15,11 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 
 import msgspec
 import psycopg
@@ -29,6 +28,7 @@ from core.db import Patience, PatientConnection, ServerSilent
 from gateway.errors import RecordsUnavailable
 from gateway.metrics import RECORD_FLUSHES, RECORDS_DROPPED, RECORDS_PENDING
 from gateway.record_sql import BOTH, INSERT, UPDATE
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 logger = logging.getLogger("muster.records")
@@ -281,7 +281,7 @@ class RecordWriter:
         while True:
             self._wake.wait(timeout=1.0)
             if gathered >= _BUSY_BATCH and not self._stopping:
-                time.sleep(_GATHER_S)
+                clock.sleep(_GATHER_S)
             self._wake.clear()
             with self._lock:
                 inserts, self._inserts = self._inserts, []
@@ -432,5 +432,5 @@ def _close(record: Record) -> None:
         return
     record.error_code = RecordsUnavailable.code
     record.status_code = RecordsUnavailable.status
-    record.finished_at = datetime.now(UTC)
+    record.finished_at = clock.now()
     record.state = RequestState.REJECTED

@@ -7,7 +7,6 @@ another box may still take over. After the first byte there is one more thing to
 from __future__ import annotations
 
 import asyncio
-import time
 
 from gateway.answers import count_answer_chars, find_usage, read_usage
 from gateway.client import ClientConnection, Header
@@ -35,6 +34,7 @@ from nodes.links import EndKind, LinkEnd, Stream
 from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest
 from nodes.states import POOL_RESPONSES
+from wire import clock
 from wire.bridge import CANCEL_CLIENT_DISCONNECT, CANCEL_TIMEOUT, TokenCounts
 from wire.events import EndReader, StreamEnd, open_end_reader
 from wire.ids import format_id
@@ -109,7 +109,7 @@ class Exchange:
         self.received = 0
         self.was_blocked = False
         """Whether the client took the answer more slowly than the node gave it."""
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
         self._closed: asyncio.TimerHandle | None = None
         """Runs from the engine's closing event on; nothing that comes behind it matters."""
         self._ends: EndReader | None = None
@@ -119,7 +119,7 @@ class Exchange:
         """The bytes that ``waits`` holds back: the closing events, or the whole body."""
         self.translator: AnswerTranslator | None = None
         if translation is not None:
-            context = AnswerContext(job.request_id, job.request.model, int(time.time()), received_at=job.accepted)
+            context = AnswerContext(job.request_id, job.request.model, int(clock.unix_s()), received_at=job.accepted)
             self.translator = translation.open_answer(context)
         self._rewriter: Rewriter | None = None
         if translation is not None or job.request.options is not None or tidies:
@@ -133,7 +133,7 @@ class Exchange:
         """Serve the attempt. Raises ClientLeft when the client goes; whatever happens, slot and box are let go."""
         job, client = self._job, self._client
         loop = asyncio.get_running_loop()
-        remaining = job.deadline - time.monotonic()
+        remaining = job.deadline - clock.monotonic()
         timer = loop.call_later(max(0.0, remaining), self._take_deadline)
         client.on_gone = self._take_gone
         client.on_drained = self._take_drained
@@ -269,7 +269,7 @@ class Exchange:
             said = f"The node answered with HTTP {self._status} and a body, which it may not have."
             self._fail(ForwardedRequestFailed(said))
             return False
-        self.first_byte_at = time.monotonic()
+        self.first_byte_at = clock.monotonic()
         client = self._client
         if not self._job.request.is_streaming or self._status >= 400:
             return True
@@ -318,7 +318,7 @@ class Exchange:
         self._held.clear()
 
     def _measure(self) -> PoolMeta:
-        link, now, first = self._lease.link, time.monotonic(), self.first_byte_at
+        link, now, first = self._lease.link, clock.monotonic(), self.first_byte_at
         return PoolMeta(
             gpu_id=format_id("node", link.node_id),
             node=link.node_name,

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import time
 import uuid
 from contextlib import suppress
 from dataclasses import replace
@@ -52,6 +51,7 @@ from nodes.services.drains import write_drain_counts
 from nodes.services.ejections import EjectionReport, write_ejections
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.states import DrainCount, NodeRow
+from wire import clock
 from wire.ids import new_uuid7
 
 logger = logging.getLogger("muster.gateway")
@@ -76,7 +76,7 @@ class GatewayRuntime:
 
     def __init__(self) -> None:
         self.gateway_id = new_uuid7()
-        self.started_at = time.time()
+        self.started_at = clock.unix_s()
         self.limits = settings.GATEWAY_LIMITS
         self.timeouts = settings.GATEWAY_TIMEOUTS
         self.registry = LinkRegistry()
@@ -250,7 +250,7 @@ class GatewayRuntime:
         if marks == self._ejections_told:
             return
         told = list(self.registry.ejections)
-        now = time.monotonic()
+        now = clock.monotonic()
         reports = [
             EjectionReport(
                 node_id=one.node_id,
@@ -314,7 +314,7 @@ class GatewayRuntime:
         self._refresh.set()
 
     async def _sweep(self) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         since = self._keys_mark if now - self._keys_full_at <= _FULL_RELOAD_S else None
         mark, full, keys, models, aliases, rows, (others, peers), revoked = await run_upkeep(
             self._load, since, self._credentials_in_use()

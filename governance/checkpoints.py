@@ -16,13 +16,12 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, Max, Q
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.audit.reading import Tail, check_tail, log_size, read_entries_of, read_hashes
 from governance.errors import GovernanceError
 from governance.models import AuditCheckpoint, AuditEvent, WitnessStatement
-from wire import auditlog
+from wire import auditlog, clock
 from wire.auditlog import PROOF_FORMAT, AuditLogError, Checkpoint, Frontier, LogKey, leaf_hash
 from wire.contract import ErrorCode
 
@@ -101,7 +100,7 @@ def has_checkpoint(size: int) -> bool:
 
 def checkpoint_if_due(*, now: datetime | None = None) -> AuditCheckpoint | None:
     """Make a checkpoint if enough is new since the last one. Cheap when not: two index look-ups. Raises AuditLogBroken."""
-    at = now or timezone.now()
+    at = now or clock.now()
     last, size = latest_checkpoint(), log_size()
     fresh = size - (last.size if last else 0)
     is_due = fresh >= CHECKPOINT_ENTRIES or (fresh > 0 and (last is None or at - last.made_at >= CHECKPOINT_AGE))
@@ -200,7 +199,7 @@ def record_witness(
             root=root,
             public_key=public_key,
             alarm=is_alarm,
-            defaults={"signature": signature, "note": proof, "heard_at": timezone.now()},
+            defaults={"signature": signature, "note": proof, "heard_at": clock.now()},
         )
         if is_new and is_alarm:
             detail = {"status": status.value, "seen_size": size, "seen_root": root.hex(), "log_size": entries}
@@ -260,7 +259,7 @@ def check_signature(public_key: bytes, message: bytes, signature: bytes) -> bool
 
 
 def _has_told_enough(node_name: str, public_key: bytes) -> bool:
-    since = timezone.now() - timedelta(hours=1)
+    since = clock.now() - timedelta(hours=1)
     told = WitnessStatement.objects.filter(Q(node_name=node_name) | Q(public_key=public_key), alarm=True, heard_at__gt=since)
     return told.count() >= MAX_ALARMS_PER_HOUR
 

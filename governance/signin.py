@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,12 @@ from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.errors import SignInRefused
 from governance.services.approver_keys import list_passkey_ids
 from governance.services.people import Assurance, may_change
+from wire import clock
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ class ReadOnly:
 def open_session(request: HttpRequest, user: User, *, assurance: Assurance) -> None:
     """Sign ``user`` in. Whatever the session held before is gone and its key is new, so that a planted one is worth nothing."""
     request.session.flush()
-    now = int(time.time())
+    now = int(clock.unix_s())
     with transaction.atomic():
         login(request, user, backend=_BACKEND)
         request.session.update({ASSURANCE: assurance.value, SIGNED_IN_AT: now, SEEN_AT: now})
@@ -152,7 +151,7 @@ def _is_alive(session: SessionBase, *, now: float) -> bool:
 def give_challenge(request: HttpRequest, purpose: str) -> bytes:
     """Return 32 random bytes that the browser must sign within CHALLENGE_S. The newest one counts, once, for ``purpose``."""
     challenge = secrets.token_bytes(32)
-    request.session[CHALLENGE] = {"of": purpose, "bytes": encode_bytes(challenge), "at": int(time.time())}
+    request.session[CHALLENGE] = {"of": purpose, "bytes": encode_bytes(challenge), "at": int(clock.unix_s())}
     if not request.user.is_authenticated:
         request.session.set_expiry(CHALLENGE_S)
     return challenge
@@ -164,7 +163,7 @@ def take_challenge(request: HttpRequest, purpose: str) -> bytes:
     if given is not None:
         # Saved before anything is verified: an answer that makes us fail must not be worth a second try.
         request.session.save()
-    is_good = isinstance(given, dict) and given["of"] == purpose and time.time() - given["at"] <= CHALLENGE_S
+    is_good = isinstance(given, dict) and given["of"] == purpose and clock.unix_s() - given["at"] <= CHALLENGE_S
     if not is_good:
         raise SignInRefused("That took too long, or was done in another window. Try again.")
     return decode_bytes(given["bytes"])
@@ -201,14 +200,14 @@ def close_other_sessions(request: HttpRequest) -> int:
 
 def sweep_sessions() -> int:
     """Delete the sessions that have ended; return how many those were."""
-    deleted, _ = Session.objects.filter(expire_date__lt=timezone.now()).delete()
+    deleted, _ = Session.objects.filter(expire_date__lt=clock.now()).delete()
     return deleted
 
 
 def _sessions_of(user_id: object) -> list[tuple[str, dict[str, Any]]]:  # Any: what a session holds
     """Return key and content of the open sessions of a person. Reads all sessions: there are few, without an index."""
     found = []
-    for row in Session.objects.filter(expire_date__gt=timezone.now()).iterator():
+    for row in Session.objects.filter(expire_date__gt=clock.now()).iterator():
         data = row.get_decoded()
         if data.get(SESSION_KEY) == str(user_id) and BACKEND_SESSION_KEY in data:
             found.append((row.session_key, data))

@@ -6,7 +6,6 @@ import logging
 import uuid
 
 from celery import shared_task
-from django.utils import timezone
 
 from core.hints import read_unreadable
 from governance import services
@@ -15,6 +14,7 @@ from governance.services.delivery import deliver_due
 from governance.services.notices import notify_of_unreadable
 from governance.services.sign_in_throttle import sweep_failures
 from governance.signin import sweep_sessions
+from wire import clock
 
 logger = logging.getLogger("muster.governance")
 
@@ -46,7 +46,7 @@ def deliver_notices() -> int:
 def report_unreadable() -> bool:
     """Tell of messages that workers could not read."""
     total = read_unreadable()
-    return total is not None and notify_of_unreadable(total, now=timezone.now())
+    return total is not None and notify_of_unreadable(total, now=clock.now())
 
 
 @shared_task(name="governance.tasks.checkpoint_audit")  # type: ignore[untyped-decorator]  # Celery ships no types
@@ -58,4 +58,4 @@ def checkpoint_audit() -> bool:
 @shared_task(name="governance.tasks.forget_sign_ins")  # type: ignore[untyped-decorator]  # Celery ships no types
 def forget_sign_ins() -> int:
     """Delete sessions that have ended and failed sign-ins that no longer count."""
-    return sweep_sessions() + sweep_failures(now=timezone.now())
+    return sweep_sessions() + sweep_failures(now=clock.now())

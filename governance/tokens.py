@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 
 from governance.checkpoints import latest_checkpoint
 from governance.registry import Signer
+from wire import clock
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 from wire.optoken.approval import Statement
 
@@ -18,7 +18,7 @@ def mint_token(
     signer: Signer, statement: Statement, proofs: Sequence[Mapping[str, object]], *, use: int, fence: int, expires_at: int
 ) -> str:
     """Return the token of one use of an approval for one box, at the level of that box. ``expires_at``: Unix seconds."""
-    now = int(time.time())
+    now = int(clock.unix_s())
     model = statement.params.get("modelId")
     grant = Grant(
         operation=statement.operation,

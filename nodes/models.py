@@ -187,7 +187,7 @@ class NodePresence(models.Model):
     capabilities_at = models.DateTimeField(
         null=True, blank=True, help_text="When its GET /v1/capabilities was last read; empty = it never answered that"
     )
-    updated_at = models.DateTimeField(default=timezone.now)
+    updated_at = models.DateTimeField(default=timezone.now)  # noqa: TID251 - Django writes the name of it into migrations
 
     def __str__(self) -> str:
         return str(self.node_id)
@@ -202,7 +202,7 @@ class NodeDrainCount(models.Model):
     gateway_id = models.UUIDField()
     draining_since = models.DateTimeField()
     active = models.PositiveIntegerField(default=0)
-    updated_at = models.DateTimeField(default=timezone.now)
+    updated_at = models.DateTimeField(default=timezone.now)  # noqa: TID251 - Django writes the name of it into migrations
 
     class Meta:
         constraints = [models.UniqueConstraint(fields=["node", "gateway_id"], name="node_drain_count_once_a_gateway")]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.services import sessions
 from nodes.session import store_endpoints
-from wire import bridge
+from wire import bridge, clock
 
 
 def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list[sessions.PresenceReport]:
@@ -18,7 +16,7 @@ def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list
 
     ``news_only``: of those alone that said something which was not returned before.
     """
-    now = time.monotonic()
+    now = clock.monotonic()
     reports = []
     for link in registry:
         if not isinstance(link, RelayLink) or (news_only and not link.has_news):

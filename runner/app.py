@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Literal, assert_never
@@ -24,6 +23,7 @@ from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.session import Instruction, Stream
+from wire import clock
 from wire.bridge import (
     CheckpointOffer,
     Draining,
@@ -136,7 +136,7 @@ class Box:
         key: list[tuple[object, ...]] = [
             (model.model_id, model.state, model.definition, len(model.replicas)) for model in models
         ]
-        now = time.monotonic()
+        now = clock.monotonic()
         if key != self._facts_key or now - self._facts_at >= FACTS_LIFE_S:
             self._facts_key, self._facts_at = key, now
             try:

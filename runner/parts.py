@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from runner.serving.pool_surface import PoolSurface
 from runner.serving.service import Serving
 from runner.serving.tally import Tally
 from runner.telemetry import Reading, Telemetry, open_telemetry
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Parts:
     _client: aiohttp.ClientSession
     _make_queue: Callable[[ModelDefinition], FairQueue]
     phase: Phase = Phase.STARTING
-    started_at: float = field(default_factory=time.time)
+    started_at: float = field(default_factory=clock.unix_s)
     reading: Reading | None = None
     _read_at: float = float("-inf")
     _measured_at: float = float("-inf")
@@ -93,7 +93,7 @@ class Parts:
 
     async def look(self) -> Reading:
         """Return a reading of the machine, at most a second old; the loaded models are measured every five."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if self.reading is None or now - self._read_at >= READING_LIFE_S:
             self._read_at = now
             self.reading = await self.pool.capacity.read()
@@ -106,7 +106,7 @@ class Parts:
 
     async def discover(self, *, at_once: bool = False) -> None:
         """Look through the model files, unless that was done within half a minute."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if at_once or now - self._discovered_at >= DISCOVERY_LIFE_S:
             self._discovered_at = now
             await self.pool.registry.discover()
@@ -114,7 +114,7 @@ class Parts:
     async def seek(self, model_id: str) -> None:
         """Look through the model files again for a model that is not known, unless that was done within a second."""
         is_known = any(model.model_id == model_id for model in self.pool.registry.models)
-        if not is_known and time.monotonic() - self._discovered_at >= SEEK_LIFE_S:
+        if not is_known and clock.monotonic() - self._discovered_at >= SEEK_LIFE_S:
             await self.discover(at_once=True)
 
     @property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import time
 import uuid
+
+from wire import clock
 
 _random = random.Random(os.urandom(32))  # noqa: S311 - identifiers are unique, not secret
 # A forked worker would otherwise draw the same numbers as its parent.
@@ -14,7 +15,7 @@ os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 def new_uuid7() -> uuid.UUID:
     """Return a UUIDv7: 48 bits of Unix milliseconds, then 74 random bits."""
-    millis = time.time_ns() // 1_000_000
+    millis = clock.unix_ms()
     rand = _random.getrandbits(80)
     value = (millis & 0xFFFFFFFFFFFF) << 80 | 0x7 << 76 | (rand >> 68 & 0xFFF) << 64 | 0b10 << 62 | rand & ((1 << 62) - 1)
     return uuid.UUID(int=value)

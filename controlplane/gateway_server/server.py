@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import socket
-import time
 
 import uvicorn
 from django.conf import settings
@@ -18,6 +17,7 @@ from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
 from gateway.values import Timeouts
+from wire import clock
 from wire.client_address import TrustedProxies
 
 logger = logging.getLogger("muster.gateway")
@@ -78,9 +78,9 @@ class GatewayServer(uvicorn.Server):
             listener.shutdown(socket.SHUT_RDWR)  # it is open elsewhere too: closing it alone would let clients wait for nobody
         for server in self.servers:
             server.close()
-        until = time.monotonic() + runtime.timeouts.shutdown_grace_s
+        until = clock.monotonic() + runtime.timeouts.shutdown_grace_s
         # Polled: an event would cost every request something to spare one shutdown a wake-up.
-        while runtime.running_requests and time.monotonic() < until and not self.force_exit:  # noqa: ASYNC110
+        while runtime.running_requests and clock.monotonic() < until and not self.force_exit:  # noqa: ASYNC110
             await asyncio.sleep(_GRACE_POLL_S)
         runtime.interrupt_running()
         await runtime.say_goodbye()

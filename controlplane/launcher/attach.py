@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from controlplane.launcher.files import read_json
 from controlplane.launcher.locks import read_holder
 from controlplane.launcher.places import installation_path, lock_path
 from controlplane.launcher.processes import send
+from wire import clock
 
 _STOP_DEADLINE_S = 120.0
 
@@ -31,11 +31,11 @@ def run_down(data: Path) -> int:
         send(holder, signal.SIGTERM)
     except PermissionError:
         raise LauncherError(f"process {holder} belongs to another user: stop it as that user") from None
-    until = time.monotonic() + _STOP_DEADLINE_S
+    until = clock.monotonic() + _STOP_DEADLINE_S
     while read_holder(lock_path(data)) == holder:
-        if time.monotonic() > until:
+        if clock.monotonic() > until:
             raise LauncherError(f"process {holder} still runs after {_STOP_DEADLINE_S:.0f} s; see {data}/logs")
-        time.sleep(0.05)
+        clock.sleep(0.05)
     say("Stopped")
     return 0
 

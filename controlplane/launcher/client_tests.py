@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 import zlib
 
 from controlplane.launcher.console import progress
@@ -14,6 +13,7 @@ from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+from wire import clock
 
 TESTS = "tests/clients"
 FOLDER = ROOT / TESTS / "node"
@@ -60,7 +60,7 @@ def find_node() -> str:
 
 
 def _install(version: str) -> None:
-    began = time.monotonic()
+    began = clock.monotonic()
     lock = FOLDER / "package-lock.json"
     total = len(json.loads(lock.read_text(encoding="utf-8"))["packages"]) - 1
     progress(f"Installing {total} packages from {lock.name} for Node.js {version}")
@@ -75,7 +75,7 @@ def _install(version: str) -> None:
     except subprocess.TimeoutExpired:
         raise LauncherError(_describe(lock.name, f"no end after {_INSTALLING_S:.0f} s")) from None
     write_json(_STAMP, {"checksum": _checksum()})
-    progress(f"Installed the Node SDKs in {time.monotonic() - began:.1f} s")
+    progress(f"Installed the Node SDKs in {clock.monotonic() - began:.1f} s")
 
 
 def _describe(what: str, failure: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from typing import TextIO
+
+from wire import clock
 
 # The launcher re-executes itself inside the virtual environment; the clock goes on counting from the first of the two.
 BEGAN_VARIABLE = "MUSTER_LAUNCHER_BEGAN_AT"
-_BEGAN_AT = float(os.environ.pop(BEGAN_VARIABLE, "") or time.time())
+_BEGAN_AT = float(os.environ.pop(BEGAN_VARIABLE, "") or clock.unix_s())
 
 
 def pass_clock_on() -> None:
@@ -43,4 +44,4 @@ def _write(stream: TextIO, text: str) -> None:
 
 def elapsed_s() -> float:
     """Return the seconds since the launcher began."""
-    return max(0.0, time.time() - _BEGAN_AT)
+    return max(0.0, clock.unix_s() - _BEGAN_AT)

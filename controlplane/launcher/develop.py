@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 from controlplane.launcher import mutants
@@ -17,6 +16,7 @@ from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.vllm_tests import TESTS as VLLM_TESTS
 from controlplane.launcher.vllm_tests import vllm_environment
+from wire import clock
 
 _FAST_PATHS = ("tests/unit", "tests/test_architecture.py", "tests/test_docker.py", "tests/test_docs.py")
 _FAST_WORKERS = 2
@@ -41,9 +41,9 @@ def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False, clien
     command = [sys.executable, "-m", "pytest", *_choose_tests(arguments, fast=fast)]
     if not fast and not _names_tests(arguments):
         environment[VARIABLE] = ensure_chromium()
-    began = time.monotonic()
+    began = clock.monotonic()
     status = _run(command, environment)
-    say(f"Tests took {time.monotonic() - began:.1f} s")
+    say(f"Tests took {clock.monotonic() - began:.1f} s")
     return status
 
 
@@ -66,8 +66,8 @@ def run_check() -> int:
     results: dict[str, tuple[int, float]] = {}
     for name, command in steps.items():
         say(f"── {name}: {' '.join(os.path.basename(word) if word == command[0] else word for word in command)}")
-        began = time.monotonic()
-        results[name] = _run(command, {**_environment(), "MUSTER_SECRET_KEY": "check"}), time.monotonic() - began
+        began = clock.monotonic()
+        results[name] = _run(command, {**_environment(), "MUSTER_SECRET_KEY": "check"}), clock.monotonic() - began
     for name, (status, seconds) in results.items():
         say(f"{'ok    ' if status == 0 else 'FAILED'} {name:<12} {seconds:6.1f} s")
     return 1 if any(status for status, _ in results.values()) else 0

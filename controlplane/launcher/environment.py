@@ -9,7 +9,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.installer import install
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+from wire import clock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VENV = ROOT / ".venv"
@@ -82,7 +82,7 @@ def ensure_installed(name: str) -> None:
 
 
 def _install_set(name: str) -> None:
-    began = time.monotonic()
+    began = clock.monotonic()
     if not _has_working_pip():
         _create_venv()
     install(venv_python(), lock_file(name), lock_file("installer"))
@@ -92,7 +92,7 @@ def _install_set(name: str) -> None:
         # A set is added to what is there, never cut back to itself.
         satisfied = {**older, **satisfied}
     write_json(_STAMP, {"python": _python_tag(), "sets": satisfied})
-    progress(f"Installed the {name} set in {time.monotonic() - began:.1f} s")
+    progress(f"Installed the {name} set in {clock.monotonic() - began:.1f} s")
 
 
 def is_installed(name: str) -> bool:

@@ -10,7 +10,6 @@ import os
 import re
 import select
 import subprocess
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import IO
 
 from controlplane.launcher.console import complain, progress
 from controlplane.launcher.errors import LauncherError
+from wire import clock
 
 _PIN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*==")
 # What uv -v and pip say about each package on the way; a wheel from a local directory shows by its file name only.
@@ -122,7 +122,7 @@ def _install_uv(pip: Sequence[str], python: Path, requirements: Path, environmen
 
 def run_installer(command: Sequence[str], environment: Mapping[str, str], total: int, *, what: str = "packages") -> str | None:
     """Run an installer, say how far it is every two seconds. Returns None when it succeeded, else its last words."""
-    began = shown_at = time.monotonic()
+    began = shown_at = clock.monotonic()
     tail: deque[str] = deque(["downloading…"], maxlen=5)
     found: set[str] = set()
     process = subprocess.Popen(
@@ -137,7 +137,7 @@ def run_installer(command: Sequence[str], environment: Mapping[str, str], total:
                 total = int(match.group(1))
             if text and not text.startswith(("DEBUG", "TRACE")):
                 tail.append(text)
-            now = time.monotonic()
+            now = clock.monotonic()
             if now - shown_at >= _TICK_S:
                 shown_at = now
                 progress(describe_step(what, found=len(found), total=total, seconds=now - began, last=tail[-1]))

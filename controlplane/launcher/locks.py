@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+
+from wire import clock
 
 
 class LockHeld(Exception):
@@ -61,19 +62,19 @@ def acquire_patiently(lock: FileLock, *, deadline_s: float, on_wait: Callable[[s
 
     Raises LockHeld when the time is over.
     """
-    until = time.monotonic() + deadline_s
+    until = clock.monotonic() + deadline_s
     waiting = False
     while True:
         try:
             lock.acquire()
             return
         except LockHeld as held:
-            if time.monotonic() >= until:
+            if clock.monotonic() >= until:
                 raise
             if not waiting:
                 waiting = True
                 on_wait(held.holder)
-        time.sleep(0.2)
+        clock.sleep(0.2)
 
 
 def read_holder(path: Path) -> int | None:

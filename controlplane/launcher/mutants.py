@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 from controlplane.launcher.console import say
 from controlplane.launcher.errors import LauncherError
+from wire import clock
 
 TABLE = Path("tests", "defences.toml")
 _KINDS = {"threat": "T", "failure": "F", "mutant": "M"}
@@ -91,13 +91,13 @@ def run_mutants(root: Path, names: Sequence[str], environment: Mapping[str, str]
     tests = list(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
     say(f"{len(tests)} tests must pass before their mutants mean anything")
     sound = _run_in_copy(root, tests, environment)
-    began, outcomes = time.monotonic(), dict[str, str]()
+    began, outcomes = clock.monotonic(), dict[str, str]()
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         running = {pool.submit(_judge, root, mutant, sound, environment): mutant for mutant in chosen}
         for done in as_completed(running):
             row = running[done].row
             outcomes[row], seconds = done.result()
-            left_s = (time.monotonic() - began) / len(outcomes) * (len(chosen) - len(outcomes))
+            left_s = (clock.monotonic() - began) / len(outcomes) * (len(chosen) - len(outcomes))
             say(f"{row:<6} {seconds:6.1f} s  {len(outcomes)}/{len(chosen)}, {left_s / 60:.0f} min left  {outcomes[row]}")
     alive = [row for row, outcome in outcomes.items() if outcome != "killed"]
     say(
@@ -109,15 +109,15 @@ def run_mutants(root: Path, names: Sequence[str], environment: Mapping[str, str]
 
 def _judge(root: Path, mutant: Mutant, sound: Mapping[str, str], environment: Mapping[str, str]) -> tuple[str, float]:
     """Return what became of a mutant, and the seconds it took. ``sound``: what the tests said without it."""
-    began = time.monotonic()
+    began = clock.monotonic()
     for test in mutant.tests:
         if sound[test] != "passed":
             return f"broken: without the mutant, {test} {sound[test]}", 0.0
     try:
         said = set(_run_in_copy(root, mutant.tests, environment, mutant).values())
     except LauncherError as error:
-        return f"broken: {error}", time.monotonic() - began
-    seconds = time.monotonic() - began
+        return f"broken: {error}", clock.monotonic() - began
+    seconds = clock.monotonic() - began
     if "failed" in said:
         return "killed", seconds
     return "SURVIVED" if said == {"passed"} else f"broken: {', '.join(sorted(said))}", seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from controlplane.launcher.backoff import Backoff
 from controlplane.launcher.logs import open_log, read_last_line
 from controlplane.launcher.processes import Command, identify, send_group, spawn
+from wire import clock
 
 _CAN_PEEK = hasattr(os, "waitid")
 
@@ -57,7 +57,7 @@ class Part:
             self.logged_before = self.log_path.stat().st_size
             self.process = spawn(self.spec.command(), log)
         self.identity = identify(self.process.pid) or ""
-        self.started_at = self.late_said_at = time.monotonic()
+        self.started_at = self.late_said_at = clock.monotonic()
         self.is_ready = False
         self.restart_at = None
 

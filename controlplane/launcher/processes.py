@@ -8,12 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from wire import clock
 
 _PR_SET_PDEATHSIG = 1
 _PROC = Path("/proc")
@@ -177,9 +178,9 @@ def send_group(pgid: int, number: signal.Signals) -> None:
 
 def wait_gone(is_gone: Callable[[], bool], deadline_s: float) -> bool:
     """Return whether ``is_gone()`` came true within ``deadline_s``."""
-    until = time.monotonic() + deadline_s
+    until = clock.monotonic() + deadline_s
     while not is_gone():
-        if time.monotonic() >= until:
+        if clock.monotonic() >= until:
             return False
-        time.sleep(0.02)
+        clock.sleep(0.02)
     return True

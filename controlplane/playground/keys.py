@@ -17,13 +17,13 @@ from django.contrib.auth.models import AbstractBaseUser
 from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
-from django.utils import timezone
 
 from controlplane.playground.errors import SignedOut, TenantRefused
 from core.admin_pages import name_actor
 from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_api_key
 from gateway.services.keys import is_key_usable
 from gateway.services.values import MAX_NAME_CHARS
+from wire import clock
 from wire.cipher import derive_cipher
 
 SESSION_KEYS = "muster_playground_keys"
@@ -61,7 +61,7 @@ def _make_key(request: HttpRequest, tenant_name: str) -> str:
             name=name_key(request.user.get_username()),
             tenant_name=tenant_name,
             actor=name_actor(request),
-            expires_at=timezone.now() + LIFETIME,
+            expires_at=clock.now() + LIFETIME,
         )
         sealed = _cipher().encrypt(text.encode()).decode()
         held = {**held, tenant_name: {"id": str(key.pk), "sealed": sealed}}
@@ -96,7 +96,7 @@ def _open_held(entry: object, *, at: datetime | None = None) -> str | None:
     if not isinstance(entry, dict):
         return None
     longest_s = int(LIFETIME.total_seconds()) - RESERVE_S
-    now_s = int((at or timezone.now()).timestamp())
+    now_s = int((at or clock.now()).timestamp())
     try:
         text = _cipher().decrypt_at_time(str(entry["sealed"]).encode(), longest_s, now_s).decode()
         key_id = uuid.UUID(str(entry["id"]))

@@ -7,7 +7,6 @@ server would have to enforce, nor TCP's own timers end such a wait. Only whoever
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg.abc import PQGen
 from psycopg.waiting import WAIT_R
+
+from wire import clock
 
 RV = TypeVar("RV")
 
@@ -39,7 +40,7 @@ class Patience:
         """Seconds that the next step may take without a byte, never negative."""
         if self.ends_at is None:
             return self.silence_s
-        return max(0.0, min(self.silence_s, self.ends_at - time.monotonic()))
+        return max(0.0, min(self.silence_s, self.ends_at - clock.monotonic()))
 
 
 class _OfThread(threading.local):
@@ -99,7 +100,7 @@ class PatientConnection(psycopg.Connection[Any]):  # Any: rows are as their curs
 
 def _end_on_silence(gen: PQGen[RV], patience: Patience, on_sent: Callable[[], None] | None) -> PQGen[RV]:
     """Pass on what the two sides say to each other; raise ServerSilent when the socket is not ready for too long."""
-    silent_from = time.monotonic()
+    silent_from = clock.monotonic()
     ends_at = patience.ends_at if patience.ends_at is not None else float("inf")
     try:
         wanted = next(gen)
@@ -108,7 +109,7 @@ def _end_on_silence(gen: PQGen[RV], patience: Patience, on_sent: Callable[[], No
                 on_sent()
                 on_sent = None
             ready = yield wanted
-            now = time.monotonic()
+            now = clock.monotonic()
             if ready:
                 silent_from = now
             if now >= min(silent_from + patience.silence_s, ends_at):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import ParamSpec, TypeVar
 from django.db import OperationalError, close_old_connections
 
 from core.db import Patience, limit_patience
+from wire import clock
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,12 +46,12 @@ async def run_in_database(function: Callable[P, R], *args: P.args, **kwargs: P.k
     """
     if not _room.acquire(blocking=False):
         raise DatabaseBusy(f"{MAX_WAITING} calls wait for the database already; please retry")
-    due_at = time.monotonic() + DATABASE_S
+    due_at = clock.monotonic() + DATABASE_S
     abandoned = threading.Event()
 
     def call() -> R:
         try:
-            if abandoned.is_set() or time.monotonic() >= due_at:
+            if abandoned.is_set() or clock.monotonic() >= due_at:
                 raise DatabaseBusy("no database thread was free in time; please retry")
             with limit_patience(Patience(silence_s=DATABASE_S, ends_at=due_at)):
                 return _with_connection(lambda: function(*args, **kwargs))

@@ -9,10 +9,10 @@ from typing import Any
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
-from django.utils import timezone
 
 from gateway.models import Model, RequestRecord, Tenant
 from gateway.services.traffic import FAILED, REFUSED
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 
 RequestRecords = QuerySet[RequestRecord]
@@ -71,7 +71,7 @@ class PeriodFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
         """Return the records of that period."""
         period = PERIODS.get(self.value() or "")
-        return queryset.filter(created_at__gte=timezone.now() - period) if period else queryset
+        return queryset.filter(created_at__gte=clock.now() - period) if period else queryset
 
 
 class ModelFilter(admin.SimpleListFilter):
@@ -112,7 +112,7 @@ class NodeFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
         """Return the boxes of the last day's newest records."""
-        since = timezone.now() - timedelta(days=1)
+        since = clock.now() - timedelta(days=1)
         recent = RequestRecord.objects.filter(created_at__gte=since).exclude(node_name="").order_by("-created_at")
         return _same(sorted(set(recent.values_list("node_name", flat=True)[:RECENT_RECORDS]))[:MAX_CHOICES])
 

@@ -11,7 +11,6 @@ from django import forms
 from django.conf import settings
 from django.contrib import admin
 from django.urls import reverse
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
@@ -22,6 +21,7 @@ from gateway.models import ApiKey, Model, Tenant
 from gateway.services import change_key_limits, create_api_key, key_limit, revoke_api_key, tenant_limit
 from gateway.services.values import MAX_NAME_CHARS
 from gateway.values import Priority
+from wire import clock
 
 RATE_HELP = "Empty: the tenant's limit, else the installation's default."
 MODELS_HELP = "Models, aliases or auto, one to a line. Empty: every allow-listed model."
@@ -210,7 +210,7 @@ class ApiKeyAdmin(CreatingAdmin):
         """Return whether it may be used, and if not why."""
         if key.revoked_at is not None:
             return "revoked"
-        if key.expires_at is not None and key.expires_at <= timezone.now():
+        if key.expires_at is not None and key.expires_at <= clock.now():
             return "expired"
         return "active" if key.tenant.is_active else "tenant off"
 

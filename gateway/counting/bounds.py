@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
+
+from wire import clock
 
 MAX_TEXT_CHARS = 2_000_000
 """Of a prompt, and of anything on the way to it: what is longer takes too much memory to count."""
@@ -56,12 +57,12 @@ class Rendering:
 
     def __init__(self) -> None:
         self._left = MAX_STEPS
-        self._ends_at = time.monotonic() + RENDER_S
+        self._ends_at = clock.monotonic() + RENDER_S
 
     def take(self, chars: int = 0) -> None:
         """Count a step that makes so many characters. Raises TemplateFailed after the last."""
         self._left -= 1 + chars // CHARS_PER_STEP
-        if self._left < 0 or time.monotonic() > self._ends_at:
+        if self._left < 0 or clock.monotonic() > self._ends_at:
             raise TemplateFailed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import msgspec
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.session import OpenRequest
 from nodes.states import TOKENIZE
+from wire import clock
 from wire.bridge import CANCEL_TIMEOUT
 
 MAX_COUNTED_BYTES = 8 * 1024 * 1024
@@ -59,7 +59,7 @@ class Reply:
 
 def find_counting(registry: LinkRegistry, model: str) -> Sequence[Link]:
     """Return the links whose boxes say that they count for the model and can be asked now, the least loaded first."""
-    now = time.monotonic()
+    now = clock.monotonic()
     able = [
         link
         for link in registry.links_for(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from gateway.catalogue import ModelEntry
 from gateway.counting.boxes import DEADLINE_MS, MAX_COUNTED_BYTES, ask_box, find_counting
 from gateway.counting.values import Count, Source, UnusableFolder, estimate_tokens, read_prompt
 from nodes.links import LinkRegistry
+from wire import clock
 
 if TYPE_CHECKING:
     from gateway.counting.folders import TokenizerFolders
@@ -77,7 +77,7 @@ class TokenCounter:
 
     def _complain(self, model: str, reason: str) -> None:
         """Log why a model's tokenizer is of no use, now and then."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if now - self._complained.get(model, -_COMPLAIN_EVERY_S) < _COMPLAIN_EVERY_S:
             return
         if len(self._complained) >= _MAX_COMPLAINTS:
@@ -86,11 +86,11 @@ class TokenCounter:
         logger.warning("count.tokenizer_unusable model=%s reason=%s", model, reason)
 
     async def _ask_boxes(self, model: str, chat: bytes, tenant: str, request_id: str) -> Count | None:
-        ends_at = time.monotonic() + DEADLINE_MS / 1000
+        ends_at = clock.monotonic() + DEADLINE_MS / 1000
         try:
             async with asyncio.timeout(DEADLINE_MS / 1000), self._asking:
                 for link in find_counting(self._registry, model)[:MAX_BOXES]:
-                    left_ms = max(1, int((ends_at - time.monotonic()) * 1000))
+                    left_ms = max(1, int((ends_at - clock.monotonic()) * 1000))
                     tokens = await ask_box(
                         link, model=model, body=chat, tenant=tenant, request_id=request_id, deadline_ms=left_ms
                     )

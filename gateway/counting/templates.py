@@ -7,7 +7,6 @@ round of a loop, every call and every value that is put together is counted, tim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -32,6 +31,7 @@ from gateway.counting.bounds import (
     show,
 )
 from gateway.counting.values import ChatPrompt
+from wire import clock
 
 MAX_TEMPLATE_CHARS = 1024 * 1024
 _GLOBALS = ("range", "dict", "namespace")
@@ -213,7 +213,7 @@ def _make_environment() -> _Sandbox:
     environment.filters = make_filters()
     environment.globals = {name: environment.globals[name] for name in _GLOBALS}
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda layout: datetime.now().astimezone().strftime(layout)
+    environment.globals["strftime_now"] = lambda layout: clock.now().astimezone().strftime(layout)
     return environment
 
 

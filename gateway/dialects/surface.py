@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -38,6 +37,7 @@ from gateway.dialects.translation import Translation
 from gateway.dialects.unread_parts import name_unread_part
 from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
 from gateway.values import InferenceRequest
+from wire import clock
 from wire.bounds import BOUNDS, find_out_of_bounds
 from wire.events import fail_response
 from wire.unreadable import UNREADABLE
@@ -237,7 +237,7 @@ class Surface:
             error,
             response_id=make_response_id(request_id),
             model=request.model,
-            created=int(time.time()),
+            created=int(clock.unix_s()),
             body=request.body,
         )
 

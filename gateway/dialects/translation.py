@@ -7,12 +7,12 @@ an answer never pretends to be whole: after a failure there is no closing event.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from gateway.errors import GatewayError
+from wire import clock
 from wire.bridge import TokenCounts
 
 
@@ -27,7 +27,7 @@ class AnswerContext:
     request_id: str
     model: str
     created: int
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = clock.monotonic
     received_at: float | None = None
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from datetime import datetime
 
 from django.db import transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from gateway.models import ApiKey
@@ -26,6 +25,7 @@ from gateway.services.values import clean_limit, clean_model_name, clean_name, c
 from gateway.values import Priority
 from governance.audit import record_event
 from governance.registry import RunOrder
+from wire import clock
 from wire.credentials import CredentialKind, mint_credential
 
 MAX_ALLOWED_MODELS = 200
@@ -51,7 +51,7 @@ def create_api_key(
     limit = clean_limit(requests_per_minute, param="requests_per_minute")
     models = _clean_models(allowed_models)
     chosen = clean_priority(priority)
-    if expires_at is not None and expires_at <= timezone.now():
+    if expires_at is not None and expires_at <= clock.now():
         raise InvalidValue("The key must expire in the future, or never.", param="expires_at")
     tenant = get_tenant(tenant_name)
     most = tenant_limit(tenant)
@@ -83,7 +83,7 @@ def create_api_key(
 @transaction.atomic
 def revoke_api_key(*, key_id: uuid.UUID, actor: str) -> ApiKey:
     """Make a key useless everywhere within seconds, for good; doing so again changes nothing. Raises KeyNotFound."""
-    now = timezone.now()
+    now = clock.now()
     changed = ApiKey.objects.filter(pk=key_id, revoked_at__isnull=True).update(revoked_at=now, updated_at=now)
     key = ApiKey.objects.filter(pk=key_id).select_related("tenant").first()
     if key is None:
@@ -159,7 +159,7 @@ def is_key_usable(key_id: uuid.UUID) -> bool:
     key = find_api_key(key_id)
     if key is None or key.revoked_at is not None or not key.tenant.is_active:
         return False
-    return key.expires_at is None or timezone.now() < key.expires_at
+    return key.expires_at is None or clock.now() < key.expires_at
 
 
 def list_api_keys() -> list[ApiKey]:

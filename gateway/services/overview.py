@@ -8,9 +8,9 @@ from datetime import datetime, timedelta
 
 from django.db.models import Count, F
 from django.db.models.functions import Now
-from django.utils import timezone
 
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord
+from wire import clock
 
 GATEWAY_SILENT_S = 10.0
 GATEWAY_FORGOTTEN = timedelta(days=1)
@@ -66,14 +66,14 @@ def read_gateways() -> tuple[GatewayHealth, ...]:
 def count_asked_models() -> dict[str, int]:
     """Return every allowed model with the requests for it within ASKED_WITHIN, in two queries."""
     names = Model.objects.filter(allowed=True).values_list("name", flat=True)
-    recent = RequestRecord.objects.filter(created_at__gte=timezone.now() - ASKED_WITHIN).values_list("model")
+    recent = RequestRecord.objects.filter(created_at__gte=clock.now() - ASKED_WITHIN).values_list("model")
     asked = dict(recent.annotate(requests=Count("pk")).order_by())
     return {name: asked.get(name, 0) for name in names}
 
 
 def read_expiring_keys() -> tuple[ExpiringKey, ...]:
     """Return the keys that end within KEY_WARNING and were used within it, the first to end first; one query."""
-    now = timezone.now()
+    now = clock.now()
     usable = ApiKey.objects.filter(revoked_at=None, last_used_at__gte=now - KEY_WARNING)
     rows = usable.filter(expires_at__range=(now, now + KEY_WARNING)).order_by("expires_at")
     return tuple(ExpiringKey(key.pk, key.name, key.expires_at) for key in rows if key.expires_at is not None)

@@ -12,9 +12,9 @@ from typing import Any
 
 from django.db.models import Q, QuerySet, TextField
 from django.db.models.functions import Cast, Right
-from django.utils import timezone
 
 from gateway.models import TAIL_CHARS, ApiKey, Model, ModelAlias, RequestRecord, Tenant
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 from wire.ids import parse_id
 
@@ -87,7 +87,7 @@ def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[Reques
     if named:
         return records.filter(named)
     unknown = (Q(**{f"{field}__iexact": text}) for field in ("model", "asked_model", "tenant", "key_name"))
-    return records.filter(reduce(or_, unknown), created_at__gte=timezone.now() - UNKNOWN_NAMES_FOR)
+    return records.filter(reduce(or_, unknown), created_at__gte=clock.now() - UNKNOWN_NAMES_FOR)
 
 
 def _with_tail(tail: str) -> QuerySet[RequestRecord]:

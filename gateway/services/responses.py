@@ -6,7 +6,6 @@ All functions run in a database thread. Times are the database's, so that every 
 from __future__ import annotations
 
 import re
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from gateway.services.errors import ResponseNotKept
 from gateway.services.input_items import render_input_page
 from gateway.services.tenants import get_tenant
 from governance.audit import record_event
+from wire import clock
 
 MAX_TURNS = 200
 MAX_HISTORY_BYTES = 32 * 1024 * 1024
@@ -239,7 +239,7 @@ def _check_turn(input_items: Sequence[Any], body: bytes) -> tuple[str, bytes]:
 
 def _measure_left(give_up_at: float) -> int:
     """Return how many milliseconds are left, at least one. Raises ResponseNotKept when time is up."""
-    left_ms = int((give_up_at - time.monotonic()) * 1000)
+    left_ms = int((give_up_at - clock.monotonic()) * 1000)
     if left_ms <= 0:
         raise ResponseNotKept("The database was too slow; nothing was written.")
     return left_ms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from django.db import IntegrityError, transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from gateway.models import Tenant
@@ -12,6 +11,7 @@ from gateway.services.limits import RATE, default_limit, require_no_raise, requi
 from gateway.services.values import clean_days, clean_limit, clean_name
 from governance.audit import record_event
 from governance.registry import RunOrder
+from wire import clock
 
 
 @transaction.atomic
@@ -107,9 +107,7 @@ def get_tenant(name: str) -> Tenant:
 @transaction.atomic
 def _set_active(*, name: str, is_active: bool, actor: str) -> Tenant:
     tenant = get_tenant(name)
-    changed = Tenant.objects.filter(pk=tenant.pk, is_active=not is_active).update(
-        is_active=is_active, updated_at=timezone.now()
-    )
+    changed = Tenant.objects.filter(pk=tenant.pk, is_active=not is_active).update(is_active=is_active, updated_at=clock.now())
     if changed:
         record_event(actor=actor, action="tenant.enable" if is_active else "tenant.disable", target=name)
         publish_hint("tenants", name)

@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 from django.conf import settings
 from django.db.models import Aggregate, Count, FloatField, Min, Q, Sum
 from django.db.models.functions import Now, TruncMinute
-from django.utils import timezone
 
 from gateway.models import GatewayProcess, RequestRecord
 from gateway.values import DEAD_AFTER_S
 from nodes.services.drains import DrainFacts
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 WINDOW_MINUTES = 60
@@ -71,7 +71,7 @@ def read_open_requests() -> OpenRequests:
     row = RequestRecord.objects.filter(state__in=[state.value for state in OPEN_REQUEST_STATES]).aggregate(
         queued=Count("pk", filter=queued), total=Count("pk"), oldest=Min("created_at", filter=queued)
     )
-    wait_s = (timezone.now() - row["oldest"]).total_seconds() if row["oldest"] else 0.0
+    wait_s = (clock.now() - row["oldest"]).total_seconds() if row["oldest"] else 0.0
     return OpenRequests(queued=row["queued"], running=row["total"] - row["queued"], oldest_wait_s=max(0.0, wait_s))
 
 
@@ -108,7 +108,7 @@ class _Percentile(Aggregate):
 
 def read_traffic() -> Traffic:
     """Return totals, percentiles and the minutes of the last hour in two queries."""
-    this_minute = timezone.now().replace(second=0, microsecond=0)
+    this_minute = clock.now().replace(second=0, microsecond=0)
     first = this_minute - timedelta(minutes=WINDOW_MINUTES - 1)
     recent = RequestRecord.objects.filter(created_at__gte=first)
     completed = Q(state=RequestState.COMPLETED.value)

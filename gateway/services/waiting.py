@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from django.db.models import Count, Min
-from django.utils import timezone
 
 from gateway.models import RequestRecord
 from nodes.services.serving import Has, Obstacle, ServingBox, read_boxes_of
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 MAX_WAITING_MODELS = 8
@@ -60,7 +60,7 @@ def read_waits() -> tuple[WaitingModel, ...]:
     queued = RequestRecord.objects.filter(state=RequestState.QUEUED.value).values("model")
     rows = queued.annotate(requests=Count("pk"), since=Min("created_at")).order_by("since")[:MAX_WAITING_MODELS]
     found = {row["model"]: row for row in rows}
-    now = timezone.now()
+    now = clock.now()
     return tuple(
         WaitingModel(model, found[model]["requests"], max(0.0, (now - found[model]["since"]).total_seconds()), wait)
         for model, wait in explain_waits(found).items()

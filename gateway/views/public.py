@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from gateway.views.models import ModelList, cut_page, render_anthropic, render_o
 from gateway.views.nearness import came_directly
 from gateway.views.openapi import make_document
 from nodes.links import Link
+from wire import clock
 from wire.ids import format_id
 
 VERSION = "0.1.0"
@@ -55,12 +54,12 @@ class PublicViews:
         answer: dict[str, Any] = {  # values of the JSON answer
             "ok": True,
             "service": "gateway",
-            "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "time": clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"),
             "status": "ok" if runtime.records.is_healthy else "degraded",
             "version": VERSION,
             "workers_connected": len(runtime.registry),
             "queue_depth": runtime.dispatcher.depth,
-            "uptime_secs": round(time.time() - runtime.started_at, 1),
+            "uptime_secs": round(clock.unix_s() - runtime.started_at, 1),
             "models_provider": "local",
         }
         if client.headers.get("authorization") and await find_admin(client) is not None:

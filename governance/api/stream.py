@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from governance.models import Operation
 from governance.services import OperationSummary, summarise
 from governance.services.lookup import find_operation
 from governance.states import FINAL_APPROVALS, FINAL_RUNS, ApprovalState, RunState
+from wire import clock
 from wire.contract import ErrorCode
 
 MAX_STREAMS = 32
@@ -106,24 +106,24 @@ class StatusStream:
 
     async def _follow(self) -> AsyncIterator[bytes]:
         seen: Status | None = None
-        quiet_since = time.monotonic()
+        quiet_since = clock.monotonic()
         while True:
             self._bell.clear()
             status = await _in_database(partial(read_status, self._op_id))
             if status != seen:
                 yield _print_event(status)
-                seen, quiet_since = status, time.monotonic()
+                seen, quiet_since = status, clock.monotonic()
             if status.is_final:
                 return
             await asyncio.sleep(self._pace.pause_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pace.poll_s - self._pace.pause_s):
                     await self._bell.wait()
-            if time.monotonic() - quiet_since >= self._pace.heartbeat_s:
+            if clock.monotonic() - quiet_since >= self._pace.heartbeat_s:
                 if not await _in_database(partial(_is_still_admitted, self._request)):
                     return
                 yield _HEARTBEAT
-                quiet_since = time.monotonic()
+                quiet_since = clock.monotonic()
 
     async def _listen(self) -> None:
         """Ring the bell on every hint about this operation. Without the channel layer polling alone does it."""

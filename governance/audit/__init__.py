@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from django.db import transaction
-from django.utils import timezone
 
 from governance.models import AuditEvent
+from wire import clock
 from wire.optoken.canonical import canonical_bytes
 
 Detail = Mapping[str, object]
@@ -39,7 +39,7 @@ def record_word(*, actor: str, action: str, target: str, detail: Detail | None =
 
     Otherwise as ``record_event``.
     """
-    since = timezone.now() - timedelta(hours=1)
+    since = clock.now() - timedelta(hours=1)
     said = AuditEvent.objects.filter(action=action, actor=actor, at__gt=since).count()
     if said >= MAX_EVENTS_PER_HOUR:
         return None

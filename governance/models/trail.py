@@ -9,7 +9,7 @@ from django.utils import timezone
 class AuditEvent(models.Model):
     """One act of an operator or of the system on the fleet. Never changed, never deleted."""
 
-    at = models.DateTimeField(default=timezone.now, db_index=True)
+    at = models.DateTimeField(default=timezone.now, db_index=True)  # noqa: TID251 - Django writes the name of it into migrations
     actor = models.CharField(max_length=200, help_text="user:<name>, token:<name>, node:<name> or system:<part>")
     action = models.CharField(max_length=60, help_text="What was done, as <thing>.<verb>", db_index=True)
     target = models.CharField(max_length=200, blank=True)

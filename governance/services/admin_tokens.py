@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from django.db import DatabaseError, transaction
 from django.db.models import Q
-from django.utils import timezone
 
 from core.throttle import AuthThrottle
 from governance.audit import record_event
@@ -20,6 +19,7 @@ from governance.services.evidence import read_stored
 from governance.services.guard import require_approval
 from governance.services.lookup import find_operation
 from governance.states import RunState
+from wire import clock
 from wire.credentials import CredentialKind, digest_credential, mint_credential, parse_keyid, verify_credential
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
         raise NotPermitted("Only the person who asked for an admin token can claim it.", param="op_id")
     if not operation.runs.filter(state=RunState.SUCCEEDED.value).exists():
         raise StateChanged("This token has not been approved and made ready; wait until it has.", param="op_id")
-    if timezone.now().timestamp() >= statement.not_after:
+    if clock.now().timestamp() >= statement.not_after:
         raise StateChanged(
             "The approved window is over and the token was not claimed in it; propose another one.", param="op_id"
         )
@@ -91,7 +91,7 @@ def _mint(*, name: str, actor: str, owner: User | None, operation: Operation | N
 @transaction.atomic
 def revoke_admin_token(*, token_id: int, actor: str) -> AdminToken:
     """Make a token useless from now on; doing so again changes nothing. Raises AdminTokenNotFound."""
-    changed = AdminToken.objects.filter(pk=token_id, revoked_at__isnull=True).update(revoked_at=timezone.now())
+    changed = AdminToken.objects.filter(pk=token_id, revoked_at__isnull=True).update(revoked_at=clock.now())
     token = AdminToken.objects.filter(pk=token_id).first()
     if token is None:
         raise AdminTokenNotFound(f"There is no admin token {token_id}.", param="token_id")
@@ -121,7 +121,7 @@ def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
 
 
 def _touch(token: AdminToken) -> None:
-    now = timezone.now()
+    now = clock.now()
     if token.last_used_at is not None and now - token.last_used_at < TOUCH_EVERY:
         return
     due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - TOUCH_EVERY)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Protocol
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from django.db import IntegrityError, transaction
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.errors import GovernanceError, InvalidName, InvalidProposal, NotPermitted
 from governance.models import ApproverKey
 from governance.services.policies import active_policy
+from wire import clock
 from wire.contract import ErrorCode
 from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, encode_bytes, load_public_key
 
@@ -124,7 +124,7 @@ def find_passkey(keyid: str) -> ApproverKey | None:
 
 def note_use(key: ApproverKey, *, sign_count: int) -> None:
     """Write down that a passkey signed in just now."""
-    ApproverKey.objects.filter(pk=key.pk).update(last_used_at=timezone.now(), sign_count=sign_count)
+    ApproverKey.objects.filter(pk=key.pk).update(last_used_at=clock.now(), sign_count=sign_count)
 
 
 @transaction.atomic
@@ -141,7 +141,7 @@ def enrol_passkey(*, user: User, passkey: NewKey, label: str, actor: str) -> App
             transports=list(passkey.transports),
             sign_count=passkey.sign_count,
             is_backup_eligible=passkey.is_backup_eligible,
-            last_used_at=timezone.now(),
+            last_used_at=clock.now(),
         ),
         owner=user.get_username(),
         actor=actor,
@@ -182,7 +182,7 @@ def revoke_key(*, user: User, key_id: int, actor: str, accepts_policy_change: bo
             "The active policy names this key. Removing it here stops it from signing in; boxes trust it until a new version "
             "of the policy leaves it out, and another key of yours approves only once a version names it. Say that you know."
         )
-    key.revoked_at = timezone.now()
+    key.revoked_at = clock.now()
     key.save(update_fields=["revoked_at"])
     record_event(actor=actor, action="approver-key.revoke", target=user.get_username(), detail=_describe(key))
     return key

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from django.db import transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
@@ -29,6 +28,7 @@ from governance.services.transitions import (
     tell,
 )
 from governance.states import ApprovalEvent, ApprovalState, RunState
+from wire import clock
 from wire.optoken.approval import (
     ApprovalError,
     Policy,
@@ -57,7 +57,7 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
     require_active(user)
     operation = find_operation(op_id, lock=True)
     require_state(operation, ApprovalState.PENDING)
-    now = timezone.now()
+    now = clock.now()
     if now >= operation.expires_at:
         raise StateChanged("Nobody approved this in time; ask for it again.", param="op_id")
     hold_policies(to_change=False)
@@ -144,7 +144,7 @@ def withdraw(*, op_id: uuid.UUID, user: User) -> Operation:
 
 def _withdraw_own(operation: Operation, user: User) -> bool:
     own = Decision.objects.filter(operation=operation, person=user, withdrawn_at=None)
-    if not own.update(withdrawn_at=timezone.now()):
+    if not own.update(withdrawn_at=clock.now()):
         return False
     record_event(
         actor=f"user:{user.get_username()}",
@@ -172,7 +172,7 @@ def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[Operat
 
     The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
     """
-    due_at = max(timezone.now(), operation.not_before)
+    due_at = max(clock.now(), operation.not_before)
     planned = [
         OperationRun(
             operation=operation, target=target, use=use, position=position, started_by=started_by,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import smtplib
-import time
 from datetime import datetime, timedelta
 from urllib.parse import urlsplit
 
@@ -13,11 +12,11 @@ from django.conf import settings
 from django.core.mail import EmailMessage
 from django.db import transaction
 from django.db.models import F, Q
-from django.utils import timezone
 
 from governance.models import Notice
 from governance.services.notice_text import Message, write_message
 from governance.webhooks import DeliveryFailed, post_notice
+from wire import clock
 from wire.optoken.approval import ApprovalError
 
 LEASE = timedelta(seconds=60)
@@ -36,9 +35,9 @@ def deliver_due(limit: int = 50) -> int:
 
     Safe to run several times at once, also while another process dies in the middle: then a notice may arrive twice.
     """
-    sent, until = 0, time.monotonic() + BUDGET_S
+    sent, until = 0, clock.monotonic() + BUDGET_S
     for _ in range(limit):
-        notice = _claim() if time.monotonic() < until else None
+        notice = _claim() if clock.monotonic() < until else None
         if notice is None:
             break
         sent += _deliver(notice)
@@ -46,7 +45,7 @@ def deliver_due(limit: int = 50) -> int:
 
 
 def _claim() -> Notice | None:
-    now = timezone.now()
+    now = clock.now()
     is_free = Q(lease_until=None) | Q(lease_until__lt=now)
     open_rows = Notice.objects.filter(is_free, sent_at=None, given_up_at=None, due_at__lte=now)
     with transaction.atomic():
@@ -65,7 +64,7 @@ def _deliver(notice: Notice) -> bool:
                 url=notice.webhook.url,
                 secret=notice.webhook.secret,
                 body=json.dumps(dict(message.body), ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode(),
-                at=int(time.time()),
+                at=int(clock.unix_s()),
             )
         else:
             _send_mail(notice, message)
@@ -74,9 +73,9 @@ def _deliver(notice: Notice) -> bool:
         return False
     except ApprovalError:
         # Nothing to tell of an operation whose stored statement cannot be read; trying again would not mend it.
-        _finish(notice, given_up_at=timezone.now(), last_error="the stored statement cannot be read")
+        _finish(notice, given_up_at=clock.now(), last_error="the stored statement cannot be read")
         return False
-    return _finish(notice, sent_at=timezone.now(), last_error="")
+    return _finish(notice, sent_at=clock.now(), last_error="")
 
 
 def _send_mail(notice: Notice, message: Message) -> None:
@@ -95,7 +94,7 @@ def _send_mail(notice: Notice, message: Message) -> None:
 
 
 def _note_failure(notice: Notice, why: str) -> None:
-    now = timezone.now()
+    now = clock.now()
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(notice.attempt - 1, 10))
     if now + pause - notice.created_at > GIVE_UP_AFTER:
         _finish(notice, given_up_at=now, last_error=why)

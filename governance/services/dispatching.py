@@ -7,12 +7,10 @@ the box included.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 from django.db import connection, transaction
 from django.db.models import Max
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.errors import GovernanceError
@@ -25,6 +23,7 @@ from governance.services.reviews import explain_unreviewed
 from governance.services.transitions import audit_run, drop_void, end_operation, skip_runs, tell_when_over
 from governance.states import ApprovalEvent, ApprovalState, RunEvent, RunState, next_run
 from governance.tokens import TOKEN_LIFE_S, mint_token
+from wire import clock
 from wire.optoken.approval import (
     BREAK_GLASS,
     CLOCK_SKEW_S,
@@ -49,7 +48,7 @@ _IN_FLIGHT = [RunState.DISPATCHED.value, RunState.EXECUTING.value, RunState.UNKN
 
 def dispatch(run: OperationRun, operation: Operation) -> None:
     """Send a queued run on its way, or say why not yet or not at all."""
-    now = timezone.now()
+    now = clock.now()
     if now >= operation.not_after:
         _end_unsent(run, operation, ApprovalEvent.EXPIRE, "the approved window is over", code="too_late", notice="expired")
         return
@@ -99,7 +98,7 @@ def _send(run: OperationRun, operation: Operation, statement: Statement) -> None
         case Done(message, result):
             _mark_dispatched(operation)
             run.attempt += 1
-            run.dispatched_at = timezone.now()
+            run.dispatched_at = clock.now()
             finish(run, RunEvent.SUCCEED, message=message, result=result)
         case NotNow(reason, retry_s):
             postpone(run, retry_s, message=reason)
@@ -108,14 +107,14 @@ def _send(run: OperationRun, operation: Operation, statement: Statement) -> None
 def _mark_dispatched(operation: Operation) -> None:
     """Note that something was sent. What was only tried and not taken can still be withdrawn."""
     if operation.dispatched_at is None:
-        operation.dispatched_at = timezone.now()
+        operation.dispatched_at = clock.now()
         operation.save(update_fields=["dispatched_at", "updated_at"])
 
 
 def _mark_sent(run: OperationRun) -> None:
     run.attempt += 1
     run.state = next_run(RunState(run.state), RunEvent.DISPATCH).value
-    run.dispatched_at = run.dispatched_at or timezone.now()
+    run.dispatched_at = run.dispatched_at or clock.now()
     run.message = ""
     run.save(update_fields=["attempt", "state", "dispatched_at", "message", "fence", "updated_at"])
     audit_run(run, run.operation, "operation.dispatch", {"attempt": run.attempt, "fence": run.fence})
@@ -130,7 +129,7 @@ def _make_order(kind: OperationKind, run: OperationRun, operation: Operation, st
     token, expires_at = "", 0
     if signer is not None:
         assert run.fence is not None
-        expires_at = min(int(time.time()) + TOKEN_LIFE_S, statement.not_after)
+        expires_at = min(int(clock.unix_s()) + TOKEN_LIFE_S, statement.not_after)
         token = mint_token(signer, statement, proofs, use=run.use, fence=run.fence, expires_at=expires_at)
     return RunOrder(
         run_id=run.pk, op_id=statement.op_id, use=run.use, operation=statement.operation, target=run.target,
@@ -197,7 +196,7 @@ def _find_hindrance(run: OperationRun, operation: Operation) -> str | None:
     mates = OperationRun.objects.filter(operation=operation, use=run.use).exclude(pk=run.pk)
     before = mates.filter(position__lt=run.position, state=RunState.QUEUED.value)
     if not is_stopped_by_failure(operation):
-        before = before.filter(due_at__lte=timezone.now())  # one whose box is away does not hold up the others
+        before = before.filter(due_at__lte=clock.now())  # one whose box is away does not hold up the others
     if before.exists() or mates.filter(state__in=_IN_FLIGHT).exists():
         return "waits for the one before it in the batch"
     if operation.op_class == BREAK_GLASS and operation.dispatched_at is None:
@@ -219,7 +218,7 @@ def _next_fence() -> int:
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_FENCE_LOCK])
     last = OperationRun.objects.aggregate(last=Max("fence"))["last"] or 0
-    now_ms = time.time_ns() // 1_000_000
+    now_ms = clock.unix_ms()
     if last > now_ms + _FENCE_AHEAD_MS:
         # Boxes refuse a fence that lies more than a week ahead of their clock.
         logger.error("fence_ahead hours=%d; the clock was wrong once, see that it is right", (last - now_ms) // 3_600_000)

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 from django.conf import settings
 from django.db import transaction
-from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
@@ -17,6 +16,7 @@ from governance.models import OperationRun
 from governance.services.evidence import is_stopped_by_failure
 from governance.services.transitions import audit_run, skip_runs, tell, tell_when_over
 from governance.states import FINAL_RUNS, RunEvent, RunState, next_run
+from wire import clock
 
 logger = logging.getLogger("muster.governance")
 
@@ -44,7 +44,7 @@ def ring(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
 
 def postpone(run: OperationRun, wait_s: float, *, message: str) -> None:
     """Look at a locked run again later, and say why. It was not heard of: ``updated_at`` stays."""
-    due_at = timezone.now() + timedelta(seconds=wait_s)
+    due_at = clock.now() + timedelta(seconds=wait_s)
     text = message[:MAX_MESSAGE_CHARS]
     OperationRun.objects.filter(pk=run.pk).update(due_at=due_at, message=text, fence=run.fence)
     if text != run.message:
@@ -62,7 +62,7 @@ def finish(
     receipt_key: str = "",
 ) -> None:
     """Move a run on that is locked together with its operation; what waits for it is woken or skipped, and people are told."""
-    now = timezone.now()
+    now = clock.now()
     new = next_run(RunState(run.state), event)
     run.state, run.code, run.message = new.value, code[:80], message[:MAX_MESSAGE_CHARS]
     run.result = dict(result) if result else run.result
@@ -86,7 +86,7 @@ def finish(
 
 def _wake_next(run: OperationRun) -> None:
     """Let the rest of the batch be looked at now: in their order, one goes on its way."""
-    due_at = max(timezone.now(), run.operation.not_before)
+    due_at = max(clock.now(), run.operation.not_before)
     waiting = OperationRun.objects.filter(operation_id=run.operation_id, use=run.use, state=RunState.QUEUED.value)
     if waiting.update(due_at=due_at):
         ring(waiting.order_by("position").values_list("pk", flat=True)[0])

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from django.db import IntegrityError, transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
@@ -14,6 +13,7 @@ from governance.errors import Frozen, NotPermitted, StateChanged
 from governance.models import Freeze, Operation
 from governance.services.policies import require_policy
 from governance.services.transitions import tell
+from wire import clock
 
 if TYPE_CHECKING:
     from core.models import User
@@ -69,7 +69,7 @@ def lift_freeze(*, named: Mapping[str, object], operation: Operation | None) -> 
             f"{row.pk}). Look at why, and ask for unfreeze again.",
             param="freeze",
         )
-    row.lifted_at, row.lifted_by = timezone.now(), operation
+    row.lifted_at, row.lifted_by = clock.now(), operation
     row.save(update_fields=["lifted_at", "lifted_by"])
     op_id = operation.printed_id if operation else ""
     record_event(actor="system:governance", action="unfreeze", target="control-plane", op_id=op_id)

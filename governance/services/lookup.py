@@ -12,12 +12,12 @@ import uuid
 from datetime import datetime
 
 from django.db import connection
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.errors import OperationNotFound, StateChanged
 from governance.models import Operation, OperationRun, PolicyVersion
 from governance.states import ApprovalEvent, ApprovalState, IllegalTransition, next_approval
+from wire import clock
 from wire.ids import format_id
 
 logger = logging.getLogger("muster.governance")
@@ -85,7 +85,7 @@ def move_approval(operation: Operation, event: ApprovalEvent, *, reason: str = "
         new = next_approval(old, event)
     except IllegalTransition:
         raise StateChanged(f"This operation is {old.value} already; look at it again.", param="op_id") from None
-    now = at or timezone.now()
+    now = at or clock.now()
     changes: dict[str, object] = {"state": new.value, "state_reason": reason[:300], "updated_at": now}
     changes["decided_at"] = None if new is ApprovalState.PENDING else now
     if not Operation.objects.filter(pk=operation.pk, state=old.value).update(**changes):

@@ -10,11 +10,11 @@ from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.db import connection, transaction
 from django.db.models import Q
-from django.utils import timezone
 
 from core.hints import UNREADABLE_KEY
 from governance.audit import record_event
 from governance.models import AuditEvent, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
+from wire import clock
 from wire.optoken.approval import BREAK_GLASS, Policy, read_policy
 
 RUN_EVENTS = frozenset({"succeeded", "failed", "unknown"})
@@ -101,7 +101,7 @@ def _read(row: PolicyVersion) -> Policy:
 
 
 def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -> int:
-    now = timezone.now()
+    now = clock.now()
     notices = [
         Notice(operation=operation, event=event, webhook=webhook, due_at=now)
         for webhook in WebhookEndpoint.objects.filter(is_active=True)

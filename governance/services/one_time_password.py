@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pyotp
 import segno
 from django.db import transaction
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
 from governance.models import OneTimePassword
+from wire import clock
 
 if TYPE_CHECKING:
     from core.models import User
@@ -53,10 +53,10 @@ def confirm_app(*, user: User, code: str, actor: str) -> None:
     row = OneTimePassword.objects.select_for_update().filter(user_id=user.pk, confirmed_at__isnull=True).first()
     if row is None:
         raise NotPermitted("There is no authenticator app to confirm.")
-    step = find_step(row.secret, code, now=timezone.now(), after=row.last_step)
+    step = find_step(row.secret, code, now=clock.now(), after=row.last_step)
     if step is None:
         raise SignInRefused("This code is not right. Look whether the telephone's clock is, and type the newest code.")
-    row.last_step, row.confirmed_at = step, timezone.now()
+    row.last_step, row.confirmed_at = step, clock.now()
     row.save(update_fields=["last_step", "confirmed_at"])
     record_event(actor=actor, action="one-time-password.set-up", target=user.get_username())
 
@@ -66,7 +66,7 @@ def spend_code(*, user: User, code: str) -> bool:
     row = OneTimePassword.objects.filter(user_id=user.pk, confirmed_at__isnull=False).first()
     if row is None:
         return False
-    step = find_step(row.secret, code, now=timezone.now(), after=row.last_step)
+    step = find_step(row.secret, code, now=clock.now(), after=row.last_step)
     if step is None:
         return False
     return bool(OneTimePassword.objects.filter(pk=row.pk, last_step__lt=step).update(last_step=step))

@@ -15,7 +15,6 @@ from django.contrib.auth import authenticate, get_user_model
 from django.db import transaction
 from django.db.models import Exists
 from django.http import HttpRequest
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
@@ -23,6 +22,7 @@ from governance.models import ApproverKey, Invitation, PolicyVersion
 from governance.services.approver_keys import NewKey, enrol_passkey, find_passkey, note_use
 from governance.services.one_time_password import has_app, spend_code
 from governance.services.sign_in_throttle import REFUSAL, book_code, book_try, forgive
+from wire import clock
 
 if TYPE_CHECKING:
     from core.models import User
@@ -121,7 +121,7 @@ def create_invitation(*, user: User, actor: str, hours: int = 72) -> tuple[Invit
         raise NotPermitted("This person is switched off. Switch the account on first.")
     if not 1 <= hours <= MAX_INVITATION_HOURS:
         raise NotPermitted(f"An invitation lives 1 to {MAX_INVITATION_HOURS} hours.", param="hours")
-    now = timezone.now()
+    now = clock.now()
     Invitation.objects.filter(user_id=user.pk, used_at__isnull=True, expires_at__gt=now).update(expires_at=now)
     text = secrets.token_urlsafe(32)
     invitation = Invitation.objects.create(
@@ -144,7 +144,7 @@ def make_invitation_url(text: str) -> str:
 def find_invitation(text: str) -> Invitation:
     """Return the invitation that may be used now. Raises SignInRefused."""
     found = Invitation.objects.select_related("user").filter(
-        digest=_digest(text), used_at__isnull=True, expires_at__gt=timezone.now(), user__is_active=True
+        digest=_digest(text), used_at__isnull=True, expires_at__gt=clock.now(), user__is_active=True
     )
     invitation = found.first()
     if invitation is None:
@@ -156,8 +156,8 @@ def find_invitation(text: str) -> Invitation:
 def accept_invitation(*, text: str, passkey: NewKey, label: str) -> User:
     """Spend the invitation, enrol the passkey, return the person. Raises SignInRefused, NotPermitted, InvalidName."""
     invitation = find_invitation(text)
-    spent = Invitation.objects.filter(pk=invitation.pk, used_at__isnull=True, expires_at__gt=timezone.now()).update(
-        used_at=timezone.now()
+    spent = Invitation.objects.filter(pk=invitation.pk, used_at__isnull=True, expires_at__gt=clock.now()).update(
+        used_at=clock.now()
     )
     if not spent:
         raise SignInRefused("This invitation was used. Ask an administrator for a new one.")

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.db import transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
@@ -19,6 +18,7 @@ from governance.errors import InvalidProposal, NoPolicy
 from governance.models import ApproverKey, Operation, PolicyVersion
 from governance.services.proposals import add_operation, hold_proposer, name_actor, require_few, require_proposer
 from governance.services.values import Proposer
+from wire import clock
 from wire.ids import new_uuid7
 from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, decode_bytes, read_policy
 from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy
@@ -71,7 +71,7 @@ def draft_policy(
     found = active_policy()
     require_proposer(proposer, found[1] if found else None, POLICY_CHANGE)
     require_few(proposer)
-    now = timezone.now()
+    now = clock.now()
     wanted = {name: dict(members) for name, members in (classes or DEFAULT_CLASSES).items()}
     for name, members in wanted.items():
         members.update(SOLO if is_solo and name != "break-glass" else {})
@@ -137,7 +137,7 @@ def adopt_policy(row: PolicyVersion, *, actor: str, op_id: str) -> int:
     """
     from governance.services.sweeps import block_stale
 
-    now = timezone.now()
+    now = clock.now()
     PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).update(state=PolicyVersion.State.SUPERSEDED)
     PolicyVersion.objects.filter(pk=row.pk).update(state=PolicyVersion.State.ACTIVE, activated_at=now)
     PolicyVersion.objects.filter(state=PolicyVersion.State.DRAFT, version__lte=row.version).update(

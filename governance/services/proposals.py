@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from django.contrib.auth import get_user_model
 from django.db import IntegrityError, connection, transaction
 from django.db.models import Q
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
@@ -21,6 +20,7 @@ from governance.services.reviews import REVIEW, require_reviewed, require_review
 from governance.services.transitions import end_operation, require_nothing_on_its_way, tell
 from governance.services.values import Proposer
 from governance.states import ApprovalEvent, ApprovalState
+from wire import clock
 from wire.ids import format_id, new_uuid7, parse_id
 from wire.optoken.approval import BREAK_GLASS, POLICY_CHANGE, ApprovalError, Policy, find_class
 from wire.optoken.proposal import build_statement
@@ -70,7 +70,7 @@ def propose(
             goes_on = len(request.targets) > 1 and not stops_on_failure
             return _repeat(earlier, (operation, wanted, request.targets, dict(request.params), max_uses, not goes_on))
     row, policy = require_policy()
-    if policy.expires_at <= timezone.now().timestamp():
+    if policy.expires_at <= clock.now().timestamp():
         raise InvalidProposal("The approval policy has expired; draft its next version first.", param="operation")
     require_proposer(proposer, policy, wanted)
     require_few(proposer)
@@ -132,7 +132,7 @@ def add_operation(
         raise InvalidProposal(
             f"The policy has no class {op_class!r} for {operation}; it has: {', '.join(fitting)}.", param="op_class"
         )
-    now = timezone.now()
+    now = clock.now()
     opens_at = max(not_before or now, now - timedelta(seconds=1))
     if opens_at > now + MAX_AHEAD:
         raise InvalidProposal(f"The window must begin within {MAX_AHEAD.days} days.", param="not_before")
@@ -234,7 +234,7 @@ def require_few(proposer: Proposer) -> None:
     is_open = Q(state=ApprovalState.PENDING.value) | Q(state=ApprovalState.APPROVED.value, dispatched_at=None)
     if own.filter(is_open).count() >= MAX_OPEN:
         raise TooManyOpen(f"You have {MAX_OPEN} open operations; cancel some or wait until they are decided.")
-    if own.filter(requested_at__gte=timezone.now() - timedelta(hours=1)).count() >= MAX_PER_HOUR:
+    if own.filter(requested_at__gte=clock.now() - timedelta(hours=1)).count() >= MAX_PER_HOUR:
         raise TooManyOpen(f"You asked for {MAX_PER_HOUR} operations within an hour; wait a little.")
 
 

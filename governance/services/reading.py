@@ -8,7 +8,6 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from django.db.models import Exists, OuterRef, Q
-from django.utils import timezone
 
 from governance.errors import UnknownOperation
 from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun, PolicyVersion
@@ -19,6 +18,7 @@ from governance.services.lookup import find_operation, is_current
 from governance.services.reviews import explain_own_review
 from governance.services.values import DecisionView, Inbox, OperationSummary, OperationView, RunView
 from governance.states import OPEN_RUNS, ApprovalState, RunState
+from wire import clock
 from wire.optoken.approval import (
     ApprovalError,
     Policy,
@@ -49,7 +49,7 @@ _RUN_ORDER = [
 
 def read_inbox(user: User) -> Inbox:
     """Return what waits for this person, what they asked for, and what others have open or had within two days."""
-    name, now = user.get_username(), timezone.now()
+    name, now = user.get_username(), clock.now()
     # Two pages, so that however much is done in two days, nothing that waits drops off the list.
     pending = Q(state=ApprovalState.PENDING.value)
     has_open_run = Exists(OperationRun.objects.filter(operation=OuterRef("pk"), ended_at=None))
@@ -85,7 +85,7 @@ def summarise(operations: Iterable[Operation]) -> list[OperationSummary]:
 
 def count_waiting_for(user: User) -> int:
     """Return how many operations wait for this person."""
-    pending = _with_parts(Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=timezone.now()))[:PAGE]
+    pending = _with_parts(Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()))[:PAGE]
     policies: dict[int, Policy] = {}
     name = user.get_username()
     return sum(o.requested_by != name and _may_decide(o, name, policies) for o in pending)
@@ -235,13 +235,13 @@ def _find_actions(
         hindrances["approve"] = why_not
     else:
         actions.add("approve")
-    if operation.max_uses > 1 and state is ApprovalState.APPROVED and timezone.now() < operation.not_after and is_free:
+    if operation.max_uses > 1 and state is ApprovalState.APPROVED and clock.now() < operation.not_after and is_free:
         if len({run.use for run in operation.runs.all()}) < operation.max_uses:
             actions.add("use")
         else:
             hindrances["use"] = "All uses are spent."
     is_claimable = any(run.result.get("claimable") for run in operation.runs.all() if isinstance(run.result, dict))
-    in_time = timezone.now() < operation.not_after
+    in_time = clock.now() < operation.not_after
     if is_requester and is_claimable and in_time and not AdminToken.objects.filter(minted_by=operation).exists():
         actions.add("claim")
     return actions, hindrances
@@ -253,7 +253,7 @@ def _why_no_approval(
     """Return the first rule that keeps a person from approving, None when nothing does."""
     if operation.state != ApprovalState.PENDING.value:
         return f"It is {operation.state}; nothing can be approved any more."
-    if timezone.now() >= operation.expires_at:
+    if clock.now() >= operation.expires_at:
         return "Nobody approved this in time; ask for it again."
     if not is_current(operation):
         return "The policy changed since this was asked for; ask for it again."

@@ -18,7 +18,6 @@ from datetime import datetime, timedelta
 
 from django.db import transaction
 from django.db.models.fields.json import KeyTextTransform
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.models import OperationRun
@@ -28,6 +27,7 @@ from governance.services.finishing import MAX_MESSAGE_CHARS, finish, ring
 from governance.services.lookup import find_operation, lock_run
 from governance.services.transitions import audit_run
 from governance.states import FINAL_RUNS, ApprovalState, RunEvent, RunState, next_run, sources_of
+from wire import clock
 from wire.optoken.approval import ApprovalError
 
 logger = logging.getLogger("muster.governance")
@@ -62,7 +62,7 @@ def work_on(run_id: uuid.UUID | None) -> bool:
 
 @transaction.atomic
 def _take(run_id: uuid.UUID | None) -> uuid.UUID | None:
-    now = timezone.now()
+    now = clock.now()
     due = OperationRun.objects.select_for_update(skip_locked=True, of=("self",), no_key=True)
     due = due.filter(ended_at=None, due_at__lte=now, operation__state=ApprovalState.APPROVED.value)
     found = (due if run_id is None else due.filter(pk=run_id)).order_by("due_at", "position").first()
@@ -81,7 +81,7 @@ def _move_on(run_id: uuid.UUID) -> None:
     state = RunState(run.state)
     if operation.state != ApprovalState.APPROVED.value or state in FINAL_RUNS:
         return
-    now = timezone.now()
+    now = clock.now()
     if state is RunState.QUEUED:
         dispatch(run, operation)
     elif now > max(operation.not_after, run.updated_at) + SILENCE_LIMIT:
@@ -102,7 +102,7 @@ def _give_up(run: OperationRun) -> None:
 @transaction.atomic
 def note_progress(*, run_id: uuid.UUID, stage: str, fraction: float | None, eta_s: float | None) -> None:
     """Take down how far a run is. Without effect on one that has ended or was never sent."""
-    rows, now = OperationRun.objects.filter(pk=run_id), timezone.now()
+    rows, now = OperationRun.objects.filter(pk=run_id), clock.now()
     share = None if fraction is None or not math.isfinite(fraction) else min(1.0, max(0.0, fraction))
     left_s = None if eta_s is None or not math.isfinite(eta_s) else max(0.0, eta_s)
     told = {"stage": stage[:200], "fraction": share, "eta_s": left_s, "updated_at": now}
@@ -146,7 +146,7 @@ def requeue_run(*, run_id: uuid.UUID, reason: str) -> bool:
         return False
     wait_s = min(LONGEST_PAUSE_S, 0.5 * 2 ** min(run.attempt, 6))
     run.state = next_run(RunState(run.state), RunEvent.REQUEUE).value
-    run.message, run.due_at = reason[:MAX_MESSAGE_CHARS], timezone.now() + timedelta(seconds=wait_s)
+    run.message, run.due_at = reason[:MAX_MESSAGE_CHARS], clock.now() + timedelta(seconds=wait_s)
     run.save(update_fields=["state", "message", "due_at", "updated_at"])
     audit_run(run, run.operation, "operation.run.queued", {"attempt": run.attempt})
     publish_hint("operations", str(run.operation_id))
@@ -193,7 +193,7 @@ def list_last_successes(*, targets: Collection[str], operations: Collection[str]
             params = read_stored(operation).params
             found.append(LastRun(
                 operation.pk, operation.operation, operation.op_class, run.target, str(run.subject),
-                run.ended_at or timezone.now(), params,
+                run.ended_at or clock.now(), params,
             ))  # fmt: skip
     return found
 

@@ -12,11 +12,11 @@ from datetime import datetime, timedelta
 
 from django.db import transaction
 from django.db.models import F, Q
-from django.utils import timezone
 from django.utils.crypto import salted_hmac
 
 from governance.errors import SignInRefused
 from governance.models import SignInFailure
+from wire import clock
 
 REFUSAL = "The name, password or code is not right, or there were too many tries. Wait a minute and try again."
 """One text for every cause: it tells nobody which names exist."""
@@ -76,7 +76,7 @@ def forgive(*, name: str, address: str) -> None:
 
     Of the address as a whole and of the name elsewhere only the right one itself is forgotten.
     """
-    hidden, now = _hide(name), timezone.now()
+    hidden, now = _hide(name), clock.now()
     if not _is_known(hidden, address):
         whole = Q(name=ANY, address=address) | Q(name=hidden, address=ANY)
         SignInFailure.objects.filter(whole, count__gt=0).update(count=F("count") - 1)
@@ -97,12 +97,12 @@ def _hide(name: str, *, of: str = "name") -> str:
 
 
 def _is_known(hidden: str, address: str) -> bool:
-    good = SignInFailure.objects.filter(name=hidden, address=address, signed_in_at__gt=timezone.now() - KNOWN_FOR)
+    good = SignInFailure.objects.filter(name=hidden, address=address, signed_in_at__gt=clock.now() - KNOWN_FOR)
     return good.exists()
 
 
 def _book(name: str, address: str, pace: Pace) -> int:
-    now = timezone.now()
+    now = clock.now()
     row, _ = SignInFailure.objects.select_for_update().get_or_create(
         name=name, address=address, defaults={"count": 0, "last_at": now}
     )

@@ -6,7 +6,6 @@ import uuid
 
 from django.db import transaction
 from django.db.models import Max
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.errors import ApprovalRefused, Frozen, StateChanged
@@ -20,6 +19,7 @@ from governance.services.reviews import explain_unreviewed
 from governance.services.transitions import is_idle_standing, list_void
 from governance.services.values import Proposer
 from governance.states import ApprovalState
+from wire import clock
 from wire.optoken.approval import BREAK_GLASS
 
 
@@ -35,7 +35,7 @@ def use_approval(*, op_id: uuid.UUID, proposer: Proposer) -> list[OperationRun]:
     if operation.max_uses == 1:
         raise ApprovalRefused("This is no standing approval: it is carried out once, by itself.", rule="too_many_uses")
     require_proposer(proposer, find_policy(operation), operation.op_class)
-    if timezone.now() >= operation.not_after:
+    if clock.now() >= operation.not_after:
         raise StateChanged("The window of this approval is over; ask for a new one.", param="op_id")
     if read_freeze() is not None:
         raise Frozen("Everything is frozen; a quorum can lift that.")

@@ -11,13 +11,13 @@ from datetime import timedelta
 from django.db import transaction
 from django.db.models import Exists, F, Max, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
-from django.utils import timezone
 
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from governance.services.lookup import take_operation
 from governance.services.reviews import list_unreviewed
 from governance.services.transitions import drop_void, end_operation, tell
 from governance.states import OPEN_RUNS, ApprovalEvent, ApprovalState
+from wire import clock
 
 WARN_AT_PERCENT = (90, 50)
 REVIEW_WITHIN = timedelta(hours=24)
@@ -49,7 +49,7 @@ def _not_on_its_way() -> QuerySet[Operation]:
 
 
 def _expire() -> int:
-    now = timezone.now()
+    now = clock.now()
     late = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__lte=now)
     unused = _not_on_its_way().filter(state=ApprovalState.APPROVED.value, dispatched_at=None, not_after__lte=now)
     # A standing approval with uses left: its end is no news, so nobody is told.
@@ -91,7 +91,7 @@ def _each(rows: QuerySet[Operation], change: Callable[[Operation], bool]) -> int
 
 def _warn() -> int:
     """Remind at half and at nine tenths of the time that an operation may wait."""
-    now, warned = timezone.now(), 0
+    now, warned = clock.now(), 0
     waiting = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=now, warned_percent__lt=90)
     for operation in waiting.order_by("expires_at")[:BATCH]:
         passed = (now - operation.requested_at) / (operation.expires_at - operation.requested_at) * 100
@@ -110,7 +110,7 @@ def _warn() -> int:
 
 def _claim_reviews() -> int:
     """Remind everyone once of a break-glass that nobody reviewed within a day."""
-    due = list_unreviewed().filter(dispatched_at__lte=timezone.now() - REVIEW_WITHIN, warned_percent__lt=100)
+    due = list_unreviewed().filter(dispatched_at__lte=clock.now() - REVIEW_WITHIN, warned_percent__lt=100)
     claimed = 0
     for operation in due[:BATCH]:
         with transaction.atomic():

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 
 from django.db import transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
@@ -16,6 +15,7 @@ from governance.services.evidence import is_met
 from governance.services.lookup import move_approval
 from governance.services.notices import notify
 from governance.states import FINAL_RUNS, OPEN_RUNS, ApprovalEvent, ApprovalState, RunState
+from wire import clock
 from wire.optoken.approval import ApprovalError
 
 logger = logging.getLogger("muster.governance")
@@ -76,7 +76,7 @@ def skip_runs(operation: Operation, reason: str, *, code: str = "", after: Opera
     waiting = OperationRun.objects.select_for_update(no_key=True).filter(operation=operation, state=RunState.QUEUED.value)
     if after is not None:
         waiting = waiting.filter(use=after.use, position__gt=after.position)
-    now, skipped = timezone.now(), list(waiting.order_by("use", "position"))
+    now, skipped = clock.now(), list(waiting.order_by("use", "position"))
     for run in skipped:
         changes = {"state": RunState.SKIPPED.value, "ended_at": now, "message": reason[:500], "code": code, "updated_at": now}
         OperationRun.objects.filter(pk=run.pk).update(**changes)
@@ -132,7 +132,7 @@ def drop_void(operation: Operation) -> Sequence[Decision]:
 
     What a box was sent before holds, since only a new policy tells boxes of it. Returns the decisions that were withdrawn.
     """
-    void, now = list_void(operation), timezone.now()
+    void, now = list_void(operation), clock.now()
     for decision in void:
         decision.withdrawn_at = now
         decision.save(update_fields=["withdrawn_at"])

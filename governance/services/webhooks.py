@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 
 from django.db import transaction
-from django.utils import timezone
 
 from governance.audit import record_event
 from governance.models import Notice, WebhookEndpoint
 from governance.webhooks import InvalidWebhook, parse_webhook_url
+from wire import clock
 
 MAX_WEBHOOK_NAME_CHARS = 80
 _SECRET_BYTES = 32
@@ -49,7 +49,7 @@ def remove_webhook(*, name: str, actor: str) -> WebhookEndpoint:
         endpoint.is_active = False
         endpoint.save(update_fields=["is_active"])
         waiting = Notice.objects.filter(webhook=endpoint, sent_at=None, given_up_at=None)
-        waiting.update(given_up_at=timezone.now(), last_error="the webhook was removed")
+        waiting.update(given_up_at=clock.now(), last_error="the webhook was removed")
         record_event(actor=actor, action="webhook.remove", target=endpoint.name)
     return endpoint
 

@@ -11,7 +11,6 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
-from django.utils import timezone
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget
 
 from core.admin_pages import ChangeLink, Offer, RowChange, ShowingAdmin, Values, column
@@ -40,6 +39,7 @@ from nodes.services.health import explain_unreachable
 from nodes.services.lifecycle import EVICT, FORCED_DRAIN
 from nodes.services.registry import MAX_API_KEY_CHARS
 from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS
+from wire import clock
 from wire.contract import NodeMode, NodeStatus
 
 LEVELS = {
@@ -398,7 +398,7 @@ class NodeAdmin(ShowingAdmin):
     @column("Duplicate node")
     def show_rival(self, node: Node) -> str:
         """Return that another box asked for this one's name, until a day after it did so last."""
-        age_s = (timezone.now() - node.rival_seen_at).total_seconds() if node.rival_seen_at is not None else _RIVAL_SHOWN_S
+        age_s = (clock.now() - node.rival_seen_at).total_seconds() if node.rival_seen_at is not None else _RIVAL_SHOWN_S
         if age_s >= _RIVAL_SHOWN_S:
             return "-"
         whence = node.rival_address or "an unknown address"

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from django.utils import timezone
-
 from governance.services import read_freeze, requeue_run
 from nodes.commands.rows import park_command
 from nodes.models import NodeCommand
+from wire import clock
 
 QUIET_FOR = timedelta(seconds=5)
 """A box that was given a command and says nothing for so long is asked."""
@@ -57,7 +56,7 @@ def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UU
     """
     if not linked:
         return []
-    now = timezone.now()
+    now = clock.now()
     open_ones = NodeCommand.objects.filter(node_id__in=list(linked), state__in=_OPEN)
     if read_freeze() is not None:
         open_ones = open_ones.exclude(state=NodeCommand.State.WAITING)

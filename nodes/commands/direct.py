@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from datetime import timedelta
 from typing import Any
 
 import httpx
 from django.db.models import Q
-from django.utils import timezone
 
 from governance.states import RunEvent
 from nodes.addresses import build_request, resolve_direct_target
@@ -24,6 +22,7 @@ from nodes.commands.statuses import TRY_AGAIN_CODES, finish_command, lose_run, n
 from nodes.errors import NodeError
 from nodes.models import Node, NodeCommand, Reach
 from nodes.session import clean_result
+from wire import clock
 from wire.optoken.canonical import TOKEN_MEMBER
 
 POLL_S = 1.0
@@ -52,7 +51,7 @@ class BoxSilent(Exception):
 
 def find_unattended() -> list[uuid.UUID]:
     """Return the commands of boxes called over HTTP that no task looks after any more."""
-    now = timezone.now()
+    now = clock.now()
     waiting = Q(state=NodeCommand.State.WAITING, updated_at__lte=now - UNATTENDED_AFTER) & ~Q(token="")
     begun = Q(state__in=[NodeCommand.State.SENT, NodeCommand.State.RUNNING], updated_at__lte=now - _CALL_LOST_AFTER)
     rows = NodeCommand.objects.filter(waiting | begun, node__reach=Reach.DIRECT).order_by("updated_at")
@@ -79,7 +78,7 @@ def call_direct_box(run_id: uuid.UUID) -> bool:
 
 def _claim(row: NodeCommand, *, state: str) -> bool:
     """Whether this step is ours: nobody has touched the row since it was read."""
-    now = timezone.now()
+    now = clock.now()
     same = NodeCommand.objects.filter(pk=row.pk, state=row.state, updated_at=row.updated_at)
     if not same.update(state=state, sent_at=row.sent_at or now, updated_at=now):
         return False
@@ -88,7 +87,7 @@ def _claim(row: NodeCommand, *, state: str) -> bool:
 
 
 def _hand_over(row: NodeCommand) -> bool:
-    if row.token_expires_at is None or row.token_expires_at - timezone.now() <= TOKEN_MARGIN:
+    if row.token_expires_at is None or row.token_expires_at - clock.now() <= TOKEN_MARGIN:
         send_back(row, "its token ran out before the box could be reached")
         return False
     if not _claim(row, state=NodeCommand.State.SENT):
@@ -114,7 +113,7 @@ def _hand_over(row: NodeCommand) -> bool:
 def _take_answer(row: NodeCommand, status: int, members: dict[str, Any]) -> bool:
     task_id = members.get("taskId")
     if status == 202 and isinstance(task_id, str) and _is_plain(task_id):
-        NodeCommand.objects.filter(pk=row.pk).update(task_id=task_id, updated_at=timezone.now())
+        NodeCommand.objects.filter(pk=row.pk).update(task_id=task_id, updated_at=clock.now())
         note_running(row, stage=_text(members.get("stage")) or "loading", fraction=_number(members.get("progress")), eta_s=None)
         return True
     if status == 202:
@@ -206,10 +205,10 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
 
 def _read(response: httpx.Response) -> bytes:
     raw = bytearray()
-    until = time.monotonic() + CALL_TIMEOUT_S
+    until = clock.monotonic() + CALL_TIMEOUT_S
     for piece in response.iter_bytes():
         raw += piece
-        if len(raw) > _MAX_ANSWER_BYTES or time.monotonic() > until:
+        if len(raw) > _MAX_ANSWER_BYTES or clock.monotonic() > until:
             raise httpx.ReadError("the answer is too long, or too slow")
     return bytes(raw)
 

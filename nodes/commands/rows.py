@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from django.db import transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from nodes.models import NodeCommand
+from wire import clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +59,4 @@ def put_command(command: Command) -> bool:
 def park_command(row: NodeCommand) -> None:
     """Hold it back until it gets another token; a row that has got one meanwhile stays as it is."""
     same = NodeCommand.objects.filter(pk=row.pk, token=row.token).exclude(state=NodeCommand.State.ENDED)
-    same.update(state=NodeCommand.State.WAITING, token="", task_id="", updated_at=timezone.now())
+    same.update(state=NodeCommand.State.WAITING, token="", task_id="", updated_at=clock.now())

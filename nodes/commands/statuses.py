@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from django.db import transaction
-from django.utils import timezone
 
 from governance.audit import record_word
 from governance.services import finish_run, note_progress, requeue_run
@@ -20,6 +19,7 @@ from governance.services.lookup import find_operation
 from governance.states import RunEvent
 from nodes.commands.rows import park_command
 from nodes.models import Node, NodeCommand, NodePresence
+from wire import clock
 from wire.bridge import OpStatus
 from wire.ids import parse_id
 from wire.optoken.approval import ApprovalError, decode_bytes
@@ -109,14 +109,14 @@ def send_back(row: NodeCommand, reason: str) -> bool:
 
 def end_row(row: NodeCommand) -> None:
     """Mark a command as ended and forget its token."""
-    now = timezone.now()
+    now = clock.now()
     NodeCommand.objects.filter(pk=row.pk).update(state=NodeCommand.State.ENDED, token="", heard_at=now, updated_at=now)
 
 
 def note_running(row: NodeCommand, *, stage: str, fraction: float | None, eta_s: float | None) -> None:
     """Store that a command is being carried out, and how far it is."""
     note_progress(run_id=row.pk, stage=stage, fraction=fraction, eta_s=eta_s)
-    now = timezone.now()
+    now = clock.now()
     open_one = NodeCommand.objects.filter(pk=row.pk).exclude(state=NodeCommand.State.ENDED)
     open_one.update(state=NodeCommand.State.RUNNING, heard_at=now, updated_at=now)
 
@@ -144,7 +144,7 @@ def _take_unknown(row: NodeCommand) -> None:
     if row.state == NodeCommand.State.RUNNING:
         # It had begun there, and the box forgot: nobody can tell how far it came.
         lose_run(row, result={})
-    elif row.state == NodeCommand.State.SENT and row.sent_at is not None and timezone.now() - row.sent_at >= JUST_SENT:
+    elif row.state == NodeCommand.State.SENT and row.sent_at is not None and clock.now() - row.sent_at >= JUST_SENT:
         send_back(row, "the box never heard of it")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -26,7 +25,7 @@ from nodes.commands import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, s
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.services.governance import take_report
-from wire import bridge
+from wire import bridge, clock
 
 SWEEP_S = 2.0
 WAKE_PAUSE_S = 0.1
@@ -109,7 +108,7 @@ class Courier:
         if len(waiting) >= MAX_REPORTS_A_BOX:
             logger.error("node.report_dropped node=%s; it says so again when it registers", link.node_name)
             return
-        waiting.append(_Report(link.node_id, report, time.time_ns() // 1_000_000))
+        waiting.append(_Report(link.node_id, report, clock.unix_ms()))
         self.wake("policy")
 
     def wake(self, topic: str = "") -> None:
@@ -140,7 +139,7 @@ class Courier:
 
     def _rest_s(self) -> float:
         """Return how long nothing is due by the clock."""
-        now = time.monotonic()
+        now = clock.monotonic()
         due = [self._looked_at["commands"] + SWEEP_S]
         due += [self._looked_at[topic] + WAKE_PAUSE_S for topic in self._woken]
         due += [self._written_at.get(key, 0.0) + PROGRESS_EVERY_S for key in self._statuses]
@@ -148,7 +147,7 @@ class Courier:
 
     def _is_due(self, topic: str, every_s: float) -> bool:
         """Whether to look at the rows of a topic now; saying so counts as the look."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if now - self._looked_at[topic] < (WAKE_PAUSE_S if topic in self._woken else every_s):
             return False
         self._looked_at[topic] = now
@@ -156,7 +155,7 @@ class Courier:
         return True
 
     def _due_statuses(self) -> dict[StatusKey, bridge.OpStatus]:
-        now = time.monotonic()
+        now = clock.monotonic()
         due = (
             (key, status)
             for key, status in self._statuses.items()
@@ -169,7 +168,7 @@ class Courier:
         if not due:
             return
         await run_upkeep(_store_statuses, due)
-        now = time.monotonic()
+        now = clock.monotonic()
         for key, status in due.items():
             if self._statuses.get(key) is status:  # else the box has said something newer meanwhile
                 del self._statuses[key]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
@@ -33,6 +32,7 @@ from nodes.models import NodeCredential
 from nodes.services import sessions
 from nodes.session import ModeRequested
 from nodes.states import HealthPolicy, SocketPolicy
+from wire import clock
 from wire.contract import NodeMode
 from wire.credentials import digest_credential
 
@@ -44,7 +44,7 @@ CLOSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class OwnerWord:
-    """What an owner said at a node, and when (time.monotonic())."""
+    """What an owner said at a node, and when (clock.monotonic())."""
 
     effect: ModeRequested
     said_at: float
@@ -91,7 +91,7 @@ class WorkerEndpoint:
     def take_owner_word(self, link: RelayLink, effect: ModeRequested) -> None:
         """Write down that the owner lends a node or takes it back, however long the database is away and the link lives."""
         is_storing = link.node_id in self.owner_words
-        self.owner_words[link.node_id] = OwnerWord(effect, time.monotonic())
+        self.owner_words[link.node_id] = OwnerWord(effect, clock.monotonic())
         if not is_storing:
             self.run_beside(self._store_mode(link.node_id, link.node_name))
 
@@ -105,7 +105,7 @@ class WorkerEndpoint:
                     mode=NodeMode(word.effect.mode),
                     reason=(word.effect.reason or "owner at the box")[:200],
                     actor=f"node:{node_name}",
-                    said_age_s=time.monotonic() - word.said_at,
+                    said_age_s=clock.monotonic() - word.said_at,
                 )
             except NodeNotFound:
                 logger.warning("node.mode_not_stored node=%s; the node was removed", node_name)
@@ -117,7 +117,7 @@ class WorkerEndpoint:
                 del self.owner_words[node_id]
                 link = self.registry.get(node_id)
                 if isinstance(link, RelayLink):
-                    link.wanted_mode, link.mode_stored_at = None, time.monotonic()
+                    link.wanted_mode, link.mode_stored_at = None, clock.monotonic()
 
     async def store_farewells(self, links: Sequence[RelayLink], reason: str) -> None:
         """Mark the nodes of these links as gone from here, all in one statement."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -35,7 +34,7 @@ from nodes.session import (
     StreamEnded,
     TelemetryArrived,
 )
-from wire import bridge
+from wire import bridge, clock
 from wire.bridge import ProtocolError
 from wire.contract import NodeMode
 from wire.frames import DEFAULT_WINDOW_BYTES
@@ -145,7 +144,7 @@ class BoxSession:
         if not isinstance(effect, Registered):
             raise ProtocolError("the first frame must be register")
         async with self.endpoint.registering:
-            asked_at = time.monotonic()
+            asked_at = clock.monotonic()
             opened = await self._open_session(effect)
             self._connect(effect, opened, asked_at=asked_at)
 
@@ -266,7 +265,7 @@ class BoxSession:
                 assert_never(effect)
 
     def _note_sign_of_life(self, link: RelayLink) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         was_stale, link.last_seen = now - link.last_seen >= link.stale_after_s, now
         if was_stale:  # it may take work again, and work may be waiting
             self.endpoint.registry.announce(link)
@@ -286,7 +285,7 @@ class BoxSession:
         """The owner at the box decides: give it no work, or work again, from now on; write it down beside."""
         link.policy.reclaimed = effect.mode == NodeMode.SPARE_OFF.value
         if link.policy.reclaimed:
-            link.policy.drain_deadline_at = time.monotonic() + self.endpoint.health.reclaim_grace_s
+            link.policy.drain_deadline_at = clock.monotonic() + self.endpoint.health.reclaim_grace_s
         elif not link.policy.draining:
             link.policy.drain_deadline_at = None
         self.endpoint.registry.announce(link)

@@ -56,7 +56,7 @@ class Verdict(StrEnum):
 
 
 class Answer(Protocol):
-    """What is read of an attempt. Times are time.monotonic() seconds."""
+    """What is read of an attempt. Times are clock.monotonic() seconds."""
 
     first_byte_at: float | None
     received: int
@@ -82,7 +82,7 @@ _FLOOR_S, _FLOOR_PACE = 1.0, 0.001
 
 @dataclass(slots=True, eq=False)
 class Ejection:
-    """A replica, or with an empty model a whole node, that is held back. Times are time.monotonic() seconds.
+    """A replica, or with an empty model a whole node, that is held back. Times are clock.monotonic() seconds.
 
     After ``until`` one request at a time may go to it (half-open).
     """

@@ -7,7 +7,6 @@ deadline (drain, staleness, silence) is looked at by ``tick``.
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.states import DrainCount, HealthPolicy, NodeRow, effective_status, freshness_windows, judge_freshness
-from wire import bridge
+from wire import bridge, clock
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import format_id
 
@@ -54,9 +53,9 @@ class LinkKeeper:
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
         """Which are alive, whether they can be asked for their boxes or not: a box may be on one of their sockets."""
         self._connect_s = connect_s
-        self._applied_at = self._looked_at = self._read_at = time.monotonic()
+        self._applied_at = self._looked_at = self._read_at = clock.monotonic()
         self._believed_at = 0.0
-        """From then on (time.monotonic()) a box without heartbeats is gone; before, the database may have been."""
+        """From then on (clock.monotonic()) a box without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
         self._shutdown_sent: set[uuid.UUID] = set()
 
@@ -70,9 +69,9 @@ class LinkKeeper:
     ) -> None:
         """Take fresh rows. ``targets`` are resolved addresses of direct nodes, ``peers`` the gateways that can be asked.
 
-        ``read_at``: time.monotonic() seconds before the rows were read; None = now. What an owner said later is newer.
+        ``read_at``: clock.monotonic() seconds before the rows were read; None = now. What an owner said later is newer.
         """
-        now = time.monotonic()
+        now = clock.monotonic()
         self._read_at = now if read_at is None else read_at
         self._forgive_own_silence(now)
         if now - self._applied_at > _BLIND_S:
@@ -97,7 +96,7 @@ class LinkKeeper:
         ]
 
     def welcome(self, link: Link, *, asked_at: float) -> None:
-        """Apply to a new link what rows say that were read after its session was asked for (time.monotonic())."""
+        """Apply to a new link what rows say that were read after its session was asked for (clock.monotonic())."""
         row = self.rows.get(link.node_id)
         if row is not None and self._read_at >= asked_at:
             self._set_policy(link, row)
@@ -112,7 +111,7 @@ class LinkKeeper:
 
     def count_statuses(self) -> Counter[NodeStatus]:
         """Return how many nodes are in each status of the contract now; of a node linked here, by when it was heard here."""
-        now = time.monotonic()
+        now = clock.monotonic()
         counts = Counter(dict.fromkeys(NodeStatus, 0))
         for row in self.rows.values():
             link = self.registry.get(row.node_id)
@@ -136,7 +135,7 @@ class LinkKeeper:
 
     def tick(self) -> None:
         """Look at everything that has a deadline. Called about once a second and after every ``apply``."""
-        now = time.monotonic()
+        now = clock.monotonic()
         self._forgive_own_silence(now)
         for link in self.registry:
             self._enforce_drain(link, now)
@@ -224,7 +223,7 @@ class LinkKeeper:
         self._set_policy(link, row)
         link.max_concurrent = max(1, row.max_concurrent)
         link.contexts, link.engines = row.contexts, row.engines
-        link.last_seen = time.monotonic() - (row.heartbeat_age_s or 0.0)
+        link.last_seen = clock.monotonic() - (row.heartbeat_age_s or 0.0)
         link.stale_after_s, link.offline_after_s = self.health.stale_after_s, self.health.offline_after_s
         if row.is_direct:
             status = row.reported_status
@@ -245,7 +244,7 @@ class LinkKeeper:
             policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
             remaining = row.drain_remaining_s
             stopping = policy.draining or policy.reclaimed
-            policy.drain_deadline_at = time.monotonic() + remaining if stopping and remaining is not None else None
+            policy.drain_deadline_at = clock.monotonic() + remaining if stopping and remaining is not None else None
         if row.provider_state == "deleted" and isinstance(link, RelayLink):
             self.registry.remove(link, "the provider was deleted")
             link.close("provider was deleted")
@@ -287,7 +286,7 @@ class LinkKeeper:
         interval = self.health.heartbeat_interval_s if muster else self.health.bridge_ping_interval_s
         if now - link.last_ping_at >= interval:
             link.last_ping_at = now
-            link.send_message(bridge.Ping(timestamp_unix_ms=time.time_ns() // 1_000_000))
+            link.send_message(bridge.Ping(timestamp_unix_ms=clock.unix_ms()))
 
 
 class FleetGauges(Collector):

@@ -6,7 +6,6 @@ it to the client's socket without a task switch.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import msgspec
 
 from nodes.session import OpenRequest
 from nodes.states import AS_IT_IS, BINARY_ENDPOINTS, MAX_REPORTED_LOAD, POOL_RESPONSES, SPOKEN_THROUGH
+from wire import clock
 from wire.bridge import GpuInfo
 from wire.frames import End
 from wire.ids import format_id
@@ -111,7 +111,7 @@ class Link:
         self.endpoints: Mapping[str, frozenset[str]] = {}
         """API paths by model; a model that is not in it answers any client's."""
         self.unspoken: dict[tuple[str, str], float] = {}
-        """Models and API paths that the engine turned out not to know, and until when (time.monotonic()) that is believed."""
+        """Models and API paths that the engine turned out not to know, and until when (clock.monotonic()) that is believed."""
         self.contexts: Mapping[str, int] = {}
         """Tokens that one request may have, by model, as far as the box says."""
         self.engines: Mapping[str, frozenset[str]] = {}
@@ -127,10 +127,10 @@ class Link:
         self.busy_elsewhere = False
         """Whether the node says that its slots are taken, while this gateway holds some of them or none."""
         self.released_at = 0.0
-        """time.monotonic() seconds at which the last request from here ended."""
+        """clock.monotonic() seconds at which the last request from here ended."""
         self.unhealthy_reason = ""
         self.busy_until = 0.0
-        self.last_seen = time.monotonic()
+        self.last_seen = clock.monotonic()
         self.stale_after_s = 10.0
         self.offline_after_s = 15.0
         self.reports_usage = False
@@ -154,7 +154,7 @@ class Link:
         """Whether the box may be sent a request for this model on this API path as it is."""
         if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
             return False
-        if model not in self.models or self.unspoken.get((model, endpoint), 0.0) > time.monotonic():
+        if model not in self.models or self.unspoken.get((model, endpoint), 0.0) > clock.monotonic():
             return False
         paths = self.endpoints.get(model)
         return endpoint != POOL_RESPONSES if paths is None else endpoint in paths
@@ -187,7 +187,7 @@ class Link:
         return self.active < self.max_concurrent
 
     def condition(self, now: float) -> LinkCondition:
-        """Return whether the box may get new work. ``now`` is time.monotonic()."""
+        """Return whether the box may get new work. ``now`` is clock.monotonic()."""
         policy = self.policy
         if not policy.provider_enabled:
             return LinkCondition.DISABLED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -10,6 +9,7 @@ from nodes.links.ejections import Ejections
 from nodes.links.port import EndKind, Link, Listener
 from nodes.metrics import EJECTIONS
 from nodes.states import TOKENIZE
+from wire import clock
 
 _UNSPOKEN_S = 600.0
 
@@ -17,7 +17,7 @@ _UNSPOKEN_S = 600.0
 class LinkRegistry:
     """All links of this gateway, by node and by model. One link a node: a newer session replaces the older."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
         self._links: dict[uuid.UUID, Link] = {}
         self._by_model: dict[str, list[Link]] = {}

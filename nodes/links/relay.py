@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 
 from core.outbox import AsgiMessage, AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
@@ -20,7 +18,7 @@ from nodes.session import (
     find_endpoints,
     find_engines,
 )
-from wire import bridge
+from wire import bridge, clock
 from wire.frames import DEFAULT_WINDOW_BYTES, End
 
 _END_KINDS = {
@@ -87,12 +85,12 @@ class RelayLink(Link):
         self.wanted_mode: ModeRequested | None = None
         """What the owner said at the box and the database does not know yet."""
         self.mode_stored_at = 0.0
-        """time.monotonic() seconds at which the database was seen to know it: rows read before may say something else."""
+        """clock.monotonic() seconds at which the database was seen to know it: rows read before may say something else."""
         self.instance_id = ""
         self.telemetry: bridge.Telemetry | None = None
         self.governance: bridge.BoxGovernance | None = None
         """How the box decides about operations; None = it takes none from here."""
-        self.linked_at = datetime.now(UTC)
+        self.linked_at = clock.now()
         self.offered_policy = (-1, -1)
         """(version the box had, newest version) of the last offer in this session."""
         self.offered_size = 0
@@ -104,7 +102,7 @@ class RelayLink(Link):
         self.agent_version = ""
         self.peer_address = ""
         self.provider = ""
-        self.last_ping_at = time.monotonic()
+        self.last_ping_at = clock.monotonic()
         self.drain_then_close = False
         self.is_farewell_stored = False
         """Whether the database knows that this link is over."""
@@ -164,7 +162,7 @@ class RelayLink(Link):
         return is_news
 
     def is_mode_known_since(self, moment: float) -> bool:
-        """Whether rows read at that moment (time.monotonic()) say what the owner said last."""
+        """Whether rows read at that moment (clock.monotonic()) say what the owner said last."""
         return self.wanted_mode is None and self.mode_stored_at <= moment
 
     @property

@@ -20,6 +20,7 @@ from nodes.models import Node
 from nodes.operations.choices import list_boxes
 from nodes.operations.params import KEEP
 from nodes.operations.targets import Target
+from wire import clock
 from wire.contract import NodeStatus
 from wire.ids import format_id
 
@@ -94,7 +95,7 @@ def _tell(lost: LostModel) -> bool:
     # The row lock makes "not told yet" and "told" one step: two sweeps at once tell of a failure once.
     node = Node.objects.select_for_update(of=("self",)).get(pk=lost.node_id)
     told = find_last_event(action=RELOAD_FAILED, target=node.printed_id, detail={"model": lost.model})
-    if told is not None and (told.detail.get("gave_up_ms") == lost.gave_up_ms or timezone.now() - told.at < TELL_AGAIN_AFTER):
+    if told is not None and (told.detail.get("gave_up_ms") == lost.gave_up_ms or clock.now() - told.at < TELL_AGAIN_AFTER):
         return False
     detail = {"name": node.name, "model": lost.model, "reason": lost.reason, "gave_up_ms": lost.gave_up_ms}
     event = record_event(

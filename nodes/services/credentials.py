@@ -7,12 +7,12 @@ from datetime import timedelta
 
 from django.db import transaction
 from django.db.models import Q
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
 from nodes.errors import BadRequest, CredentialNotFound, NodeNotFound, ProviderNotFound
 from nodes.models import Node, NodeCredential, Provider, ProviderState
+from wire import clock
 from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential
 
 MAX_NAME_CHARS = 80
@@ -54,7 +54,7 @@ def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
 
     Raises CredentialNotFound.
     """
-    now = timezone.now()
+    now = clock.now()
     open_ones = NodeCredential.objects.filter(pk=credential_id, revoked_at__isnull=True)
     changed = open_ones.update(revoked_at=now, updated_at=now)
     credential = NodeCredential.objects.select_related("provider").filter(pk=credential_id).first()
@@ -100,7 +100,7 @@ def _find_bound_node(node_id: uuid.UUID | None, provider: Provider) -> Node | No
 
 
 def _touch(credential: NodeCredential) -> None:
-    now = timezone.now()
+    now = clock.now()
     if credential.last_used_at is not None and now - credential.last_used_at < TOUCH_EVERY:
         return
     due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - TOUCH_EVERY)

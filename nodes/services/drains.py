@@ -14,7 +14,6 @@ from datetime import datetime
 
 from django.conf import settings
 from django.db import transaction
-from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
@@ -24,6 +23,7 @@ from nodes.models import Node, NodeDrainCount, NodePresence
 from nodes.services.clock import read_clock
 from nodes.services.health import judge_status
 from nodes.states import DrainCount
+from wire import clock
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -55,7 +55,7 @@ def end_stop() -> dict[str, object]:
 def write_drain_counts(counts: Sequence[DrainCount], *, gateway_id: uuid.UUID) -> None:
     """Write what a gateway runs on draining nodes, and see whether they are drained now. A drain that is over is skipped."""
     known = dict(Node.objects.filter(pk__in=[count.node_id for count in counts]).values_list("pk", "draining_since"))
-    now = timezone.now()
+    now = clock.now()
     rows = [
         NodeDrainCount(
             node_id=count.node_id,

@@ -13,7 +13,6 @@ from typing import assert_never
 
 from django.db import connection, transaction
 from django.db.models import Q
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event, record_word
@@ -22,6 +21,7 @@ from governance.errors import GovernanceError
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach
 from nodes.states import SKEW_WARNING_MS
+from wire import clock
 from wire.bridge import BoxGovernance, GovernanceReport
 from wire.optoken import MIN_KEY_BYTES
 from wire.optoken.approval import ApprovalError, decode_bytes
@@ -133,7 +133,7 @@ def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_
     _lock_runner_id(target)
     if _is_held(node, target):
         raise BadRequest(f"Another node is called {target} already; every box needs its own runner id.", param="runner_id")
-    NodeOpKey.objects.filter(node=node, retired_at=None).update(retired_at=timezone.now())
+    NodeOpKey.objects.filter(node=node, retired_at=None).update(retired_at=clock.now())
     NodeOpKey.objects.filter(node=node, kid=kid).delete()  # given again, it is the newest
     key = NodeOpKey.objects.create(node=node, kid=kid, secret=secret.encode())
     node.op_level, node.runner_id = level, target
@@ -241,7 +241,7 @@ def _store_keys(node: Node, said: BoxGovernance) -> None:
             key.save(update_fields=["secret", "retired_at"])
             _record(node, "node.op_key_new", {"kid": kid})
     gone = NodeOpKey.objects.filter(node=node, retired_at=None).exclude(kid__in=list(said.op_keys))
-    if gone.update(retired_at=timezone.now()):
+    if gone.update(retired_at=clock.now()):
         publish_hint("nodes", str(node.pk))
     retired = NodeOpKey.objects.filter(node=node, retired_at__isnull=False).order_by("-retired_at", "-pk")
     oldest = list(retired.values_list("pk", flat=True)[MAX_RETIRED_KEYS : MAX_RETIRED_KEYS + 100])

@@ -7,7 +7,6 @@ that dials in fills. A node without that endpoint is asked for its models, and l
 from __future__ import annotations
 
 import logging
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +17,6 @@ from django.conf import settings
 from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Now
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
@@ -26,6 +24,7 @@ from nodes.addresses import DirectTarget, build_request, resolve_direct_target
 from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, Reach
 from nodes.session import Capabilities, find_endpoints, read_capabilities, store_endpoints
+from wire import clock
 from wire.contract import NodeStatus
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def probe_direct_nodes() -> int:
     One that tells its capabilities, and one that did not answer, is due after SILENT_S, any other after ANSWERED_S. At most
     _BATCH are called, _AT_ONCE at a time.
     """
-    now = timezone.now()
+    now = clock.now()
     is_due = Q(presence__probed_at=None) | Q(presence__probed_at__lte=now - timedelta(seconds=ANSWERED_S))
     is_soon = ~Q(presence__probe_error="") | Q(presence__capabilities_at__isnull=False)
     is_due |= is_soon & Q(presence__probed_at__lte=now - timedelta(seconds=SILENT_S))
@@ -79,7 +78,7 @@ def _store(node: Node, result: ProbeResult) -> None:
     same = NodePresence.objects.filter(
         node_id=node.pk, probed_at=presence.probed_at
     )  # registering again may have called it since
-    if not same.update(probed_at=timezone.now(), probe_error=error[:MAX_ERROR_CHARS]):
+    if not same.update(probed_at=clock.now(), probe_error=error[:MAX_ERROR_CHARS]):
         return
     is_news = bool(error) != bool(presence.probe_error)
     if result.said is not None:
@@ -172,12 +171,12 @@ def _get(client: httpx.Client, target: DirectTarget, path: str, *, api_key: str,
     try:
         if not max_bytes or response.status_code != httpx.codes.OK:
             return response.status_code, b""
-        raw, until = bytearray(), time.monotonic() + _PROBE_TIMEOUT_S
+        raw, until = bytearray(), clock.monotonic() + _PROBE_TIMEOUT_S
         for piece in response.iter_raw():
             raw += piece
             if len(raw) > max_bytes:
                 raise httpx.ReadError(f"GET {path} answers with more than {max_bytes} bytes")
-            if time.monotonic() > until:
+            if clock.monotonic() > until:
                 raise httpx.ReadTimeout(f"GET {path} was not answered in full within {_PROBE_TIMEOUT_S:g} s")
         return response.status_code, bytes(raw)
     finally:

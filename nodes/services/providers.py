@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from django.db import IntegrityError, transaction
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
 from nodes.errors import BadRequest, Conflict, ProviderNotFound
 from nodes.models import NodeCredential, Provider, ProviderState
+from wire import clock
 
 _NAME_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}\Z")
 
@@ -49,7 +49,7 @@ def delete_provider(*, name: str, actor: str) -> Provider:
 
     Raises ProviderNotFound.
     """
-    now = timezone.now()
+    now = clock.now()
     changed = (
         Provider.objects.filter(name=name)
         .exclude(state=ProviderState.DELETED)
@@ -65,7 +65,7 @@ def delete_provider(*, name: str, actor: str) -> Provider:
 
 def _revive(name: str) -> Provider | None:
     changed = Provider.objects.filter(name=name, state=ProviderState.DELETED).update(
-        state=ProviderState.ENABLED, updated_at=timezone.now()
+        state=ProviderState.ENABLED, updated_at=clock.now()
     )
     return Provider.objects.get(name=name) if changed else None
 
@@ -79,7 +79,7 @@ def _insert(name: str) -> Provider:
 
 
 def _move(name: str, old: ProviderState, new: ProviderState, action: str, actor: str) -> Provider:
-    changed = Provider.objects.filter(name=name, state=old).update(state=new, updated_at=timezone.now())
+    changed = Provider.objects.filter(name=name, state=old).update(state=new, updated_at=clock.now())
     provider = Provider.objects.filter(name=name).exclude(state=ProviderState.DELETED).first()
     if provider is None:
         raise ProviderNotFound(f"There is no provider {name!r}.", param="name")

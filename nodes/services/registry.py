@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from django.conf import settings
 from django.db import transaction
-from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
@@ -32,6 +31,7 @@ from nodes.services.health import explain_unreachable, judge_status, should_drai
 from nodes.services.lifecycle import set_mode
 from nodes.services.probe import MAX_ERROR_CHARS as MAX_PROBE_ERROR_CHARS
 from nodes.services.probe import ProbeResult, probe_node, store_capabilities
+from wire import clock
 from wire.contract import NodeMode, NodeStatus
 
 DEFAULT_DIRECT_CONCURRENCY = 1
@@ -119,7 +119,7 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
         node, is_new = claim_node(credential=credential, name=registration.node_name)
         presence, _ = NodePresence.objects.get_or_create(node=node)
         if probed is not None:
-            presence.probed_at, presence.probe_error = timezone.now(), probed.error[:MAX_PROBE_ERROR_CHARS]
+            presence.probed_at, presence.probe_error = clock.now(), probed.error[:MAX_PROBE_ERROR_CHARS]
             presence.save(update_fields=["probed_at", "probe_error"])
         changed = _apply(node, registration, is_new=is_new, is_connected=presence.connected)
         if changed:

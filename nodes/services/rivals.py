@@ -14,11 +14,11 @@ from datetime import timedelta
 from uuid import UUID
 
 from django.db.models.functions import Now
-from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.audit import record_event
 from nodes.models import Node, NodePresence
+from wire import clock
 from wire.bridge import Register
 
 REMEMBERED_INSTANCES = 16
@@ -65,7 +65,7 @@ def take_instance(node: Node, message: Register) -> None:
 
 def note_rival(node: Node, *, peer_address: str) -> None:
     """Write down that a second box asked for the session of a live one; in the audit trail once an hour."""
-    now = timezone.now()
+    now = clock.now()
     logger.warning("node.rival_refused node=%s address=%s", node.name, peer_address)
     if node.rival_seen_at is None or now - node.rival_seen_at >= _AUDIT_EVERY:
         detail = {"name": node.name, "address": peer_address[:64]}

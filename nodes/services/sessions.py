@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -14,7 +13,6 @@ from datetime import datetime
 import msgspec
 from django.db import DataError, connection, transaction
 from django.db.models.functions import Now
-from django.utils import timezone
 
 from core import hints
 from governance import audit
@@ -25,7 +23,7 @@ from nodes.services.health import explain_unreachable
 from nodes.services.rivals import is_held_elsewhere, is_rival, note_rival, take_instance
 from nodes.session import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
 from nodes.states import MAX_REPORTED_LOAD, NodeRow
-from wire import bridge
+from wire import bridge, clock
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeStatus
 from wire.ids import new_uuid7
@@ -52,7 +50,7 @@ class SessionRequest:
     other_gateways: frozenset[uuid.UUID]
     peer_address: str
     message: bridge.Register
-    heard_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
+    heard_ms: int = field(default_factory=clock.unix_ms)
     """Unix milliseconds at which the registration came, which the clock of the box is compared with."""
 
 
@@ -172,7 +170,7 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
             "memory": msgspec.to_builtins(message.memory),
             "queue_depth": None,
             "avg_wait_ms": None,
-            "updated_at": timezone.now(),
+            "updated_at": clock.now(),
         },
     )
     audit.record_event(
@@ -294,7 +292,7 @@ def write_presences(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID)
         for report in reports:
             write_presences([report], gateway_id=gateway_id)
         return
-    now = timezone.now()
+    now = clock.now()
     for report in reports:
         if report.node_id in written:
             _write_models(report, now)

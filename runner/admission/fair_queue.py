@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 
 from runner.admission.shares import CLASSES, Key, KeyShare, Priority, QueueLimits, Turn, Waiter, choose_next
 from runner.admission.waits import WaitBudget
 from runner.errors import ModelQueueFull, QueueFull, QueueTimeout, RequestRefused, TenantQueueFull
+from wire import clock
 
 MAX_IDLE_KEYS = 1000
 ASSUMED_SERVICE_S = 1.0
@@ -36,7 +36,7 @@ class FairQueue:
         limits: QueueLimits,
         budget: WaitBudget,
         weight_of: Callable[[str], float],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._slots = _checked_slots(slots)
         self._limits = limits

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runner.admission.tenants import DEFAULT, read_tenant_variables
 from runner.errors import ConfigError, RateLimitExceeded
+from wire import clock
 
 MAX_STRANGERS = 10_000
 """Tenants without a variable of their own that have a window each; those beyond share one."""
@@ -65,8 +65,8 @@ class TenantRates:
         by_tenant: Mapping[str, Rate],
         usual: Rate | None,
         is_multi_tenant: bool,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.monotonic,
+        wall: Callable[[], float] = clock.unix_s,
     ) -> None:
         self.is_multi_tenant = is_multi_tenant
         self._usual = usual
@@ -134,7 +134,7 @@ class TenantRates:
 
 
 def read_rates(
-    env: Mapping[str, str], *, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
+    env: Mapping[str, str], *, clock: Callable[[], float] = clock.monotonic, wall: Callable[[], float] = clock.unix_s
 ) -> TenantRates:
     """Return the rates of ``TENANT_RATE_LIMIT_<tenant>=100req/min`` (or req/s, req/hour).
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
+
+from wire import clock
 
 WINDOW_S = 300.0
 MAX_SAMPLES = 1000
@@ -14,7 +15,7 @@ MAX_SAMPLES = 1000
 class WaitBudget:
     """Shared by all queues of the box: at most ``max_depth`` requests wait (MAX_QUEUE_DEPTH). ``clock`` is in seconds."""
 
-    def __init__(self, max_depth: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_depth: int, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self.max_depth = max_depth
         self._clock = clock
         self._depth = 0

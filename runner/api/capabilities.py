@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import msgspec
 
@@ -31,6 +30,7 @@ from runner.operations.governance import Standing
 from runner.parts import MIB, Parts, Phase
 from runner.pool import Model, ModelState, Replica
 from runner.telemetry import Reading
+from wire import clock
 from wire.bridge import GpuInfo
 
 LIFE_S = 5.0
@@ -56,9 +56,9 @@ class CapabilityReport:
             raise Unavailable(f"The box is {self._parts.phase.value}.", retry_after_s=2)
         async with self._lock:
             states = [(model.model_id, model.state) for model in self._parts.pool.registry.models]
-            if time.monotonic() - self._built_at >= LIFE_S or states != self._states:
+            if clock.monotonic() - self._built_at >= LIFE_S or states != self._states:
                 self._body = msgspec.json.encode(await self.build())
-                self._built_at, self._states = time.monotonic(), states
+                self._built_at, self._states = clock.monotonic(), states
             return self._body
 
     async def build(self) -> CapabilitiesAnswer:

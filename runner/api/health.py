@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import time
 
 from runner.admission import WaitBudget
 from runner.api.answers import HealthAnswer
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState
 from runner.telemetry import Reading
+from wire import clock
 
 SATURATED_SHARE = 0.9
 LEAST_FREE_SHARE = 0.02
@@ -37,7 +37,7 @@ async def read_health(parts: Parts) -> tuple[int, HealthAnswer]:
     ready = sum(model.is_ready for model in parts.pool.registry.models)
     answer = HealthAnswer(
         status="unhealthy" if ailments else "healthy",
-        uptime=max(0, int(time.time() - parts.started_at)),
+        uptime=max(0, int(clock.unix_s() - parts.started_at)),
         models_loaded=ready,
         queue_depth=parts.budget.depth,
         reasons=ailments,

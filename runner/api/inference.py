@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -32,6 +31,7 @@ from runner.serving.request import (
 )
 from runner.serving.responses import make_response_id
 from runner.serving.service import Answer
+from wire import clock
 from wire.events import EndReader, fail_response
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class _Reply:
         self._scope = scope
         self._send_message = send
         self._inference = inference
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
         self._has_started = False
         self._has_ended = False
         self._is_event_stream = False
@@ -171,7 +171,7 @@ class _Reply:
 
     def _numbers(self, refusal: RequestRefused) -> dict[str, str]:
         """Return the headers of the model-runner specification; how long the request waited only where that is known."""
-        waited_ms = (time.monotonic() - self._began) * 1000 if isinstance(refusal, _WAITED) else 0.0
+        waited_ms = (clock.monotonic() - self._began) * 1000 if isinstance(refusal, _WAITED) else 0.0
         headers = Numbers(queue_wait_ms=waited_ms).headers()
         if isinstance(refusal, EngineUnavailable):
             del headers["x-queue-wait-ms"]
@@ -218,8 +218,8 @@ def error_event(endpoint: str, refusal: RequestRefused, *, model: str = "", ends
 def _begin_response(model: str) -> bytes:
     """Return the event that begins a response of which the engine said nothing: only what has begun can fail."""
     response = {
-        "id": make_response_id(), "object": "response", "created_at": int(time.time()), "status": "in_progress", "error": None,
-        "incomplete_details": None, "model": model, "output": [], "usage": None,
+        "id": make_response_id(), "object": "response", "created_at": int(clock.unix_s()), "status": "in_progress",
+        "error": None, "incomplete_details": None, "model": model, "output": [], "usage": None,
     }  # fmt: skip
     event = {"type": "response.created", "sequence_number": 0, "response": response}
     return b"event: response.created\ndata: " + msgspec.json.encode(event) + b"\n\n"

@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from html import escape
-from time import time
 
 from starlette.responses import Response
 
@@ -16,6 +15,7 @@ from runner.api.capabilities import CapabilityReport
 from runner.api.openapi import Endpoint
 from runner.api.page_style import STYLE
 from runner.parts import Parts, Phase
+from wire import clock
 
 _STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 _HEADERS = {
@@ -39,7 +39,7 @@ async def write_page(parts: Parts, report: CapabilityReport, table: Sequence[End
     refresh = LOADING_REFRESH_S if state.models.loading else IDLE_REFRESH_S
     html = _PAGE.format(
         style=STYLE, refresh=refresh, name=escape(state.runner_id), kind=escape(state.runner_type), health=escape(state.health),
-        tone="good" if state.health == "healthy" else "bad", uptime=_duration(time() - parts.started_at),
+        tone="good" if state.health == "healthy" else "bad", uptime=_duration(clock.unix_s() - parts.started_at),
         numbers=_numbers(state), models=_models(state), operations=_operations(state), endpoints=_endpoints(table),
     )  # fmt: skip
     return Response(html, headers=_HEADERS)

@@ -12,7 +12,6 @@ import logging
 import math
 import random
 import re
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
@@ -39,6 +38,7 @@ from runner.engines.port import (
     Health,
 )
 from runner.errors import EngineError, EngineSilent, EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteRefused
+from wire import clock
 from wire.unreadable import UNREADABLE
 
 log = logging.getLogger(__name__)
@@ -366,7 +366,7 @@ def _read_retry_after(headers: Mapping[str, str]) -> float | None:
     if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text):
         return min(MAX_RETRY_AFTER_S, float(text))
     try:
-        wait_s = parsedate_to_datetime(text).timestamp() - time.time()
+        wait_s = parsedate_to_datetime(text).timestamp() - clock.unix_s()
     except (ValueError, OverflowError):
         return None
     return min(MAX_RETRY_AFTER_S, max(0.0, wait_s))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -36,6 +35,7 @@ from runner.engines.port import (
     Report,
 )
 from runner.errors import EngineError, EngineSilent
+from wire import clock
 
 LOAD_LIMIT_S = 1800.0
 GIVE_UP_LIMIT_S = 120.0
@@ -249,9 +249,9 @@ class TabbyApiEngine:
 
     async def _wait_for_model(self, *, within_s: float) -> _Card:
         """Ask until the server holds a model. Raises EngineError when it does not within ``within_s``."""
-        give_up_at = time.monotonic() + within_s
+        give_up_at = clock.monotonic() + within_s
         while (card := await self._loaded_model()) is None:
-            if time.monotonic() > give_up_at:
+            if clock.monotonic() > give_up_at:
                 raise EngineError(f"the server holds no model {within_s:.0f} s after it was asked to load {self._model}")
             await asyncio.sleep(POLL_S)
         return card
@@ -274,9 +274,9 @@ class TabbyApiEngine:
         status, body = await self._server.ask("POST", "/v1/model/unload", timeout=UNLOAD_TIMEOUT, headers=self._admin)
         if status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
             raise EngineError(_refusal(f"to unload {self._model}", status, body))
-        give_up_at = time.monotonic() + UNLOAD_LIMIT_S
+        give_up_at = clock.monotonic() + UNLOAD_LIMIT_S
         while (card := await self._loaded_model()) is not None and card.id == self._model:
-            if time.monotonic() > give_up_at:
+            if clock.monotonic() > give_up_at:
                 raise EngineError(f"the server still holds {self._model} {UNLOAD_LIMIT_S:.0f} s after it was told to unload it")
             await asyncio.sleep(POLL_S)
 

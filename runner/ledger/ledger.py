@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from runner.definitions.plan import Observation
 from runner.ledger import approvals, costs, history, trust
 from runner.ledger.database import Database, LedgerError, open_database
 from runner.ledger.rows import CostRow, CostState, DesiredModel, OpDetails, OpRow, OpStart, OpStarted, PolicyRow, TaskRow
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Ledger:
         """The models that approvals keep loaded, with the fence of their load, as they were last read or written."""
 
     @classmethod
-    async def open(cls, directory: Path, *, clock: Clock = time.time) -> Ledger:
+    async def open(cls, directory: Path, *, clock: Clock = clock.unix_s) -> Ledger:
         """Open the ledger in ``directory``, or begin one. Operations that were running are now interrupted.
 
         Raises LedgerError: not writable, in use by another process, or written by a later version.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from runner.library.files import (
     weight_names,
 )
 from runner.library.ids import is_model_id
+from wire import clock
 
 MAX_DEPTH = 6
 MAX_FOLDERS = 5000
@@ -106,7 +106,7 @@ class Scanner:
         listing = list_folder(folder, bounds)
         self._listings.pop(folder, None)
         # Where a link leads can change without a trace in the folder, so folders with links are looked at anew each time.
-        if not listing.has_links and time.time() - changed_ns / 1e9 > SETTLED_S and len(self._listings) < MAX_FOLDERS:
+        if not listing.has_links and clock.unix_s() - changed_ns / 1e9 > SETTLED_S and len(self._listings) < MAX_FOLDERS:
             self._listings[folder] = (changed_ns, listing)
         return listing
 

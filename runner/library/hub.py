@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ from runner.library.choice import RemoteFile, choose_files
 from runner.library.hf_cache import RepoCache
 from runner.library.hub_listing import Commit, ask_commit, file_url
 from runner.library.transfer import Patience, Transfer, read_digest, run_to_its_end
+from wire import clock
 
 PUBLIC_HUB = "https://huggingface.co"
 MB = 1_000_000
@@ -54,7 +54,7 @@ class _Meter:
 
     def count(self, size: int) -> None:
         self._done += size
-        now = time.monotonic()
+        now = clock.monotonic()
         if now - self._reported_at >= REPORT_EVERY_S or self._done >= self._total:
             self._reported_at = now
             share = min(1.0, self._done / self._total) if self._total else 1.0

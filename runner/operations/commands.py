@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,6 +16,7 @@ from runner.ledger import LedgerError, OpRow
 from runner.operations.bodies import FlushBody, LoadBody, ReloadBody, Reply, UnloadBody
 from runner.operations.gate import REFUSED, OperationRunning
 from runner.operations.tasks import Operations
+from wire import clock
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.optoken import Operation, OpTokenError, read_token
 
@@ -182,9 +182,9 @@ class Commands:
         """Tell how a load goes on until it has ended."""
         told_at, told_stage = float("-inf"), None
         while (view := self._operations.view(task_id)) is not None:
-            left_s = told_at + STATUS_GAP_S - time.monotonic()
+            left_s = told_at + STATUS_GAP_S - clock.monotonic()
             if view.stage != told_stage or left_s <= 0:
-                told_at, told_stage, left_s = time.monotonic(), view.stage, STATUS_GAP_S
+                told_at, told_stage, left_s = clock.monotonic(), view.stage, STATUS_GAP_S
                 status = _running(command, stage=view.stage)
                 status.fraction = None if view.fraction is None else round(view.fraction, 3)
                 status.eta_s = None if view.eta_s is None else round(view.eta_s, 1)

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import math
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
@@ -21,6 +20,7 @@ from runner.ledger import DesiredModel, Ledger, LedgerError
 from runner.operations.bodies import LoadBody
 from runner.operations.governance import Governance
 from runner.operations.identity import Identity
+from wire import clock
 from wire.optoken import Level, Operation, OpTokenError, Policy, SignedToken, Verifier, read_token
 from wire.optoken.approval import ApprovalError, decode_bytes, read_statement
 
@@ -83,7 +83,7 @@ class DesiredState:
     def __init__(
         self, ledger: Ledger, governance: Governance, load: Callable[[LoadBody], Awaitable[Mapping[str, object]]], *,
         min_signers: int, on_change: Callable[[], None], pauses_s: Sequence[float] = PAUSES_S,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.unix_s,
     ) -> None:  # fmt: skip
         self._ledger = ledger
         self._governance = governance

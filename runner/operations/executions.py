@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,6 +16,7 @@ from runner.operations.desired_state import seal_accepted
 from runner.operations.gate import Admitted, Gate, OperationRunning
 from runner.operations.outcomes import refusal_outcome
 from runner.operations.receipts import Booked, Clerk
+from wire import clock
 from wire.optoken import Operation
 from wire.optoken.receipt import Outcome
 
@@ -190,7 +190,7 @@ class Executions:
             ending = replace(ending, body={**ending.body, KEPT_FIELD: True})
         is_unload = admitted.operation is Operation.MODEL_UNLOAD and ending.outcome == "succeeded"
         has_ended = admitted.ends is not None and not is_cut_off and (is_unload or ending.unloaded == admitted.ends)
-        receipt = "" if is_cut_off else self._clerk.sign(admitted.booked, ending.outcome, ending.body, ended_at=time.time())
+        receipt = "" if is_cut_off else self._clerk.sign(admitted.booked, ending.outcome, ending.body, ended_at=clock.unix_s())
         try:
             record = dict(INTERRUPTED) if is_cut_off else ending.as_record()
             await self._gate.finish(admitted, record, receipt=receipt, desired=desired, has_ended=has_ended)
@@ -199,7 +199,7 @@ class Executions:
             log.error("outcome of an operation was not recorded operation=%s error=%s", admitted.operation, error)  # noqa: TRY400
             if desired is not None:  # what is not on disk is not loaded again
                 ending = unkept
-                receipt = self._clerk.sign(admitted.booked, ending.outcome, ending.body, ended_at=time.time())
+                receipt = self._clerk.sign(admitted.booked, ending.outcome, ending.body, ended_at=clock.unix_s())
         return receipt, ending.body
 
     async def _repeat(self, admitted: Admitted) -> Reply:
@@ -229,7 +229,7 @@ class Executions:
             op_key=row.op_key, op_id=row.approval_id, use=row.use, operation=row.operation, fence=row.fence,
             statement_digest=row.statement_digest, checkpoint=row.checkpoint, begun_at=row.begun_at,
         )  # fmt: skip
-        receipt = self._clerk.sign(booked, "interrupted", result, ended_at=row.ended_at or time.time())
+        receipt = self._clerk.sign(booked, "interrupted", result, ended_at=row.ended_at or clock.unix_s())
         outcome = {**INTERRUPTED, "body": result}
         if not receipt:
             return replace(row, outcome=outcome)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +28,7 @@ from runner.ledger import (
 from runner.operations.desired_state import PARAM, Accepted
 from runner.operations.keys import KeyRing
 from runner.operations.receipts import Booked
+from wire import clock
 from wire.optoken import (
     Level,
     Operation,
@@ -121,7 +121,7 @@ class _Touched:
 class Gate:
     """Admits operations by token. Times are Unix seconds."""
 
-    def __init__(self, rules: GateRules, *, ledger: Ledger, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, rules: GateRules, *, ledger: Ledger, clock: Callable[[], float] = clock.unix_s) -> None:
         self._rules = rules
         self._keys = KeyRing(rules.key_path)
         self._reading = asyncio.Lock()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from runner.operations.op_keys import FOLDER_NAME, OpKeys
 from runner.operations.policies import PolicyStore, words_of
 from runner.operations.witness import FACT as WITNESS_FACT
 from runner.operations.witness import Sighting, Witness
+from wire import clock
 from wire.auditlog import to_text
 from wire.bridge import BoxGovernance, CheckpointOffer, GovernanceReport, PolicyOffer
 from wire.optoken import Level, Policy
@@ -53,7 +53,13 @@ class Governance:
     """``disabled``: why no operation is carried out whatever its token, "" = they are. Times are Unix seconds."""
 
     def __init__(
-        self, wanted: OperationsConfig, *, data: Path | None, name: str, ledger: Ledger, clock: Callable[[], float] = time.time
+        self,
+        wanted: OperationsConfig,
+        *,
+        data: Path | None,
+        name: str,
+        ledger: Ledger,
+        clock: Callable[[], float] = clock.unix_s,
     ) -> None:
         self._wanted = wanted
         self._data = data

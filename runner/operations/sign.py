@@ -6,11 +6,11 @@ import argparse
 import json
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from runner.operations.keys import UnusableKey, read_key
+from wire import clock
 from wire.ids import new_uuid7
 from wire.optoken import Binding, Grant, Level, NotCanonical, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_token(options: argparse.Namespace, key: bytes) -> dict[str, object]:
     """Return the token that the options describe. Raises ValueError for options that do not go together."""
-    now = int(time.time())
+    now = int(clock.unix_s())
     grant = Grant(
         operation=options.operation,
         model_id=options.model,
@@ -57,7 +57,7 @@ def make_token(options: argparse.Namespace, key: bytes) -> dict[str, object]:
         audience=options.runner_id,
         params_digest=params_digest(params),
         op_id=options.op_id or new_uuid7().hex,
-        fence=options.fence or time.time_ns() // 1_000_000,
+        fence=options.fence or clock.unix_ms(),
         expires_at=now + LIFE_S,
         kid=options.kid,
     )

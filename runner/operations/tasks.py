@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from runner.operations.gate import Gate
 from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result, reload_fields
 from runner.operations.receipts import Clerk
 from runner.pool import LoadOrder, Model, ModelState, Pool
+from wire import clock
 from wire.optoken import Operation
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Operations:
 
     async def recover(self) -> None:
         """Close the tasks that an earlier process left unfinished."""
-        for row in await self._ledger.interrupt_tasks(time.time()):
+        for row in await self._ledger.interrupt_tasks(clock.unix_s()):
             log.warning("load was interrupted by the end of the runner task=%s model=%s", row.task_id, row.model_id)
 
     async def close(self) -> None:
@@ -252,7 +252,7 @@ class Operations:
         task_id = f"load-{secrets.token_hex(8)}"
         row = TaskRow(
             task_id=task_id, model_id=order.model.model_id, state=TaskState.LOADING, stage="waiting", fraction=0.0,
-            started_at=time.time(),
+            started_at=clock.unix_s(),
         )  # fmt: skip
         self._tasks[task_id], self._task_of[row.model_id] = row, task_id
         try:
@@ -286,7 +286,7 @@ class Operations:
 
     async def _carry_out(self, order: LoadOrder, task_id: str) -> None:
         """Carry a load out and say how it ended, whatever happens."""
-        saved_at = time.monotonic()
+        saved_at = clock.monotonic()
 
         def note(progress: Progress) -> None:
             nonlocal saved_at
@@ -294,8 +294,8 @@ class Operations:
             row = replace(before, stage=progress.stage, fraction=progress.fraction)
             self._tasks[task_id] = row
             self._tell_news(task_id)
-            if row.stage != before.stage or time.monotonic() - saved_at >= TASK_SAVE_GAP_S:
-                saved_at = time.monotonic()
+            if row.stage != before.stage or clock.monotonic() - saved_at >= TASK_SAVE_GAP_S:
+                saved_at = clock.monotonic()
                 saves.add(save := asyncio.create_task(self._save(row)))
                 save.add_done_callback(saves.discard)
 
@@ -314,7 +314,7 @@ class Operations:
             changes = {"state": state, "error": "the load was cancelled", "result": {}}
             raise
         finally:
-            row = replace(self._tasks[task_id], finished_at=time.time(), **changes)
+            row = replace(self._tasks[task_id], finished_at=clock.unix_s(), **changes)
             await self._end(row, saves, unloaded=order.progress.evicted)
 
     async def _end(self, row: TaskRow, saves: set[asyncio.Task[bool]], *, unloaded: str) -> None:

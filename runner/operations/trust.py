@@ -11,7 +11,6 @@ import json
 import os
 import sqlite3
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from runner.operations import fingerprint
 from runner.operations.governance import BOX_FACT
 from runner.operations.op_keys import FOLDER_NAME, OpKeys, TooManyKeys
 from runner.operations.witness import FACT as WITNESS_FACT
+from wire import clock
 from wire.optoken.approval import ApprovalError, Policy, policy_words, read_policy
 
 SOON = "A running box takes it over within 5 seconds."
@@ -102,7 +102,7 @@ def renew_key(data: Path) -> str:
     keys = OpKeys(data / FOLDER_NAME)
     if not keys.list_kids():
         raise Refusal("the box has made no key of its own yet; it does so when it starts at level 1 or 2")
-    kid = keys.renew(time.time())
+    kid = keys.renew(clock.unix_s())
     return f"Made the key {kid}; those before it are good for 24 h more. {SOON}"
 
 

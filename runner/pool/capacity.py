@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ from runner.ledger import Ledger, LedgerError
 from runner.library import FoundModel, other_quantizations
 from runner.pool.model import Model, Replica
 from runner.telemetry import Reading, Telemetry
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Capacity:
         replica.learnt = Observation(
             backend=replica.plan.backend, model_id=replica.plan.model_id, plan_key=plan_key(replica.plan),
             weights_bytes=predicted.weights_bytes if predicted else 0, kv_bytes=predicted.kv_bytes if predicted else 0,
-            measured_bytes=measured, load_s=load_s, loaded_at=time.time(),
+            measured_bytes=measured, load_s=load_s, loaded_at=clock.unix_s(),
         )  # fmt: skip
         await self._remember(replica.learnt)
 

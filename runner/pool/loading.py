@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -32,6 +31,7 @@ from runner.pool.model import LoadProgress, Model, Replica
 from runner.pool.registry import Registry
 from runner.pool.states import ModelEvent, ModelState
 from runner.pool.unloading import Unloader, end_flush, stop_replicas
+from wire import clock
 
 ELSEWHERE = frozenset({"llama_server", "tabbyapi", "tgi", "comfyui", "openai_compatible"})
 """Backends that are servers of somebody else's."""
@@ -150,7 +150,7 @@ class Loader:
 
         WrongState: the model was unloaded by force before this began.
         """
-        model, began = order.model, time.monotonic()
+        model, began = order.model, clock.monotonic()
         if model.load is not order.progress:
             raise WrongState(f"The load of {model.model_id} was ended before it began.")
         model.load_task = asyncio.current_task()
@@ -163,7 +163,7 @@ class Loader:
             plan, prediction = await self._fetch(order, tell)
             evicted = await self._evict(order, tell)
             await self._start_replicas(order, plan, tell)
-            load_s = time.monotonic() - began
+            load_s = clock.monotonic() - began
             for replica in model.replicas:
                 await self._capacity.measure(replica)
                 await self._capacity.learn(replica, prediction, load_s=load_s / max(1, order.replicas))
@@ -189,7 +189,7 @@ class Loader:
             if model.state is not ModelState.LOADING or model.load is not progress:
                 model.engines_changed()
             elif supervisor.is_ready:
-                model.serve(load_s=time.monotonic() - progress.started_at)
+                model.serve(load_s=clock.monotonic() - progress.started_at)
             elif supervisor.last_error is not None:
                 model.load = None
                 model.apply(ModelEvent.FAIL, error=supervisor.last_error)

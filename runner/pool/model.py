@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from runner.engines.port import Capabilities, FlushOutcome
 from runner.engines.supervisor import Supervisor
 from runner.pool.states import ModelEvent, ModelState, next_state
 from runner.telemetry import TreeMemory
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class LoadProgress:
     ``evicted``: the model that it has unloaded to make room, "" = none so far.
     """
 
-    started_at: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=clock.monotonic)
     stage: str = "waiting"
     fraction: float | None = None
     expected_s: float | None = None
@@ -67,7 +67,7 @@ class LoadProgress:
 
     def eta_s(self) -> float | None:
         """Return the seconds that are left: by the last load like it, else by what is done so far; None = cannot be told."""
-        elapsed = time.monotonic() - self.started_at
+        elapsed = clock.monotonic() - self.started_at
         done = self.fraction or 0.0
         if self.expected_s is not None:
             return max(0.0, self.expected_s - elapsed, self.expected_s * (1 - done) if done else 0.0)
@@ -147,7 +147,7 @@ class Model:
     def serve(self, *, load_s: float) -> None:
         """Every replica answers, ``load_s`` seconds after the load began."""
         self.load, self.reserved_bytes = None, 0
-        self.loaded_at, self.load_s = time.time(), load_s
+        self.loaded_at, self.load_s = clock.unix_s(), load_s
         self.apply(ModelEvent.SERVE)
         self.engines_changed()
         log.info("model loaded model=%s replicas=%s seconds=%.2f", self.model_id, len(self.replicas), load_s)

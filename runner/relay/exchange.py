@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 
@@ -26,6 +25,7 @@ from runner.serving.refusal import refusal_body
 from runner.serving.request import Inference, check_crowd, read_cache_mode, read_cache_tag, read_fields, read_priority
 from runner.serving.service import Answer
 from runner.session import Stream
+from wire import clock
 from wire.events import find_boundary
 from wire.frames import MAX_PAYLOAD_BYTES, End, Head, OpenMeta
 
@@ -53,7 +53,7 @@ class _Job:
         self.credit = asyncio.Event()
         self.has_head = False
         self.answer: Answer | None = None
-        self.started_at = time.monotonic()
+        self.started_at = clock.monotonic()
         self.task: asyncio.Task[None] | None = None
         self.whole: tuple[Head, bytes] | None = None
         """An answer short enough to leave in one frame with its end."""
@@ -65,7 +65,7 @@ class _Job:
             waited_ms = round(self.answer.numbers.queue_wait_ms)
             end.usage = self.answer.usage
             end.queue_wait_ms = waited_ms
-            end.engine_ms = max(0, round((time.monotonic() - self.started_at) * 1000) - waited_ms)
+            end.engine_ms = max(0, round((clock.monotonic() - self.started_at) * 1000) - waited_ms)
         return end
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from runner.ledger import CostState, Ledger, LedgerError
 from runner.pool import Model
 from runner.serving.request import Inference
 from runner.serving.service import Answer
+from wire import clock
 from wire.bridge import TokenCounts
 from wire.unreadable import UNREADABLE
 
@@ -100,7 +100,7 @@ class Charge:
 class Costs:
     """Keeps the books. ``remote`` gives the settings as they are now, ``clock`` is in Unix seconds."""
 
-    def __init__(self, ledger: Ledger, remote: Callable[[], Remote], *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, ledger: Ledger, remote: Callable[[], Remote], *, clock: Callable[[], float] = clock.unix_s) -> None:
         self._ledger = ledger
         self._remote = remote
         self._clock = clock

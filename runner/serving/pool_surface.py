@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +20,7 @@ from runner.serving.responses import (
     to_chat,
 )
 from runner.serving.service import Answer, Serving
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class PoolSurface:
     @asynccontextmanager
     async def open(self, request: Inference) -> AsyncIterator[Answer]:
         """Serve a request in the pool's shape. Raises RequestRefused."""
-        began = time.monotonic()
+        began = clock.monotonic()
         wanted = read_pool_request(request.body, defaults=self._defaults())
         model = self._serving.registry.find(wanted.model)
         chat = to_chat(wanted, model.definition)
@@ -71,13 +71,13 @@ class PoolSurface:
 async def _translate(answer: Answer, builder: ResponseBuilder, began: float) -> AsyncIterator[bytes]:
     """Yield the pool's events as text comes; an engine that breaks off ends in one error event."""
     assert answer.chunks is not None
-    sent_at, first_ms = time.monotonic(), None
+    sent_at, first_ms = clock.monotonic(), None
     yield builder.begin()
     try:
         async for chunk in answer.chunks:
             out = builder.feed(chunk)
             if first_ms is None and builder.has_text:
-                first_ms = (time.monotonic() - sent_at) * 1000
+                first_ms = (clock.monotonic() - sent_at) * 1000
             if out:
                 yield out
     except EngineUnavailable as error:
@@ -100,7 +100,7 @@ def _measure(numbers: Numbers, builder: ResponseBuilder, began: float, *, first_
     return make_metrics(
         backend_ms=numbers.wall_ms,
         engine_ms=numbers.wall_ms + numbers.queue_wait_ms,
-        pool_ms=(time.monotonic() - began) * 1000,
+        pool_ms=(clock.monotonic() - began) * 1000,
         queue_wait_ms=numbers.queue_wait_ms,
         tokenize_ms=builder.tokenize_ms if builder.tokenize_ms is not None else numbers.tokenize_ms,
         first_token_ms=first_ms,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from runner.serving.headers import INFERENCE_PATHS, headers_to_client, is_allowe
 from runner.serving.numbers import Numbers
 from runner.serving.request import Inference
 from runner.serving.tally import Tally
+from wire import clock
 from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.events import EndReader, StreamEnd, open_end_reader
@@ -233,7 +233,7 @@ class Serving:
             forgotten = find_unhonoured([replica.supervisor.engine.name], request.body)
         replica.active += 1
         try:
-            began = time.monotonic()
+            began = clock.monotonic()
             context = replica.supervisor.engine.stream(call)
             try:
                 response = await context.__aenter__()
@@ -348,7 +348,7 @@ async def _read_whole(
         return held
     body = reader.feed(held)
     numbers = answer.numbers
-    numbers.wall_ms = (time.monotonic() - began) * 1000
+    numbers.wall_ms = (clock.monotonic() - began) * 1000
     if response.content_type.endswith("json"):
         numbers.take(body)
     answer.usage = reader.usage()
@@ -391,7 +391,7 @@ async def _stream_events(
         while chunk := await response.content.readany():
             out = _feed(steps, chunk)
             if numbers.first_byte_ms is None:
-                numbers.first_byte_ms = (time.monotonic() - began) * 1000
+                numbers.first_byte_ms = (clock.monotonic() - began) * 1000
             if not out:
                 continue
             if out.endswith(_DONE) and not request.on_socket:
@@ -435,7 +435,7 @@ async def _stream_body(
             yield reader.feed(chunk)
     except (aiohttp.ClientError, OSError) as error:
         raise _report(replica, request, error, began_answer=True) from None
-    answer.numbers.wall_ms = (time.monotonic() - began) * 1000
+    answer.numbers.wall_ms = (clock.monotonic() - began) * 1000
     answer.usage = reader.usage()
 
 
@@ -460,7 +460,7 @@ def _read_words(error: bytes) -> str:
 
 
 def _finish(numbers: Numbers, reader: StreamReader, began: float) -> None:
-    numbers.wall_ms = (time.monotonic() - began) * 1000
+    numbers.wall_ms = (clock.monotonic() - began) * 1000
     numbers.take_stream(reader)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from runner.telemetry.amdgpu import find_cards, read_card
 from runner.telemetry.host import read_host
 from runner.telemetry.nvml import NvmlProbe, open_nvml
 from runner.telemetry.processes import TreeMemory, measure_trees
+from wire import clock
 from wire.bridge import GpuInfo
 
 MIB = 1024 * 1024
@@ -64,7 +64,7 @@ class Telemetry:
             used_mb=total_mb - free_mb,
             free_mb=free_mb,
             driver_version=driver_version,
-            at=time.time(),
+            at=clock.unix_s(),
         )
 
     def measure(self, roots: Sequence[int]) -> TreeMemory:

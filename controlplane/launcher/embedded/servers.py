@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from controlplane.launcher.embedded.server import EmbeddedServer
 from controlplane.launcher.embedded.valkey import Valkey
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.processes import spawn, wait_gone
+from wire import clock
 
 _START_DEADLINE_S = 30.0
 _STOP_DEADLINE_S = 15.0
@@ -50,13 +50,13 @@ class RunningServer:
         with self.log_path.open("ab") as log:
             process = spawn(self.server.command(), log)
         self.process = process
-        until = time.monotonic() + _START_DEADLINE_S
+        until = clock.monotonic() + _START_DEADLINE_S
         while not self.server.is_ready(process.pid):
-            if process.poll() is not None or time.monotonic() > until:
+            if process.poll() is not None or clock.monotonic() > until:
                 self.kill()
                 lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines() or ["nothing in its log"]
                 raise LauncherError(f"{self.name} did not start: {lines[-1]}")
-            time.sleep(0.01)
+            clock.sleep(0.01)
 
     def stop(self) -> None:
         """Stop the server in an orderly way; killed when it takes too long. Does nothing when it is not running."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,14 +12,13 @@ from typing import Any
 
 from django.conf import settings
 from django.core.management import CommandError
-from django.utils import timezone
 
 from controlplane.management.service_command import MusterCommand
 from governance import checkpoints
 from governance.audit.reading import log_size, read_log
 from governance.errors import GovernanceError
 from governance.services import read_evidence
-from wire import auditlog
+from wire import auditlog, clock
 from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Status, Verdict, Verifier
 from wire.ids import format_id, parse_id
 
@@ -84,7 +82,7 @@ class Command(MusterCommand):
     def _prove(self, op_id: str, out: Path | None) -> None:
         ident = parse_id("op", op_id)
         printed = op_id if ident is None else format_id("op", ident)  # a bare UUID is an operation as well
-        proof = checkpoints.prove_operation(printed, now=timezone.now())
+        proof = checkpoints.prove_operation(printed, now=clock.now())
         text = json.dumps(proof | {"operation": read_evidence(printed)}, indent=1)
         if out is None:
             self.stdout.write(text)
@@ -94,7 +92,7 @@ class Command(MusterCommand):
     def _checkpoint(self) -> None:
         if checkpoints.log_key() is None:
             raise CommandError("There is no log key: set MUSTER_LOG_KEY.", returncode=USAGE_STATUS)
-        made = checkpoints.make_checkpoint(now=timezone.now()) or checkpoints.latest_checkpoint()
+        made = checkpoints.make_checkpoint(now=clock.now()) or checkpoints.latest_checkpoint()
         self.stdout.write(made.note if made else "The audit log is empty.")
 
 
@@ -104,7 +102,7 @@ def verify_database(keys: Iterable[LogKey]) -> Verdict:
     for record in show_progress(read_log(), total=log_size()):
         verifier.feed(record)
     verdict = verifier.finish()
-    is_young = verdict.status is Status.UNWITNESSED and not checkpoints.is_first_due(now=timezone.now())
+    is_young = verdict.status is Status.UNWITNESSED and not checkpoints.is_first_due(now=clock.now())
     return replace(verdict, status=Status.GOOD) if is_young else verdict
 
 
@@ -135,12 +133,12 @@ def show_progress(records: Iterable[Record], *, total: int) -> Iterator[Record]:
     if not sys.stderr.isatty():
         yield from records
         return
-    started_s = time.monotonic()
+    started_s = clock.monotonic()
     for number, record in enumerate(records, 1):
         yield record
         if number % _PROGRESS_RECORDS == 0:
             share = min(1.0, number / max(total, number))
-            left_s = (time.monotonic() - started_s) * (1 - share) / share
+            left_s = (clock.monotonic() - started_s) * (1 - share) / share
             sys.stderr.write(f"\r{share:4.0%}, {left_s:.0f} s left ")
             sys.stderr.flush()
     sys.stderr.write("\r\033[K")

@@ -6,7 +6,6 @@ Settings: folder, model_name, key, slots, threads, device, device_index, compute
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from runner.engines.children.textserver.app import ServerSettings, run
 from runner.engines.children.textserver.model import Prompt, Sampling, Step
 from runner.engines.children.textserver.pieces import Detokeniser
 from runner.engines.children.textserver.templates import read_json, special_tokens
+from wire import clock
 
 UNLOAD_LIMIT_S = 5.0
 UNKNOWN_CONTEXT_TOKENS = 2048
@@ -78,12 +78,12 @@ class Ct2Model:
 
     def unload(self) -> None:
         """Unload; the library ignores that without a word while a generation runs and for a moment after, so ask again."""
-        give_up_at = time.monotonic() + UNLOAD_LIMIT_S
+        give_up_at = clock.monotonic() + UNLOAD_LIMIT_S
         while self._generator.model_is_loaded:
-            if time.monotonic() > give_up_at:
+            if clock.monotonic() > give_up_at:
                 raise RuntimeError("the model is still loaded")
             self._generator.unload_model()
-            time.sleep(0.02)
+            clock.sleep(0.02)
 
     def _search(self, prompt: Prompt, beam_size: int, options: dict[str, Any]) -> Step:  # Any: as above
         options = {**options, "sampling_topk": 1, "sampling_topp": 1.0, "sampling_temperature": 1.0}

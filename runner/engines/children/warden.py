@@ -2,7 +2,7 @@
 
 The workers of vLLM and TGI live on, with the GPU's memory, when their server is killed. This process starts the server,
 passes SIGTERM on, and kills all that descends from it when the server has exited or the runner has died. It is killed
-together with them when the runner kills the process group. Standard library only.
+together with them when the runner kills the process group. It needs the standard library and the clock alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
+
+from wire import clock
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -65,7 +66,7 @@ def _complain(text: str) -> None:
 def _next_signal() -> int | None:
     """Return a signal that has come, None after a while: where none tells of the parent's end, its changed number does."""
     if sys.platform != "linux":
-        time.sleep(_POLL_S)
+        clock.sleep(_POLL_S)
         pending = signal.sigpending() & _WATCHED
         return signal.sigwait(pending) if pending else None
     arrived = signal.sigtimedwait(_WATCHED, 1.0)

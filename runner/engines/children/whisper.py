@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from runner.engines.children.whisper_answer import (
     text_of,
 )
 from runner.engines.children.whisper_request import AudioRequest, read_request
+from wire import clock
 
 UNLOAD_LIMIT_S = 5.0
 MAX_WAITING = 64
@@ -74,9 +74,9 @@ class Transcription:
         _ask.is_left = lambda: self._pipe.is_left
         try:
             with self._request.file as file:
-                started = time.perf_counter()
+                started = clock.monotonic()
                 audio = decode(file, self._pipe)
-                self.outcome.decode_ms = 1000 * (time.perf_counter() - started)
+                self.outcome.decode_ms = 1000 * (clock.monotonic() - started)
             if not self._pipe.is_left:
                 self._transcribe(audio)
         except Refusal as refusal:
@@ -104,7 +104,7 @@ class Transcription:
 
     def _transcribe(self, audio: Any) -> None:  # Any: an array
         request, outcome = self._request, self.outcome
-        started = time.perf_counter()
+        started = clock.monotonic()
         options: dict[str, Any] = {"temperature": request.temperature} if request.temperature else {}  # Any: keywords
         segments, info = self._model.transcribe(
             audio, language=request.language, task=outcome.task, beam_size=BEAM_SIZE, initial_prompt=request.prompt,
@@ -114,10 +114,10 @@ class Transcription:
         outcome.speech_ms = 1000 * info.duration_after_vad
         self._pipe.put(Started())
         for number, segment in enumerate(segments):
-            outcome.inference_ms = 1000 * (time.perf_counter() - started)
+            outcome.inference_ms = 1000 * (clock.monotonic() - started)
             if not self._pipe.put(_as_segment(number, segment)):
                 return
-        outcome.inference_ms = 1000 * (time.perf_counter() - started)
+        outcome.inference_ms = 1000 * (clock.monotonic() - started)
 
 
 def decode(file: IO[bytes], pipe: Pipe[Any]) -> Any:  # Any: a numpy array of float32, and what travels in the pipe
@@ -315,12 +315,12 @@ def load(settings: dict[str, Any], parent: Parent) -> Any:  # Any: JSON in, a fa
 
 def unload(model: Any) -> None:  # Any: untyped library
     """Unload; the library ignores that without a word while it works and for a moment after, so ask again."""
-    give_up_at = time.monotonic() + UNLOAD_LIMIT_S
+    give_up_at = clock.monotonic() + UNLOAD_LIMIT_S
     while model.model.model_is_loaded:
-        if time.monotonic() > give_up_at:
+        if clock.monotonic() > give_up_at:
             raise RuntimeError("the model is still loaded")
         model.model.unload_model()
-        time.sleep(0.02)
+        clock.sleep(0.02)
 
 
 def main() -> int:

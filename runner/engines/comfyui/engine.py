@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -44,6 +43,7 @@ from runner.engines.port import (
     Health,
 )
 from runner.errors import EngineError, ModalityUnsupported
+from wire import clock
 
 MAX_NAMES = 10
 """Checkpoints that an error lists."""
@@ -205,9 +205,9 @@ class ComfyUiEngine:
         await server.free()
         if before is None or before <= NOTHING_BYTES:
             return
-        lowest, lowest_at, give_up_at = before, time.monotonic(), time.monotonic() + FREE_LIMIT_S
+        lowest, lowest_at, give_up_at = before, clock.monotonic(), clock.monotonic() + FREE_LIMIT_S
         while True:
-            reserved, now = await server.reserved_bytes() or 0, time.monotonic()
+            reserved, now = await server.reserved_bytes() or 0, clock.monotonic()
             if reserved < lowest:
                 lowest, lowest_at = reserved, now
             if reserved <= NOTHING_BYTES or (lowest < before and now - lowest_at >= STEADY_S):

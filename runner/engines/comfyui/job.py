@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from runner.engines.comfyui.server import ComfyServer, Outcome
 from runner.engines.comfyui.workflow import Graph
 from runner.engines.port import Priority
 from runner.errors import EngineError
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +77,14 @@ class Job:
     _stage: str = "waiting"
     _fraction: float = 0.0
     _ending_at: float | None = None
-    _answered_at: float = field(default_factory=time.monotonic)
+    _answered_at: float = field(default_factory=clock.monotonic)
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield at every change and every few seconds until the prompt has ended well. Raises Refusal for any other end."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = clock.monotonic() + LIMIT_S
         yield Step(self._stage, self._fraction)
         while self.outcome is None:
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise Refusal(f"The image was not made within {LIMIT_S:.0f} s.", code="engine_timeout", status=504)
             message = await self._next_message()
             if message is None:
@@ -137,9 +137,9 @@ class Job:
                 self._stage = "working"
                 self._fraction = max(self._fraction, min(1.0, data.value / data.max))
             case "execution_success" | "execution_error" | "execution_interrupted" if data.prompt_id:
-                self._ending_at = time.monotonic()
+                self._ending_at = clock.monotonic()
             case "executing" if data.node is None and data.prompt_id:
-                self._ending_at = time.monotonic()
+                self._ending_at = clock.monotonic()
         return before != (self._stage, self._fraction, self._ending_at)
 
     async def _look(self) -> None:
@@ -151,13 +151,13 @@ class Job:
                 if self.prompt_id in known.running:
                     self._stage = "working"
                 elif self.prompt_id not in known.pending:
-                    self._ending_at = time.monotonic()
+                    self._ending_at = clock.monotonic()
         except EngineError as error:
-            if time.monotonic() - self._answered_at > SILENT_S:
+            if clock.monotonic() - self._answered_at > SILENT_S:
                 log.warning("image server is silent: %s", error)
                 raise Refusal("ComfyUI no longer answers.", code="engine_failed", status=502) from None
             return
-        self._answered_at = time.monotonic()
+        self._answered_at = clock.monotonic()
         if self.outcome is None and self._ending_at is not None and self._answered_at - self._ending_at > LOST_S:
             raise Refusal("ComfyUI has lost the request: it may have been restarted.", code="engine_failed", status=502)
 

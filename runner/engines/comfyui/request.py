@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import random
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import msgspec
 
 from runner.engines.children.web import Refusal
 from runner.engines.comfyui.images import image_format
+from wire import clock
 from wire.unreadable import UNREADABLE
 
 MAX_PROMPT_CHARS = 32_000
@@ -98,7 +98,7 @@ def read_image_request(body: bytes, content_type: str) -> ImageRequest:
 def render_images(request: ImageRequest, images: Sequence[bytes], *, has_size: bool) -> bytes:
     """Return the answer (OpenAI API reference, images response); ``has_size``: the images are as large as was asked."""
     answer: dict[str, object] = {
-        "created": int(time.time()),
+        "created": int(clock.unix_s()),
         "output_format": image_format(images[0]) if images else "png",
         "data": [{"b64_json": base64.b64encode(image).decode("ascii")} for image in images],
     }
@@ -116,7 +116,7 @@ def render_image_event(image: bytes, index: int) -> bytes:
     """Return the event that carries a finished image."""
     fields = {
         "b64_json": base64.b64encode(image).decode("ascii"),
-        "created_at": int(time.time()),
+        "created_at": int(clock.unix_s()),
         "output_format": image_format(image),
         "index": index,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from runner.engines.children.textserver.generation import Generation, Task
 from runner.engines.children.textserver.model import TextModel
 from runner.engines.children.textserver.templates import ChatTemplate, read_template
 from runner.engines.children.web import Refusal, make_app, serve
+from wire import clock
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 SCOPE_HEADER = "x-prefix-scope"
@@ -130,7 +130,7 @@ class TextServer:
             chat=isinstance(fields, ChatFields),
             number=uuid.uuid4().hex,
             model=fields.model or self._settings.model_name,
-            created=int(time.time()),
+            created=int(clock.unix_s()),
         )
         try:
             await generation.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from runner.engines.children.textserver.answers import Tally
 from runner.engines.children.textserver.model import Prompt, Sampling, TextModel
 from runner.engines.children.textserver.pieces import StopStrings
 from runner.engines.children.web import Refusal
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ class Generation:
             self._pipe.end()
 
     def _prepare(self) -> tuple[Prompt, Sampling]:
-        started = time.perf_counter()
+        started = clock.monotonic()
         prompt = self._model.tokenise(self._task.text())
-        self.tally.tokenize_ms = 1000 * (time.perf_counter() - started)
+        self.tally.tokenize_ms = 1000 * (clock.monotonic() - started)
         self.tally.prompt_tokens = prompt.count
         left = self._model.context_tokens - prompt.count
         if not prompt.count:
@@ -104,13 +104,13 @@ class Generation:
 
     def _generate(self, prompt: Prompt, sampling: Sampling) -> None:
         stops, tally = StopStrings(self._task.stops), self.tally
-        started = time.perf_counter()
+        started = clock.monotonic()
         first_at = 0.0
         # The steps are a Python generator: closing it is what stops the library.
         with closing(self._model.generate(prompt, sampling)) as steps:
             for step in steps:
                 if step.tokens or step.finish:
-                    now = time.perf_counter()
+                    now = clock.monotonic()
                     first_at = first_at or now
                     tally.prompt_ms, tally.predicted_ms = 1000 * (first_at - started), 1000 * (now - first_at)
                 tally.completion_tokens += step.tokens

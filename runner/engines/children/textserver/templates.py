@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runner.engines.children.textserver.fields import ChatFields
 from runner.engines.children.web import Refusal
+from wire import clock
 
 
 def read_template(folder: Path) -> str | None:
@@ -57,7 +57,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda layout: datetime.now().astimezone().strftime(layout)
+        environment.globals["strftime_now"] = lambda layout: clock.now().astimezone().strftime(layout)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
