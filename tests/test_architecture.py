@@ -36,9 +36,9 @@ PRINTING = ("manage.py", "muster", "controlplane/launcher/", "runner/__main__.py
 
 FORBIDDEN_MODULE_NAMES = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 
-STANDALONE = ("controlplane/launcher/", "controlplane/env.py", "muster")
+STANDALONE = ("controlplane/launcher/", "controlplane/env.py", "muster", "tools/")
 """Runs before anything is installed: standard library, and the modules of ours that hold to the same."""
-STANDALONE_OURS = ("controlplane.launcher", "controlplane.env", "wire.clock", "wire.credentials", "wire.ids")
+STANDALONE_OURS = ("controlplane.launcher", "tools", "controlplane.env", "wire.clock", "wire.credentials", "wire.ids")
 
 PURE = re.compile(
     r"(wire(/.*)?|\w+/states|nodes/session|gateway/values|gateway/placement|gateway/dialects|governance/thresholds|runner/session)"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.launcher.mutants import Mutant, read_mutants, read_table
+from tools.mutants import Mutant, read_mutants, read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = read_table(ROOT)

@@ -321,7 +321,7 @@ def _become_module(module: str, arguments: list[str]) -> NoReturn:
 
 def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
-    from controlplane.launcher.develop import run_mutants, run_tests
+    from tools.develop import run_mutants, run_tests
 
     if options.mutants:
         return run_mutants(rest)
@@ -330,7 +330,7 @@ def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> 
 
 def _run_check(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
-    from controlplane.launcher.develop import run_check
+    from tools.develop import run_check
 
     return run_check()
 
@@ -343,11 +343,11 @@ def _run_bench(_options: argparse.Namespace, rest: list[str], argv: list[str]) -
 
 def _run_conformance(_options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
-    _become_module("tests.conformance", rest)
+    _become_module("conformance", rest)
 
 
 def _run_lock(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:
     environment.enter("dev", argv)
-    from controlplane.launcher.develop import run_lock
+    from tools.develop import run_lock
 
     return run_lock()

@@ -19,9 +19,9 @@ from django.db import connection
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Playwright, expect, sync_playwright
 from pytest_django import DjangoDbBlocker
 
-from controlplane.launcher.browsers import find_chromium
 from core.models import User
 from tests.control_process import ServerProcess, free_port, serve_control, serve_gateway
+from tools.browsers import find_chromium
 
 expect.set_options(timeout=30_000)
 

@@ -17,7 +17,7 @@ from typing import Any  # what the scripts print is JSON
 import pytest
 import pytest_asyncio
 
-from tests.conformance.engine import speech
+from conformance.engine import speech
 from tests.contract.engine_box import MESSAGES, RESPONSES, engine_box
 from tests.contract.lab import CHAT, Lab
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from tests.conformance.engine.server import serve_engine
+from conformance.engine.server import serve_engine
 from tests.contract.lab import CHAT, Lab
 from tests.contract.scripted_box import ScriptedBox, Stream
 from wire.frames import End

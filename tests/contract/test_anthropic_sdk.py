@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from anthropic.types import ImageBlockParam, MessageParam, ToolParam, ToolResultBlockParam
 
-from tests.conformance.engine import speech
+from conformance.engine import speech
 from tests.contract.engine_box import MESSAGES, engine_box
 from tests.contract.lab import Lab, unique
 from tests.contract.waiting import eventually

@@ -23,10 +23,10 @@ from typing import Any  # REST bodies are JSON
 
 import pytest
 
-from tests.conformance.running import run_rows
-from tests.conformance.table import Surface, list_rows
-from tests.conformance.target import Target
-from tests.conformance.verdicts import Finding, Verdict
+from conformance.running import run_rows
+from conformance.table import Surface, list_rows
+from conformance.target import Target
+from conformance.verdicts import Finding, Verdict
 from tests.contract.lab import ACTOR, unique
 from tests.contract.stack import ROOT, Gateway, Stack, answers
 from tests.contract.waiting import wait_until
@@ -171,8 +171,8 @@ def boxes(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFac
 
         start_box("tiny", "--model-name", models["tiny"], "--threads", "1")
         offered = [word for kind in ("node", "direct") for word in ("--model", models[kind])]
-        plain = start("tests.conformance.engine", *offered, name="engine")
-        native = start("tests.conformance.engine", "--model", models["native"], *sorted(NATIVE), name="engine-native")
+        plain = start("conformance.engine", *offered, name="engine")
+        native = start("conformance.engine", "--model", models["native"], *sorted(NATIVE), name="engine-native")
         url = read_url(plain)
         start_box("node", "--backend", url, "--models", models["node"], "--max-concurrent", "16")
         start_box("native", "--backend", read_url(native), "--max-concurrent", "16")

@@ -13,7 +13,7 @@ import pytest_asyncio
 from openai.types.chat import ChatCompletionContentPartImageParam, ChatCompletionFunctionToolParam
 from openai.types.responses import FunctionToolParam
 
-from tests.conformance.engine import speech
+from conformance.engine import speech
 from tests.contract.engine_box import RESPONSES, engine_box
 from tests.contract.lab import Lab, unique
 from tests.contract.scripted_box import Stream

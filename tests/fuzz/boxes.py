@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from tests.conformance.engine import media
-from tests.conformance.engine.chat import render_chat, render_completion, stream_chat, stream_completion
-from tests.conformance.engine.native import render_message, render_response, stream_message, stream_response
-from tests.conformance.engine.script import Script
-from tests.conformance.engine.server import frame_event
-from tests.conformance.engine.speech import TEXT_PIECES, Speech
+from conformance.engine import media
+from conformance.engine.chat import render_chat, render_completion, stream_chat, stream_completion
+from conformance.engine.native import render_message, render_response, stream_message, stream_response
+from conformance.engine.script import Script
+from conformance.engine.server import frame_event
+from conformance.engine.speech import TEXT_PIECES, Speech
 from tests.contract.lab import Lab
 from tests.contract.scripted_box import ScriptedBox, Stream
 from tests.contract.stack import Gateway

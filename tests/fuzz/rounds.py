@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tests.conformance.events import read_stream
-from tests.conformance.fields import read_json
-from tests.conformance.readers.chat import read_chat
-from tests.conformance.readers.messages import read_messages
-from tests.conformance.readers.messages import require_end as require_end_of_message
-from tests.conformance.readers.responses import LAST_EVENTS, read_responses
-from tests.conformance.verdicts import Violation
+from conformance.events import read_stream
+from conformance.fields import read_json
+from conformance.readers.chat import read_chat
+from conformance.readers.messages import read_messages
+from conformance.readers.messages import require_end as require_end_of_message
+from conformance.readers.responses import LAST_EVENTS, read_responses
+from conformance.verdicts import Violation
 from tests.contract.client import Reply, call
 from tests.contract.lab import Lab
 from tests.contract.stack import Gateway

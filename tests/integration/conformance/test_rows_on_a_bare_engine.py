@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.engine.server import MESSAGES, RESPONSES, serve_engine
-from tests.conformance.running import run_rows
-from tests.conformance.table import Row, Surface, list_rows
-from tests.conformance.target import Target
-from tests.conformance.verdicts import Finding, Verdict
+from conformance.engine.server import MESSAGES, RESPONSES, serve_engine
+from conformance.running import run_rows
+from conformance.table import Row, Surface, list_rows
+from conformance.target import Target
+from conformance.verdicts import Finding, Verdict
 
 pytestmark = pytest.mark.asyncio
 SILENCE_S = 0.3

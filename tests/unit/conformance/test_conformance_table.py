@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from conformance.__main__ import main
+from conformance.engine import script
+from conformance.engine.script import DIRECTIVES, find_prompt, read_script
+from conformance.fields import Field, read_json
+from conformance.report import format_json, format_summary, format_table
+from conformance.table import Surface, list_rows
+from conformance.verdicts import Finding, Verdict, Violation
 from controlplane.launcher.cli import _parse
-from tests.conformance.__main__ import main
-from tests.conformance.engine import script
-from tests.conformance.engine.script import DIRECTIVES, find_prompt, read_script
-from tests.conformance.fields import Field, read_json
-from tests.conformance.report import format_json, format_summary, format_table
-from tests.conformance.table import Surface, list_rows
-from tests.conformance.verdicts import Finding, Verdict, Violation
 
 
 def test_every_surface_has_rows_and_every_row_says_whom_it_helps() -> None:

@@ -8,15 +8,15 @@ from typing import Any  # events are JSON
 
 import pytest
 
-from tests.conformance.engine.chat import stream_chat
-from tests.conformance.engine.native import stream_message, stream_response
-from tests.conformance.engine.script import read_script
-from tests.conformance.engine.server import frame_event
-from tests.conformance.engine.speech import NASTY, TEXT, THOUGHT, TOOL, compose
-from tests.conformance.events import check_event_data, check_whole_writes, read_stream
-from tests.conformance.exchange import Answer, Ask, Write
-from tests.conformance.readers import chat, messages, responses
-from tests.conformance.verdicts import Violation
+from conformance.engine.chat import stream_chat
+from conformance.engine.native import stream_message, stream_response
+from conformance.engine.script import read_script
+from conformance.engine.server import frame_event
+from conformance.engine.speech import NASTY, TEXT, THOUGHT, TOOL, compose
+from conformance.events import check_event_data, check_whole_writes, read_stream
+from conformance.exchange import Answer, Ask, Write
+from conformance.readers import chat, messages, responses
+from conformance.verdicts import Violation
 
 Events = list[Any]
 Change = Callable[[Events], object]

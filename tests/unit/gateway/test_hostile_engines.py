@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
+from conformance.events import read_stream
+from conformance.readers import messages as messages_reader
+from conformance.readers import responses as responses_reader
+from conformance.verdicts import Violation
 from gateway.dialects import SURFACES
 from gateway.dialects.refusal import read_refusal
 from gateway.dialects.responses.answer import MAX_ANSWER_CHARS
 from gateway.dialects.translation import AnswerContext, AnswerTranslator, FailingTranslator
 from gateway.errors import GatewayError, StreamTooLarge
-from tests.conformance.events import read_stream
-from tests.conformance.readers import messages as messages_reader
-from tests.conformance.readers import responses as responses_reader
-from tests.conformance.verdicts import Violation
 from tests.fuzz.engine_streams import DONE, FLOODS, GOOD, VALUES, Json, call, chunk, spoil_stream
 from tests.fuzz.mutation import list_places
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from conformance.events import DONE, Stream, read_stream
 from gateway.dialects import SURFACES
 from gateway.dispatch import Dispatcher, Lease
 from gateway.errors import EngineRefused, RequestInterrupted
@@ -24,7 +25,6 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper
 from nodes.states import HealthPolicy
-from tests.conformance.events import DONE, Stream, read_stream
 from tests.unit.gateway.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink
 from tests.unit.wire.recorded_streams import (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.launcher import client_tests
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import write_json
+from tools import client_tests
 
 LOCK_TEXT = '{"packages": {"": {}, "node_modules/openai": {}}}'
 

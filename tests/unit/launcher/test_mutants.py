@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.mutants import run_mutants
+from tools.mutants import run_mutants
 
 ENVIRONMENT = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 PRODUCT = "def add(a, b):\n    return a + b\n"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.launcher import vllm_tests
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import write_json
+from tools import vllm_tests
 
 
 @pytest.fixture

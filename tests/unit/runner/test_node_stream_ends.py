@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from conformance.events import DONE, Stream, read_stream
 from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.admission.rates import read_rates
 from runner.api.bodies import BodyBudget
@@ -29,7 +30,6 @@ from runner.serving.pool_surface import PoolSurface
 from runner.serving.request import Inference
 from runner.serving.service import Serving
 from runner.serving.tally import Tally
-from tests.conformance.events import DONE, Stream, read_stream
 from tests.unit.wire.recorded_streams import (
     BARE_ERRORS,
     CHAT,

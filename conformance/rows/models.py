@@ -1,0 +1,157 @@
+"""Rows on the list of models, on health, and on how the server is reached."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from urllib.parse import quote
+
+from conformance.exchange import Answer, Ask
+from conformance.fields import Field
+from conformance.table import requirement
+from conformance.target import ANTHROPIC_VERSION, CHAT, MODELS, Target, require_ok, require_status
+from conformance.verdicts import NotApplicable, Violation
+
+
+async def _get(target: Target, path: str, **headers: str) -> Answer:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await target.send(Ask("GET", path, tuple(named.items())))
+
+
+async def _openai(target: Target, path: str = MODELS) -> Answer:
+    return await _get(target, path, authorization=f"Bearer {target.api_key}")
+
+
+async def _anthropic(target: Target, path: str = MODELS) -> Answer:
+    return await _get(target, path, x_api_key=target.api_key, anthropic_version=ANTHROPIC_VERSION)
+
+
+def _check_model(row: Field) -> None:
+    row["id"].word()
+    row["object"].must_be("model")
+    row["created"].count()
+    row["owned_by"].text()
+
+
+def _check_anthropic_model(row: Field) -> None:
+    row["type"].must_be("model")
+    row["id"].word()
+    row["display_name"].word()
+    try:
+        when = datetime.fromisoformat(row["created_at"].text())
+    except ValueError:
+        raise Violation(f"{row.path}.created_at is no RFC 3339 time: {row['created_at'].shown}") from None
+    if when.tzinfo is None:
+        raise Violation(f"{row.path}.created_at has no zone: {row['created_at'].shown}")
+
+
+@requirement(
+    "models.list",
+    "{object: list, data[{id, object: model, created, owned_by}]}, never a bare array",
+    clients="openai SDKs, Open WebUI, LibreChat",
+)
+async def _list(target: Target) -> None:
+    reply = require_ok(await _openai(target))
+    reply["object"].must_be("list")
+    rows = reply["data"].items()
+    for row in rows:
+        _check_model(row)
+    if target.model not in [row["id"].value for row in rows]:
+        raise Violation(f"{target.model} is not listed")
+
+
+@requirement("models.one", "GET /v1/models/{id} gives one", clients="openai SDKs, aider")
+async def _one(target: Target) -> None:
+    row = require_ok(await _openai(target, f"{MODELS}/{quote(target.model, safe='')}"))
+    _check_model(row)
+    row["id"].must_be(target.model)
+
+
+@requirement(
+    "models.slash",
+    "ids with a slash work, plain and percent-encoded (found or an honest 404)",
+    clients="openai SDKs with hub names",
+)
+async def _slash(target: Target) -> None:
+    if "/" in target.model:
+        for name in (target.model, quote(target.model, safe="")):
+            require_ok(await _openai(target, f"{MODELS}/{name}"))["id"].must_be(target.model)
+        return
+    for name in ("nobody/has-this", "nobody%2Fhas-this"):
+        answer = await _openai(target, f"{MODELS}/{name}")
+        require_status(answer, 404)
+        if "nobody/has-this" not in answer.json()["error"]["message"].text():
+            raise Violation(f"the slash of {name} is lost: {answer.json()['error']['message'].shown}")
+
+
+@requirement("models.unknown", "an unknown id: 404 with an error object", clients="openai SDKs")
+async def _unknown(target: Target) -> None:
+    answer = await _openai(target, f"{MODELS}/nobody-has-this")
+    require_status(answer, 404)
+    answer.json()["error"].must_have(("message", "type", "param", "code"))
+
+
+@requirement(
+    "models.anthropic",
+    "with anthropic-version: data[{type, id, display_name, created_at}], has_more, first_id, last_id",
+    clients="anthropic SDKs, Claude Code",
+)
+async def _anthropic_list(target: Target) -> None:
+    reply = require_ok(await _anthropic(target))
+    rows = reply["data"].items()
+    for row in rows:
+        _check_anthropic_model(row)
+    reply["has_more"].flag()
+    if rows:
+        reply["first_id"].must_be(rows[0]["id"].value)
+        reply["last_id"].must_be(rows[-1]["id"].value)
+    if target.model not in [row["id"].value for row in rows] and not reply["has_more"].value:
+        raise Violation(f"{target.model} is not listed")
+
+
+@requirement("models.anthropic_one", "with anthropic-version: one model in Anthropic's shape", clients="anthropic SDKs")
+async def _anthropic_one(target: Target) -> None:
+    row = require_ok(await _anthropic(target, f"{MODELS}/{quote(target.model, safe='')}"))
+    _check_anthropic_model(row)
+    row["id"].must_be(target.model)
+
+
+@requirement("models.keys", "the list takes the key as Bearer and as x-api-key", clients="Open WebUI, anthropic SDKs")
+async def _keys(target: Target) -> None:
+    for headers in ({"authorization": f"Bearer {target.api_key}"}, {"x_api_key": target.api_key}):
+        require_ok(await _get(target, MODELS, **headers))["data"].items()
+
+
+@requirement("models.health", "GET /health answers 200 without a key", clients="load balancers, Open WebUI")
+async def _health(target: Target) -> None:
+    require_status(await _get(target, "/health"), 200)
+
+
+@requirement("models.head", "HEAD / is answered, with any status and no body", clients="Claude Code, Open WebUI (reachability)")
+async def _head(target: Target) -> None:
+    answer = await target.send(Ask("HEAD", "/"))
+    if not answer.whole or answer.body:
+        raise Violation(f"status {answer.status}, whole: {answer.whole}, {len(answer.body)} bytes of body")
+
+
+@requirement(
+    "models.no_redirect",
+    "a POST is never redirected and needs no slash at its end",
+    clients="every SDK loses the body on a redirect",
+    needs=None,
+)
+async def _no_redirect(target: Target) -> None:
+    answer = await target.send(target.ask_json(CHAT, target.chat_body()))
+    if 300 <= answer.status < 400:
+        raise Violation(f"{answer.status} to {answer.header('location')!r}")
+    slashed = await target.send(target.ask_json(CHAT + "/", target.chat_body()))
+    if 300 <= slashed.status < 400:
+        raise Violation(f"with a slash at its end: {slashed.status} to {slashed.header('location')!r}")
+
+
+@requirement("models.browser", "no cookie, login page or CSRF check stands before the API", clients="every SDK")
+async def _browser(target: Target) -> None:
+    ask = target.ask_json(CHAT, target.chat_body(), {"origin": "https://example.org", "cookie": "sessionid=x; csrftoken=y"})
+    answer = await target.send(ask)
+    require_ok(answer)
+    if answer.header("set-cookie"):
+        raise NotApplicable("the server sets a cookie; no client minds")
