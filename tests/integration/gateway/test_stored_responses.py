@@ -194,7 +194,7 @@ def test_nothing_is_written_once_the_caller_has_given_up() -> None:
 def test_what_is_written_after_the_caller_has_given_up_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     make_keeper()
     clock = iter([0.0, 10.0])  # the process stands still behind its first look
-    monkeypatch.setattr(responses_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(responses_module, "clock", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(ResponseNotKept):
         keep("resp_1", give_up_at=5.0)
 

@@ -50,7 +50,7 @@ def test_a_holder_killed_with_9_holds_nothing(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Stands in for ``time``: it passes while somebody sleeps, and only then."""
+    """Stands in for the clock: time passes while somebody sleeps, and only then."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -65,7 +65,7 @@ class Clock:
 def test_waiting_for_a_lock_ends_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lock"
     clock = Clock()
-    monkeypatch.setattr(locks, "time", clock)
+    monkeypatch.setattr(locks, "clock", clock)
     waited_for: list[str] = []
     with FileLock(path), pytest.raises(LockHeld):
         acquire_patiently(FileLock(path), deadline_s=5.0, on_wait=waited_for.append)
