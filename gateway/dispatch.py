@@ -90,7 +90,7 @@ class Lease:
         if not self.released:
             self.released = True
             self.link.active -= 1
-            self.link.released_at = now = clock.monotonic()
+            self.link.released_at, now = clock.awake(), clock.monotonic()
             if self.probed is not None:
                 self.probed.end_probe(now)
             if self.granted:
@@ -155,7 +155,7 @@ class Dispatcher:
         waiting = len(lanes.get(lane, ()))
         if not waiting and choose_link([link for link in links if link not in avoid] if avoid else links, now=now) is not None:
             return Ready()
-        ready = [link for link in links if link.condition(now) is LinkCondition.READY]
+        ready = [link for link in links if link.condition() is LinkCondition.READY]
         if not ready:
             return Closed(self._explain(model, lane) or NoAvailableNode(retry_after_s=5))
         if _count(lanes) >= max_queue:
@@ -187,7 +187,7 @@ class Dispatcher:
         now = clock.monotonic()
         rooms: list[tuple[int, int, str]] = []
         for model in models:
-            ready = [link for link in self._links_open(model, lane, now) if link.condition(now) is LinkCondition.READY]
+            ready = [link for link in self._links_open(model, lane, now) if link.condition() is LinkCondition.READY]
             if ready:
                 free = sum(max(0, link.max_concurrent - link.load) for link in ready)
                 rooms.append((-free, _count(self._queues.get(model, {})), model))
@@ -362,8 +362,7 @@ class Dispatcher:
         return self._explain(request.model, request.path)
 
     def _explain(self, model: str, lane: str) -> GatewayError | None:
-        now = clock.monotonic()
-        conditions = {link.condition(now) for link in self._registry.links_answering(model, lane)}
+        conditions = {link.condition() for link in self._registry.links_answering(model, lane)}
         if LinkCondition.READY in conditions:
             return None
         if LinkCondition.BUSY in conditions:

@@ -8,7 +8,7 @@ from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.services import sessions
 from nodes.session import store_endpoints
-from wire import bridge, clock
+from wire import bridge
 
 
 def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list[sessions.PresenceReport]:
@@ -16,7 +16,6 @@ def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list
 
     ``news_only``: of those alone that said something which was not returned before.
     """
-    now = clock.monotonic()
     reports = []
     for link in registry:
         if not isinstance(link, RelayLink) or (news_only and not link.has_news):
@@ -27,7 +26,7 @@ def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list
             sessions.PresenceReport(
                 node_id=link.node_id,
                 epoch=link.epoch,
-                age_s=now - link.last_seen,
+                age_s=link.silence_s,
                 active=link.load,
                 max_concurrent=link.max_concurrent,
                 models=tuple(sorted(link.models)),

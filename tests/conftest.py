@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from psycopg.errors import DeadlockDetected
 from pytest_django import DjangoDbBlocker
 
 from tests.services_plugin import THROWN_AWAY_VARIABLE
+from wire import clock
 
 # A module of checks that several test modules import: its asserts should say what they compared.
 pytest.register_assert_rewrite("tests.integration.runner.engine_suite")
@@ -54,6 +56,12 @@ def patient_emptying() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "execute_sql_flush", empty)
         yield
+
+
+@pytest.fixture(autouse=True)
+def real_clock() -> None:
+    """Have each test begin on the clock of the machine, in a process that never stood still."""
+    clock.install(time)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,13 +24,18 @@ class Source(Protocol):
         """Hold up the calling thread."""
 
 
+STANDSTILL_S = 2.0
+"""Whoever calls ``beat`` does so twice a second at least; with so long between two of them the process stood still."""
+
 _source: Source = time
+_beat_at: float | None = None
+_stood_s = 0.0
 
 
 def install(source: Source) -> Source:
-    """Read the time from ``source`` from now on; return the source before it."""
-    global _source
-    before, _source = _source, source
+    """Read the time from ``source`` from now on, as a process that never stood still; return the source before it."""
+    global _source, _beat_at, _stood_s
+    before, _source, _beat_at, _stood_s = _source, source, None, 0.0
     return before
 
 
@@ -52,6 +57,29 @@ def unix_ms() -> int:
 def monotonic() -> float:
     """Return seconds since any moment, never less than before: for durations and deadlines within this process."""
     return _source.monotonic()
+
+
+def awake() -> float:
+    """Return seconds like ``monotonic``, without those in which this process stood still (stopped, swapped out, asleep).
+
+    For the silence of others: nobody listened to them meanwhile, and what they said may wait unread. STANDSTILL_S of a pause
+    count. In a process that never calls ``beat`` it is ``monotonic``.
+    """
+    now = _source.monotonic()
+    return now - _stood_s - _find_pause(now)
+
+
+def beat() -> float:
+    """Note that the process runs; return for how long it stood still before, 0 = it did not."""
+    global _beat_at, _stood_s
+    now = _source.monotonic()
+    pause_s = _find_pause(now)
+    _beat_at, _stood_s = now, _stood_s + pause_s
+    return pause_s
+
+
+def _find_pause(now: float) -> float:
+    return 0.0 if _beat_at is None else max(0.0, now - _beat_at - STANDSTILL_S)
 
 
 def sleep(seconds: float) -> None:

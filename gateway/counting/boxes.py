@@ -11,7 +11,6 @@ import msgspec
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.session import OpenRequest
 from nodes.states import TOKENIZE
-from wire import clock
 from wire.bridge import CANCEL_TIMEOUT
 
 MAX_COUNTED_BYTES = 8 * 1024 * 1024
@@ -59,11 +58,10 @@ class Reply:
 
 def find_counting(registry: LinkRegistry, model: str) -> Sequence[Link]:
     """Return the links whose boxes say that they count for the model and can be asked now, the least loaded first."""
-    now = clock.monotonic()
     able = [
         link
         for link in registry.links_for(model)
-        if TOKENIZE in link.endpoints.get(model, ()) and link.has_clear_line and link.condition(now) is LinkCondition.READY
+        if TOKENIZE in link.endpoints.get(model, ()) and link.has_clear_line and link.condition() is LinkCondition.READY
     ]
     return sorted(able, key=lambda link: link.load)
 

@@ -265,8 +265,7 @@ class BoxSession:
                 assert_never(effect)
 
     def _note_sign_of_life(self, link: RelayLink) -> None:
-        now = clock.monotonic()
-        was_stale, link.last_seen = now - link.last_seen >= link.stale_after_s, now
+        was_stale, link.last_seen = link.silence_s >= link.stale_after_s, clock.awake()
         if was_stale:  # it may take work again, and work may be waiting
             self.endpoint.registry.announce(link)
 

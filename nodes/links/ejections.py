@@ -173,7 +173,7 @@ class Ejections:
         if not self._held:
             return links
         free = [link for link in links if not self._bars(link, model, now)]
-        return free if any(link.condition(now) is LinkCondition.READY for link in free) else links
+        return free if any(link.condition() is LinkCondition.READY for link in free) else links
 
     def take_probe(self, link: Link, model: str, now: float) -> Ejection | None:
         """Return the ejection that a request placed now tries to end, if it does."""
@@ -336,7 +336,7 @@ class Ejections:
 
     def _may_eject(self, node_id: uuid.UUID, model: str, now: float) -> bool:
         """At most half of the nodes that could serve the model, so never the last one."""
-        ready = {link.node_id for link in self._links_for(model) if link.condition(now) is LinkCondition.READY} | {node_id}
+        ready = {link.node_id for link in self._links_for(model) if link.condition() is LinkCondition.READY} | {node_id}
         held = (self._held.get((other, model)) for other in ready if other != node_id)
         ejected = sum(one is not None and not one.is_only_told for one in held)
         return 2 * (ejected + 1) <= len(ready)

@@ -27,8 +27,6 @@ from wire.ids import format_id
 
 logger = logging.getLogger("muster.nodes")
 
-_STOOD_S = 2.0
-"""Ticks come twice a second; with so long between two of them the process stood still, and what boxes said is unread yet."""
 _BLIND_S = 6.0
 """Without rows for so long nothing is known of heartbeats; as long afterwards boxes get to write those they could not."""
 
@@ -53,7 +51,7 @@ class LinkKeeper:
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
         """Which are alive, whether they can be asked for their boxes or not: a box may be on one of their sockets."""
         self._connect_s = connect_s
-        self._applied_at = self._looked_at = self._read_at = clock.monotonic()
+        self._applied_at = self._read_at = clock.monotonic()
         self._believed_at = 0.0
         """From then on (clock.monotonic()) a box without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
@@ -73,7 +71,6 @@ class LinkKeeper:
         """
         now = clock.monotonic()
         self._read_at = now if read_at is None else read_at
-        self._forgive_own_silence(now)
         if now - self._applied_at > _BLIND_S:
             self._believed_at = now + _BLIND_S
         self._applied_at = now
@@ -116,7 +113,7 @@ class LinkKeeper:
         for row in self.rows.values():
             link = self.registry.get(row.node_id)
             if link is not None:
-                age_s: float | None = now - link.last_seen
+                age_s: float | None = link.silence_s
             else:
                 age_s = None if row.heartbeat_age_s is None else row.heartbeat_age_s + now - self._read_at
             stale_after_s, offline_after_s = freshness_windows(
@@ -136,28 +133,19 @@ class LinkKeeper:
     def tick(self) -> None:
         """Look at everything that has a deadline. Called about once a second and after every ``apply``."""
         now = clock.monotonic()
-        self._forgive_own_silence(now)
+        if stood_s := clock.beat():
+            logger.warning("gateway.stood_still seconds=%.1f", stood_s)
         for link in self.registry:
             self._enforce_drain(link, now)
             if isinstance(link, RelayLink):
                 self._check_socket(link, now)
-            elif now - link.last_seen >= link.offline_after_s and not self._is_blind(now):
+            elif link.silence_s >= link.offline_after_s and not self._is_blind(now):
                 self.registry.remove(link, "the node sent no heartbeat")
                 link.close("offline")
         for link in self.registry.ejections.tick(now):
             self.registry.announce(link)
 
     # inside
-
-    def _forgive_own_silence(self, now: float) -> None:
-        """While this process stood still (stopped, swapped out, its machine asleep) no box was silent: nobody listened."""
-        stood_s, self._looked_at = now - self._looked_at, now
-        if stood_s < _STOOD_S or not len(self.registry):  # a gateway that starts has no boxes, and ticks later
-            return
-        logger.warning("gateway.stood_still seconds=%.1f", stood_s)
-        for link in self.registry:
-            link.last_seen = min(now, link.last_seen + stood_s)
-        self.registry.announce(None)
 
     def _is_blind(self, now: float) -> bool:
         """Whether silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there."""
@@ -223,7 +211,7 @@ class LinkKeeper:
         self._set_policy(link, row)
         link.max_concurrent = max(1, row.max_concurrent)
         link.contexts, link.engines = row.contexts, row.engines
-        link.last_seen = clock.monotonic() - (row.heartbeat_age_s or 0.0)
+        link.last_seen = clock.awake() - (row.heartbeat_age_s or 0.0)
         link.stale_after_s, link.offline_after_s = self.health.stale_after_s, self.health.offline_after_s
         if row.is_direct:
             status = row.reported_status
@@ -277,8 +265,7 @@ class LinkKeeper:
             link.close("graceful shutdown timed out" if overdue else "graceful shutdown complete")
 
     def _check_socket(self, link: RelayLink, now: float) -> None:
-        silent = now - link.last_seen
-        if silent >= link.offline_after_s:
+        if link.silence_s >= link.offline_after_s:
             self.registry.remove(link, "the node stopped answering")
             link.close("worker heartbeat timed out")
             return

@@ -127,10 +127,10 @@ class Link:
         self.busy_elsewhere = False
         """Whether the node says that its slots are taken, while this gateway holds some of them or none."""
         self.released_at = 0.0
-        """clock.monotonic() seconds at which the last request from here ended."""
+        """clock.awake() seconds at which the last request from here ended."""
         self.unhealthy_reason = ""
         self.busy_until = 0.0
-        self.last_seen = clock.monotonic()
+        self.last_seen = clock.awake()
         self.stale_after_s = 10.0
         self.offline_after_s = 15.0
         self.reports_usage = False
@@ -186,8 +186,13 @@ class Link:
         """Whether one more request fits by our own count."""
         return self.active < self.max_concurrent
 
-    def condition(self, now: float) -> LinkCondition:
-        """Return whether the box may get new work. ``now`` is clock.monotonic()."""
+    @property
+    def silence_s(self) -> float:
+        """For how long nothing was heard of the node."""
+        return clock.awake() - self.last_seen
+
+    def condition(self) -> LinkCondition:
+        """Return whether the node may get new work."""
         policy = self.policy
         if not policy.provider_enabled:
             return LinkCondition.DISABLED
@@ -195,7 +200,7 @@ class Link:
             return LinkCondition.UNHEALTHY
         if policy.cordoned or policy.draining or policy.reclaimed or self.box_draining or self.closed:
             return LinkCondition.DRAINING
-        if now - self.last_seen >= self.stale_after_s:
+        if self.silence_s >= self.stale_after_s:
             return LinkCondition.STALE
         if self.busy_elsewhere:
             return LinkCondition.BUSY
@@ -203,7 +208,7 @@ class Link:
 
     def can_take(self, now: float) -> bool:
         """Whether a request can be placed here right now."""
-        return self.active < self.max_concurrent and now >= self.busy_until and self.condition(now) is LinkCondition.READY
+        return self.active < self.max_concurrent and now >= self.busy_until and self.condition() is LinkCondition.READY
 
     def report_load(self, load: int) -> None:
         """Take the box's own count of running requests."""

@@ -18,6 +18,7 @@ from nodes.links.port import LinkEnd
 from nodes.links.relay import RelayLink
 from nodes.session import OpenRequest, ServerSession
 from nodes.states import DrainCount, HealthPolicy, NodeRow, SocketPolicy
+from tests.fakes.clock import virtual_clock
 from tests.unit.nodes.link_fakes import make_row
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
@@ -111,27 +112,27 @@ async def test_policy_of_a_row_reaches_the_link(setting: Setting) -> None:
     setting.apply(make_row(box.link.node_id, cordoned=True, provider="lab"))
     assert box.link.policy.cordoned
     assert box.link.policy.provider == "lab"
-    assert box.link.condition(time.monotonic()) is LinkCondition.DRAINING
+    assert box.link.condition() is LinkCondition.DRAINING
     setting.apply(make_row(box.link.node_id))
-    assert box.link.condition(time.monotonic()) is LinkCondition.READY
+    assert box.link.condition() is LinkCondition.READY
     setting.apply(make_row(box.link.node_id, provider_state="disabled"))
-    assert box.link.condition(time.monotonic()) is LinkCondition.DISABLED
+    assert box.link.condition() is LinkCondition.DISABLED
 
 
 async def test_rows_that_were_read_before_the_owners_word_was_stored_do_not_undo_it(setting: Setting) -> None:
     link = setting.box().link
     taken_back = make_row(link.node_id, mode="spare_off", drain_remaining_s=-1.0)
     setting.apply(taken_back)
-    assert link.condition(time.monotonic()) is LinkCondition.DRAINING
+    assert link.condition() is LinkCondition.DRAINING
     # Lent again, and stored, while a sweep that had read the row before was on its way.
     began = time.monotonic()
     link.policy.reclaimed, link.policy.drain_deadline_at, link.mode_stored_at = False, None, began + 1
     ends = run_on(link)
     setting.apply(taken_back, read_at=began)
-    assert link.condition(time.monotonic()) is LinkCondition.READY
+    assert link.condition() is LinkCondition.READY
     assert ends.kinds == []
     setting.apply(taken_back, read_at=began + 2)
-    assert link.condition(time.monotonic()) is LinkCondition.DRAINING
+    assert link.condition() is LinkCondition.DRAINING
     assert ends.kinds == [EndKind.RECLAIMED]
 
 
@@ -263,24 +264,23 @@ async def test_a_silent_box_is_let_go_and_a_quiet_one_is_pinged(setting: Setting
     assert box.kicks == [(1000, "worker heartbeat timed out")]
 
 
-async def test_boxes_are_not_silent_while_the_gateway_itself_stands_still(setting: Setting) -> None:
-    box, keeper = setting.box(), setting.keeper
-    node_id = uuid.uuid4()
-    setting.apply(make_row(box.link.node_id), make_row(node_id, is_direct=True))
-    direct = setting.registry.get(node_id)
-    assert direct is not None
-    keeper.tick()
-    for link in (box.link, direct):
-        link.last_seen -= 30.0 + 4.0
-    keeper._looked_at -= 30.0
-    keeper._applied_at += 3600.0  # rows keep coming: it is not for want of them that a box is not given up
-    keeper.tick()
-    assert (setting.registry.get(node_id), box.kicks) == (direct, [])
-    assert {link.condition(time.monotonic()) for link in (box.link, direct)} == {LinkCondition.READY}
-    for link in (box.link, direct):
-        link.last_seen -= 15.0
-    keeper.tick()
-    assert len(setting.registry) == 0
+async def test_boxes_are_not_silent_while_the_gateway_itself_stands_still() -> None:
+    with virtual_clock() as virtual:
+        setting, node_id = Setting(), uuid.uuid4()
+        box, keeper = setting.box(), setting.keeper
+        setting.apply(make_row(box.link.node_id), make_row(node_id, is_direct=True))
+        direct = setting.registry.get(node_id)
+        assert direct is not None
+        keeper._applied_at += 3600.0  # rows keep coming: it is not for want of them that a box is not given up
+        keeper.tick()
+        virtual.advance(30.0)
+        keeper.tick()
+        assert (setting.registry.get(node_id), box.kicks) == (direct, [])
+        assert {link.condition() for link in (box.link, direct)} == {LinkCondition.READY}
+        for _ in range(26):
+            virtual.advance(0.5)
+            keeper.tick()
+        assert len(setting.registry) == 0
 
 
 async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setting: Setting) -> None:
@@ -292,7 +292,7 @@ async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setti
     assert link.can_take(time.monotonic())
     setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=10.0, model_names=("x",)))
     assert setting.registry.get(node_id) is link
-    assert link.condition(time.monotonic()) is LinkCondition.STALE
+    assert link.condition() is LinkCondition.STALE
     assert setting.registry.served_models() == ["x"]
     setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=15.0))
     assert setting.registry.get(node_id) is None
@@ -318,9 +318,9 @@ async def test_what_a_direct_node_reports_decides_its_condition(
     setting.apply(make_row(node_id, is_direct=True, **changes))
     link = setting.registry.get(node_id)
     assert link is not None
-    assert link.condition(time.monotonic()) is condition
+    assert link.condition() is condition
     setting.apply(make_row(node_id, is_direct=True))
-    assert link.condition(time.monotonic()) is LinkCondition.READY
+    assert link.condition() is LinkCondition.READY
 
 
 async def test_a_direct_node_that_is_busy_with_our_own_request_is_ready(setting: Setting) -> None:
@@ -330,7 +330,7 @@ async def test_a_direct_node_that_is_busy_with_our_own_request_is_ready(setting:
     assert link is not None
     link.active = 1
     setting.apply(make_row(node_id, is_direct=True, reported_status="busy"))
-    assert link.condition(time.monotonic()) is LinkCondition.READY
+    assert link.condition() is LinkCondition.READY
 
 
 async def test_a_direct_node_without_an_allowed_address_is_not_linked(setting: Setting) -> None:
@@ -419,7 +419,7 @@ async def test_what_runs_over_http_goes_on_while_the_database_is_away_and_until_
     assert setting.registry.get(node_id) is link
     keeper.apply([silent], targets={node_id: TARGET} if is_direct else {}, peers={})
     assert setting.registry.get(node_id) is link
-    assert link.condition(time.monotonic()) is LinkCondition.STALE
+    assert link.condition() is LinkCondition.STALE
     keeper._believed_at = 0.0
     keeper.apply([silent], targets={node_id: TARGET} if is_direct else {}, peers={})
     assert setting.registry.get(node_id) is None

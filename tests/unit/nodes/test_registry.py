@@ -143,7 +143,7 @@ def test_a_link_takes_work_only_when_it_is_ready(change: object, condition: Link
     link = FakeLink()
     change(link)
     now = time.monotonic()
-    assert link.condition(now) is condition
+    assert link.condition() is condition
     assert link.can_take(now) == (condition is LinkCondition.READY)
 
 

@@ -1,0 +1,1 @@
+"""What stands in for the world outside of the product: the only helpers of tests."""
