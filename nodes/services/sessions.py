@@ -203,9 +203,10 @@ def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
 _REPORT_COLUMNS = """
     node_id uuid, link text, age_s float8, status text, active integer, last_error text, is_said boolean,
     gpus jsonb, replicas jsonb, available jsonb, memory jsonb, queue_depth integer, avg_wait_ms integer,
-    vram_used_mb integer, vram_free_mb integer, gpu_util_percent float8
+    vram_used_mb integer, vram_free_mb integer, gpu_util_percent float8, epoch bigint, models varchar(200)[], endpoints jsonb
 """
 _WRITE_PRESENCES = f"""
+WITH written AS (
 UPDATE nodes_nodepresence AS p
    SET connected = true,
        gateway_id = %(gateway)s,
@@ -225,7 +226,14 @@ UPDATE nodes_nodepresence AS p
        gpu_util_percent = CASE WHEN r.is_said THEN r.gpu_util_percent ELSE p.gpu_util_percent END
   FROM jsonb_to_recordset(%(reports)s::jsonb) AS r({_REPORT_COLUMNS})
  WHERE p.node_id = r.node_id AND p.gateway_links ->> %(key)s::text = r.link
-RETURNING p.node_id
+RETURNING p.node_id, r.epoch, r.models, r.endpoints
+)
+UPDATE nodes_node AS n
+   SET model_names = w.models, model_endpoints = w.endpoints, updated_at = statement_timestamp()
+  FROM written AS w
+ WHERE n.id = w.node_id AND n.epoch = w.epoch
+   AND (n.model_names, n.model_endpoints) IS DISTINCT FROM (w.models, w.endpoints)
+RETURNING n.id
 """  # noqa: S608  # constants
 _CLOSE_SESSIONS = """
 UPDATE nodes_nodepresence AS p
@@ -284,7 +292,7 @@ def write_presences(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID)
     if not reports:
         return
     try:
-        written = _write_reports(reports, gateway_id=gateway_id)
+        changed = _write_reports(reports, gateway_id=gateway_id)
     except DataError:  # what one node says of itself must not keep the others from being written
         if len(reports) == 1:
             logger.warning("node.presence_refused node_id=%s", reports[0].node_id)
@@ -292,13 +300,12 @@ def write_presences(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID)
         for report in reports:
             write_presences([report], gateway_id=gateway_id)
         return
-    now = clock.now()
-    for report in reports:
-        if report.node_id in written:
-            _write_models(report, now)
+    for node_id in changed:  # the other gateways look at once
+        hints.publish_hint("nodes", str(node_id))
 
 
-def _write_reports(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) -> set[uuid.UUID]:
+def _write_reports(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) -> list[uuid.UUID]:
+    """Return the nodes that serve other models than before."""
     rows = [_render_report(report) for report in reports]
     values: dict[str, str | uuid.UUID] = {
         "gateway": gateway_id,
@@ -309,7 +316,7 @@ def _write_reports(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) 
         _lock_presences([report.node_id for report in reports])
         with connection.cursor() as cursor:
             cursor.execute(_WRITE_PRESENCES, values)
-            return {row[0] for row in cursor.fetchall()}
+            return [row[0] for row in cursor.fetchall()]
 
 
 def _lock_presences(node_ids: Iterable[uuid.UUID]) -> None:
@@ -327,6 +334,9 @@ def _render_report(report: PresenceReport) -> dict[str, object]:
         "active": report.active,
         "last_error": report.last_error[:500],
         "is_said": report.said is not None,
+        "epoch": report.epoch,
+        "models": report.models,
+        "endpoints": report.endpoints,
     }
     if (said := report.said) is not None:
         row |= {
@@ -339,14 +349,6 @@ def _render_report(report: PresenceReport) -> dict[str, object]:
             **_sum_gpus(said.gpus),
         }
     return row
-
-
-def _write_models(report: PresenceReport, now: datetime) -> None:
-    """Write what the box serves, where that changed, and have the other gateways look at once."""
-    declared: dict[str, object] = {"model_names": list(report.models), "model_endpoints": report.endpoints}
-    row = Node.objects.filter(pk=report.node_id, epoch=report.epoch)
-    if row.exclude(**declared).update(**declared, updated_at=now):
-        hints.publish_hint("nodes", str(report.node_id))
 
 
 def _sum_gpus(gpus: list[dict[str, object]]) -> dict[str, object]:

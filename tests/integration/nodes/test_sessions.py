@@ -355,10 +355,12 @@ def test_links_of_gateways_that_are_dead_are_forgotten() -> None:
 
 def test_a_round_of_reports_is_one_statement() -> None:
     credential, _ = make_credential(max_nodes=9)
-    reports = [report(ask(credential, name, instance_id="i"), active=len(name)) for name in ("a", "bb", "ccc")]
+    sessions = [(ask(credential, name, instance_id="i"), name) for name in ("a", "bb", "ccc")]
+    reports = [report(opened, active=len(name), models=(name,)) for opened, name in sessions]
     with CaptureQueriesContext(connection) as queries:
         write_presences(reports, gateway_id=HERE)
-    assert sum(query["sql"].lstrip().startswith("UPDATE nodes_nodepresence") for query in queries) == 1
+    assert sum("UPDATE nodes_node" in query["sql"] for query in queries) == 1
+    assert sorted(Node.objects.values_list("model_names", flat=True)) == [["a"], ["bb"], ["ccc"]]
     assert sorted(NodePresence.objects.values_list("active_requests", flat=True)) == [1, 2, 3]
 
 
