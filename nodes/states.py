@@ -74,24 +74,88 @@ class Freshness(StrEnum):
     OFFLINE = "offline"
 
 
-def judge_freshness(age_s: float | None, *, stale_after_s: float, offline_after_s: float) -> Freshness:
+class Obstacle(StrEnum):
+    """Why a node takes no new work, said of the node; the first that holds counts."""
+
+    SILENT = "is offline"
+    UNREACHABLE = "cannot be reached"
+    PROVIDER_OFF = "belongs to a provider that is switched off"
+    ERROR = "reports an error"
+    DRAINED = "was drained"
+    DRAINING = "is being drained"
+    CORDONED = "is cordoned"
+    TAKEN_BACK = "was taken back by its owner"
+    HOLDS_BACK = "says itself that it takes no work"
+    LATE = "is late with its heartbeats"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What is known of a node at one moment. ``age_s``: of its last sign of life, None = there was none.
+
+    ``unreachable``: why no gateway can send it a request, empty = one can. ``is_drained``: nothing runs on it any more.
+    """
+
+    age_s: float | None
+    protocol: str
+    reported: NodeStatus
+    mode: NodeMode
+    draining: bool
+    cordoned: bool
+    is_accepting_jobs: bool
+    unreachable: str = ""
+    is_enabled: bool = True
+    is_drained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a node may get new work. ``status`` is what every list shows; ``obstacle`` None = it may."""
+
+    status: NodeStatus
+    freshness: Freshness
+    obstacle: Obstacle | None
+
+
+def judge_availability(facts: NodeFacts, policy: HealthPolicy) -> Availability:
+    """Return whether a node may get new work, and if not why. What it says of itself may be overridden."""
+    freshness = judge_freshness(facts.age_s, policy, protocol=facts.protocol)
+    status = _judge_status(facts, freshness)
+    return Availability(status, freshness, _find_obstacle(facts, freshness, status))
+
+
+def judge_freshness(age_s: float | None, policy: HealthPolicy, *, protocol: str) -> Freshness:
     """Return the freshness of a sign of life ``age_s`` seconds old (None = never seen)."""
+    stale_after_s, offline_after_s = freshness_windows(policy, protocol=protocol)
     if age_s is None or age_s >= offline_after_s:
         return Freshness.OFFLINE
     return Freshness.STALE if age_s >= stale_after_s else Freshness.FRESH
 
 
-def effective_status(
-    *, freshness: Freshness, reported: NodeStatus, mode: NodeMode, draining: bool, cordoned: bool, is_accepting_jobs: bool
-) -> NodeStatus:
-    """Return the status every list shows, which may override what the box says of itself."""
-    if freshness is Freshness.OFFLINE or reported is NodeStatus.OFFLINE:
+def _judge_status(facts: NodeFacts, freshness: Freshness) -> NodeStatus:
+    if facts.unreachable or freshness is Freshness.OFFLINE or facts.reported is NodeStatus.OFFLINE:
         return NodeStatus.OFFLINE
-    if reported is NodeStatus.ERROR:
+    if facts.reported is NodeStatus.ERROR:
         return NodeStatus.ERROR
-    if draining or cordoned or mode is NodeMode.SPARE_OFF or reported is NodeStatus.DRAINING or not is_accepting_jobs:
-        return NodeStatus.DRAINING
-    return reported
+    is_held_back = facts.draining or facts.cordoned or facts.mode is NodeMode.SPARE_OFF or not facts.is_accepting_jobs
+    return NodeStatus.DRAINING if is_held_back else facts.reported
+
+
+def _find_obstacle(facts: NodeFacts, freshness: Freshness, status: NodeStatus) -> Obstacle | None:
+    is_heard = freshness is not Freshness.OFFLINE and facts.reported is not NodeStatus.OFFLINE
+    obstacles = {
+        Obstacle.SILENT: not is_heard,
+        Obstacle.UNREACHABLE: bool(facts.unreachable),
+        Obstacle.PROVIDER_OFF: not facts.is_enabled,
+        Obstacle.ERROR: status is NodeStatus.ERROR,
+        Obstacle.DRAINED: facts.draining and facts.is_drained,
+        Obstacle.DRAINING: facts.draining,
+        Obstacle.CORDONED: facts.cordoned,
+        Obstacle.TAKEN_BACK: facts.mode is NodeMode.SPARE_OFF,
+        Obstacle.HOLDS_BACK: status is NodeStatus.DRAINING,
+        Obstacle.LATE: freshness is not Freshness.FRESH,
+    }
+    return next((obstacle for obstacle, holds in obstacles.items() if holds), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS, ApprovalState, RunState
-from nodes.states import Freshness, effective_status
+from nodes.states import Freshness, HealthPolicy, NodeFacts, judge_availability
 from runner.pool.states import TRANSITIONS, ModelState
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, NodeStatus
 
@@ -62,24 +62,28 @@ def _requests() -> str:
 
 
 def _nodes() -> str:
-    rows = []
+    rows, policy = [], HealthPolicy()
     for freshness, reported, held_back in itertools.product(Freshness, NodeStatus, (False, True)):
-        status = effective_status(
-            freshness=freshness,
+        ages = {Freshness.FRESH: 0.0, Freshness.STALE: policy.stale_after_s, Freshness.OFFLINE: policy.offline_after_s}
+        facts = NodeFacts(
+            age_s=ages[freshness],
+            protocol="",
             reported=reported,
             mode=NodeMode.SPARE_ON,
             draining=held_back,
             cordoned=False,
             is_accepting_jobs=True,
         )
+        status = judge_availability(facts, policy).status
         rows.append(f"| {freshness} | `{reported}` | {'yes' if held_back else 'no'} | `{status}` |")
     return "\n".join(
         [
             "## Status of a node",
             "",
-            "Source: `nodes/states.py`, `effective_status`: no stored state but a judgement of each reading. *Held back* means",
-            "draining, cordoned, taken back by its owner, or accepting nothing by its own account. A node that no gateway can",
-            "reach (no socket, and no URL that answers) is `offline` whatever it reports; a `stale` node gets nothing new.",
+            "Source: `nodes/states.py`, `judge_availability`: no stored state but a judgement of each reading.",
+            "*Held back* means draining, cordoned, taken back by its owner, or accepting nothing by its own account. A node",
+            "that no gateway can reach (no socket, and no URL that answers) is `offline` whatever it reports; a `stale` node",
+            "gets nothing new.",
             "",
             "| Last sign of life | Reported | Held back | Status |",
             "|---|---|---|---|",

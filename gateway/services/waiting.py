@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from django.db.models import Count, Min
 
 from gateway.models import RequestRecord
-from nodes.services.serving import Has, Obstacle, ServingBox, read_boxes_of
+from nodes.services.serving import Has, ServingBox, read_boxes_of
+from nodes.states import Obstacle
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 

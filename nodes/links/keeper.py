@@ -20,7 +20,7 @@ from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.states import DrainCount, HealthPolicy, NodeRow, effective_status, freshness_windows, judge_freshness
+from nodes.states import DrainCount, HealthPolicy, NodeFacts, NodeRow, judge_availability
 from wire import bridge, clock
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import format_id
@@ -116,17 +116,16 @@ class LinkKeeper:
                 age_s: float | None = link.silence_s
             else:
                 age_s = None if row.heartbeat_age_s is None else row.heartbeat_age_s + now - self._read_at
-            stale_after_s, offline_after_s = freshness_windows(
-                self.health, protocol="" if row.carries_bytes else bridge.BRIDGE_V1
-            )
-            status = effective_status(
-                freshness=judge_freshness(age_s, stale_after_s=stale_after_s, offline_after_s=offline_after_s),
+            facts = NodeFacts(
+                age_s=age_s,
+                protocol="" if row.carries_bytes else bridge.BRIDGE_V1,
                 reported=NodeStatus(row.reported_status),
                 mode=NodeMode(row.mode),
                 draining=row.draining,
                 cordoned=row.cordoned,
                 is_accepting_jobs=row.is_accepting_jobs,
             )
+            status = judge_availability(facts, self.health).status
             counts[status] += row.provider_state != "deleted"
         return counts
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from nodes.services.boxes import count_replicas, describe_box, describe_counts
 from nodes.services.credentials import create_credential, find_credential, read_credential_digests, revoke_credential
 from nodes.services.direct_calls import ring_direct_box
-from nodes.services.drains import describe_drain, is_drained
+from nodes.services.drains import describe_drain
 from nodes.services.governance import set_op_key, take_governance, take_report
-from nodes.services.health import describe_gpus, heartbeat_age_s, judge_status, should_drain, status_expression
+from nodes.services.health import describe_gpus, heartbeat_age_s, is_drained, judge_status, should_drain, status_expression
 from nodes.services.lifecycle import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
 from nodes.services.policy_pins import read_policy_pins
 from nodes.services.probe import probe_direct_nodes

@@ -15,7 +15,7 @@ from django.conf import settings
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import heartbeat_age_s
-from nodes.states import Freshness, freshness_windows, judge_freshness
+from nodes.states import Freshness, judge_freshness
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
 
 SHOWN_AVAILABLE = 40
@@ -118,8 +118,7 @@ def describe_box(node: Node, *, now: datetime) -> BoxView:
     """Return the view of a box whose presence was loaded with it."""
     presence: NodePresence = getattr(node, "presence", None) or NodePresence(node=node)
     age_s = heartbeat_age_s(presence, now=now)
-    stale_after_s, offline_after_s = freshness_windows(settings.NODE_HEALTH, protocol=presence.protocol)
-    freshness = judge_freshness(age_s, stale_after_s=stale_after_s, offline_after_s=offline_after_s)
+    freshness = judge_freshness(age_s, settings.NODE_HEALTH, protocol=presence.protocol)
     replicas = [_view_replica(replica) for replica in _read_replicas(presence)]
     gpus = _convert(presence.gpus, list[GpuInfo]) or _guess_gpus(node, presence)
     available = [str(name) for name in presence.available_models or ()]

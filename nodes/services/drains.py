@@ -21,7 +21,7 @@ from governance.audit import record_event
 from governance.services.notices import notify_of_event
 from nodes.models import Node, NodeDrainCount, NodePresence
 from nodes.services.clock import read_clock
-from nodes.services.health import judge_status
+from nodes.services.health import is_drained, judge_status
 from nodes.states import DrainCount
 from wire import clock
 from wire.bridge import BRIDGE_V1
@@ -85,11 +85,6 @@ def mark_drained(node_ids: Collection[uuid.UUID] | None = None) -> int:
         due = due.filter(pk__in=node_ids)
     now = read_clock()
     return sum(_mark(node, now=now) for node in due.select_related("presence").prefetch_related("drain_counts").order_by("pk"))
-
-
-def is_drained(node: Node, presence: NodePresence | None) -> bool:
-    """Whether nothing runs on a node that is draining or was reclaimed."""
-    return node.drained_at is not None and (presence is None or presence.active_requests == 0)
 
 
 def describe_drain(node: Node, presence: NodePresence | None) -> str:

@@ -10,27 +10,36 @@ from django.db.models import Case, CharField, F, Q, Value, When
 from django.db.models.functions import Now
 
 from nodes.models import Node, NodePresence, ProviderState, Reach
-from nodes.states import effective_status, freshness_windows, judge_freshness
+from nodes.states import Availability, NodeFacts, freshness_windows, judge_availability
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
 
-def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) -> NodeStatus:
-    """Return the contract status every list shows; how fresh the box is counts at ``now``, not when it last spoke."""
-    if presence is None or explain_unreachable(node, presence):
-        return NodeStatus.OFFLINE
-    stale_after_s, offline_after_s = freshness_windows(settings.NODE_HEALTH, protocol=presence.protocol)
-    freshness = judge_freshness(
-        heartbeat_age_s(presence, now=now), stale_after_s=stale_after_s, offline_after_s=offline_after_s
-    )
-    return effective_status(
-        freshness=freshness,
-        reported=NodeStatus(presence.reported_status),
+def read_availability(node: Node, presence: NodePresence | None, *, now: datetime, is_enabled: bool = True) -> Availability:
+    """Return whether a node may get new work at ``now``, whenever it last spoke. ``is_enabled``: whether its provider is."""
+    facts = NodeFacts(
+        age_s=heartbeat_age_s(presence, now=now) if presence is not None else None,
+        protocol=presence.protocol if presence is not None else "",
+        reported=NodeStatus(presence.reported_status) if presence is not None else NodeStatus.OFFLINE,
         mode=NodeMode(node.mode),
         draining=node.draining,
         cordoned=node.cordoned,
-        is_accepting_jobs=presence.is_accepting_jobs,
+        is_accepting_jobs=presence is not None and presence.is_accepting_jobs,
+        unreachable=explain_unreachable(node, presence),
+        is_enabled=is_enabled,
+        is_drained=is_drained(node, presence),
     )
+    return judge_availability(facts, settings.NODE_HEALTH)
+
+
+def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) -> NodeStatus:
+    """Return the contract status every list shows."""
+    return read_availability(node, presence, now=now).status
+
+
+def is_drained(node: Node, presence: NodePresence | None) -> bool:
+    """Whether nothing runs on a node that is draining or was reclaimed."""
+    return node.drained_at is not None and (presence is None or presence.active_requests == 0)
 
 
 def explain_unreachable(node: Node, presence: NodePresence | None) -> str:

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 
-from django.conf import settings
 from django.db.models import Q
 from django.db.models.functions import Now
 
@@ -16,8 +15,8 @@ from nodes.models import Node, NodePresence, ProviderState, Reach
 from nodes.services.boxes import count_replicas, describe_counts, list_failures
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.ejections import ShownEjection, list_ejections
-from nodes.services.health import heartbeat_age_s, judge_status, status_expression
-from nodes.states import Freshness, freshness_windows, judge_freshness
+from nodes.services.health import heartbeat_age_s, read_availability, status_expression
+from nodes.states import Freshness
 from wire.bridge import MUSTER_V1
 from wire.contract import NodeStatus
 from wire.ids import parse_id
@@ -107,16 +106,13 @@ def read_served_models() -> frozenset[str]:
 
 def _describe(node: Node, now: datetime) -> NodeHealth:
     presence: NodePresence | None = getattr(node, "presence", None)
-    age_s = heartbeat_age_s(presence, now=now) if presence is not None else None
-    stale_after_s, offline_after_s = freshness_windows(
-        settings.NODE_HEALTH, protocol=presence.protocol if presence is not None else ""
-    )
+    availability = read_availability(node, presence, now=now)
     counts = count_replicas(presence)
     return NodeHealth(
         name=node.name,
-        status=judge_status(node, presence, now=now),
-        freshness=judge_freshness(age_s, stale_after_s=stale_after_s, offline_after_s=offline_after_s),
-        age_s=age_s,
+        status=availability.status,
+        freshness=availability.freshness,
+        age_s=heartbeat_age_s(presence, now=now) if presence is not None else None,
         active_requests=presence.active_requests if presence is not None else 0,
         max_concurrent=node.max_concurrent,
         models=describe_counts(counts),

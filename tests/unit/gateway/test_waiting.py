@@ -11,7 +11,8 @@ from gateway.admin.stories import split_time
 from gateway.errors import GatewayError
 from gateway.models import RequestRecord
 from gateway.services.waiting import explain_wait
-from nodes.services.serving import Has, Obstacle, ServingBox
+from nodes.services.serving import Has, ServingBox
+from nodes.states import Obstacle
 from wire.contract import ErrorCode, RequestState
 from wire.ids import new_uuid7
 

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from nodes.states import Freshness, HealthPolicy, effective_status, freshness_windows, judge_freshness
+from nodes.states import (
+    Freshness,
+    HealthPolicy,
+    NodeFacts,
+    Obstacle,
+    freshness_windows,
+    judge_availability,
+    judge_freshness,
+)
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -24,21 +34,30 @@ from wire.contract import NodeMode, NodeStatus
     ],
 )
 def test_freshness_follows_the_contracts_ten_and_fifteen_seconds(age_s: float | None, freshness: Freshness) -> None:
-    assert judge_freshness(age_s, stale_after_s=10, offline_after_s=15) is freshness
+    assert judge_freshness(age_s, HealthPolicy(), protocol="") is freshness
+
+
+AGES = {Freshness.FRESH: 0.0, Freshness.STALE: 10.0, Freshness.OFFLINE: 15.0}
 
 
 def test_every_combination_has_the_status_that_overrides_most() -> None:
     for freshness, reported, mode, draining, cordoned, accepting in itertools.product(
         Freshness, NodeStatus, NodeMode, (False, True), (False, True), (False, True)
     ):
-        status = effective_status(
-            freshness=freshness,
+        facts = NodeFacts(
+            age_s=AGES[freshness],
+            protocol="",
             reported=reported,
             mode=mode,
             draining=draining,
             cordoned=cordoned,
             is_accepting_jobs=accepting,
         )
+        found = judge_availability(facts, HealthPolicy())
+        status = found.status
+        assert found.freshness is freshness
+        is_able = status in {NodeStatus.AVAILABLE, NodeStatus.BUSY} and freshness is Freshness.FRESH
+        assert (found.obstacle is None) == is_able
         if freshness is Freshness.OFFLINE or reported is NodeStatus.OFFLINE:
             assert status is NodeStatus.OFFLINE
         elif reported is NodeStatus.ERROR:
@@ -54,3 +73,40 @@ def test_a_bridge_v1_worker_is_judged_by_its_pong_window() -> None:
     policy = HealthPolicy()
     assert freshness_windows(policy, protocol=BRIDGE_V1) == (45.0, 45.0)
     assert freshness_windows(policy, protocol=MUSTER_V1) == freshness_windows(policy, protocol="") == (10.0, 15.0)
+
+
+WELL = NodeFacts(
+    age_s=1.0,
+    protocol=MUSTER_V1,
+    reported=NodeStatus.AVAILABLE,
+    mode=NodeMode.SPARE_ON,
+    draining=False,
+    cordoned=False,
+    is_accepting_jobs=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({}, None),
+        ({"age_s": None}, Obstacle.SILENT),
+        ({"reported": NodeStatus.OFFLINE}, Obstacle.SILENT),
+        ({"unreachable": "answers with 503"}, Obstacle.UNREACHABLE),
+        ({"unreachable": "answers with 503", "age_s": 15.0}, Obstacle.SILENT),
+        ({"is_enabled": False}, Obstacle.PROVIDER_OFF),
+        ({"reported": NodeStatus.ERROR}, Obstacle.ERROR),
+        ({"draining": True}, Obstacle.DRAINING),
+        ({"draining": True, "is_drained": True}, Obstacle.DRAINED),
+        ({"draining": True, "cordoned": True}, Obstacle.DRAINING),
+        ({"cordoned": True}, Obstacle.CORDONED),
+        ({"mode": NodeMode.SPARE_OFF}, Obstacle.TAKEN_BACK),
+        ({"mode": NodeMode.SPARE_OFF, "is_drained": True}, Obstacle.TAKEN_BACK),
+        ({"is_accepting_jobs": False}, Obstacle.HOLDS_BACK),
+        ({"reported": NodeStatus.DRAINING}, Obstacle.HOLDS_BACK),
+        ({"age_s": 10.0}, Obstacle.LATE),
+        ({"reported": NodeStatus.BUSY}, None),
+    ],
+)
+def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], obstacle: Obstacle | None) -> None:
+    assert judge_availability(replace(WELL, **changes), HealthPolicy()).obstacle is obstacle
