@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 
 from wire import clock
 
@@ -30,6 +33,31 @@ class VirtualClock:
         """Let the time pass."""
         self.unix_s += seconds
         self.monotonic_s += seconds
+
+
+class ShiftedClock:
+    """The clock of the machine, set to another time of day."""
+
+    def __init__(self, by_s: float) -> None:
+        self._by_s = by_s
+
+    def time(self) -> float:
+        """Return Unix seconds."""
+        return time.time() + self._by_s
+
+    def monotonic(self) -> float:
+        """Return seconds that nobody can set."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float, /) -> None:
+        """Hold up the calling thread."""
+        time.sleep(seconds)
+
+
+def shift_clock(monkeypatch: pytest.MonkeyPatch, by_s: float) -> None:
+    """Set the clock of this process to another time of day until the test ends, for Django too."""
+    clock.install(ShiftedClock(by_s))  # the fixture real_clock takes it away again
+    monkeypatch.setattr("django.utils.timezone.now", clock.now)
 
 
 @contextmanager

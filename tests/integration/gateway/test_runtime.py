@@ -24,6 +24,7 @@ from nodes.consumers.courier import Courier
 from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence
 from nodes.services.ejections import list_ejections
+from tests.fakes.clock import shift_clock
 from tests.integration.nodes.factories import audited, make_node, make_presence
 from wire.credentials import CredentialKind, parse_keyid
 
@@ -165,7 +166,7 @@ async def test_the_heartbeat_goes_on() -> None:
 
 
 async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("django.utils.timezone.now", lambda: datetime.now(UTC) - timedelta(hours=1))
+    shift_clock(monkeypatch, -3600)
     async with run_gateway() as runtime:
         row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
         first = (await row.aget()).heartbeat_at

@@ -58,7 +58,7 @@ def test_gateways_that_could_not_write_while_the_database_stood_still_are_not_ta
     def write_heartbeat(_seconds: float) -> None:
         GatewayProcess.objects.filter(pk=alive.pk).update(heartbeat_at=Now() + timedelta(hours=1))
 
-    monkeypatch.setattr("gateway.reconciler.time", SimpleNamespace(sleep=write_heartbeat))  # not that of every thread
+    monkeypatch.setattr("gateway.reconciler.clock", SimpleNamespace(sleep=write_heartbeat))  # not that of every thread
     assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S) == 1
     running.refresh_from_db()
     orphan.refresh_from_db()

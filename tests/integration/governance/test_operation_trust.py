@@ -17,6 +17,7 @@ from governance.models import AdminToken, ApproverKey, AuditEvent, Operation, Op
 from governance.services import Proposer
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
+from tests.fakes.clock import shift_clock
 from tests.integration.governance.fake_box import FakeBox, fake_boxes, propose_load
 from tests.integration.governance.team import Team, make_due, make_governed, make_key, make_team, propose_token
 from tests.unit.wire.passkeys import SoftPasskey
@@ -178,8 +179,7 @@ def test_a_person_who_asked_through_a_token_cannot_approve_as_themselves(team: T
 def test_a_token_that_nobody_claimed_in_the_window_is_not_made(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = approve(team, propose_token(team[0]))
     services.run_due()
-    later = timezone.now() + timedelta(hours=25)
-    monkeypatch.setattr(timezone, "now", lambda: later)
+    shift_clock(monkeypatch, 25 * 3600)
     with pytest.raises(StateChanged, match="window is over"):
         services.claim_admin_token(op_id=operation.pk, user=team[0].user)
     assert "claim" not in services.read_operation(operation.pk, team[0].user).actions
@@ -219,8 +219,7 @@ def test_a_policy_that_has_expired_can_still_be_followed_by_another(monkeypatch:
     assert row.version == 1
     change = draft(team)
     team[1].approve(change)
-    read_clock = timezone.now
-    monkeypatch.setattr(timezone, "now", lambda: read_clock() + timedelta(hours=2))
+    shift_clock(monkeypatch, 2 * 3600)
     with pytest.raises(InvalidProposal, match="has expired"):
         propose_token(team[0])
     team[2].approve(change)

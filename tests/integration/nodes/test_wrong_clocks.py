@@ -13,6 +13,7 @@ from nodes.services import SweepReport, drain_node, set_mode, sweep_presence
 from nodes.services.registry import Heartbeat, record_heartbeat
 from nodes.services.sessions import PresenceReport, SessionRequest, load_node_rows, open_session, write_presences
 from nodes.states import NodeRow
+from tests.fakes.clock import shift_clock
 from tests.integration.nodes.factories import ACTOR, make_credential, make_node, make_presence
 from wire import bridge
 from wire.contract import NodeMode, NodeStatus
@@ -24,8 +25,7 @@ HERE = uuid.UUID(int=1)
 
 @pytest.fixture(params=[-3600, 3600], ids=["behind", "ahead"], autouse=True)
 def _wrong_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    off = timedelta(seconds=request.param)
-    monkeypatch.setattr("django.utils.timezone.now", lambda: datetime.now(UTC) + off)
+    shift_clock(monkeypatch, request.param)
 
 
 def read_row() -> NodeRow:
