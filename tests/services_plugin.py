@@ -28,15 +28,15 @@ REDIS_VARIABLE = "MUSTER_TEST_REDIS_URL"
 THROWN_AWAY_VARIABLE = "MUSTER_TEST_SERVERS_END_WITH_RUN"
 """Set where the servers are the run's own: what is left in them goes with them."""
 _HIGHEST_REDIS_DATABASE = 15
-_SHARED = ("tests/browser/", "tests/contract/")
-_OWN_SYSTEM = ("tests/contract/test_governed_fleet.py", "tests/contract/test_kill_matrix.py")
+_SHARED = ("tests/rings/browser/", "tests/rings/contract/")
+_OWN_SYSTEM = ("tests/rings/contract/test_governed_fleet.py", "tests/rings/contract/test_kill_matrix.py")
 """Long files in such a folder that share nothing with it: they break systems of their own."""
 LONGEST = (
-    "tests/contract/",
-    "tests/integration/runner/test_engine_port.py",
-    "tests/browser/",
+    "tests/rings/contract/",
+    "tests/system/runner/test_engine_port.py",
+    "tests/rings/browser/",
     *_OWN_SYSTEM,
-    "tests/integration/runner/test_runner_box.py",
+    "tests/system/runner/test_runner_box.py",
 )
 """Scopes that take a worker more than half a minute, the longest first."""
 

@@ -1,4 +1,4 @@
-"""The packages for the tests with the official Node SDKs, in ``tests/clients/node``: installed when missing or outdated."""
+"""The packages for the tests with the official Node SDKs, in ``tests/rings/clients/node``: installed when missing or old."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
 from wire import clock
 
-TESTS = "tests/clients"
+TESTS = "tests/rings/clients"
 FOLDER = ROOT / TESTS / "node"
 SWITCH_VARIABLE = "MUSTER_TEST_CLIENTS"
 OLDEST_NODE = 20

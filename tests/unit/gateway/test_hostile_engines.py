@@ -22,8 +22,8 @@ from gateway.dialects.refusal import read_refusal
 from gateway.dialects.responses.answer import MAX_ANSWER_CHARS
 from gateway.dialects.translation import AnswerContext, AnswerTranslator, FailingTranslator
 from gateway.errors import GatewayError, StreamTooLarge
-from tests.fuzz.engine_streams import DONE, FLOODS, GOOD, VALUES, Json, call, chunk, spoil_stream
-from tests.fuzz.mutation import list_places
+from tests.rings.fuzz.engine_streams import DONE, FLOODS, GOOD, VALUES, Json, call, chunk, spoil_stream
+from tests.rings.fuzz.mutation import list_places
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ASKED: dict[str, dict[str, object]] = {

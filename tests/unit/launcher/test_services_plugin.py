@@ -47,10 +47,10 @@ def test_each_worker_has_a_database_of_its_own(url: str, worker: str, expected: 
 @pytest.mark.parametrize(
     ("nodeid", "scope"),
     [
-        ("tests/contract/behaviours/test_a.py::test_x[1]", "tests/contract/"),
-        ("tests/contract/test_b.py::test_y", "tests/contract/"),
-        ("tests/contract/test_kill_matrix.py::test_z", "tests/contract/test_kill_matrix.py"),
-        ("tests/browser/test_d.py::test_w", "tests/browser/"),
+        ("tests/rings/contract/behaviours/test_a.py::test_x[1]", "tests/rings/contract/"),
+        ("tests/rings/contract/test_b.py::test_y", "tests/rings/contract/"),
+        ("tests/rings/contract/test_kill_matrix.py::test_z", "tests/rings/contract/test_kill_matrix.py"),
+        ("tests/rings/browser/test_d.py::test_w", "tests/rings/browser/"),
         ("tests/unit/wire/test_c.py::TestZ::test_z", "tests/unit/wire/test_c.py"),
     ],
 )
@@ -60,9 +60,9 @@ def test_tests_that_share_a_server_share_a_worker(nodeid: str, scope: str) -> No
 
 
 def test_workers_begin_with_what_takes_longest_and_keep_the_order_of_the_rest() -> None:
-    fleet, pages = "tests/contract/test_governed_fleet.py::test_a", "tests/browser/test_admin.py::test_d"
+    fleet, pages = "tests/rings/contract/test_governed_fleet.py::test_a", "tests/rings/browser/test_admin.py::test_d"
     rest = ["tests/unit/wire/test_b.py::test_b", "tests/test_docs.py::test_c"]
-    contract = ["tests/contract/test_e.py::test_f", "tests/contract/test_e.py::test_e"]
+    contract = ["tests/rings/contract/test_e.py::test_f", "tests/rings/contract/test_e.py::test_e"]
     assert sorted([*rest, fleet, pages, *contract], key=rank_test) == [*contract, pages, fleet, *rest]
 
 

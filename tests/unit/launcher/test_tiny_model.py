@@ -11,7 +11,7 @@ from controlplane.launcher.demo import MODEL, make_second_model
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.parts import TINY_MODEL
 from controlplane.launcher.tiny_model import write_f16_model
-from tests.models.gguf_file import read_gguf
+from tests.fakes.models.gguf_file import read_gguf
 
 
 @pytest.fixture(scope="module")

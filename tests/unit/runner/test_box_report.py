@@ -13,7 +13,7 @@ from runner.pool import LoadProgress, Model, ModelEvent, Replica
 from runner.report import MAX_DETAIL_CHARS, list_endpoints, list_replicas, read_memory
 from runner.serving.headers import INFERENCE_PATHS
 from runner.telemetry import Reading, TreeMemory
-from tests.integration.runner.gated_engine import GatedEngine
+from tests.system.runner.gated_engine import GatedEngine
 
 MIB = 1024 * 1024
 READING = Reading(gpus=[], kind="gpu", total_mb=1000, used_mb=400, free_mb=600, driver_version=None, at=0.0)

@@ -1,0 +1,155 @@
+"""The control plane's real server process, on the database of the tests."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+import psutil
+from django.db import connection
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_WITHIN_S = 90.0
+STOPPED_WITHIN_S = 60.0
+PORTS = range(10_081, 16_000)
+"""Below what systems hand out by themselves: no connection, and nobody who binds port 0, gets one of these by chance.
+
+Browsers open no page at port 10080.
+"""
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A process that listens on loopback, and the file its output goes to."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def public_url(self) -> str:
+        """The address that passkeys belong to; no browser makes one for an IP address."""
+        return f"http://localhost:{self.port}"
+
+    def rss_mb(self) -> float:
+        """Return the resident memory of the process."""
+        return float(psutil.Process(self.process.pid).memory_info().rss) / 2**20
+
+    def has_ended(self, *, within_s: float) -> bool:
+        """Return whether the process ends within that time."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def terminate(self) -> int:
+        """Ask it to stop and return its exit status. Raises TimeoutExpired when it does not go."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOPPED_WITHIN_S)
+
+
+def free_port() -> int:
+    """Return a loopback port that nothing listens on, and that no other process of tests is given while this one lives.
+
+    Whoever is to listen on it does so seconds later. The UDP port of that number, which nobody wants, tells that it is taken.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        mark = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            mark.bind(("127.0.0.1", port))
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            mark.close()
+        else:
+            mark.detach()  # stays open to the end of the process
+            return port
+    raise AssertionError(f"no port of {PORTS} is free")
+
+
+def database_url_of_tests() -> str:
+    """Return the URL of the database that the running test sees."""
+    values = connection.settings_dict
+    query = {"host": values["HOST"], "connect_timeout": values["OPTIONS"]["connect_timeout"]}
+    query |= {"port": values["PORT"]} if values["PORT"] else {}
+    return f"postgresql://{quote(values['USER'])}:{quote(values['PASSWORD'])}@/{values['NAME']}?{urlencode(query)}"
+
+
+@contextmanager
+def serve(argv: list[str], *, port: int, log: Path, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Run ``python *argv`` until the block ends; enters when ``port`` accepts connections."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *argv], cwd=ROOT, env={**os.environ, **(env or {})}, stdout=output, stderr=output
+        )
+    server = ServerProcess(process, port, log)
+    try:
+        wait_for_port(server)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@contextmanager
+def serve_control(log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Run the control plane on the database of the tests."""
+    port = free_port()
+    argv = ["-m", "controlplane.serve_control", "--port", str(port), *options]
+    settings = {"DATABASE_URL": database_url_of_tests(), "MUSTER_PUBLIC_URL": f"http://localhost:{port}", **(env or {})}
+    with serve(argv, port=port, log=log, env=settings) as server:
+        yield server
+
+
+@contextmanager
+def serve_gateway(log: Path, *, port: int = 0) -> Iterator[ServerProcess]:
+    """Run a gateway on the database of the tests, on a port that is free unless one is given."""
+    port = port or free_port()
+    argv = ["-m", "controlplane.serve_gateway", "--port", str(port)]
+    with serve(argv, port=port, log=log, env={"DATABASE_URL": database_url_of_tests()}) as server:
+        yield server
+
+
+@contextmanager
+def serve_worker(log: Path, *, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the worker on the database of the tests until the block ends. It may not be ready yet when the block begins."""
+    settings = {"DATABASE_URL": database_url_of_tests(), **(env or {})}
+    with log.open("wb") as output:
+        argv = [sys.executable, "-m", "controlplane.serve_worker"]
+        process = subprocess.Popen(argv, cwd=ROOT, env={**os.environ, **settings}, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def wait_for_port(server: ServerProcess) -> None:
+    """Return when the port accepts connections. Raises AssertionError with the log when the process ends before."""
+    deadline = time.monotonic() + READY_WITHIN_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
+        except OSError:
+            assert not server.has_ended(within_s=0.02), server.log.read_text()
+            assert time.monotonic() < deadline, server.log.read_text()
+        else:
+            return

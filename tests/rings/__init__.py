@@ -1,0 +1,1 @@
+"""Real processes, real time: what takes whole servers, engines, browsers, kills or minutes."""

@@ -1,0 +1,299 @@
+"""The admin as an operator meets it: a real browser, the real server, no complaint on any page."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+import pytest
+from django.utils import timezone
+from playwright.sync_api import expect
+
+from gateway.models import ApiKey, RequestRecord
+from gateway.routing import Target
+from gateway.services import allow_model, create_alias, create_tenant
+from nodes.models import Node
+from nodes.services.ejections import EjectionReport, write_ejections
+from tests.rings.browser.conftest import Visit, find_violations, in_database
+from tests.system.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
+from tests.system.nodes.factories import make_credential, make_node, make_presence
+from wire.contract import RequestState
+
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+
+LISTS = (
+    "nodes/node",
+    "nodes/nodecredential",
+    "nodes/provider",
+    "gateway/model",
+    "gateway/modelalias",
+    "gateway/requestrecord",
+    "gateway/apikey",
+    "gateway/tenant",
+    "gateway/gatewayprocess",
+    "controlplane/user",
+    "governance/admintoken",
+    "governance/auditevent",
+)
+FIND_CUT_OFF = """() => [...document.querySelectorAll("html, #changelist *")]
+    .filter((box) => box.tagName === "HTML" || ["auto", "scroll"].includes(getComputedStyle(box).overflowX))
+    .filter((box) => box.scrollWidth > box.clientWidth)
+    .map((box) => `${box.tagName} ${box.className} shows ${box.clientWidth} of ${box.scrollWidth}`)"""
+"""What can only be seen by scrolling to the side."""
+POLYGLOT = "\"'></title></script><img src=x onerror=alert(1)><svg onload=alert(2)>{{constructor.constructor('alert(3)')()}}"
+
+
+def make_hostile_rows() -> tuple[Node, RequestRecord]:
+    text = POLYGLOT
+    credential, _ = make_credential(text[:80])
+    node = make_node(
+        text[:120], credential=credential, gpu_name=text, owner_name=text, agent_version=text[:60], model_names=[text]
+    )
+    values: dict[str, Any] = {"protocol": text[:40], "peer_address": text[:64], "last_error": text, "reported_status": "error"}
+    make_presence(node, connected=True, **values)
+    make_key(text[:80], tenant=text[:80])
+    allow_model(name=text, actor=ACTOR)
+    create_alias(name=text, targets=[Target(text)], tenant_name=text[:80], actor=ACTOR)
+    return node, make_record(model=text, node_name=text[:120], tenant=text[:80], key_name=text[:80])
+
+
+def make_one_of_each() -> None:
+    make_presence(make_node("a-box-with-quite-a-long-name-for-a-phone"))
+    key, _ = make_key("nightly evaluation")
+    ApiKey.objects.filter(pk=key.pk).update(last_used_at=timezone.now())
+    make_gateway()
+    allow_model(name="tiny", actor=ACTOR)
+    create_alias(name="gpt-4o-mini", targets=[Target("tiny")], actor=ACTOR)
+    make_record(state=RequestState.RUNNING, asked_model="gpt-4o-mini", key_name="nightly evaluation of the assistant")
+    times = {"latency_ms": 9_999, "ttfb_ms": 9_000, "queue_ms": 8_000}
+    make_record(state=RequestState.FAILED, error_code="FORWARDED_REQUEST_FAILED", is_streaming=True, **times)
+
+
+def find_node() -> Node:
+    return in_database(Node.objects.get)
+
+
+def find_key() -> ApiKey:
+    return in_database(ApiKey.objects.get)
+
+
+def test_every_page_is_quiet(visit: Visit) -> None:
+    in_database(make_one_of_each)
+    visit.sign_in()
+    for name in LISTS:
+        visit.open(f"/admin/{name}/")
+        expect(visit.page.locator("#content")).to_be_visible()
+        rows = visit.page.locator("#result_list a[href$='/change/'], table a[href$='/change/']")
+        if rows.count():
+            visit.open(str(rows.first.get_attribute("href")))
+            expect(visit.page.locator("#content")).to_be_visible()
+    visit.open("/api/docs")
+    expect(visit.page.get_by_text("Muster control plane").first).to_be_visible()
+
+
+def test_a_wrong_password_is_said_and_opens_nothing(visit: Visit) -> None:
+    visit.awaited.append("403 (Forbidden)")
+    visit.open("/admin/")
+    visit.page.get_by_label("Username").fill("ada")
+    visit.page.get_by_label("Password").fill("wrong")
+    visit.page.get_by_role("button", name="Sign in", exact=True).click()
+
+    expect(visit.page.get_by_text("The name, password or code is not right")).to_be_visible()
+    expect(visit.page.locator("#overview")).to_have_count(0)
+
+
+def test_a_node_is_drained_by_the_answer_and_never_by_looking(visit: Visit) -> None:
+    in_database(lambda: make_presence(make_node("attic")))
+    visit.sign_in()
+    visit.open("/admin/nodes/node/")
+    visit.page.get_by_role("link", name="Drain", exact=True).click()
+
+    expect(visit.page.get_by_role("heading", name="Drain: attic?")).to_be_visible()
+    assert not find_node().draining
+
+    visit.page.get_by_label("Reason").fill("new driver")
+    visit.page.get_by_role("button", name="Drain").click()
+    expect(visit.page.get_by_role("link", name="Undrain")).to_be_visible()
+    node = find_node()
+    assert (node.draining, node.drain_reason) == (True, "new driver")
+
+
+def test_a_new_key_is_shown_once_and_copied(visit: Visit) -> None:
+    in_database(lambda: create_tenant(name="research", actor=ACTOR))
+    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit.sign_in()
+    visit.open("/admin/gateway/apikey/add/")
+    visit.page.get_by_label("Name").fill("ci")
+    visit.page.get_by_label("Tenant").select_option(label="research")
+    visit.page.get_by_role("button", name="Create").click()
+    text = visit.page.locator("#secret").inner_text()
+
+    assert re.fullmatch(r"mst_[0-9A-Za-z]{12}_[0-9A-Za-z]{38}", text)
+    copy = visit.page.locator("[data-copy=secret]")
+    expect(copy).to_be_visible()
+    copy.click()
+    expect(visit.page.get_by_role("button", name="Copied")).to_be_visible()
+    assert visit.page.evaluate("navigator.clipboard.readText()") == text
+
+    visit.page.get_by_role("link", name="Done").click()
+    expect(visit.page.get_by_text(f"mst_{find_key().keyid}…")).to_be_visible()
+    assert text not in visit.page.content()
+
+
+def test_a_key_is_revoked_by_a_button_that_asks(visit: Visit) -> None:
+    in_database(make_key)
+    visit.sign_in()
+    visit.open("/admin/gateway/apikey/")
+    visit.page.get_by_role("link", name="Revoke").click()
+    visit.page.get_by_role("link", name="Back").click()
+    assert find_key().revoked_at is None
+
+    visit.page.get_by_role("link", name="Revoke").click()
+    visit.page.get_by_role("button", name="Revoke").click()
+    expect(visit.page.get_by_text("Revoked the key notebook.")).to_be_visible()
+    assert find_key().revoked_at is not None
+
+
+def test_text_from_boxes_never_runs(visit: Visit) -> None:
+    node, record = in_database(make_hostile_rows)
+    visit.sign_in()
+    pages = [f"/admin/{name}/" for name in LISTS]
+    pages += [f"/admin/nodes/node/{node.pk}/change/", f"/admin/nodes/node/{node.pk}/change/drain/"]
+    pages += [f"/admin/gateway/requestrecord/{record.pk}/change/", "/admin/gateway/requestrecord/?state=wrong"]
+    for path in pages:
+        visit.open(path)
+        expect(visit.page.locator("#content")).to_be_visible()
+        assert visit.page.locator("#content img[src=x], #content svg[onload]").count() == 0
+
+
+def test_what_waits_and_why_is_followed_without_a_reload(visit: Visit) -> None:
+    node = in_database(lambda: make_node("attic", model_names=["tiny"], cordoned=True))
+    in_database(lambda: make_presence(node, age_s=-3600))  # a box that falls silent meanwhile would be another obstacle
+    visit.sign_in()
+    page, queued = visit.page, visit.page.locator("[data-live=queued]")
+    expect(queued).to_have_text("0")
+
+    # Of a gateway that is heard from all along: requests of lost ones are ended by the others.
+    alive = in_database(lambda: make_gateway(silent_s=-3600))
+    record = in_database(lambda: make_record(state=RequestState.QUEUED, age_s=9, gateway_id=alive.pk))
+    expect(queued).to_have_text("1")
+    expect(page.locator("#problems")).to_contain_text("Only attic has tiny, and it is cordoned. Uncordon attic")
+
+    visit.open("/admin/gateway/requestrecord/")
+    expect(page.locator("#result_list, table").first).to_contain_text("cordoned")
+    visit.open(f"/admin/gateway/requestrecord/{record.pk}/change/")
+    expect(page.locator("#request")).to_contain_text("It waits: Only attic has tiny, and it is cordoned.")
+    in_database(lambda: Node.objects.update(cordoned=False, draining=True))
+    expect(page.locator("#request")).to_contain_text("and it is being drained")
+    in_database(lambda: RequestRecord.objects.update(state="failed", error_code="NODE_DRAINING"))
+    expect(page.locator("#request")).to_contain_text("Every box that serves the model was being held back.")
+    assert find_violations(page) == []
+
+
+SLOW = """const ask = window.fetch;
+window.fetch = async (place, options) => {
+    await new Promise((answer, giveUp) => {
+        setTimeout(answer, 3000);
+        options.signal.addEventListener("abort", () => giveUp(options.signal.reason));
+    });
+    return ask(place, options);
+};"""
+"""A control plane that takes three seconds for every answer."""
+
+
+def test_the_page_of_a_request_follows_also_a_busy_control_plane(visit: Visit) -> None:
+    alive = in_database(lambda: make_gateway(silent_s=-3600))
+    record = in_database(lambda: make_record(state=RequestState.QUEUED, gateway_id=alive.pk))
+    visit.sign_in()
+    visit.page.add_init_script(SLOW)
+    visit.open(f"/admin/gateway/requestrecord/{record.pk}/change/")
+    in_database(lambda: RequestRecord.objects.update(state="failed", error_code="NODE_DRAINING"))
+    expect(visit.page.locator("#request")).to_contain_text("Every box that serves the model was being held back.")
+
+
+def test_a_list_is_followed_without_a_reload_and_holds_still_under_a_hand(visit: Visit) -> None:
+    node = in_database(lambda: make_node("attic"))
+    in_database(lambda: make_presence(node, age_s=-3600))
+    visit.sign_in()
+    page = visit.page
+    visit.open("/admin/nodes/node/")
+    table = page.locator("#result_list")
+    expect(table).to_contain_text("available")
+    page.evaluate("window.isSamePage = true")
+
+    in_database(lambda: make_presence(make_node("aft"), age_s=-3600))
+    in_database(lambda: Node.objects.filter(pk=node.pk).update(draining=True))
+    expect(table).to_contain_text("aft")
+    expect(table).to_contain_text("draining")
+
+    table.get_by_role("link", name="attic").focus()
+    in_database(lambda: make_presence(make_node("able"), age_s=-3600))
+    in_database(lambda: Node.objects.filter(pk=node.pk).update(draining=False, cordoned=True))
+    expect(table).to_contain_text("cordoned")
+    expect(table.locator("tbody th")).to_have_text(["aft", "attic"])
+    assert page.evaluate("window.isSamePage")
+    assert find_violations(page) == []
+
+
+def test_the_search_is_found_by_a_button_and_finds_rows(visit: Visit) -> None:
+    node = in_database(lambda: make_node("rack-2"))
+    visit.sign_in()
+    page = visit.page
+    page.get_by_role("button", name="Search").click()
+    field = page.get_by_role("searchbox", name="Search")
+    field.press_sequentially("no such thing")
+    expect(page.get_by_text("Nothing found.")).to_be_visible()
+    field.press("Enter")
+    assert find_violations(page, ".mst-palette") == []
+
+    field.fill("")
+    field.press_sequentially("rack")
+    expect(page.locator(".mst-palette").get_by_role("link", name="rack-2")).to_be_visible()
+    assert find_violations(page, ".mst-palette") == []
+    field.press("Enter")
+    expect(page).to_have_url(re.compile(f"/admin/nodes/node/{node.pk}/change/"))
+
+
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_pages_fit_the_screen(visit: Visit, width: int) -> None:
+    in_database(make_one_of_each)
+    visit.sign_in()
+    visit.page.set_viewport_size({"width": width, "height": 800})
+    names = ("nodes/node", "gateway/requestrecord", "gateway/apikey")
+    for path in ("/admin/", *(f"/admin/{name}/" for name in names), "/admin/gateway/apikey/add/"):
+        visit.open(path)
+        assert visit.page.evaluate(FIND_CUT_OFF) == []
+    if width == 1440:
+        keys = visit.page.locator("#result_list")
+        visit.open("/admin/gateway/apikey/")
+        expect(keys.get_by_role("link", name="Revoke")).to_be_in_viewport(ratio=1)
+        for name in ("gateway/requestrecord", "gateway/modelalias", "gateway/apikey", "governance/webhookendpoint"):
+            visit.open(f"/admin/{name}/")
+            assert find_violations(visit.page) == []
+
+
+def make_ejected_node() -> None:
+    allow_model(name="tiny", actor=ACTOR)
+    node = make_node("joy-07")
+    make_presence(node)
+    report = EjectionReport(node_id=node.pk, model="tiny", reason="slow", age_s=5.0, left_s=3600.0, is_news=True)
+    write_ejections([report], gateway_id=uuid.UUID(int=7))
+
+
+def test_an_ejected_node_and_the_form_of_a_canary_question_are_plain(visit: Visit) -> None:
+    in_database(make_ejected_node)
+    visit.sign_in()
+    expect(visit.page.get_by_text("Gateways hold joy-07 back for tiny.")).to_be_visible()
+    visit.open(f"/admin/nodes/node/{find_node().pk}/change/")
+    expect(visit.page.get_by_text("tiny: it answers much more slowly than other nodes; no new requests until")).to_be_visible()
+    visit.open("/admin/gateway/model/")
+    visit.page.get_by_role("link", name="tiny", exact=True).click()
+    visit.page.get_by_role("link", name="Set canary question").click()
+    visit.page.get_by_label("Question").fill("Say Paris.")
+    visit.page.get_by_label("The answer contains").fill("paris")
+    visit.page.get_by_role("button", name="Set canary question").click()
+    expect(visit.page.get_by_text("a node that repeats what it is asked would pass")).to_be_visible()
+    visit.page.get_by_label("Question").fill("What is the capital of France?")
+    visit.page.get_by_role("button", name="Set canary question").click()
+    expect(visit.page.get_by_text("Nodes are asked for tiny.")).to_be_visible()

@@ -1,0 +1,457 @@
+"""Approving as people do it: several browsers, each with a passkey of its own, against the real server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from django.conf import settings
+from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
+from django.contrib.sessions.backends.db import SessionStore
+from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize, expect
+
+from controlplane.live import SIGNED_OUT
+from core.models import User
+from gateway.services import create_tenant
+from governance import services
+from governance.models import Operation
+from governance.services.people import create_invitation
+from governance.signin import ASSURANCE
+from governance.states import ApprovalState
+from tests.fakes.control_process import ServerProcess
+from tests.rings.browser.conftest import REPORTER, Chromium, Visit, in_database
+from tests.system.governance.fake_box import fake_boxes, propose_load
+from tests.system.governance.team import Member, Team, make_governed, make_team, propose_token
+from tests.system.nodes.governed import Identity, make_box
+from wire.optoken.approval import canonical, decode_bytes, digest_words, read_statement
+
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+
+AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
+OURS = "pubKeyCredParams"
+"""What Chromium warns of: that we take no RSA keys."""
+SERIOUS = {"serious", "critical"}
+PHONE: ViewportSize = {"width": 360, "height": 800}
+LOAD_FORM = "/approvals/propose?operation=model-load"
+DESK: ViewportSize = {"width": 1280, "height": 900}
+
+
+@dataclass(frozen=True)
+class Site:
+    """The server, under the name that its passkeys are bound to."""
+
+    url: str
+    browser: Browser
+
+    def visit(self, *, host: str = "localhost") -> Visit:
+        """Open a browser of its own: other cookies, another device."""
+        context = self.browser.new_context(viewport=DESK, base_url=self.url)
+        context.add_init_script(REPORTER)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        found = Visit(page, self.url.replace("localhost", host))
+        page.on("console", lambda message: None if OURS in message.text else found.note_console(message))
+        page.on("pageerror", lambda error: found.complaints.append(f"page error: {error}"))
+        page.on("dialog", found.refuse_dialog)
+        return found
+
+    def visit_as(self, user: User, *, host: str = "localhost") -> Visit:
+        """Open a browser in which the person has signed in with a passkey."""
+        visit = self.visit(host=host)
+        key = in_database(lambda: make_session(user))
+        visit.page.context.add_cookies([{"name": settings.SESSION_COOKIE_NAME, "value": key, "url": visit.url}])
+        return visit
+
+
+@pytest.fixture
+def site(chromium: Chromium, control: ServerProcess, transactional_db: None, settings: Any) -> Iterator[Site]:
+    """The browser and the server."""
+    settings.PUBLIC_URL = control.public_url
+    with chromium.lend() as browser:
+        yield Site(control.public_url, browser)
+
+
+def make_session(user: User) -> str:
+    session = SessionStore()
+    session[SESSION_KEY] = str(user.pk)
+    session[BACKEND_SESSION_KEY] = "django.contrib.auth.backends.ModelBackend"
+    session[HASH_SESSION_KEY] = user.get_session_auth_hash()
+    session[ASSURANCE] = "passkey"
+    session.create()
+    assert session.session_key
+    return session.session_key
+
+
+def add_device(visit: Visit) -> tuple[CDPSession, str]:
+    """Give a browser a device that holds passkeys and whose person is always there."""
+    session = visit.page.context.new_cdp_session(visit.page)
+    session.send("WebAuthn.enable")
+    options = {
+        "protocol": "ctap2", "transport": "internal", "hasResidentKey": True, "hasUserVerification": True,
+        "isUserVerified": True, "automaticPresenceSimulation": True,
+    }  # fmt: skip
+    return session, session.send("WebAuthn.addVirtualAuthenticator", {"options": options})["authenticatorId"]
+
+
+def put_passkey(visit: Visit, member: Member) -> None:
+    """Give a browser a device that holds the person's passkey."""
+    session, device = add_device(visit)
+    key = member.passkey.private_key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
+    credential = {
+        "credentialId": base64.b64encode(decode_bytes(member.passkey.keyid)).decode(), "isResidentCredential": False,
+        "rpId": member.passkey.rp_id, "privateKey": base64.b64encode(key).decode(), "signCount": 0,
+    }  # fmt: skip
+    session.send("WebAuthn.addCredential", {"authenticatorId": device, "credential": credential})
+
+
+def accept_invitation(site: Site, name: str) -> Visit:
+    """Come in by an invitation, with a passkey that the browser makes."""
+
+    def invite() -> str:
+        user = User.objects.create_user(name)
+        return create_invitation(user=user, actor="system:test")[1]
+
+    visit = site.visit()
+    add_device(visit)
+    visit.open(f"/sign-in/invitation/{in_database(invite)}")
+    visit.page.get_by_role("button", name=re.compile("passkey")).click()
+    expect(visit.page.get_by_role("heading", name="My keys")).to_be_visible()
+    return visit
+
+
+def path_of(operation: Operation) -> str:
+    return f"/approvals/{operation.pk}/"
+
+
+def approve_here(page: Page) -> None:
+    """Approve on the page that is open, and see that it is recorded."""
+    expect(page.locator("#own-verdict")).to_contain_text("Same words")
+    page.get_by_role("button", name="Approve with a passkey").click()
+    expect(page.get_by_text("Your approval is recorded.")).to_be_visible()
+
+
+def approve_button(page: Page) -> Locator:
+    return page.get_by_role("button", name="Approve with a passkey")
+
+
+def find_violations(page: Page, *, is_dark_too: bool) -> list[str]:
+    """Return what axe-core finds that is serious: everything in the light, and colours in the dark where those are new."""
+    page.evaluate(AXE)
+    found = []
+    passes = (("light", "{}"), ("dark", "{runOnly: ['color-contrast']}"))
+    for scheme, rules in passes if is_dark_too else passes[:1]:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+        result: dict[str, Any] = page.evaluate(f"axe.run({{...{rules}, resultTypes: ['violations'], preload: false}})")
+        found += [
+            f"{page.url} {scheme}: {violation['id']} {node['target']} {node['failureSummary']}"
+            for violation in result["violations"]
+            for node in violation["nodes"]
+            if violation["impact"] in SERIOUS
+        ]
+    return found
+
+
+def run_due() -> None:
+    in_database(services.run_due)
+
+
+def wait_live(page: Page) -> None:
+    """Wait until the page has heard from its socket."""
+    expect(page.locator("#said")).not_to_be_empty()
+
+
+def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> None:
+    others = in_database(lambda: make_team("ana", "cleo"))
+    ana, ben, cleo = site.visit_as(others[0].user), accept_invitation(site, "ben"), site.visit_as(others[1].user)
+    put_passkey(cleo, others[1])
+
+    ana.open("/approvals/policy")
+    expect(ana.page.get_by_role("heading", name="No policy is in force yet")).to_be_visible()
+    ana.page.get_by_role("link", name="Draft the first policy").click()
+    ana.page.get_by_label("Why?").fill("so that nobody acts alone")
+    ana.page.get_by_role("button", name="Submit for approval").click()
+    expect(ana.page.get_by_text("You asked for this and cannot approve it")).to_be_visible()
+    draft = in_database(Operation.objects.get)
+    for visit in (ben, cleo):
+        visit.open("/approvals/")
+        visit.page.get_by_role("link", name=re.compile("Put version 1")).click()
+        approve_here(visit.page)
+    run_due()
+    expect(ana.page.locator("[data-live=runs]")).to_contain_text("Version 1 is in force")
+    expect(ana.page.get_by_role("columnheader", name="Now")).to_be_visible()
+    ana.page.reload()  # by now everything is as it was asked for
+    expect(ana.page.get_by_role("columnheader", name="Asked for")).to_be_visible()
+    expect(ana.page.get_by_role("columnheader", name="Now")).to_have_count(0)
+
+    ana.open("/approvals/propose?operation=admin-token-mint")
+    field = ana.page.locator("[name='param-name'], [name='param-']")
+    field.fill("ci" if field.get_attribute("name") == "param-name" else '{"name": "ci"}')
+    ana.page.get_by_label("Why?").fill("for the nightly build")
+    ana.page.get_by_role("button", name="Preview").click()
+    expect(ana.page.get_by_text("Nothing is sent yet")).to_be_visible()
+    ana.page.get_by_role("button", name="Request approval").click()
+    expect(ana.page.locator("#own-verdict")).to_contain_text("Same words")
+    expect(approve_button(ana.page)).to_be_hidden()
+    operation = in_database(lambda: Operation.objects.exclude(pk=draft.pk).get())
+    assert ana.page.locator("#own-words").inner_text() == digest_words(bytes.fromhex(operation.digest))
+
+    for number, visit in enumerate((ben, cleo), start=1):
+        visit.open(path_of(operation))
+        approve_here(visit.page)
+        expect(ana.page.locator("[data-live=approvals]")).to_contain_text(f"{number} of 2 approvals")
+    run_due()
+    ana.page.get_by_role("button", name="Show the token").click()
+    expect(ana.page.locator("#secret")).to_have_text(re.compile("^msa_"))
+    assert [visit.complaints for visit in (ana, ben, cleo)] == [[], [], []]
+
+
+@pytest.fixture
+def team(site: Site) -> Team:
+    return in_database(lambda: make_governed("ana", "ben", "cleo"))
+
+
+@pytest.fixture
+def operation(team: Team) -> Operation:
+    return in_database(lambda: propose_token(team[0]))
+
+
+REMEMBER = """() => {
+    const places = [...document.querySelectorAll("#signed .members, #reason, #server-words")];
+    const before = places.map((place) => place.innerHTML);
+    window.putBack = () => {
+        places.forEach((place, index) => { place.innerHTML = before[index]; });
+        document.getElementById("own-verdict").textContent = document.getElementById("approve-fault").textContent = "";
+    };
+    window.member = (name) => document.querySelector(`[data-member="${name}"]`);
+}"""
+CHANGES = (
+    "member('requestedBy').textContent = 'cleo'",
+    "member('targets').firstElementChild.textContent = 'another'",
+    "member('params').textContent = '{\"name\": \"cd\"}'",
+    'member(\'params\').textContent = \'{"name": "x", "name": "ci"}\'',  # the last of two is what a parser takes
+    "member('notAfter').textContent += '0'",
+    "member('maxUses').textContent = '1.0'",
+    "member('params').hidden = true",
+    "member('class').after(member('class').cloneNode(true))",
+    "member('operation').append('\u202e')",
+    "document.getElementById('reason').textContent = 'all is well'",
+    "document.getElementById('server-words').textContent = 'babab-babab-babab-babab-babab-babab'",
+)
+
+
+SIGNABLE: list[dict[str, object]] = [
+    {"b": 1, "a": [True, False, -5, 2**53 - 1], "A": {"10": "x", "9": "y", "_": {}}},
+    {"text": 'Grüße, \u4e16\u754c \U0001f600 "quoted" back\\slash /', "empty": "", "none": [], "__proto__": "p"},
+]
+UNSIGNABLE = ["1.5", "null", "1e999", "9007199254740993", "-0.0", '"\\u202e"', '"\\u00a0"', '"\\u0007"', '{"\u00e9": 1}']
+CANONICAL = """async (text) => {
+    const { canonical } = await import("/static/governance/statement.js");
+    try { return canonical(JSON.parse(text)); } catch (error) { return error.constructor.name; }
+}"""
+
+
+def test_a_page_signs_only_what_it_shows_and_writes_it_as_the_verifier_does(
+    site: Site, team: Team, operation: Operation
+) -> None:
+    ben = site.visit_as(team[1].user)
+    put_passkey(ben, team[1])
+    posts: list[str] = []
+    ben.page.on("request", lambda request: posts.append(request.url) if request.method == "POST" else None)
+    ben.open(path_of(operation))
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    for value in SIGNABLE:
+        assert ben.page.evaluate(CANONICAL, json.dumps(value)) == canonical(value).decode()
+    assert [ben.page.evaluate(CANONICAL, text) for text in UNSIGNABLE] == ["Untrustworthy"] * len(UNSIGNABLE)
+    for change in CHANGES:
+        ben.page.evaluate(REMEMBER)
+        ben.page.evaluate(change)
+        approve_button(ben.page).click()
+        expect(ben.page.locator("#own-verdict")).to_contain_text("Do not approve")
+        expect(ben.page.locator("#approve-fault")).to_contain_text("Do not approve")
+        ben.page.evaluate("window.putBack()")
+    assert posts == []
+    assert not in_database(operation.decisions.exists)
+    assert ben.complaints == []
+
+
+def propose_raise(team: Team) -> Operation:
+    create_tenant(name="research", actor="user:ana", requests_per_minute=10)
+    asked: dict[str, object] = {"targets": ["tenant:research"], "params": {"requests_per_minute": 100}}
+    return propose_token(team[0], operation="limit-raise", **asked)
+
+
+BATCH_CHANGES = (
+    "member('stopsOnFailure').textContent = 'true'",
+    "member('stopsOnFailure').textContent = 'False'",
+    "member('stopsOnFailure').hidden = true",
+    "member('v').textContent = '1'",
+)
+ADD_BATCH = """member('maxUses').insertAdjacentHTML('afterend', '<dd data-member="stopsOnFailure">true</dd>')"""
+
+
+def propose_batch(member: Member) -> Operation:
+    with fake_boxes():
+        return propose_load(member, "box-a", "box-b", stops_on_failure=False)
+
+
+def write_as_version_1(operation: Operation) -> None:
+    members = {name: value for name, value in json.loads(bytes(operation.statement)).items() if name != "stopsOnFailure"}
+    statement = read_statement(canonical(members | {"v": 1}))
+    Operation.objects.filter(pk=operation.pk).update(statement=statement.raw, digest=statement.digest.hex())
+
+
+def require_unsignable(page: Page, change: str) -> None:
+    page.evaluate(REMEMBER)
+    page.evaluate(change)
+    approve_button(page).click()
+    expect(page.locator("#approve-fault")).to_contain_text("Do not approve")
+    page.evaluate("window.putBack()")
+
+
+def test_what_a_failure_does_to_a_batch_is_signed_and_batches_of_the_first_format_are_read_too(site: Site, team: Team) -> None:
+    operation = in_database(lambda: propose_batch(team[0]))
+    ben = site.visit_as(team[1].user)
+    put_passkey(ben, team[1])
+    ben.open(path_of(operation))
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    for change in BATCH_CHANGES:
+        require_unsignable(ben.page, change)
+    in_database(lambda: write_as_version_1(operation))
+    ben.page.reload()
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    require_unsignable(ben.page, ADD_BATCH)
+    assert not in_database(operation.decisions.exists)
+    assert ben.complaints == []
+
+
+def test_the_page_of_an_operation_says_since_when_nothing_has_come(site: Site, team: Team, operation: Operation) -> None:
+    ben = site.visit_as(team[1].user)
+    ben.page.route_web_socket(re.compile("/ws/"), lambda _socket: None)
+    ben.page.route(re.compile("/live$"), lambda _route: None)
+    ben.page.clock.install()
+    ben.open(path_of(operation))
+    with ben.page.expect_request(re.compile("/live$")):
+        ben.page.clock.fast_forward(16_000)
+    expect(ben.page.get_by_role("status").filter(has_text="nothing has come from the control plane since")).to_be_visible()
+    assert find_violations(ben.page, is_dark_too=True) == []
+    assert ben.complaints == []
+
+
+def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Site, team: Team) -> None:
+    operation = in_database(lambda: propose_raise(team))
+    otto = site.visit_as(in_database(lambda: User.objects.create_user("otto")))
+    ana, ben = site.visit_as(team[0].user), site.visit_as(team[1].user)
+    put_passkey(ben, team[1])
+    deaf = site.visit_as(team[2].user)
+    deaf.page.route_web_socket(re.compile("/ws/"), lambda socket: socket.close())
+    for visit in (otto, ana, ben, deaf):
+        visit.open(path_of(operation))
+    for visit in (otto, ana, ben):
+        wait_live(visit.page)
+        expect(visit.page.get_by_role("heading", name="Impact now")).to_be_visible()
+    expect(approve_button(otto.page)).to_be_hidden()
+    expect(otto.page.get_by_text("The policy does not name you as an approver")).to_be_visible()
+    ben.page.get_by_label("Comment (optional)").fill("checked the name")
+    approve_here(ben.page)
+    expect(ana.page.get_by_text("checked the name")).to_be_visible()
+    ana.page.get_by_text("Proof of ben").click()
+    expect(ana.page.locator("[data-live=approvals]")).to_contain_text(site.url)
+    ben.page.get_by_role("button", name="Withdraw my decision").click()
+    expect(ben.page.get_by_text("Your decision is withdrawn.")).to_be_visible()
+    expect(ana.page.locator("[data-live=approvals]")).to_contain_text("0 of 2 approvals")
+    expect(ana.page.locator("[data-live=approvals]")).to_contain_text(site.url)  # what was opened stays open
+    ben.page.get_by_label("Why do you reject it?").fill("nobody needs it")
+    ben.page.get_by_role("button", name="Reject").click()
+    expect(ben.page.get_by_text("Your rejection is recorded.")).to_be_visible()
+    for visit in (ana, deaf):  # with a socket, and by asking every three seconds
+        expect(visit.page.get_by_text("rejected by ben: nobody needs it")).to_be_visible()
+        expect(visit.page.get_by_role("heading", name="Impact now")).to_have_count(0)
+    expect(ana.page.get_by_role("button", name="Cancel the operation")).to_be_hidden()
+    expect(ana.page.locator("#said")).to_contain_text("rejected")
+    assert in_database(lambda: Operation.objects.get(pk=operation.pk).state) == ApprovalState.REJECTED
+    assert [visit.complaints for visit in (otto, ana, ben)] == [[], [], []]
+
+
+def test_an_obstacle_is_said_at_the_button_and_the_keyboard_is_enough(site: Site, team: Team, operation: Operation) -> None:
+    by_number = site.visit_as(team[2].user, host="127.0.0.1")
+    by_number.open(path_of(operation))
+    approve_button(by_number.page).click()
+    expect(by_number.page.locator("#approve-fault")).to_contain_text("address made of numbers")
+
+    ben = site.visit_as(team[1].user)
+    session, _ = add_device(ben)
+    ben.open(path_of(operation))
+    fault = ben.page.locator("#approve-fault")
+    approve_button(ben.page).click()
+    expect(fault).to_contain_text("none of your passkeys is on this device")
+    session.send("WebAuthn.disable")
+    put_passkey(ben, team[1])
+    ben.page.reload()
+    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
+    wait_live(ben.page)  # what comes by the socket renews parts of the page, and with them what has the focus
+    ben.page.keyboard.press("Tab")
+    expect(ben.page.get_by_role("link", name="Skip to the content")).to_be_focused()
+    ben.page.keyboard.press("Enter")
+    for _ in range(12):
+        ben.page.keyboard.press("Tab")
+        if approve_button(ben.page).evaluate("button => button === document.activeElement"):
+            break
+    assert approve_button(ben.page).evaluate("button => getComputedStyle(button).outlineStyle") == "solid"
+    ben.page.keyboard.press("Space")
+    expect(ben.page.get_by_text("Your approval is recorded.")).to_be_visible()
+    assert not find_violations(ben.page, is_dark_too=False)
+
+    in_database(lambda: services.cancel(op_id=operation.pk, proposer=team[0].proposer))
+    expect(approve_button(ben.page)).to_be_hidden()
+    ben.page.evaluate("document.getElementById('approve').requestSubmit()")
+    expect(fault).to_contain_text("cancelled")
+
+
+KNOCK = """(url) => new Promise((tell) => {
+    const socket = new WebSocket(url);
+    socket.onmessage = () => tell("let in");
+    socket.onclose = (event) => tell(event.code);
+})"""
+
+
+def list_pages(team: Team, operation: Operation) -> list[str]:
+    """Return every page, with something to see on each."""
+
+    def fill() -> list[str]:
+        make_box(Identity("attic"))
+        done = propose_token(team[0], params={"name": "deploy"})
+        team[1].approve(done)
+        team[2].approve(done)
+        services.run_due()
+        team[2].approve(operation)
+        services.freeze(user=team[1].user, reason="strange loads in the attic")
+        return [path_of(operation), path_of(done)]
+
+    return [
+        *in_database(fill), "/approvals/", "/approvals/history", "/approvals/propose", "/approvals/policy",
+        LOAD_FORM, "/approvals/policy/draft", "/approvals/freeze",
+        f"/approvals/op_{'0' * 32}/",
+    ]  # fmt: skip
+
+
+def test_pages_fit_a_phone_and_have_no_serious_barrier(site: Site, team: Team, operation: Operation) -> None:
+    stranger, ben = site.visit(), site.visit_as(team[1].user)
+    stranger.open(path_of(operation))
+    assert "/sign-in/?next=/approvals/" in stranger.page.url
+    assert stranger.page.evaluate(KNOCK, f"{site.url.replace('http', 'ws')}/ws/operations/{operation.pk}") == SIGNED_OUT
+    paths = list_pages(team, operation)
+    # Between them these have every colour of the style sheet: states, impacts, proofs, runs, tables, forms, notes.
+    dark = {paths[0], paths[1], "/approvals/policy", LOAD_FORM}
+    for path in paths:
+        ben.page.set_viewport_size(DESK)
+        ben.open(path)
+        assert find_violations(ben.page, is_dark_too=path in dark) == []
+        ben.page.set_viewport_size(PHONE)
+        assert ben.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path

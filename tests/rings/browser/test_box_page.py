@@ -1,0 +1,195 @@
+"""The page of a box while the box loads models: its real socket, the real gateway, the real page in a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from nodes.models import Node
+from tests.fakes.control_process import ServerProcess
+from tests.rings.browser.conftest import Visit, in_database
+from tests.rings.contract.scripted_box import ScriptedBox
+from tests.rings.contract.waiting import wait_until
+from tests.system.nodes.factories import make_credential
+from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
+
+pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
+
+Result = TypeVar("Result")
+LLAMA = ReplicaInfo(
+    model="llama-3.1-8b-instruct",
+    state="loaded",
+    engine="llama.cpp",
+    slots=4,
+    active=1,
+    memory_mb=9_420,
+    weights_mb=7_610,
+    kv_mb=1_280,
+)
+WHISPER = ReplicaInfo(model="whisper-large-v3", state="failed", engine="faster-whisper", detail="model.bin ends after 12 MiB")
+GPUS = [
+    GpuInfo(
+        index=number,
+        name="NVIDIA RTX 4090",
+        memory_total_mb=24_564,
+        memory_used_mb=used,
+        utilization_percent=busy,
+        temperature_c=61.0,
+        power_w=288.4,
+    )
+    for number, used, busy in ((0, 15_200, 87.0), (1, 640, 0.0))
+]
+MEMORY = MemoryInfo(total_mb=49_128, used_mb=15_840, weights_mb=7_610, kv_mb=1_280)
+AVAILABLE = ["qwen3-30b-a3b-instruct-q4_k_m", "phi-4-mini", "nomic-embed-text-v1.5"]
+
+
+class BoxThread:
+    """A scripted box on an event loop of its own: Playwright keeps one in the thread of the test."""
+
+    def __init__(self, gateway: ServerProcess, secret: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        url = f"ws://127.0.0.1:{gateway.port}/v1/worker/connect"
+        dialled = ScriptedBox.dial(url, secret=secret, name="attic", models=[LLAMA.model], max_concurrent=4, replicas=[LLAMA])
+        self.box = self._run(dialled)
+
+    def say(self, **fields: Any) -> None:
+        """Send telemetry; what is not given is as it was."""
+        values = {"gpus": GPUS, "memory": MEMORY, "available": AVAILABLE, "queue_depth": 3, "avg_wait_ms": 420, **fields}
+        self._run(self.box.send(Telemetry(current_load=1, **values)))
+
+    def load(self, done: float, *, stage: str = "reading weights") -> None:
+        """Say how far the load of a second model is."""
+        detail = ReplicaInfo(
+            model="qwen3-14b", state="loading", engine="vllm", detail=stage, progress=done, eta_s=40 * (1 - done)
+        )
+        self.say(replicas=[LLAMA, detail, WHISPER])
+
+    def declare(self, *models: str) -> None:
+        """Replace the models that it serves."""
+        self._run(self.box.send(ModelsUpdate(models=list(models))))
+
+    def die(self) -> None:
+        """Vanish as a killed process does."""
+        self._loop.call_soon_threadsafe(self.box.die)
+
+    def close(self) -> None:
+        """Leave, and end the thread."""
+        self._run(self.box.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future: Future[Result] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.result(30)
+
+
+@pytest.fixture
+def attic(visit: Visit, gateway: ServerProcess) -> Iterator[BoxThread]:
+    """A box on the socket of a gateway, and an operator who looks at its page."""
+    secret = in_database(lambda: make_credential("attic")[1])
+    box = BoxThread(gateway, secret)
+    visit.sign_in()
+    visit.open(f"/admin/nodes/node/{in_database(Node.objects.get).pk}/change/")
+    yield box
+    box.close()
+
+
+def table(page: Page, caption: str) -> Any:  # Playwright's locator
+    return page.locator("#box table").filter(has=page.locator("caption", has_text=re.compile(f"^{caption}$")))
+
+
+def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: BoxThread) -> None:
+    page = visit.page
+    expect(table(page, "Loaded").get_by_role("row").nth(1)).to_contain_text("llama-3.1-8b-instruct")
+    page.evaluate("window.notReloaded = true")
+    attic.load(0.07)
+    bar = table(page, "Loading").get_by_role("progressbar")
+    expect(bar).to_have_attribute("value", "7")
+    expect(table(page, "Loading")).to_contain_text("reading weights")
+    expect(table(page, "Loading")).to_contain_text("37 s")
+    expect(table(page, "Failed")).to_contain_text("model.bin ends after 12 MiB")
+    expect(page.locator("#box")).to_contain_text("3 waiting on the node, 0.42 s on average")
+    expect(page.locator("#box .mst-chips")).to_contain_text("nomic-embed-text-v1.5")
+    expect(page.locator("#box h2 small").first).to_contain_text("live")
+
+    attic.say(replicas=[LLAMA, ReplicaInfo(model="qwen3-14b", state="loaded", engine="vllm", slots=8, memory_mb=9_000)])
+    attic.declare("llama-3.1-8b-instruct", "qwen3-14b")
+    expect(table(page, "Loaded")).to_contain_text("0 / 8")
+    expect(table(page, "Loading")).to_have_count(0)
+    assert page.evaluate("window.notReloaded")
+    declared = Node.objects.filter(model_names=["llama-3.1-8b-instruct", "qwen3-14b"])
+    wait_until(lambda: in_database(declared.exists), what="the models declared are stored")
+
+
+def test_the_bar_moves_with_each_word_of_the_box(visit: Visit, attic: BoxThread) -> None:
+    bar = table(visit.page, "Loading").get_by_role("progressbar")
+    for percent in (0, 1, 30, 59, 60, 99):
+        attic.load(percent / 100)
+        expect(bar).to_have_attribute("value", str(percent))
+
+
+def test_memory_is_shown_in_words_too(visit: Visit, attic: BoxThread) -> None:
+    attic.load(0.5)
+    page = visit.page
+    said = "weights 7.4 GiB, KV cache 1.2 GiB, other 6.8 GiB, free 32.5 GiB"
+    bar = page.locator("#box").get_by_role("img", name=said)
+    expect(bar).to_be_visible()
+    expect(page.locator("#box .mst-legend")).to_contain_text("KV cache 1.2 GiB")
+    widths = [float(part.get_attribute("width") or 0) for part in bar.locator("rect").all()]
+    assert sum(widths) == pytest.approx(100, abs=0.01)
+    for text in ("0 · NVIDIA RTX 4090", "14.8 GiB of 24.0 GiB", "87 %", "61 °C", "288 W"):
+        expect(table(page, "GPUs")).to_contain_text(text)
+
+
+@pytest.mark.parametrize("width", [360, 768])
+def test_a_busy_box_fits_a_narrow_screen(visit: Visit, attic: BoxThread, width: int) -> None:
+    attic.load(0.5, stage="copying " + "weights_of_a_very_long_name_without_a_space" * 3)
+    visit.page.set_viewport_size({"width": width, "height": 800})
+    expect(table(visit.page, "Loading")).to_be_visible()
+    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_without_scripts_the_page_is_a_plain_table(visit: Visit, attic: BoxThread) -> None:
+    attic.load(0.25)
+    stored = Node.objects.filter(presence__replicas__1__progress=0.25)
+    wait_until(lambda: in_database(stored.exists), what="progress stored")
+    node = in_database(stored.get)
+    cookies = visit.page.context.cookies()
+    browser = visit.page.context.browser
+    assert browser is not None
+    context = browser.new_context(java_script_enabled=False)
+    context.add_cookies([{**cookie} for cookie in cookies])  # type: ignore[typeddict-item]  # the same keys by another name
+    page = context.new_page()
+    page.goto(f"{visit.url}/admin/nodes/node/{node.pk}/change/")
+    expect(table(page, "Loading").locator("progress")).to_have_attribute("value", "25")
+    context.close()
+
+
+def test_a_box_that_went_away_says_how_old_its_state_is(visit: Visit, attic: BoxThread) -> None:
+    attic.load(0.5)
+    expect(table(visit.page, "Loading")).to_be_visible()
+    attic.die()
+    small = visit.page.locator("#box h2 small").first
+    expect(small).to_contain_text("as last reported")
+
+
+def test_words_of_a_box_never_become_markup(visit: Visit, attic: BoxThread) -> None:
+    evil = "<img src=x onerror=alert(1)>'\"</script><script>alert(2)</script>"
+    attic.say(
+        replicas=[ReplicaInfo(model=evil, state="loading", engine=evil[:40], detail=evil)],
+        gpus=[GpuInfo(index=0, name=evil)],
+        available=[evil],
+        memory=MemoryInfo(kind=evil[:40], total_mb=10, used_mb=3),
+    )
+    expect(table(visit.page, "Loading")).to_contain_text("onerror=alert(1)")
+    assert visit.page.locator("#box img[src=x], #box script:not([src])").count() == 0

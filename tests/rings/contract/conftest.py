@@ -1,0 +1,133 @@
+"""One stack for the whole directory; extra gateways with other settings start on first use, on the same database.
+
+The stack ends with the last test of the directory and an extra gateway with the last of its file: services cost time while
+nobody uses them, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.fakes.control_process import free_port
+from tests.rings.contract.lab import ACTOR, Lab, unique
+from tests.rings.contract.stack import Gateway, Stack, run_stack
+
+STACK_SETTINGS = {
+    "MUSTER_DIRECT_ALLOW_LOOPBACK": "1",
+    "MUSTER_DIRECT_HOSTS": "127.0.0.1",
+    "MUSTER_RECLAIM_GRACE_S": "1",
+    "MUSTER_ACCEPT_TIMEOUT_S": "20",
+}
+HASTY_SETTINGS = {
+    "MUSTER_QUEUE_TIMEOUT_S": "1",
+    "MUSTER_NO_NODE_WAIT_S": "0.3",
+    "MUSTER_MAX_QUEUE_LEN": "2",
+    "MUSTER_REQUEST_TIMEOUT_S": "4",
+    "MUSTER_BRIDGE_PING_INTERVAL_S": "0.2",
+    "MUSTER_BRIDGE_PONG_WINDOW_S": "1",
+    "MUSTER_MAX_STREAM_BYTES": "65536",
+    "MUSTER_WORKER_AUTH_BLOCK_S": "0.5",
+    "MUSTER_STALE_AFTER_S": "1",
+    "MUSTER_OFFLINE_AFTER_S": "60",
+}
+"""A request has more time than a machine stands still for: no test is about one that was held up under way."""
+NARROW_SETTINGS = {
+    "MUSTER_CLIENT_WRITE_TIMEOUT_S": "1",
+    "MUSTER_MAX_BUFFER_BYTES": "65536",
+    "MUSTER_QUEUE_TIMEOUT_S": "20",
+    "MUSTER_HEADER_TIMEOUT_S": "4",
+    "MUSTER_BODY_TIMEOUT_S": "4",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test of the directory five minutes, unless it says how long it takes: the first one starts the stack, too."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="package")
+def stack() -> Iterator[Stack]:
+    """The running system, without a node: tests bring their own."""
+    with run_stack("main", STACK_SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def worker_secret(stack: Stack) -> str:
+    """An enrolment credential for as many scripted workers as all tests need."""
+    _, text = stack.backstage.call(
+        "nodes.services.create_credential", name=unique("lab"), provider_name="local", max_nodes=5000, actor=ACTOR
+    )
+    return str(text)
+
+
+@pytest.fixture(scope="module")
+def hasty(stack: Stack) -> Iterator[Gateway]:
+    """A gateway with small limits and short time-outs."""
+    with stack.lend_gateway("hasty", HASTY_SETTINGS) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def narrow(stack: Stack) -> Iterator[Gateway]:
+    """A gateway that buffers little and waits for a slow client for one second."""
+    with stack.lend_gateway("narrow", NARROW_SETTINGS) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def pair(stack: Stack) -> Iterator[tuple[Gateway, Gateway]]:
+    """Two gateways of one cluster."""
+    with ExitStack() as running:
+        gateways = [
+            running.enter_context(
+                stack.lend_gateway(
+                    f"peer-{number}",
+                    {"MUSTER_INTERNAL_URL": f"http://127.0.0.1:{port}", "MUSTER_CLUSTER_SECRET": "cluster-secret-of-the-tests"},
+                    port=port,
+                )
+            )
+            for number, port in enumerate((free_port(), free_port()), start=1)
+        ]
+        yield gateways[0], gateways[1]
+
+
+@pytest_asyncio.fixture
+async def lab(stack: Stack, worker_secret: str) -> AsyncIterator[Lab]:
+    """The test's own corner of the stack."""
+    corner = Lab(stack, worker_secret, stack.main)
+    try:
+        yield corner
+    finally:
+        await corner.close()
+
+
+@pytest.fixture
+def hasty_lab(lab: Lab, hasty: Gateway) -> Lab:
+    """The same, on the gateway with short time-outs."""
+    lab.gateway = hasty
+    return lab
+
+
+@pytest.fixture
+def narrow_lab(lab: Lab, narrow: Gateway) -> Lab:
+    """The same, on the gateway that buffers little."""
+    lab.gateway = narrow
+    return lab
+
+
+@pytest.fixture(scope="session")
+def second_address() -> str:
+    """A second loopback address to dial from, so that an address can be blocked without hurting other tests."""
+    if os.uname().sysname != "Linux":
+        pytest.skip("needs 127.0.0.2, which only Linux has without configuration")
+    return "127.0.0.2"

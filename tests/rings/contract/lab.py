@@ -1,0 +1,376 @@
+"""One test's view of the stack: fresh model names, workers and clients that are gone when the test is over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any  # bodies and rows are JSON
+
+import psycopg
+from psycopg.rows import dict_row
+from websockets.exceptions import ConnectionClosed
+
+from tests.rings.contract.client import REPLY_WITHIN_S, Exchange, Reply, call
+from tests.rings.contract.scripted_box import ScriptedBox
+from tests.rings.contract.scripted_worker import Job, ScriptedWorker
+from tests.rings.contract.stack import Gateway, Stack
+from tests.rings.contract.waiting import DEADLINE_S, eventually
+from wire.bridge import ReplicaInfo
+
+CHAT = "/v1/chat/completions"
+OPEN_STATES = {"queued", "assigned", "running"}
+ACTOR = "contract-tests"
+PROBE_TOKENS = 2_000_000_000
+"""Over every cap: asks whether a model is admitted without queueing anything."""
+IMPATIENT = {"max_latency_ms": 300}
+"""``x_pool_options`` of a client that does not wait for a box: it is told at once why there is none."""
+TRY_AGAIN = 1013
+"""With what a gateway closes the socket of a box whose registration its database was too slow for; real ones dial again."""
+UNHEARD = "worker heartbeat timed out"
+"""Why a gateway closes the socket of a worker that did not answer its pings."""
+_numbers = itertools.count(1)
+
+
+def bearer(token: str) -> dict[str, str]:
+    """Return the header that shows ``token``."""
+    return {"authorization": f"Bearer {token}"}
+
+
+def unique(prefix: str) -> str:
+    """Return a name that no other test, nor another run on the same database, uses."""
+    return f"{prefix}-{os.getpid()}-{next(_numbers)}"
+
+
+def chat_body(model: str, text: str = "hello", *, stream: bool = False, **more: Any) -> bytes:
+    """Return the JSON of a chat completion request."""
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": text}], **more}
+    if stream:
+        body["stream"] = True
+    return json.dumps(body).encode()
+
+
+@dataclass
+class Lab:
+    """What a test works with. ``secret`` is an enrolment credential for scripted workers."""
+
+    stack: Stack
+    secret: str
+    gateway: Gateway
+    models: list[str] = field(default_factory=list)
+    """Those that this test had allow-listed."""
+    workers: list[ScriptedWorker | ScriptedBox] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+
+    # what operators do
+
+    def operate(self, function: str, **arguments: Any) -> Any:
+        """Call a service function as the operator."""
+        return self.stack.backstage.call(function, actor=ACTOR, **arguments)
+
+    async def model(self, *gateways: Gateway, prefix: str = "model", **caps: int) -> str:
+        """Return the name of a model that has just been allow-listed and that the gateways know of."""
+        name = unique(prefix)
+        await self.allow(name, *gateways, **caps)
+        return name
+
+    async def allow(self, name: str, *gateways: Gateway, **caps: int) -> None:
+        """Allow-list a model and wait until the gateways know."""
+        self.models.append(name)
+        self.operate("gateway.services.allow_model", name=name, **caps)
+        for gateway in gateways or (self.gateway,):
+            await eventually(partial(self.knows, name, gateway), what=f"{gateway.name} knows {name}")
+
+    async def knows(self, model: str, gateway: Gateway) -> bool:
+        """Return whether the gateway would admit ``model``, found out without queueing anything."""
+        reply = await self.post(chat_body(model, max_tokens=PROBE_TOKENS), gateway=gateway)
+        assert reply.status in {400, 404}, reply
+        return bool(reply.error["code"] == "MAX_TOKENS_TOO_LARGE")
+
+    async def node(self, name: str) -> dict[str, Any]:
+        """Return the row of a node in ``GET /nodes``, waiting until it is there."""
+        return await eventually(lambda: self._find_node(name), what=f"node {name} is listed")
+
+    async def _find_node(self, name: str) -> dict[str, Any] | None:
+        reply = await self.control("GET", "/nodes")
+        return next((row for row in reply.json["nodes"] if row["node_name"] == name), None)
+
+    async def control(self, method: str, path: str, *, token: str | None = None, body: Any = None) -> Reply:
+        """Call the control plane's REST API, with the admin token unless another is given."""
+        headers = bearer(token or self.stack.ready.admin_token)
+        payload = b""
+        if body is not None:
+            payload = json.dumps(body).encode()
+            headers["content-type"] = "application/json"
+        return await call(method, self.stack.ready.control_url + path, headers=headers, body=payload)
+
+    async def admin(self, method: str, path: str, *, body: Any = None, gateway: Gateway | None = None) -> Reply:
+        """Call the admin API of a gateway."""
+        headers = bearer(self.stack.ready.admin_token) | {"content-type": "application/json"}
+        payload = b"" if body is None else json.dumps(body).encode()
+        return await call(method, (gateway or self.gateway).url + path, headers=headers, body=payload)
+
+    # records
+
+    async def records(self, model: str) -> list[dict[str, Any]]:
+        """Return the request records of a model as the database holds them, oldest first; the state is ``status``.
+
+        Those that ``knows`` left are not among them.
+        """
+        query = (
+            "SELECT *, state AS status FROM gateway_requestrecord"
+            " WHERE model = %s AND max_tokens IS DISTINCT FROM %s ORDER BY created_at, id"
+        )
+        url = self.stack.ready.database_url
+        async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as database:
+            found = await database.execute(query, (model, PROBE_TOKENS))
+            return [dict(row) for row in await found.fetchall()]
+
+    async def listed_requests(self, model: str) -> list[dict[str, Any]]:
+        """Return the rows of a model in ``GET /requests``, newest first."""
+        reply = await self.control("GET", "/requests?limit=1000")
+        return [row for row in reply.json["requests"] if row["model"] == model and row["max_tokens"] != PROBE_TOKENS]
+
+    async def final(self, model: str, count: int = 1, *, within_s: float = DEADLINE_S) -> list[dict[str, Any]]:
+        """Wait until a model has ``count`` records and none is open; return them, oldest first."""
+
+        async def closed() -> list[dict[str, Any]] | None:
+            rows = await self.records(model)
+            done = len(rows) >= count and not any(row["status"] in OPEN_STATES for row in rows)
+            return rows if done else None
+
+        what = f"{count} final records of {model}"
+        rows: list[dict[str, Any]] = await eventually(closed, within_s=within_s, what=what, pause_s=0.03)
+        assert len(rows) == count, rows
+        return rows
+
+    # workers
+
+    async def worker(
+        self,
+        *models: str,
+        name: str | None = None,
+        max_concurrent: int = 1,
+        current_load: int = 0,
+        gateway: Gateway | None = None,
+        secret: str | None = None,
+        provider: str = "local",
+        answers_pings: bool = True,
+    ) -> ScriptedWorker:
+        """Connect and register a bridge v1 worker, ready for work when this returns."""
+        name = name or unique("worker")
+
+        async def connect() -> ScriptedWorker | None:
+            worker = await self.dial(secret=secret or self.secret, gateway=gateway, provider=provider)
+            worker.answers_pings = answers_pings
+            try:
+                await worker.register(models, name=name, max_concurrent=max_concurrent, current_load=current_load)
+            except AssertionError:
+                if worker.close_code != TRY_AGAIN:
+                    raise
+                return None
+            return worker
+
+        return await eventually(connect, what=f"the gateway takes {name}")
+
+    async def dial(
+        self,
+        *,
+        secret: str | None,
+        gateway: Gateway | None = None,
+        provider: str | None = "local",
+        query_secret: str | None = None,
+        local_host: str | None = None,
+    ) -> ScriptedWorker:
+        """Open a worker socket without registering."""
+        worker = await ScriptedWorker.dial(
+            (gateway or self.gateway).worker_url,
+            secret=secret,
+            provider=provider,
+            query_secret=query_secret,
+            local_host=local_host,
+        )
+        self.workers.append(worker)
+        return worker
+
+    async def box(
+        self,
+        *models: str,
+        name: str | None = None,
+        max_concurrent: int = 1,
+        gateway: Gateway | None = None,
+        instance_id: str | None = None,
+        endpoints: Sequence[str] = (CHAT,),
+        replicas: Sequence[ReplicaInfo] | None = None,
+    ) -> ScriptedBox:
+        """Connect and register a muster v1 box."""
+        name = name or unique("box")
+
+        async def connect() -> ScriptedBox | None:
+            try:
+                return await ScriptedBox.dial(
+                    (gateway or self.gateway).worker_url,
+                    secret=self.secret,
+                    name=name,
+                    models=models,
+                    max_concurrent=max_concurrent,
+                    instance_id=instance_id,
+                    endpoints=endpoints,
+                    replicas=replicas,
+                )
+            except AssertionError as error:
+                if f"closed {TRY_AGAIN} " not in str(error):
+                    raise
+                return None
+
+        box = await eventually(connect, what=f"the gateway takes {name}")
+        self.workers.append(box)
+        return box
+
+    async def first_with_job(self, workers: Sequence[ScriptedWorker]) -> ScriptedWorker:
+        """Wait until one of ``workers``, all idle so far, has a job, and return it."""
+        return await eventually(lambda: next((one for one in workers if one.jobs), None), what="a worker has the job")
+
+    async def queue_depth(self, gateway: Gateway | None = None, *, model: str = "") -> int:
+        """Return how many requests wait in a gateway for ``model``, or for the models of this test, from ``/admin/stats``.
+
+        Those of the test before may still wait there: a gateway hears a moment later that their clients have left.
+        """
+        reply = await self.admin("GET", "/admin/stats", gateway=gateway)
+        depths = reply.json["queue_depth_by_model"]
+        return sum(int(depths.get(name, 0)) for name in ([model] if model else self.models))
+
+    async def queued(self, count: int, gateway: Gateway | None = None) -> None:
+        """Wait until exactly ``count`` requests for the models of this test wait in a gateway."""
+
+        async def reached() -> bool:
+            return await self.queue_depth(gateway) == count
+
+        await eventually(reached, what=f"{count} queued")
+
+    async def listed_worker(self, name: str, gateway: Gateway | None = None) -> dict[str, Any] | None:
+        """Return the row of a connected worker in ``/admin/workers``, or None."""
+        reply = await self.admin("GET", "/admin/workers", gateway=gateway)
+        return next((row for row in reply.json["workers"] if row["worker_name"] == name), None)
+
+    async def let_go_of(self, name: str, gateway: Gateway | None = None) -> None:
+        """Wait until a gateway has noticed that a worker is gone: until then it may send it a request."""
+
+        async def is_gone() -> bool:
+            return await self.listed_worker(name, gateway) is None
+
+        await eventually(is_gone, what=f"the gateway has let go of {name}")
+
+    # clients
+
+    def headers(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the headers of a well-behaved client."""
+        return {**bearer(self.stack.ready.api_key), "content-type": "application/json", **(extra or {})}
+
+    async def post(
+        self,
+        body: bytes,
+        *,
+        path: str = CHAT,
+        gateway: Gateway | None = None,
+        headers: Mapping[str, str] | None = None,
+        within_s: float = REPLY_WITHIN_S,
+    ) -> Reply:
+        """Send a request and return the whole response."""
+        url = (gateway or self.gateway).url + path
+        return await call("POST", url, headers=headers or self.headers(), body=body, within_s=within_s)
+
+    def ask(self, model: str, text: str = "hello", *, gateway: Gateway | None = None, **more: Any) -> asyncio.Task[Reply]:
+        """Start a chat completion and return the task of its whole response."""
+        return self.spawn(self.post(chat_body(model, text, **more), gateway=gateway))
+
+    async def ask_through(self, worker: ScriptedWorker, model: str) -> Reply:
+        """Ask, have ``worker`` answer if it gets the job, and return what the client got."""
+        reply, job = self.ask(model), asyncio.create_task(worker.job())
+        await asyncio.wait({reply, job}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            job.cancel()
+        (outcome,) = await asyncio.gather(job, return_exceptions=True)
+        if isinstance(outcome, Job):
+            await worker.answer(outcome)
+        return await reply
+
+    async def refused_through(self, worker: ScriptedWorker, model: str) -> Reply | None:
+        """Do the same and return None for a 200: for waiting until a change has reached the gateway."""
+        reply = await self.ask_through(worker, model)
+        return None if reply.status == 200 else reply
+
+    async def open(
+        self,
+        model: str,
+        text: str = "hello",
+        *,
+        stream: bool = True,
+        gateway: Gateway | None = None,
+        receive_buffer: int | None = None,
+        **more: Any,
+    ) -> Exchange:
+        """Start a chat completion and return the open exchange, for reading slowly or leaving."""
+        exchange = await Exchange.open(
+            (gateway or self.gateway).url + CHAT,
+            headers=self.headers(),
+            body=chat_body(model, text, stream=stream, **more),
+            receive_buffer=receive_buffer,
+        )
+        self.exchanges.append(exchange)
+        return exchange
+
+    def spawn(self, work: Coroutine[Any, Any, Reply]) -> asyncio.Task[Reply]:
+        """Run something beside the test; it is cancelled when the test ends."""
+        task = asyncio.create_task(work)
+        self.tasks.append(task)
+        return task
+
+    async def close(self) -> None:
+        """Leave nothing behind: the next test finds idle gateways."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for exchange in self.exchanges:
+            exchange.leave()
+            await exchange.close()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(worker.close() for worker in self.workers), return_exceptions=True)
+
+
+def heard_in_time(test: Callable[[Lab], Awaitable[None]]) -> Callable[[Lab], Awaitable[None]]:
+    """Run a test of the hasty gateway again where that gave up a worker whose pong a machine that stood still had held back."""
+
+    @wraps(test)
+    async def run(hasty_lab: Lab) -> None:
+        for rounds_left in reversed(range(5)):
+            before = len(hasty_lab.workers)
+            try:
+                await test(hasty_lab)
+            except (AssertionError, ConnectionClosed):
+                if not rounds_left or not await was_one_unheard(hasty_lab.workers[before:]):
+                    raise
+            else:
+                break
+
+    return run
+
+
+async def was_one_unheard(workers: Sequence[ScriptedWorker | ScriptedBox]) -> bool:
+    """Return whether the gateway gave up one that answers its pings; the news of that may still be on its way."""
+    answering = [one for one in workers if isinstance(one, ScriptedWorker) and one.answers_pings]
+    endings = await asyncio.gather(*(one.closed(within_s=1) for one in answering), return_exceptions=True)
+    return (1000, UNHEARD) in endings
+
+
+async def answer_in_turn(worker: ScriptedWorker, texts: Sequence[str]) -> None:
+    """Take and answer jobs one after the other, checking that they come in this order."""
+    for text in texts:
+        job = await worker.job()
+        assert job.text == text
+        await worker.answer(job, f"answer to {text}")

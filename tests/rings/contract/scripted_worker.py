@@ -1,0 +1,271 @@
+"""A bridge v1 worker that does exactly what a test tells it to. Written from the protocol page, not from our code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any  # frames are JSON objects
+from urllib.parse import urlencode
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from tests.rings.contract.waiting import DEADLINE_S
+
+PROTOCOL = "2026-04-bridge-v1"
+Frame = dict[str, Any]
+
+
+@dataclass
+class Job:
+    """One ``request`` frame as the worker got it."""
+
+    frame: Frame
+
+    @property
+    def id(self) -> str:
+        """The request id that answers must carry."""
+        return str(self.frame["request_id"])
+
+    @property
+    def body(self) -> Any:
+        """The client's body as JSON."""
+        return json.loads(self.frame["body"])
+
+    @property
+    def text(self) -> str:
+        """What the last message says; tests mark their requests with it."""
+        return str(self.body["messages"][-1]["content"])
+
+
+def dial_options() -> dict[str, Any]:
+    """Return how a real worker dials: no Origin, no subprotocol, no compression, and pings only inside JSON."""
+    wire: dict[str, Any] = {"compression": None, "ping_interval": None, "max_size": None, "user_agent_header": None}
+    return {**wire, "proxy": None, "open_timeout": DEADLINE_S}
+
+
+@dataclass
+class ScriptedWorker:
+    """A connected worker. ``frames`` holds everything the server sent, in order."""
+
+    socket: ClientConnection
+    models: list[str]
+    answers_pings: bool = True
+    load: int = 0
+    frames: list[Frame] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    close_code: int | None = None
+    close_reason: str = ""
+    _taken: int = 0
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def dial(
+        cls,
+        url: str,
+        *,
+        secret: str | None,
+        provider: str | None = "local",
+        query_secret: str | None = None,
+        local_host: str | None = None,
+        headers: dict[str, str] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> ScriptedWorker:
+        """Open the socket without registering. ``local_host`` picks the address that is seen; ``options`` go to the library."""
+        query = {}
+        if provider is not None:
+            query["provider"] = provider
+        if query_secret is not None:
+            query["worker_secret"] = query_secret
+        shown = dict(headers or {})
+        if secret is not None:
+            shown["x-worker-secret"] = secret
+        options = {**dial_options(), **(options or {})}
+        if local_host is not None:
+            options["local_addr"] = (local_host, 0)
+        target = url + (f"?{urlencode(query)}" if query else "")
+        connection = await connect(target, additional_headers=shown, **options)
+        worker = cls(connection, [])
+        worker._reading = asyncio.create_task(worker._read())
+        return worker
+
+    async def register(
+        self,
+        models: Sequence[str],
+        *,
+        name: str = "worker",
+        max_concurrent: int = 1,
+        protocol_version: str | None = PROTOCOL,
+        current_load: int = 0,
+    ) -> Frame:
+        """Send the first frame and return the ``register_ack``."""
+        frame: Frame = {
+            "type": "register",
+            "worker_name": name,
+            "models": list(models),
+            "max_concurrent": max_concurrent,
+        }
+        if protocol_version is not None:
+            frame["protocol_version"] = protocol_version
+        frame["current_load"] = current_load
+        self.models, self.load = list(models), current_load
+        await self.send(frame)
+        return await self.frame("register_ack")
+
+    async def _read(self) -> None:
+        try:
+            async for text in self.socket:
+                frame = json.loads(text)
+                if frame["type"] == "ping" and self.answers_pings:
+                    await self.pong()
+                async with self._changed:
+                    self.frames.append(frame)
+                    if frame["type"] == "request":
+                        self.jobs.append(Job(frame))
+                    self._changed.notify_all()
+        except ConnectionClosed:
+            pass
+        finally:
+            async with self._changed:
+                self.close_code = self.socket.close_code
+                self.close_reason = self.socket.close_reason or ""
+                self._changed.notify_all()
+
+    async def _wait(self, condition: Any, within_s: float, what: str) -> None:
+        """Wait for ``condition``; a closed socket ends the wait early when it cannot come true any more."""
+        try:
+            async with asyncio.timeout(within_s), self._changed:
+                await self._changed.wait_for(lambda: condition() or self.close_code is not None)
+        except TimeoutError:
+            raise AssertionError(f"worker: no {what} within {within_s:g} s; got {self.kinds}") from None
+        if not condition():
+            ending = f"closed {self.close_code} {self.close_reason!r}"
+            raise AssertionError(f"worker: {ending} before {what}; got {self.kinds}")
+
+    @property
+    def kinds(self) -> list[str]:
+        """The types of all frames so far."""
+        return [str(frame["type"]) for frame in self.frames]
+
+    def of_kind(self, kind: str) -> list[Frame]:
+        """Return the frames of one type so far."""
+        return [frame for frame in self.frames if frame["type"] == kind]
+
+    def cancels(self, job: Job) -> list[Frame]:
+        """Return the ``cancel`` frames for one job."""
+        return [frame for frame in self.of_kind("cancel") if frame["request_id"] == job.id]
+
+    async def frame(self, kind: str, *, count: int = 1, within_s: float = DEADLINE_S) -> Frame:
+        """Wait until ``count`` frames of a type have come and return the last of these."""
+        await self._wait(lambda: len(self.of_kind(kind)) >= count, within_s, f"{kind} frame")
+        return self.of_kind(kind)[count - 1]
+
+    async def job(self, *, within_s: float = DEADLINE_S) -> Job:
+        """Wait for the next request that no one has taken yet."""
+        await self._wait(lambda: len(self.jobs) > self._taken, within_s, "request")
+        self._taken += 1
+        return self.jobs[self._taken - 1]
+
+    async def cancelled(self, job: Job, *, within_s: float = DEADLINE_S) -> Frame:
+        """Wait for the cancel of ``job``."""
+        await self._wait(lambda: bool(self.cancels(job)), within_s, f"cancel of {job.id}")
+        return self.cancels(job)[0]
+
+    async def closed(self, *, within_s: float = DEADLINE_S) -> tuple[int, str]:
+        """Wait until the server has closed the socket; return code and reason."""
+        await self._wait(lambda: self.close_code is not None, within_s, "close")
+        return self.close_code or 0, self.close_reason
+
+    async def send(self, frame: Frame) -> None:
+        """Send one frame as compact JSON, ``type`` first."""
+        await self.socket.send(json.dumps(frame, separators=(",", ":"), ensure_ascii=False))
+
+    async def pong(self) -> None:
+        """Answer a ping with the present load."""
+        with contextlib.suppress(ConnectionClosed):
+            await self.send({"type": "pong", "current_load": self.load, "timestamp_unix_ms": 1775000000000})
+
+    async def chunk(self, job: Job, text: str) -> None:
+        """Send one piece of a streamed response."""
+        await self.send({"type": "response_chunk", "request_id": job.id, "chunk": text})
+
+    async def complete(
+        self,
+        job: Job,
+        *,
+        status: int = 200,
+        body: str = "",
+        headers: dict[str, str] | None = None,
+        tokens: tuple[int, int] | None = None,
+    ) -> None:
+        """End a response."""
+        frame: Frame = {
+            "type": "response_complete",
+            "request_id": job.id,
+            "status_code": status,
+            "headers": {"content-type": "application/json"} if headers is None else headers,
+            "body": body,
+        }
+        if tokens is not None:
+            total = sum(tokens)
+            frame["token_counts"] = {
+                "prompt_tokens": tokens[0],
+                "completion_tokens": tokens[1],
+                "total_tokens": total,
+            }
+        await self.send(frame)
+
+    async def answer(self, job: Job, text: str = "ok", *, tokens: tuple[int, int] | None = None) -> None:
+        """Answer a chat completion that was not streamed."""
+        await self.complete(job, body=completion_text(job, text), tokens=tokens)
+
+    async def stream(self, job: Job, pieces: Sequence[str], *, tokens: tuple[int, int] | None = None) -> None:
+        """Answer a chat completion as a whole stream with ``[DONE]``."""
+        for piece in pieces:
+            await self.chunk(job, delta_text(job, piece))
+        await self.chunk(job, "data: [DONE]\n\n")
+        await self.complete(job, headers={"content-type": "text/event-stream"}, tokens=tokens)
+
+    def die(self) -> None:
+        """Vanish as a killed process does: TCP reset, no close frame."""
+        raw = self.socket.transport.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.transport.abort()
+
+    async def close(self) -> None:
+        """Leave politely."""
+        await self.socket.close()
+        if self._reading is not None:
+            await self._reading
+
+
+def completion_text(job: Job, text: str) -> str:
+    """Return a chat completion without usage, as JSON text."""
+    return json.dumps(
+        {
+            "id": "chatcmpl-scripted",
+            "object": "chat.completion",
+            "created": 1775000000,
+            "model": job.frame["model"],
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+        }
+    )
+
+
+def delta_text(job: Job, piece: str, *, finish: str | None = None) -> str:
+    """Return one streamed chunk as an SSE event."""
+    delta = {"role": "assistant", "content": piece}
+    content = {
+        "id": "chatcmpl-scripted",
+        "object": "chat.completion.chunk",
+        "created": 1775000000,
+        "model": job.frame["model"],
+        "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
+    }
+    return f"data: {json.dumps(content)}\n\n"

@@ -1,0 +1,133 @@
+"""Gateway and control plane behind the nginx of docs/operate.md, as that page sets all of them up."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psycopg
+import pytest
+
+from tests.fakes.control_process import ServerProcess, free_port, serve
+from tests.fakes.documented_nginx import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, run_documented_nginx
+from tests.rings.contract.lab import CHAT, Lab, bearer, chat_body, unique
+from tests.rings.contract.scripted_worker import ScriptedWorker, delta_text
+from tests.rings.contract.stack import Gateway, Stack
+from tests.rings.contract.waiting import eventually
+
+SETTINGS = {
+    "MUSTER_TRUSTED_PROXIES": "127.0.0.1",
+    "MUSTER_BEHIND_TLS": "true",
+    "MUSTER_ALLOWED_HOSTS": CONTROL_HOST,
+    "MUSTER_CSRF_TRUSTED_ORIGINS": f"https://{CONTROL_HOST}",
+    "MUSTER_WORKER_AUTH_FAILURES": "3",
+    "MUSTER_WORKER_AUTH_BLOCK_S": "600",
+}
+ATTACKER, VISITOR = "127.0.0.3", "127.0.0.4"
+SOCKET = f"wss://{GATEWAY_HOST}/v1/worker/connect"
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="dials from other loopback addresses")
+
+
+@dataclass(frozen=True)
+class Site:
+    """What stands behind the proxy, and the proxy."""
+
+    nginx: DocumentedNginx
+    gateway: Gateway
+    control: ServerProcess
+
+
+@pytest.fixture(scope="module")
+def site(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder: Path = tmp_path_factory.mktemp("nginx")
+    with ExitStack() as running:
+        gateway = running.enter_context(stack.lend_gateway("proxied", SETTINGS))
+        port = free_port()
+        argv = ["-m", "controlplane.serve_control", "--port", str(port)]
+        environment = {**stack.env, **SETTINGS}
+        control = running.enter_context(serve(argv, port=port, log=folder / "control.log", env=environment))
+        nginx = running.enter_context(run_documented_nginx(folder, gateway_port=gateway.port, control_port=port))
+        yield Site(nginx, gateway, control)
+
+
+@pytest.mark.parametrize("host", [GATEWAY_HOST, "localhost", "127.0.0.1"])
+@pytest.mark.parametrize("path", ["/metrics", "//metrics", "/admin/keys", "/internal/v1/nodes/" + "0" * 32 + "/v1/models"])
+async def test_what_is_for_operators_is_not_there_for_the_public(site: Site, host: str, path: str) -> None:
+    async with site.nginx.client(host) as client:
+        answer = await client.get(f"https://127.0.0.1:{site.nginx.port}{path}")
+        assert (answer.status_code, b"muster_" in answer.content) == (404, False)
+        health = await client.get("/health")
+    assert health.json()["service"]
+
+
+async def test_a_proxy_that_forgot_to_block_metrics_does_not_open_them(site: Site) -> None:
+    """What the page's nginx sends on for its other paths."""
+    passed_on = {"host": "127.0.0.1", "x-forwarded-for": VISITOR}
+    async with httpx.AsyncClient(base_url=site.gateway.url) as client:
+        assert (await client.get("/metrics", headers=passed_on)).status_code == 403
+        assert (await client.get("/metrics")).status_code == 200
+
+
+async def test_wrong_worker_secrets_keep_out_who_sends_them_and_no_good_worker(lab: Lab, site: Site) -> None:
+    """A node works behind the proxy, and answers a stream piece by piece, while somebody else guesses beside it."""
+    forged = {"x-forwarded-for": VISITOR}
+    guesses = []
+    for _ in range(5):
+        guess = await ScriptedWorker.dial(
+            SOCKET, secret="msw_guess", local_host=ATTACKER, headers=forged, options=site.nginx.socket_options
+        )
+        guesses.append(await guess.closed())
+    assert guesses[-1] == (1008, "worker authentication temporarily rate limited")
+
+    lab.gateway = site.gateway
+    model = await lab.model()
+    worker = await ScriptedWorker.dial(SOCKET, secret=lab.secret, local_host=VISITOR, options=site.nginx.socket_options)
+    lab.workers.append(worker)
+    name = unique("proxied")
+    await worker.register([model], name=name)
+    assert await eventually(partial(read_address, lab.stack, name), what="the session is written") == VISITOR
+
+    head = {**bearer(lab.stack.ready.api_key), "content-type": "application/json"}
+    async with (
+        site.nginx.client(GATEWAY_HOST) as client,
+        client.stream("POST", CHAT, headers=head, content=chat_body(model, stream=True)) as answer,
+    ):
+        job = await worker.job()
+        pieces = answer.aiter_text()
+        for text in ("first", "second"):
+            await worker.chunk(job, delta_text(job, text))
+            while text not in (piece := await anext(pieces)):
+                assert piece == ": ping\n\n"
+        await worker.stream(job, [])
+        assert "[DONE]" in "".join([piece async for piece in pieces])
+
+
+async def read_address(stack: Stack, name: str) -> str | None:
+    """Return where a node's session comes from; None = it has none yet."""
+    query = "SELECT peer_address FROM nodes_nodepresence p JOIN nodes_node n ON n.id = p.node_id WHERE n.name = %s"
+    async with await psycopg.AsyncConnection.connect(stack.ready.database_url) as database:
+        row = await (await database.execute(query, (name,))).fetchone()
+    return row[0] if row else None
+
+
+async def test_the_sign_in_throttle_sees_who_guesses(lab: Lab, site: Site) -> None:
+    name = unique("guessed")
+    for number in range(4):
+        async with site.nginx.client(CONTROL_HOST, local=ATTACKER, x_forwarded_for=f"10.1.2.{number}") as client:
+            page = await client.get("/sign-in/")
+            token = re.search(r'name="csrfmiddlewaretoken" value="([^"]+)"', page.text)
+            assert token is not None
+            assert page.headers["strict-transport-security"]
+            head = {"origin": f"https://{CONTROL_HOST}", "cookie": page.headers["set-cookie"].split(";")[0]}
+            form = {"name": name, "password": "guess", "csrfmiddlewaretoken": token[1]}
+            assert (await client.post("/sign-in/", data=form, headers=head)).status_code == 403
+    with psycopg.connect(lab.stack.ready.database_url) as database:
+        rows = database.execute("SELECT address, max(count) FROM governance_signinfailure WHERE address <> '' GROUP BY address")
+        assert rows.fetchall() == [(ATTACKER, 4)]

@@ -1,0 +1,292 @@
+"""Rounds of a fuzzer against one running gateway: each sends something, looks at every answer, and notes what it cost."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from conformance.events import read_stream
+from conformance.fields import read_json
+from conformance.readers.chat import read_chat
+from conformance.readers.messages import read_messages
+from conformance.readers.messages import require_end as require_end_of_message
+from conformance.readers.responses import LAST_EVENTS, read_responses
+from conformance.verdicts import Violation
+from tests.rings.contract.client import Reply, call
+from tests.rings.contract.lab import Lab
+from tests.rings.contract.stack import Gateway
+from tests.rings.contract.waiting import eventually
+from tests.rings.fuzz.bodies import CHAT, MESSAGES, NATIVE, RESPONSES, TALKING, TRANSLATED, make_body, make_plain, write
+from tests.rings.fuzz.boxes import STREAM, Answer, good_box, hostile_box
+from tests.rings.fuzz.broken_http import KINDS as BROKEN
+from tests.rings.fuzz.engine_streams import spoil_answer, spoil_stream
+from tests.rings.fuzz.gauge import Gauge
+from tests.rings.fuzz.judging import find_fault, find_fault_of_refusal
+from tests.rings.fuzz.malformed import Make
+from tests.rings.fuzz.mutation import spoil_body
+from tests.rings.fuzz.sockets import UNREAD, Unread, converse, pour, read_status
+
+SETTINGS = {"MUSTER_RATE_LIMIT_RPM": "1000000", "MUSTER_OFFLINE_AFTER_S": "3600"}
+"""Of a gateway under fire: nothing is refused for its number, and a box that a busy machine keeps from answering stays."""
+THE_ENGINES_OWN = ("the pieces of a tool's input are no JSON", "response.usage must be an object and is null")
+"""Faults of translated streams that are passed on: a model's words go out while they come, and no count is invented."""
+MOST_CPU_MS = 50.0
+"""Of the event loop, for one request: time that its thread has run, so that a busy machine changes nothing."""
+MOST_GROWTH_BYTES = 48 * 2**20
+"""Of memory, over a round that was run once to warm up; a large body alone comes and goes with as much."""
+MOST_OF_A_MODEL = 1_900_000_000
+_WITHIN_S = 60.0
+"""For an answer that is never to come later than at once: only to tell a slow machine from a gateway that hangs."""
+_TRIES = 3
+"""A collection of garbage or work in the background can fall into any request, but not into the same one each time."""
+_BUG = re.compile(rb"request\.bug|Traceback|session\.bug|ERROR|CRITICAL")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one kind came to. ``wall_ms``: median, at the client; ``cpu_ms``: of the event loop, for each request."""
+
+    kind: str
+    path: str
+    statuses: tuple[int, ...]
+    wall_ms: float
+    cpu_ms: float
+    growth_bytes: int
+
+
+@dataclass
+class Fuzzer:
+    """One gateway under fire. ``native``, ``translated``: models whose box answers every path, and chat alone."""
+
+    lab: Lab
+    gateway: Gateway
+    native: str
+    translated: str
+    findings: list[str] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+    """Of all answers, how often each came; 0 = none."""
+
+    def __post_init__(self) -> None:
+        assert self.gateway.process is not None
+        self.gauge = Gauge(self.gateway.process.pid)
+
+    # requests
+
+    async def send_malformed(self, name: str, path: str, make: Make, *, repeats: int) -> Row:
+        """Send one kind of malformed request, and check that it is refused as it has to be."""
+        walls: list[float] = []
+        costs: list[float] = []
+        statuses: set[int] = set()
+        rss = self.gauge.read_rss_bytes()
+        asked = make(path, self.translated if path in TRANSLATED else self.native)
+        for _ in range(repeats):
+            began = time.perf_counter()
+            reply, cpu_ms = await self._post_measured(asked.path, asked.body, asked.headers)
+            costs.append(cpu_ms)
+            walls.append((time.perf_counter() - began) * 1000)
+            statuses.add(reply.status)
+            fault = find_fault_of_refusal(path, reply, statuses=asked.statuses, param=asked.param)
+            if fault:
+                self._note(f"{name} to {path}", fault)
+                break
+        if min(costs) > MOST_CPU_MS:
+            self._note(f"{name} to {path}", f"it took {min(costs):.0f} ms of the event loop")
+        growth = self.gauge.read_rss_bytes() - rss
+        return Row(name, path, tuple(sorted(statuses)), statistics.median(walls), statistics.median(costs), growth)
+
+    async def send_spoilt(self, seeds: Iterable[int]) -> None:
+        """Send bodies that were good once, to boxes that answer every path and to one that answers chat alone."""
+        for seed in seeds:
+            rng = random.Random(seed)
+            path = rng.choice([*TALKING, *TRANSLATED, *NATIVE[4:7], "/v1/messages/count_tokens", "/v1/responses/input_tokens"])
+            model = self.translated if path in TRANSLATED and rng.random() < 0.7 else self.native
+            body = make_body(path, model)
+            if path in TALKING and rng.random() < 0.5:
+                body["stream"] = True
+            data = spoil_body(rng, body)
+            reply, cpu_ms = await self._post_measured(path, data, {"content-type": "application/json"})
+            fault = find_fault(path, reply)
+            if not fault and reply.status >= 500:
+                fault = f"the status is {reply.status}: {reply.body[:300]!r}"
+            if not fault and cpu_ms > MOST_CPU_MS:
+                fault = f"it took {cpu_ms:.0f} ms of the event loop"
+            if fault:
+                self._note(f"spoilt body {seed} to {path}", f"{fault}\n  {data[:600]!r}")
+
+    async def send_broken(self, name: str) -> Row:
+        """Send one kind of broken HTTP on a connection of its own."""
+        broken = BROKEN[name](self.lab.stack.ready.api_key, self.native)
+        rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
+        answer = await converse(self.gateway, broken.data, leaves=broken.leaves, within_s=_WITHIN_S)
+        wall_ms = (time.perf_counter() - began) * 1000
+        status = read_status(answer)
+        self.statuses[status] += 1
+        if status not in broken.statuses:
+            self._note(name, f"the status is {status}, due is {broken.statuses}: {answer[:300]!r}")
+        cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
+        return Row(name, "", (status,), wall_ms, cpu_ms, self.gauge.read_rss_bytes() - rss)
+
+    async def send_large(self, size_bytes: int, *, declared: bool) -> Row:
+        """Send a body that is larger than any may be; without a declared length it has to be cut off at the limit."""
+        request = Unread(f"{size_bytes >> 20} MB {'declared' if declared else 'in chunks'}", 413)
+        return await self._pour(request, self.lab.headers(), size_bytes, declared=declared)
+
+    async def send_unread(self, size_bytes: int) -> list[Row]:
+        """Send large bodies with requests that are refused before anybody looks at one."""
+        return [await self._pour(request, {}, size_bytes, declared=True) for request in UNREAD]
+
+    async def _pour(self, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool) -> Row:
+        rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
+        status, taken = await pour(self.gateway, request, headers, size_bytes, declared=declared, within_s=_WITHIN_S)
+        self.statuses[status] += 1
+        if status != request.status:
+            self._note(f"{request.kind}, {taken >> 20} MB of it taken", f"the status is {status}, due is {request.status}")
+        cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
+        wall_ms = (time.perf_counter() - began) * 1000
+        return Row(request.kind, request.path, (status,), wall_ms, cpu_ms, self.gauge.read_rss_bytes() - rss)
+
+    # engines
+
+    async def hear_spoilt(self, seeds: Iterable[int]) -> None:
+        """Have a box answer with spoilt streams, and hold what the client gets to the grammar of its dialect."""
+        for seed in seeds:
+            rng = random.Random(seed)
+            path = rng.choice([MESSAGES, RESPONSES])
+            pieces = spoil_stream(rng)
+            content_type = (
+                STREAM if rng.random() < 0.9 else rng.choice(["application/json", "text/html", "", "text/event-stream;x"])
+            )
+            await self._hear(f"spoilt stream {seed}", path, Answer(content_type, pieces))
+
+    async def hear_answers(self, seeds: Iterable[int]) -> None:
+        """Have a box answer with spoilt answers and errors, whether a stream was asked for or not."""
+        for seed in seeds:
+            rng = random.Random(seed)
+            status, content_type, pieces = spoil_answer(rng)
+            path, is_streaming = rng.choice([MESSAGES, RESPONSES, CHAT]), rng.random() < 0.3
+            await self._hear(f"spoilt answer {seed}", path, Answer(content_type, pieces, status), is_streaming=is_streaming)
+
+    async def hear_flood(self, name: str, pieces: Iterable[bytes]) -> list[Row]:
+        """Have a box answer with a flood on each translated surface."""
+        return [await self._hear(name, path, Answer(STREAM, pieces)) for path in TRANSLATED]
+
+    def choose(self) -> Answer:
+        """Return what the hostile box says next."""
+        assert self._said is not None
+        return self._said
+
+    async def _hear(self, name: str, path: str, said: Answer, *, is_streaming: bool = True) -> Row:
+        self._said = said
+        body = {**make_plain(path, self.hostile), "stream": is_streaming}
+        rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
+        reply = await self._post(path, write(body), {"content-type": "application/json"})
+        wall_ms = (time.perf_counter() - began) * 1000
+        fault = find_fault_of_answer(path, reply, said, is_streaming=is_streaming)
+        if fault:
+            self._note(f"{name} to {path}", f"{fault}\n  {b''.join(said.pieces)[:900]!r}\n  {reply.body[-600:]!r}")
+        cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
+        return Row(name, path, (reply.status,), wall_ms, cpu_ms, self.gauge.read_rss_bytes() - rss)
+
+    # both
+
+    async def settle(self, before_bytes: int) -> None:
+        """Wait until the gateway holds hardly more memory than it did; what ended gives it back a little later."""
+        try:
+            await eventually(
+                lambda: self.gauge.read_rss_bytes() - before_bytes < MOST_GROWTH_BYTES,
+                within_s=30.0,
+                what=f"the gateway holds less than {MOST_GROWTH_BYTES >> 20} MB more",
+            )
+        except AssertionError as fault:
+            self._note("memory", f"{fault}; it is {(self.gauge.read_rss_bytes() - before_bytes) >> 20} MB")
+
+    def read_bugs(self) -> str:
+        """Return the first lines of the gateway's log that speak of a fault of ours."""
+        assert self.gateway.log is not None
+        log = self.gateway.log.read_bytes()
+        found = _BUG.search(log)
+        return "" if found is None else log[max(0, found.start() - 200) : found.start() + 3000].decode(errors="replace")
+
+    async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> Reply:
+        named = {"authorization": f"Bearer {self.lab.stack.ready.api_key}", **headers}
+        try:
+            reply = await call("POST", self.gateway.url + path, headers=named, body=body, within_s=_WITHIN_S)
+        except TimeoutError:
+            raise AssertionError(f"no answer from {path} within {_WITHIN_S:g} s to {body[:600]!r}") from None
+        self.statuses[reply.status] += 1
+        return reply
+
+    async def _post_measured(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[Reply, float]:
+        """Return the answer, and milliseconds of the event loop: the fewest of several tries, if one takes too many."""
+        costs: list[float] = []
+        while True:
+            cpu_s = self.gauge.read_cpu_s()
+            reply = await self._post(path, body, headers)
+            costs.append((self.gauge.read_cpu_s() - cpu_s) * 1000)
+            if min(costs) < MOST_CPU_MS or len(costs) == _TRIES:
+                return reply, min(costs)
+
+    def _note(self, what: str, fault: str) -> None:
+        self.findings.append(f"{what}: {fault}")
+
+    hostile: str = ""
+    _said: Answer | None = None
+
+
+@asynccontextmanager
+async def fuzz(lab: Lab, gateway: Gateway) -> AsyncIterator[Fuzzer]:
+    """Allow three models, connect a box for each, and hand out the fuzzer."""
+    caps = {"max_prompt_chars": 50_000_000, "max_tokens": MOST_OF_A_MODEL}
+    models = [await lab.model(gateway, prefix=kind, **caps) for kind in ("native", "spoken", "hostile")]
+    fuzzer = Fuzzer(lab, gateway, models[0], models[1])
+    fuzzer.hostile = models[2]
+    async with (
+        good_box(lab, gateway, fuzzer.native, NATIVE),
+        good_box(lab, gateway, fuzzer.translated, [CHAT]),
+        hostile_box(lab, gateway, fuzzer.hostile, fuzzer.choose),
+    ):
+        yield fuzzer
+
+
+def find_fault_of_answer(path: str, reply: Reply, said: Answer, *, is_streaming: bool) -> str:
+    """Return what is wrong with an answer of which an engine said ``said``; empty = nothing. Its errors keep their status."""
+    if reply.status >= 400:
+        return find_fault(path, reply, of_engine=said.status)
+    if not reply.whole or path == CHAT:
+        return "" if path == CHAT else "the answer was cut"
+    if reply.status not in (200, said.status):
+        return f"the status is {reply.status}"
+    if is_streaming:
+        return find_fault_of_stream(path, reply)
+    kind = read_json(reply.body, "answer")
+    return (
+        ""
+        if "message" in (kind.value.get("type"), kind.value.get("object")) or kind.value.get("object") == "response"
+        else "no answer"
+    )
+
+
+def find_fault_of_stream(path: str, reply: Reply) -> str:
+    """Return what is wrong with a stream, by the strict reader of its dialect; empty = nothing."""
+    if not reply.headers["content-type"].startswith(STREAM):
+        return f"a stream of type {reply.headers['content-type']}"
+    try:
+        stream = read_stream(reply.body)
+        if path == MESSAGES:
+            said = read_messages(stream)
+            if said.failure is None:
+                require_end_of_message(said)
+        elif path == RESPONSES:
+            ending = read_responses(stream).ending
+            return "" if ending in LAST_EVENTS else "the stream has no end"
+        else:
+            read_chat(stream)
+    except Violation as violation:
+        return "" if any(words in str(violation) for words in THE_ENGINES_OWN) else str(violation)
+    return ""

@@ -1,0 +1,324 @@
+"""The vLLM adapter on a real vLLM: one load for the tests that only ask, one more for each that breaks something."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+import pytest_asyncio
+
+from runner.engines.port import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    Call,
+    FlushRequest,
+    FlushResult,
+    FlushScope,
+    Health,
+    Progress,
+)
+from runner.engines.vllm import VllmEngine
+from runner.errors import EngineError, ModalityUnsupported
+from tests.fakes.models.make import lora_dir
+from tests.rings.vllm.serving import ENDLESS, LOAD_LIMIT_S, break_model, call, memory_mb, question, tiny_plan
+from tests.system.runner.engine_suite import (
+    ask,
+    assert_gone,
+    chat_call,
+    first_bytes,
+    openai_cached_tokens,
+    process_tree,
+    wait_until,
+)
+from tests.system.runner.processes import ROOT, eventually
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+SOON = question(max_tokens=4)
+Figures = dict[str, str]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(figures: Figures) -> AsyncIterator[VllmEngine]:
+    """A loaded vLLM with one slot and room for adapters."""
+    reported: list[Progress] = []
+    async with aiohttp.ClientSession() as client:
+        found = VllmEngine(tiny_plan(slots=1, options={"vllm_max_lora_rank": 8}), client)
+        began = time.monotonic()
+        await asyncio.wait_for(found.load(reported.append), LOAD_LIMIT_S)
+        figures["load"] = f"{time.monotonic() - began:.1f} s"
+        figures["stages reported while loading"] = str(len(reported))
+        figures["memory once loaded (PSS of the tree)"] = f"{memory_mb(found.pids):.0f} MiB"
+        figures["processes"] = str(len(process_tree(found.pids)))
+        fractions = [progress.fraction or 0.0 for progress in reported]
+        assert fractions == sorted(fractions)
+        assert len(set(fractions)) > 5
+        tree, folder = process_tree(found.pids), found._folder
+        try:
+            yield found
+        finally:
+            began = time.monotonic()
+            await found.unload(gently=True)
+            figures["unload"] = f"{time.monotonic() - began:.1f} s"
+        await assert_gone(tree)
+        assert folder is not None
+        assert not folder.exists()
+
+
+async def idle(engine: VllmEngine) -> bool:
+    stats = await engine.stats()
+    return (stats.running, stats.waiting) == (0, 0)
+
+
+async def cached(engine: VllmEngine, request: Call) -> int:
+    return openai_cached_tokens(await ask(engine, request))
+
+
+async def test_every_endpoint_it_names_answers(engine: VllmEngine) -> None:
+    bodies: dict[str, dict[str, object]] = {
+        CHAT: {"messages": [{"role": "user", "content": "Explain lambda."}], "max_tokens": 8},
+        COMPLETIONS: {"prompt": "The value of", "max_tokens": 8},
+        RESPONSES: {"input": "Explain lambda.", "max_output_tokens": 8},
+        MESSAGES: {"messages": [{"role": "user", "content": "Explain lambda."}], "max_tokens": 8},
+    }
+    assert set(bodies) == set(engine.capabilities.endpoints)
+    for path, body in bodies.items():
+        assert await ask(engine, call(path, {"model": "tiny", **body}))
+
+
+async def test_a_chat_comes_whole_and_in_pieces(engine: VllmEngine) -> None:
+    whole = json.loads(await ask(engine, question(max_tokens=12, ignore_eos=True)))
+    assert whole["choices"][0]["message"]["content"].strip()
+    assert whole["usage"]["completion_tokens"] == 12
+    streamed = question(max_tokens=12, ignore_eos=True, stream=True, stream_options={"include_usage": True})
+    events = [line for line in (await ask(engine, streamed)).splitlines() if line.startswith(b"data: {")]
+    assert len(events) > 5
+    assert json.loads(events[-1][6:])["usage"]["completion_tokens"] == 12
+
+
+async def test_a_tenant_reuses_what_is_its_own_and_nobody_else_does(engine: VllmEngine, figures: Figures) -> None:
+    alpha, beta = replace(SOON, tenant="alpha"), replace(SOON, tenant="beta")
+    first, again, other = [await cached(engine, each) for each in (alpha, alpha, beta)]
+    figures["tokens reused: first, same tenant again, other tenant"] = f"{first}, {again}, {other}"
+    assert (first, other) == (0, 0)
+    assert again >= 256
+    assert await cached(engine, replace(alpha, cache_tag="other")) == 0
+    assert await cached(engine, replace(alpha, cache_mode="none")) == 0
+    forged = json.loads(alpha.body) | {"cache_salt": engine._salts.salt_for(alpha), "priority": -5}
+    assert await cached(engine, replace(beta, tenant="gamma", body=json.dumps(forged).encode())) == 0
+
+
+async def test_a_flush_is_refused_while_a_request_runs_and_then_clears(engine: VllmEngine, figures: Figures) -> None:
+    mine = replace(SOON, tenant="flushed")
+    await ask(engine, mine)
+    before = await cached(engine, mine)
+    async with engine.stream(question(**ENDLESS)) as response:
+        await first_bytes(response)
+        refused = await engine.flush(FlushRequest(FlushScope.ALL))
+        assert refused.result is FlushResult.REFUSED_BUSY
+    assert await wait_until(lambda: idle(engine), 5.0)
+    began = time.monotonic()
+    outcome = await engine.flush(FlushRequest(FlushScope.MODEL))
+    figures["flush, checked"] = f"{(time.monotonic() - began) * 1000:.0f} ms"
+    assert outcome.result is FlushResult.FLUSHED
+    assert "256 were reused before and none after" in outcome.detail
+    after = await cached(engine, mine)
+    figures["tokens reused: before and after a flush"] = f"{before}, {after}"
+    assert before > 0
+    assert after == 0
+
+
+async def test_a_flush_of_one_tenant_leaves_the_others_their_cache(engine: VllmEngine) -> None:
+    calls = [replace(SOON, tenant=name) for name in ("one", "two")]
+    for each in calls:
+        await ask(engine, each)
+    assert (await engine.flush(FlushRequest(FlushScope.TENANT, tenant="one"))).result is FlushResult.FLUSHED
+    assert [await cached(engine, each) > 0 for each in calls] == [False, True]
+
+
+async def test_waiting_requests_are_served_by_priority(engine: VllmEngine) -> None:
+    order: list[str] = []
+
+    async def finish(request: Call) -> None:
+        await ask(engine, request)
+        order.append(request.priority)
+
+    async def has_waiting(count: int) -> bool:
+        return (await engine.stats()).waiting == count
+
+    # A short question, so that nearly the whole context is left for an answer that outlasts the queueing.
+    busy = chat_call("tiny", "Explain lambda.", **{**ENDLESS, "max_tokens": 1950})
+    async with engine.stream(busy) as response:
+        await first_bytes(response)
+        tasks = []
+        for count, request in enumerate([replace(SOON, priority="low"), SOON, replace(SOON, priority="high")], 1):
+            tasks.append(asyncio.create_task(finish(request)))
+            assert await wait_until(lambda count=count: has_waiting(count), 5.0)  # type: ignore[misc]
+    await asyncio.gather(*tasks)
+    assert order == ["high", "normal", "low"]
+
+
+async def test_a_client_that_leaves_frees_the_engine_within_a_second(engine: VllmEngine, figures: Figures) -> None:
+    async with engine.stream(question(**ENDLESS)) as response:
+        await first_bytes(response)
+        assert (await engine.stats()).running == 1
+    left_at = time.monotonic()
+    assert await wait_until(lambda: idle(engine), 1.0)
+    figures["free after a client left"] = f"{(time.monotonic() - left_at) * 1000:.0f} ms"
+
+
+async def test_adapters_load_and_unload_while_the_model_serves(engine: VllmEngine) -> None:
+    await engine.load_lora("style", lora_dir())
+    styled = call(COMPLETIONS, {"model": "style", "prompt": "The value of", "max_tokens": 4})
+    assert json.loads(await ask(engine, styled))["model"] == "style"
+    with pytest.raises(EngineError, match="already been loaded"):
+        await engine.load_lora("style", lora_dir())
+    await engine.unload_lora("style")
+    with pytest.raises(AssertionError, match="does not exist"):
+        await ask(engine, styled)
+
+
+async def test_an_adapter_that_cannot_be_read_is_refused_with_the_reason(engine: VllmEngine, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"vLLM refuses /v1/load_lora_adapter \(HTTP 4\d\d\): .*adapter"):
+        await engine.load_lora("absent", tmp_path)
+    assert await engine.health() is Health.OK
+
+
+async def test_sleep_is_not_offered_where_it_would_free_nothing(engine: VllmEngine) -> None:
+    assert not engine.capabilities.sleeps
+    with pytest.raises(EngineError, match="needs a GPU"):
+        await engine.sleep()
+
+
+async def test_stats_are_those_of_the_plan(engine: VllmEngine) -> None:
+    await ask(engine, SOON)
+    stats = await engine.stats()
+    assert stats.kv_bytes == 64 * 1024 * 1024
+    assert stats.kv_total_tokens is not None
+    assert stats.kv_total_tokens > 10_000
+    assert stats.weights_bytes is not None
+    assert stats.weights_bytes > 1_000_000
+    assert stats.cache_queried_tokens is not None
+    assert stats.cache_hit_tokens is not None
+    assert stats.cache_queried_tokens > stats.cache_hit_tokens > 0
+
+
+async def test_a_model_that_embeds_answers_that_alone() -> None:
+    async with aiohttp.ClientSession() as client:
+        found = VllmEngine(tiny_plan(options={"vllm_task": "embed"}), client)
+        try:
+            await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
+            # Not single words: on some processors the CPU build dies of an illegal instruction when a text is one token.
+            texts = ["The value of the lambda expression is a function.", "A list of the names in the current scope."]
+            request = replace(call(EMBEDDINGS, {"model": "tiny", "input": texts}), priority="high")
+            vectors = [entry["embedding"] for entry in json.loads(await ask(found, request))["data"]]
+            assert len(vectors) == 2
+            assert len(vectors[0]) == len(vectors[1]) > 1
+            assert vectors[0] != vectors[1]
+            with pytest.raises(ModalityUnsupported):
+                await ask(found, SOON)
+        finally:
+            await found.unload(gently=True)
+
+
+async def test_a_killed_worker_is_seen_and_ends_the_server(figures: Figures) -> None:
+    async with aiohttp.ClientSession() as client:
+        found = VllmEngine(tiny_plan(), client)
+        try:
+            await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
+            tree = process_tree(found.pids)
+            worker = max(tree, key=lambda process: process.create_time())
+            assert worker.pid != found.pids[0]
+            os.kill(worker.pid, signal.SIGKILL)
+            killed_at = time.monotonic()
+
+            async def is_ill() -> bool:
+                return await found.health() is not Health.OK
+
+            assert await wait_until(is_ill, 10.0)
+            figures["worker killed: ill after"] = f"{time.monotonic() - killed_at:.1f} s"
+            await asyncio.wait_for(found.wait_gone(), 30.0)
+            figures["worker killed: server gone after"] = f"{time.monotonic() - killed_at:.1f} s"
+            await assert_gone(tree)
+        finally:
+            await found.unload(gently=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vllm_kv_cache_memory_bytes": 131_072}, r"No available memory for the cache blocks.*vllm_kv_cache_memory_bytes"),
+        ({"vllm_kv_cache_memory_bytes": 1_048_576}, r"KV cache.*vllm_kv_cache_memory_bytes"),
+        ({"vllm_kv_cache_dtype": "fp99"}, "fp99"),
+    ],
+)
+async def test_a_setting_that_cannot_work_is_named(options: dict[str, object], words: str) -> None:
+    async with aiohttp.ClientSession() as client:
+        found = VllmEngine(tiny_plan(options=options), client)
+        with pytest.raises(EngineError, match=words):
+            await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
+        assert not found.pids
+
+
+async def test_weights_that_end_half_way_are_refused_with_the_reason(tmp_path: Path, figures: Figures) -> None:
+    async with aiohttp.ClientSession() as client:
+        found = VllmEngine(tiny_plan(break_model(tmp_path / "half")), client)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"[Ss]afetensor") as caught:
+            await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
+        figures["half a weight file: refused after"] = f"{time.monotonic() - began:.1f} s"
+        figures["half a weight file: the reason"] = str(caught.value)[:120]
+
+
+LOADER = """
+import asyncio, sys, aiohttp
+from tests.rings.vllm.serving import tiny_plan
+from runner.engines.vllm import VllmEngine
+async def main():
+    async with aiohttp.ClientSession() as client:
+        engine = VllmEngine(tiny_plan(), client)
+        await engine.load(lambda progress: print(progress.fraction, flush=True))
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("fraction", ["0.1", "1.0"])
+async def test_a_killed_runner_takes_vllm_along_wherever_a_load_stands(fraction: str, figures: Figures) -> None:
+    runner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LOADER, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.PIPE
+    )
+    assert runner.stdout is not None
+    tree: list[psutil.Process] = []
+    try:
+        async with asyncio.timeout(LOAD_LIMIT_S):
+            while (await runner.stdout.readline()).decode().strip() != fraction:
+                assert runner.returncode is None
+        tree = psutil.Process(runner.pid).children(recursive=True)
+        assert len(tree) >= 3
+        runner.kill()
+        killed_at = time.monotonic()
+        await runner.wait()
+        await eventually(lambda: not any(process.is_running() for process in tree), "nothing of vLLM is left", within_s=10)
+        figures[f"runner killed at {fraction} of a load: all gone after"] = f"{time.monotonic() - killed_at:.1f} s"
+    finally:
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if runner.returncode is None:
+            runner.kill()
+            await runner.wait()

@@ -1,0 +1,441 @@
+"""The playground without a browser: who may, which key is used, and how an answer passes through whatever the gateway does."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import Permission
+from django.contrib.sessions.backends.db import SessionStore
+from django.contrib.sessions.models import Session
+from django.test import Client, RequestFactory
+from django.urls import reverse
+from django.utils import timezone
+
+from controlplane.playground import passage
+from controlplane.playground.checks import check_gateway_urls
+from controlplane.playground.errors import GatewayUnreachable, SignedOut, TooManyAnswers
+from controlplane.playground.keys import LIFETIME, RESERVE_S, SESSION_KEYS, _cipher, _open_held, lend_key, name_key
+from controlplane.playground.passage import MAX_ANSWERS, MAX_CHUNKS, Call, Passage
+from controlplane.playground.views import MAX_FORM_BYTES
+from core.models import User
+from gateway.models import ApiKey
+from gateway.routing import Target
+from gateway.services import allow_model, create_tenant, disable_tenant, disallow_model, revoke_api_key
+from gateway.services.aliases import create_alias
+from nodes.models import Node
+from tests.fakes.control_process import free_port
+from tests.system.gateway_admin.factories import ACTOR, audited, make_operator, make_record
+from tests.system.governance.team import make_governed
+from tests.system.nodes.factories import make_node, make_presence
+
+pytestmark = pytest.mark.django_db(transaction=True)
+PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))
+MODEL = "tiny"
+CSRF = "a" * 32
+
+
+def form(**fields: Any) -> dict[str, Any]:
+    return {"surface": "chat", "model": MODEL, "tenant": "default", "prompt": "Hello", **fields}
+
+
+def post(client: Client, path: str, **fields: Any) -> Any:  # Django's test response
+    return client.post(path, form(**fields), content_type="application/json")
+
+
+def say_error(answer: Any) -> dict[str, str]:
+    said: dict[str, str] = answer.json()["error"]
+    return said
+
+
+@pytest.fixture
+def operator(settings: Any) -> Client:
+    """Somebody who may do everything, at a control plane whose gateway does not run."""
+    settings.PLAYGROUND_GATEWAY_URL = f"http://127.0.0.1:{free_port()}"
+    create_tenant(name="default", actor=ACTOR)
+    allow_model(name=MODEL, actor=ACTOR)
+    client = Client()
+    client.force_login(make_operator())
+    return client
+
+
+def make_helper(*permissions: str) -> Client:
+    """Return the browser of somebody who may do no more than is named."""
+    person = make_operator("ben", is_superuser=False)
+    for name in permissions:
+        person.user_permissions.add(Permission.objects.get(content_type__app_label="gateway", codename=name))
+    client = Client()
+    client.force_login(person)
+    return client
+
+
+# The page
+
+
+def test_the_page_offers_what_may_be_asked_for(operator: Client) -> None:
+    allow_model(name="asleep", actor=ACTOR)
+    create_alias(name="gpt-4o-mini", targets=[Target(MODEL)], actor=ACTOR)
+    create_alias(name="ours", targets=[Target(MODEL)], tenant_name="default", actor=ACTOR)
+    make_presence(make_node("attic", model_names=[MODEL]))
+    disable_tenant(name=create_tenant(name="closed", actor=ACTOR).name, actor=ACTOR)
+    page = operator.get(PAGE).content.decode()
+    assert '<option value="tiny" selected>tiny</option>' in page
+    assert "asleep (no node now)" in page
+    assert '<option value="gpt-4o-mini" data-tenant="">gpt-4o-mini → tiny</option>' in page
+    assert '<option value="ours" data-tenant="default">' in page
+    assert "<option selected>default</option>" in page
+    assert "closed" not in page
+    assert 'id="pg-key"' not in page
+    assert f'href="{PAGE}"' in operator.get(reverse("admin:index")).content.decode()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chosen"),
+    [
+        ({"asleep": 60.0, "busy": 1.0, "free": 1.0}, "free"),
+        ({"asleep": 60.0, "busy": 1.0}, "busy"),
+        ({"asleep": 60.0}, "asleep"),
+    ],
+)
+def test_the_page_chooses_a_model_that_can_answer_now(operator: Client, nodes: dict[str, float], chosen: str) -> None:
+    for name in ("asleep", "busy", "free"):
+        allow_model(name=name, actor=ACTOR)
+    for name, age_s in nodes.items():
+        make_presence(make_node(name, model_names=[name]), age_s=age_s, active_requests=int(name == "busy"))
+
+    page = operator.get(PAGE).content.decode()
+
+    assert re.findall(r'<option value="([^"]*)" selected', page) == [chosen]
+    assert ("No node serves any of these models now" in page) == (chosen == "asleep")
+
+
+def test_a_page_without_a_model_says_how_to_get_one(operator: Client) -> None:
+    disallow_model(name=MODEL, actor=ACTOR)
+    page = operator.get(PAGE).content.decode()
+
+    assert "Clients may not use any model yet." in page
+
+
+def test_no_script_of_the_page_stands_in_it(operator: Client) -> None:
+    answer = operator.get(PAGE)
+    page = answer.content.decode()
+    assert "<script>" not in page
+    assert "onclick" not in page
+    assert "script-src 'self'" in answer["Content-Security-Policy"]
+    assert "'unsafe-inline'" not in answer["Content-Security-Policy"].partition("style-src")[0]
+
+
+def test_a_person_who_may_make_no_keys_is_asked_for_one(operator: Client) -> None:
+    page = make_helper("view_model").get(PAGE).content.decode()
+    assert 'id="pg-key"' in page
+    assert 'id="pg-tenant"' not in page
+
+
+def test_the_page_is_for_operators_who_may_see_models(operator: Client) -> None:
+    stranger = make_helper("view_tenant")
+    assert stranger.get(PAGE).status_code == 403
+    assert f'href="{PAGE}"' not in stranger.get(reverse("admin:index")).content.decode()
+    for path in (SEND, CODE):
+        assert (post(stranger, path).status_code, post(Client(), path).status_code) == (403, 401)
+    assert Client().get(PAGE).status_code == 302
+
+
+def test_a_forged_question_is_refused() -> None:
+    forged = Client(enforce_csrf_checks=True)
+    forged.force_login(make_operator())
+    assert post(forged, SEND).status_code == 403
+    assert not ApiKey.objects.exists()
+
+
+def test_the_same_question_as_code(operator: Client, settings: Any) -> None:
+    settings.GATEWAY_PUBLIC_URL = "https://api.example.com"
+    code = post(operator, CODE, surface="messages", prompt="").json()
+    assert set(code) == {"curl", "python", "node"}
+    assert all("https://api.example.com" in text for text in code.values())
+    wrong = post(operator, CODE, tools="[")
+    assert (wrong.status_code, say_error(wrong)["param"]) == (200, "tools")
+    assert not ApiKey.objects.exists()
+
+
+def test_a_session_that_is_read_only_still_gets_the_code(operator: Client) -> None:
+    make_governed()
+
+    assert "curl" in post(operator, CODE).json()
+    assert post(operator, SEND).status_code == 403
+
+
+def test_a_record_is_followed_by_those_who_may_see_it(operator: Client) -> None:
+    record = make_record(node_name="attic", queue_ms=7, completion_tokens=5)
+    facts = operator.get(FACTS, {"request": record.printed_id}).json()
+    assert (facts["state"], facts["is_final"], facts["node"], facts["queue_ms"]) == ("completed", True, "attic", 7)
+    assert operator.get(facts["url"]).status_code == 200
+    assert operator.get(FACTS, {"request": "req_7"}).status_code == 400
+    assert make_helper("view_model").get(FACTS, {"request": record.printed_id}).status_code == 403
+
+
+def test_why_an_answer_is_long_in_coming_is_said_of_models_and_aliases(operator: Client) -> None:
+    make_presence(make_node("attic", model_names=[MODEL], cordoned=True))
+    create_alias(name="fast", targets=[Target(MODEL)], actor=ACTOR)
+
+    def why(model: str) -> str:
+        return str(operator.get(WAIT, {"model": model}).json()["why"])
+
+    held = f"Waiting. Only attic has {MODEL}, and it is cordoned. Uncordon attic, or load {MODEL} on another node."
+    assert why(MODEL) == why("fast") == held
+    assert "No node has other." in why("other")
+    assert why("auto") == why("") == ""
+    Node.objects.update(cordoned=False)
+    assert why(MODEL) == why("fast") == ""
+    assert make_helper("view_apikey").get(WAIT, {"model": MODEL}).status_code == 403
+
+
+# The key
+
+
+def test_the_key_is_made_once_for_a_person_and_tenant_and_is_stored_nowhere_in_clear(operator: Client) -> None:
+    first, second = post(operator, SEND), post(operator, SEND)
+    assert [answer.status_code for answer in (first, second)] == [502, 502]
+    assert "MUSTER_PLAYGROUND_GATEWAY_URL" in say_error(first)["message"]
+    key = ApiKey.objects.get()
+    assert (key.name, key.tenant.name, key.allowed_models) == ("playground: ada", "default", [])
+    assert key.expires_at is not None
+    assert key.expires_at - timezone.now() <= timedelta(hours=1)
+    assert [event.actor for event in audited("api_key.create")] == ["user:ada"]
+    session = Session.objects.get()
+    assert "mst_" not in json.dumps(session.get_decoded())
+    assert b"mst_" not in base64.b64decode(session.session_data.partition(":")[0] + "==", altchars=b"-_")
+    create_tenant(name="research", actor=ACTOR)
+    post(operator, SEND, tenant="research")
+    assert sorted(ApiKey.objects.values_list("tenant__name", flat=True)) == ["default", "research"]
+    assert not ApiKey.objects.exclude(revoked_at=None).exists()
+
+
+def test_signing_out_revokes_the_keys(operator: Client) -> None:
+    post(operator, SEND)
+    operator.post(reverse("admin:logout"))
+    assert ApiKey.objects.get().revoked_at is not None
+    assert [event.target for event in audited("api_key.revoke")] == ["playground: ada"]
+
+
+def test_a_second_browser_gets_a_key_of_its_own_and_leaves_the_first_alone(operator: Client) -> None:
+    post(operator, SEND)
+    first = ApiKey.objects.get()
+    other = Client()
+    other.force_login(User.objects.get(username="ada"))
+    post(other, SEND)
+    second = ApiKey.objects.exclude(pk=first.pk).get()
+    post(operator, SEND)
+    assert ApiKey.objects.filter(revoked_at=None).count() == 2
+    other.post(reverse("admin:logout"))
+    assert list(ApiKey.objects.filter(revoked_at=None)) == [first]
+    assert [event.detail["keyid"] for event in audited("api_key.revoke")] == [second.keyid]
+    revoke_api_key(key_id=first.pk, actor=ACTOR)
+    post(operator, SEND)
+    assert ApiKey.objects.filter(revoked_at=None).count() == 1
+
+
+def test_a_second_tab_that_asks_at_the_same_time_takes_the_key_of_the_first(operator: Client) -> None:
+    tabs = [RequestFactory().post(SEND) for _ in range(2)]
+    for tab in tabs:
+        tab.user = User.objects.get(username="ada")
+        tab.session = SessionStore(operator.session.session_key)
+        assert SESSION_KEYS not in tab.session  # both have read the session before either asks
+    assert lend_key(tabs[0], "default") == lend_key(tabs[1], "default")
+    assert ApiKey.objects.get().revoked_at is None
+
+
+def test_no_key_is_left_for_a_session_that_has_ended_meanwhile(operator: Client) -> None:
+    late = RequestFactory().post(SEND)
+    late.user = User.objects.get(username="ada")
+    late.session = SessionStore(operator.session.session_key)
+    assert SESSION_KEYS not in late.session
+    operator.post(reverse("admin:logout"))
+    with pytest.raises(SignedOut):
+        lend_key(late, "default")
+    assert not ApiKey.objects.filter(revoked_at=None).exists()
+
+
+def test_a_key_that_soon_expires_is_replaced_and_still_serves_what_it_began(operator: Client) -> None:
+    post(operator, SEND)
+    entry = operator.session[SESSION_KEYS]["default"]
+    made_at = datetime.fromtimestamp(_cipher().extract_timestamp(entry["sealed"].encode()), UTC)
+    assert _open_held(entry, at=made_at + LIFETIME - timedelta(seconds=RESERVE_S + 5)) is not None
+    assert _open_held(entry, at=made_at + LIFETIME - timedelta(seconds=RESERVE_S - 5)) is None
+    ApiKey.objects.update(expires_at=timezone.now() - timedelta(seconds=1))
+    post(operator, SEND)
+    assert ApiKey.objects.filter(revoked_at=None).count() == 2
+    assert ApiKey.objects.filter(revoked_at=None, expires_at__gt=timezone.now()).count() == 1
+
+
+def test_what_the_session_holds_opens_with_the_secret_of_the_installation_alone(operator: Client, settings: Any) -> None:
+    post(operator, SEND)
+    entry = operator.session[SESSION_KEYS]["default"]
+    settings.SECRET_KEY = "another secret of another installation"
+    assert _open_held(entry) is None
+
+
+def test_a_tenant_that_is_missing_or_off_is_refused(operator: Client) -> None:
+    disable_tenant(name="default", actor=ACTOR)
+    for tenant in ("default", "nobody", ""):
+        refused = post(operator, SEND, tenant=tenant)
+        assert (refused.status_code, say_error(refused)["param"]) == (400, "tenant")
+    assert not ApiKey.objects.exists()
+
+
+def test_a_pasted_key_is_used_and_not_kept(operator: Client) -> None:
+    helper = make_helper("view_model")
+    missing = post(helper, SEND)
+    assert (missing.status_code, say_error(missing)["param"]) == (400, "key")
+    assert say_error(post(helper, SEND, key="mst_\u00e4"))["param"] == "key"
+    assert say_error(post(helper, SEND, key="mst_a\r\nx: y"))["param"] == "key"
+    assert post(helper, SEND, key="mst_pasted").status_code == 502
+    assert SESSION_KEYS not in helper.session
+    assert not ApiKey.objects.exists()
+
+
+def test_what_the_page_never_sends_is_refused(operator: Client) -> None:
+    for surface in ("speech", "/v1/models", "http://evil.test/v1/chat/completions", "../admin/keys"):
+        assert say_error(post(operator, SEND, surface=surface))["param"] == "surface"
+    assert operator.post(SEND, form()).status_code == 400
+    assert operator.get(SEND).status_code == 405
+    large = operator.post(SEND, b" " * (MAX_FORM_BYTES + 1), content_type="application/json")
+    assert (large.status_code, say_error(large)["code"]) == (413, "BODY_TOO_LARGE")
+    assert not ApiKey.objects.exists()
+
+
+def test_names_of_keys_fit_and_stay_apart() -> None:
+    long, longer = "x" * 150, "x" * 149 + "y"
+    assert {len(name_key(name)) for name in (long, longer)} == {80}
+    assert name_key(long) != name_key(longer)
+    assert name_key("ada") == "playground: ada"
+
+
+def test_an_address_that_is_none_fails_the_check(settings: Any) -> None:
+    assert check_gateway_urls(None) == []
+    settings.PLAYGROUND_GATEWAY_URL = "http://gateway/v1"
+    assert [(error.id, "MUSTER_PLAYGROUND_GATEWAY_URL" in error.msg) for error in check_gateway_urls(None)] == [
+        ("controlplane.E001", True)
+    ]
+
+
+# A passage, against servers that do what no gateway should
+
+
+@dataclass
+class Rogue:
+    """A server on loopback. ``sent``: bytes it could write; ``lost``: connections that their client closed."""
+
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter, Rogue], Awaitable[None]]
+    sent: int = 0
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: bytes = b""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take a request and talk."""
+        try:
+            self.heard = await reader.readuntil(b"\r\n\r\n")
+            await self.talk(reader, writer, self)
+        except ConnectionError:
+            self.lost.set()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def rogue(talk: Callable[..., Awaitable[None]], settings: Any) -> AsyncIterator[Rogue]:
+    """Run a server that is taken for the gateway."""
+    made = Rogue(talk)
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    settings.PLAYGROUND_GATEWAY_URL = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server:
+        yield made
+
+
+CALL = Call(path="/v1/chat/completions", body=b"{}", headers={"authorization": "Bearer mst_x"})
+
+
+async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+    if not await reader.read(-1):
+        server.lost.set()
+
+
+async def talk_for_ever(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+    while True:
+        writer.write(b":" * 65_536)
+        await writer.drain()
+        server.sent += 65_536
+
+
+async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+    writer.write(b"HTTP/1.1 307 Temporary Redirect\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n")
+    await writer.drain()
+
+
+async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\ndata: half")
+    await writer.drain()
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+    writer.close()
+
+
+async def test_a_reader_that_stops_reading_stops_the_gateway_and_leaving_closes_it(settings: Any) -> None:
+    async with rogue(talk_for_ever, settings) as server:
+        answer = Passage(CALL)
+        assert (await answer.head()).status == 200
+        sent = -1
+        while sent != server.sent:  # until nothing more is taken
+            sent = server.sent
+            await asyncio.sleep(0.2)
+        assert sent < MAX_CHUNKS * 65_536 + 16 * 2**20  # what waits here, and what sockets hold
+        await answer.aclose()
+        await asyncio.wait_for(server.lost.wait(), 30)
+
+
+async def test_only_so_many_answers_are_on_their_way(settings: Any) -> None:
+    async with rogue(stay_silent, settings):
+        answers = [Passage(CALL) for _ in range(MAX_ANSWERS)]
+        with pytest.raises(TooManyAnswers):
+            Passage(CALL)
+        for answer in answers:
+            answer.close()
+        await asyncio.gather(*(answer.aclose() for answer in answers))
+        again = Passage(CALL)
+        await again.aclose()
+
+
+async def test_a_redirect_leads_nowhere(settings: Any) -> None:
+    async with rogue(redirect, settings):
+        answer = Passage(CALL)
+        head = await answer.head()
+        assert (head.status, "location" in head.headers) == (307, False)
+        assert [chunk async for chunk in answer] == []
+
+
+async def test_an_answer_that_breaks_off_ends(settings: Any) -> None:
+    async with rogue(break_off, settings):
+        answer = Passage(CALL)
+        await answer.head()
+        assert b"".join([chunk async for chunk in answer]) == b"data: half"
+
+
+async def test_a_gateway_that_hangs_up_is_said_and_the_key_is_not(settings: Any, caplog: Any) -> None:
+    async with rogue(hang_up, settings):
+        with pytest.raises(GatewayUnreachable, match="broke the connection off"):
+            await Passage(CALL).head()
+    assert "mst_x" not in caplog.text
+    assert "mst_x" not in repr(CALL)
+
+
+async def test_no_passage_is_left() -> None:
+    assert passage._open == set()

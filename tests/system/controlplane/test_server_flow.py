@@ -1,0 +1,264 @@
+"""Our Daphne keeps its memory flat whoever does not read or does not stop, and stops without cutting anybody short."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from tests.fakes.control_process import ServerProcess, free_port, serve
+from tests.rings.contract.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(240)
+APPLICATION = str(Path(__file__).with_name("flow_application.py"))
+FLAT_MB = 24.0
+"""Far below what 3 s of an endless sender cost without flow control (hundreds of MB), far above noise."""
+WATCH_S = 3.0
+
+
+@contextmanager
+def running(tmp_path: Path, **options: float) -> Iterator[ServerProcess]:
+    port = free_port()
+    argv = [APPLICATION, str(port), json.dumps(options)]
+    with serve(argv, port=port, log=tmp_path / "server.log", env={"PYTHONPATH": "."}) as server:
+        yield server
+
+
+def growth_mb(server: ServerProcess) -> float:
+    """Return by how much the process grew at most while a client misbehaved for WATCH_S seconds."""
+    before, most = server.rss_mb(), 0.0
+    deadline = time.monotonic() + WATCH_S
+    while time.monotonic() < deadline:
+        most = max(most, server.rss_mb())
+        assert not server.has_ended(within_s=0.05)
+    return most - before
+
+
+def request(server: ServerProcess, path: str) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return client
+
+
+def is_cut_off(client: socket.socket) -> bool:
+    """Return whether the server reset the connection, after what was still on its way."""
+    try:
+        while client.recv(65536):
+            pass
+    except ConnectionResetError:
+        return True
+    return False
+
+
+def get(server: ServerProcess, path: str, timeout: float = 30.0) -> bytes:
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=timeout)
+    client.request("GET", path)
+    body = client.getresponse().read()
+    client.close()
+    return body
+
+
+def test_a_client_that_never_reads_a_response_costs_no_memory(tmp_path: Path) -> None:
+    with running(tmp_path) as server, request(server, "/endless"):
+        assert growth_mb(server) < FLAT_MB
+        assert get(server, "/echo") == b"read 0"
+
+
+def test_a_client_that_never_reads_its_socket_costs_no_memory(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+        client.sendall(
+            b"GET /endless HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        assert client.recv(12) == b"HTTP/1.1 101"
+        with client:
+            assert growth_mb(server) < FLAT_MB
+            assert get(server, "/echo") == b"read 0"
+
+
+def test_a_client_that_floods_a_slow_application_is_held_back(tmp_path: Path) -> None:
+    frame = b"y" * 60_000
+    with (
+        running(tmp_path) as server,
+        connect(f"ws://127.0.0.1:{server.port}/slow", open_timeout=30, close_timeout=0.1) as client,
+    ):
+        client.socket.setblocking(True)
+        client.socket.settimeout(0.5)
+        before, sent = server.rss_mb(), 0
+        deadline = time.monotonic() + WATCH_S
+        with suppress(TimeoutError, ConnectionClosed):
+            while time.monotonic() < deadline:
+                client.send(frame)
+                sent += len(frame)
+        assert sent < 40 * 2**20
+        assert server.rss_mb() - before < FLAT_MB
+        assert get(server, "/echo") == b"read 0"
+
+
+def test_a_stalled_client_is_cut_off_after_the_write_timeout(tmp_path: Path) -> None:
+    with running(tmp_path, write_timeout_s=0.5) as server, request(server, "/endless") as client:
+        wait_until(lambda: "client_stalled" in server.log.read_text(), what="the server gave the client up")
+        assert is_cut_off(client)
+
+
+def test_a_reader_gets_every_byte_of_a_large_response(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        assert get(server, "/large") == b"x" * 16384 * 64
+
+
+def test_a_connection_serves_one_request_after_the_other(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        for _ in range(5):
+            client.request("GET", "/large")
+            assert len(client.getresponse().read()) == 16384 * 64
+        client.close()
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.status == 413
+        assert b"BODY_TOO_LARGE" in answer.read()
+
+
+def test_a_chunked_body_is_cut_off_when_it_has_grown_too_large(tmp_path: Path) -> None:
+    chunk = b"10000\r\n" + b"z" * 0x10000 + b"\r\n"
+    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(b"POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(2000):
+                client.sendall(chunk)
+            pytest.fail("the server took 125 MiB")
+        assert server.rss_mb() < 200
+
+
+def start(server: ServerProcess, sent: bytes, source: str = "127.0.0.1") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=(source, 0))
+    client.sendall(sent)
+    return client
+
+
+def is_open(client: socket.socket) -> bool:
+    """Send one more header line and return whether the server has not ended the connection."""
+    try:
+        client.sendall(b"X: a\r\n")
+        client.setblocking(False)
+        client.recv(65536)
+    except BlockingIOError:
+        return True
+    except (ConnectionResetError, BrokenPipeError):
+        pass
+    return False
+
+
+HEADERS = b"GET /echo HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "more", "what"),
+    [
+        (HEADERS, b"X: a\r\n", b"headers"),
+        (b"G", b"E", b"headers"),
+        (b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n", b"z", b"body"),
+        (b"POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nz\r\n", b"body"),
+    ],
+    ids=["header lines", "bytes of the first line", "a body", "chunks"],
+)
+def test_a_request_that_trickles_in_is_refused_after_its_time(tmp_path: Path, sent: bytes, more: bytes, what: bytes) -> None:
+    with running(tmp_path, header_timeout_s=1, body_timeout_s=1) as server, start(server, sent) as client:
+        said = b""
+
+        def is_refused() -> bool:
+            nonlocal said
+            with suppress(BrokenPipeError, ConnectionResetError):
+                client.sendall(more)
+            client.settimeout(0.1)
+            with suppress(TimeoutError, ConnectionResetError):
+                said += client.recv(65536)
+            return bool(said)
+
+        wait_until(is_refused, what="the server refused the request")
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b"The request " + what + b" did not arrive in time" in said
+
+
+def test_a_kept_connection_has_time_for_each_request_anew(tmp_path: Path) -> None:
+    with running(tmp_path, header_timeout_s=1, body_timeout_s=1) as server:
+        kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        for _ in range(2):
+            kept.request("POST", "/echo", body=b"abc")
+            assert kept.getresponse().read() == b"read 3"
+            with start(server, HEADERS) as late:  # refused after as long as the kept connection has been idle for
+                assert late.recv(65536).startswith(b"HTTP/1.1 408 ")
+        kept.close()
+
+
+@pytest.mark.parametrize("sources", [1, 4], ids=["from one address", "from four addresses"])
+def test_a_good_client_is_served_beside_a_thousand_that_trickle(tmp_path: Path, sources: int) -> None:
+    with running(tmp_path, header_timeout_s=60, files=256) as server, ExitStack() as opened:
+        clients: list[socket.socket] = []
+        for index in range(1000):
+            clients.append(opened.enter_context(start(server, HEADERS, f"127.0.0.{1 + index % sources}")))
+            if index % 50 == 49:
+                assert get(server, "/echo", timeout=10) == b"read 0"
+        assert 0 < sum(map(is_open, clients)) < 256
+
+
+def test_a_live_page_is_not_cut_off_for_those_that_trickle(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, files=256) as server,
+        connect(f"ws://127.0.0.1:{server.port}/endless", open_timeout=30, close_timeout=1) as page,
+        ExitStack() as opened,
+    ):
+        for _ in range(300):
+            opened.enter_context(start(server, HEADERS))
+        for _ in range(200):
+            assert page.recv(timeout=30)
+
+
+def test_a_stop_lets_the_request_that_runs_finish(tmp_path: Path) -> None:
+    with running(tmp_path, stop_grace_s=600) as server, request(server, "/sleep") as client:
+        wait_until(lambda: "working" in server.log.read_text(), what="the request reached the application")
+        assert server.terminate() == 0
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.read() == b"read 0"
+
+
+def test_a_stop_closes_sockets_with_going_away(tmp_path: Path) -> None:
+    with running(tmp_path) as server, connect(f"ws://127.0.0.1:{server.port}/slow", open_timeout=30) as client:
+        assert server.terminate() == 0
+        with pytest.raises(ConnectionClosed) as closed:
+            client.recv(timeout=30)
+        assert closed.value.rcvd is not None
+        assert closed.value.rcvd.code == 1001
+
+
+def test_an_application_may_answer_an_upgrade_with_a_status_of_its_own(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        with pytest.raises(InvalidStatus) as caught, connect(f"ws://127.0.0.1:{server.port}/nowhere", open_timeout=30):
+            pass
+        assert caught.value.response.status_code == 404
+        assert get(server, "/echo").endswith(b"read 0")
+
+
+def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with running(tmp_path, stop_grace_s=0.5) as server, request(server, "/endless"):
+        assert server.terminate() == 0
+
+
+def test_an_idle_server_stops_at_once(tmp_path: Path) -> None:
+    with running(tmp_path, stop_grace_s=600) as server:
+        assert server.terminate() == 0

@@ -1,0 +1,31 @@
+"""A private database server that a test may kill, for what happens while PostgreSQL is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from django.core.management import call_command
+from pytest_django import DjangoDbBlocker
+
+from controlplane.launcher.embedded import EmbeddedServers
+from tests.fakes.frozen_database import use_database
+
+
+@pytest.fixture(scope="module")
+def private_servers(django_db_blocker: DjangoDbBlocker) -> Iterator[EmbeddedServers]:
+    """A PostgreSQL of this module alone, migrated, with durable commits."""
+    with EmbeddedServers(durable=True) as servers, django_db_blocker.unblock(), use_database(servers.database_url):
+        call_command("migrate", verbosity=0)
+        yield servers
+
+
+@pytest.fixture
+def rows(private_servers: EmbeddedServers) -> Iterator[psycopg.Connection[tuple[object, ...]]]:
+    """A connection of the test's own to the private database, with an empty request table."""
+    if private_servers.postgres.process is None:
+        private_servers.postgres.start()
+    with psycopg.connect(private_servers.database_url, autocommit=True) as database:
+        database.execute("TRUNCATE gateway_requestrecord")
+        yield database

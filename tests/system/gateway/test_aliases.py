@@ -1,0 +1,534 @@
+"""Model aliases and what stands in for a model: services, audit, pages, REST, and how gateways learn of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, connections
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from gateway.catalogue import Catalogue
+from gateway.models import Model, ModelAlias
+from gateway.routing import Target
+from gateway.runtime import GatewayRuntime
+from gateway.services import (
+    AliasNotFound,
+    InvalidValue,
+    NameTaken,
+    TargetState,
+    TenantNotFound,
+    allow_model,
+    change_alias,
+    change_model_details,
+    create_alias,
+    create_api_key,
+    create_tenant,
+    delete_alias,
+    disallow_model,
+    list_aliases,
+    read_target_states,
+    remember_models,
+)
+from gateway.services.aliases import MAX_TARGETS, MAX_WEIGHT
+from gateway.urls import make_application
+from gateway.values import Limits
+from governance.services import create_admin_token
+from nodes.models import Provider, ProviderState
+from tests.system.gateway_admin.factories import ACTOR, audited, make_operator
+from tests.system.nodes.factories import make_node, make_presence
+from tests.unit.nodes.link_fakes import FakeLink
+
+pytestmark = pytest.mark.django_db
+POLYGLOT = "\"'><img src=x onerror=alert(1)>{{7*7}}<script>alert(2)</script>"
+
+
+@pytest.fixture(autouse=True)
+def _models(db: None) -> None:
+    """``a``, ``b`` and ``c`` are allowed, ``known`` is not."""
+    for name in ("a", "b", "c"):
+        allow_model(name=name, actor=ACTOR)
+    remember_models(names=["known"])
+
+
+def make_alias(name: str = "x", **changes: Any) -> ModelAlias:
+    wanted: dict[str, Any] = {"name": name, "targets": [Target("a", 3), Target("b", 1)], "actor": ACTOR}
+    return create_alias(**wanted | changes)
+
+
+def load() -> Catalogue:
+    """Return what a gateway would know now."""
+    catalogue = Catalogue(Limits())
+    catalogue.apply_models(catalogue.load_models())
+    catalogue.apply_aliases(catalogue.load_aliases())
+    return catalogue
+
+
+def test_an_alias_is_made_changed_and_deleted_and_each_of_it_is_audited() -> None:
+    create_tenant(name="acme", actor=ACTOR)
+    alias = make_alias(tenant_name="acme")
+    made = {"tenant": "acme", "targets": [{"model": "a", "weight": 3}, {"model": "b", "weight": 1}], "is_active": True}
+    changed = {"tenant": "acme", "targets": [{"model": "known", "weight": 1}], "is_active": False}
+    change_alias(alias_id=alias.pk, targets=[Target("known")], is_active=False, actor=ACTOR)
+    change_alias(alias_id=alias.pk, targets=[Target("known")], actor=ACTOR)
+    delete_alias(alias_id=alias.pk, actor=ACTOR)
+    assert not ModelAlias.objects.exists()
+    events = [(event.action, event.actor, event.target, event.detail) for event in audited_all()]
+    assert events == [
+        ("alias.create", ACTOR, "x", made),
+        ("alias.change", ACTOR, "x", {"from": made, "to": changed}),
+        ("alias.delete", ACTOR, "x", changed),
+    ]
+
+
+def audited_all() -> list[Any]:
+    return [event for action in ("alias.create", "alias.change", "alias.delete") for event in audited(action)]
+
+
+def test_a_name_is_free_once_for_everybody_and_once_for_each_tenant() -> None:
+    create_tenant(name="acme", actor=ACTOR)
+    make_alias()
+    make_alias(tenant_name="acme")
+    for tenant, whom in ((None, "for everybody"), ("acme", "of acme")):
+        with pytest.raises(NameTaken, match=f"alias x {whom} already") as refusal:
+            make_alias(tenant_name=tenant)
+        assert (refusal.value.param, refusal.value.status) == ("name", 409)
+    assert [alias.tenant and alias.tenant.name for alias in list_aliases()] == [None, "acme"]
+
+
+BAD_TARGETS: dict[str, tuple[list[Target], str]] = {
+    "none": ([], "1 to 16 models"),
+    "too many": ([Target(f"m{number}") for number in range(MAX_TARGETS + 1)], "1 to 16 models"),
+    "twice": ([Target("a"), Target(" a ")], "a is named twice"),
+    "negative": ([Target("a", -1), Target("b")], "The weight of a"),
+    "huge": ([Target("a"), Target("b", MAX_WEIGHT + 1)], "The weight of b"),
+    "all zero": ([Target("a", 0), Target("b", 0)], "weight above 0"),
+    "unknown": ([Target("a"), Target("nobody")], "There is no model nobody"),
+    "alias": ([Target("a"), Target("other")], "other is an alias"),
+    "empty name": ([Target("")], "1 to 200 printable"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(BAD_TARGETS))
+def test_targets_that_make_no_sense_are_refused_when_made_and_when_changed(what: str) -> None:
+    make_alias("other")
+    alias = make_alias()
+    targets, text = BAD_TARGETS[what]
+    attempts: list[Callable[[], object]] = [
+        lambda: make_alias("y", targets=targets),
+        lambda: change_alias(alias_id=alias.pk, targets=targets, actor=ACTOR),
+    ]
+    for attempt in attempts:
+        with pytest.raises(InvalidValue, match=text) as refusal:
+            attempt()
+        assert refusal.value.param == "targets"
+    alias.refresh_from_db()
+    assert alias.targets == [{"model": "a", "weight": 3}, {"model": "b", "weight": 1}]
+    assert not ModelAlias.objects.filter(name="y").exists()
+
+
+def test_what_does_not_exist_is_said() -> None:
+    with pytest.raises(TenantNotFound):
+        make_alias(tenant_name="nobody")
+    for attempt in (
+        lambda: delete_alias(alias_id=7, actor=ACTOR),
+        lambda: change_alias(alias_id=7, is_active=True, actor=ACTOR),
+    ):
+        with pytest.raises(AliasNotFound) as refusal:
+            attempt()
+        assert refusal.value.status == 404
+
+
+def test_a_name_that_a_model_has_too_may_be_a_target() -> None:
+    make_alias("a", targets=[Target("b")])
+    assert make_alias("x", targets=[Target("a")]).targets == [{"model": "a", "weight": 1}]
+
+
+def test_a_gateway_keeps_a_table_for_each_tenant_in_which_its_own_alias_wins() -> None:
+    create_tenant(name="acme", actor=ACTOR)
+    make_alias()
+    make_alias("y")
+    make_alias(tenant_name="acme", targets=[Target("c")])
+    make_alias("z", tenant_name="acme", is_active=False)
+    catalogue = load()
+    own, everybody = catalogue.aliases_for("acme"), catalogue.aliases_for("another")
+    assert {name: [t.model for t in alias.targets] for name, alias in own.items()} == {"x": ["c"], "y": ["a", "b"]}
+    assert {name: [t.model for t in alias.targets] for name, alias in everybody.items()} == {"x": ["a", "b"], "y": ["a", "b"]}
+
+
+def test_a_tenants_alias_that_is_off_hides_nothing() -> None:
+    create_tenant(name="acme", actor=ACTOR)
+    make_alias()
+    make_alias(tenant_name="acme", targets=[Target("c")], is_active=False)
+    assert [t.model for t in load().aliases_for("acme")["x"].targets] == ["a", "b"]
+
+
+def test_tables_are_made_anew_only_when_rows_changed() -> None:
+    make_alias()
+    catalogue = load()
+    before = catalogue.aliases_for("acme")
+    catalogue.apply_aliases(catalogue.load_aliases())
+    assert catalogue.aliases_for("acme") is before
+    make_alias("y")
+    catalogue.apply_aliases(catalogue.load_aliases())
+    assert set(catalogue.aliases_for("acme")) == {"x", "y"}
+
+
+@pytest.mark.parametrize("targets", [[], {}, "a", [{"weight": 1}], [{"model": "a", "weight": "1"}]], ids=str)
+def test_a_row_that_cannot_be_read_is_left_out_and_logged_once(targets: object, caplog: pytest.LogCaptureFixture) -> None:
+    make_alias("y")
+    ModelAlias.objects.create(name="x", targets=targets)
+    catalogue = load()
+    catalogue.apply_aliases(catalogue.load_aliases())
+    assert set(catalogue.aliases_for("acme")) == {"y"}
+    said = [record.message.split()[0] for record in caplog.records]
+    assert [event for event in said if event.startswith("alias.")] == ["alias.unreadable"]
+
+
+def test_models_behind_aliases_say_whether_they_can_answer_now() -> None:
+    make_alias(targets=[Target("a"), Target("b"), Target("known")])
+    make_alias("y", targets=[Target("c")])
+    make_presence(make_node("fresh", model_names=["a", "known", "elsewhere"]))
+    make_presence(make_node("silent", model_names=["b"]), age_s=3600)
+    make_presence(make_node("draining", model_names=["c"], draining=True))
+    states = read_target_states()
+    assert states == {
+        "a": TargetState.SERVED, "b": TargetState.NO_BOX, "c": TargetState.NO_BOX, "known": TargetState.NOT_ALLOWED,
+    }  # fmt: skip
+    Provider.objects.update(state=ProviderState.DISABLED)
+    assert read_target_states()["a"] is TargetState.NO_BOX
+
+
+DETAILS: dict[str, Any] = {"fallbacks": ["b", "known"], "context_tokens": 8192, "tokenizer": "meta/llama-3", "tidy": True}
+
+
+def test_details_of_a_model_are_changed_audited_and_reach_the_gateways() -> None:
+    none: dict[str, Any] = {"fallbacks": [], "context_tokens": None, "tokenizer": "", "tidy": False}
+    for _ in range(2):
+        change_model_details(name="a", actor=ACTOR, **DETAILS)
+    (event,) = audited("model.details")
+    assert (event.actor, event.target, event.detail) == (ACTOR, "a", {"from": none, "to": DETAILS})
+    entry = load().models["a"]
+    assert (entry.fallbacks, entry.context_tokens, entry.tokenizer) == (("b", "known"), 8192, "meta/llama-3")
+    assert entry.tidy
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "text"),
+    [
+        ({"fallbacks": ["a"]}, "fallbacks", "stand in for itself"),
+        ({"fallbacks": ["nobody"]}, "fallbacks", "no model nobody"),
+        ({"fallbacks": ["x"]}, "fallbacks", "x is an alias"),
+        ({"fallbacks": [f"m{number}" for number in range(16)]}, "fallbacks", "at most 15"),
+        ({"context_tokens": 0}, "context_tokens", "between 1 and"),
+        ({"tokenizer": "../secrets"}, "tokenizer", "folder below"),
+        ({"tokenizer": "/etc"}, "tokenizer", "folder below"),
+        ({"tokenizer": "a/../b"}, "tokenizer", "folder below"),
+        ({"tokenizer": "a//b"}, "tokenizer", "folder below"),
+        ({"tokenizer": ".hidden"}, "tokenizer", "folder below"),
+        ({"tokenizer": "a\\b"}, "tokenizer", "folder below"),
+        ({"tokenizer": "a" * 201}, "tokenizer", "folder below"),
+    ],
+    ids=[
+        "itself",
+        "unknown",
+        "alias",
+        "many",
+        "context",
+        "above",
+        "absolute",
+        "through",
+        "empty part",
+        "hidden",
+        "back",
+        "long",
+    ],
+)
+def test_details_that_make_no_sense_are_refused(changes: dict[str, Any], param: str, text: str) -> None:
+    make_alias()
+    with pytest.raises(InvalidValue, match=text) as refusal:
+        change_model_details(name="a", actor=ACTOR, **DETAILS | changes)
+    assert refusal.value.param == param
+    assert not audited("model.details")
+
+
+# pages
+
+
+@pytest.fixture
+def boss() -> Client:
+    """The browser of an operator who may do everything."""
+    client = Client()
+    client.force_login(make_operator())
+    return client
+
+
+def confirm(alias: ModelAlias, change: str) -> str:
+    return reverse("admin:gateway_modelalias_confirm", args=[alias.pk, change])
+
+
+LIST = "admin:gateway_modelalias_changelist"
+
+
+def test_an_alias_lives_its_life_on_the_pages(boss: Client) -> None:
+    tenant = create_tenant(name="acme", actor=ACTOR)
+    made = boss.post(reverse("admin:gateway_modelalias_add"), {"name": "x", "tenant": tenant.pk, "targets": "a 9\n\n b\t0 \nc"})
+    assert made.status_code == 302
+    alias = ModelAlias.objects.get(name="x", tenant=tenant)
+    assert alias.targets == [{"model": "a", "weight": 9}, {"model": "b", "weight": 0}, {"model": "c", "weight": 1}]
+
+    assert "a 9\nb 0\nc 1" in boss.get(confirm(alias, "targets")).content.decode()
+    boss.post(confirm(alias, "targets"), {"targets": "c 2"})
+    boss.post(confirm(alias, "off"))
+    alias.refresh_from_db()
+    assert (alias.targets, alias.is_active) == ([{"model": "c", "weight": 2}], False)
+    boss.post(confirm(alias, "on"))
+    alias.refresh_from_db()
+    assert alias.is_active
+
+    gone = boss.post(confirm(alias, "delete"), follow=True)
+    assert gone.redirect_chain == [(reverse(LIST), 302)]
+    assert "Deleted the alias x of acme." in gone.content.decode()
+    assert not ModelAlias.objects.exists()
+    assert {event.actor for event in audited_all()} == {ACTOR}
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        ("", "This field is required"),
+        ("a\nb 1.5", "Line 2: the weight must be a whole number"),
+        ("a -1", "Line 1: the weight"),
+        ("a 10%", "Line 1: the weight"),
+        ("a 9999999999", "Line 1: the weight"),
+        ("a b", "There is no model a b."),
+        ("a 1\na 2", "a is named twice"),
+    ],
+    ids=["nothing", "fraction", "negative", "percent", "huge", "two words", "twice"],
+)
+def test_a_mistake_in_the_box_is_explained_and_what_was_typed_stays(boss: Client, targets: str, text: str) -> None:
+    alias = make_alias()
+    new = boss.post(reverse("admin:gateway_modelalias_add"), {"name": "y", "targets": targets})
+    changed = boss.post(confirm(alias, "targets"), {"targets": targets})
+    for page in (new, changed):
+        assert page.status_code == 200
+        assert text in page.content.decode()
+        assert targets in page.content.decode()
+    assert not ModelAlias.objects.filter(name="y").exists()
+
+
+def test_pages_show_shares_and_who_can_answer_now(boss: Client) -> None:
+    make_presence(make_node("box", model_names=["a"]))
+    alias = make_alias(targets=[Target("a", 3), Target("b", 1), Target("known", 0)])
+    make_alias("nobody", targets=[Target("c")])
+    page = boss.get(reverse(LIST)).content.decode()
+    one = boss.get(reverse("admin:gateway_modelalias_change", args=[alias.pk])).content.decode()
+    for shown in (page, one):
+        for text in ("75\u00a0%", "25\u00a0%", "stands in", "served", "no node", "not allowed"):
+            assert text in shown
+    assert "no model answers" in page
+    assert "no model answers" not in one
+
+
+def test_the_list_takes_as_many_queries_for_many_aliases_as_for_few(boss: Client) -> None:
+    counts = []
+    for first in (0, 4):
+        for number in range(first, first + 4):
+            create_tenant(name=f"tenant {number}", actor=ACTOR)
+            make_alias(tenant_name=f"tenant {number}")
+        with CaptureQueriesContext(connection) as queries:
+            assert boss.get(reverse(LIST)).status_code == 200
+        counts.append(len(queries))
+    assert counts[0] == counts[1] <= 11
+
+
+def test_names_from_outside_are_shown_as_text(boss: Client) -> None:
+    allow_model(name=POLYGLOT, actor=ACTOR)
+    create_tenant(name=POLYGLOT[:80], actor=ACTOR)
+    alias = make_alias(POLYGLOT, targets=[Target(POLYGLOT)], tenant_name=POLYGLOT[:80])
+    for page in (reverse(LIST), reverse("admin:gateway_modelalias_change", args=[alias.pk]), confirm(alias, "targets")):
+        html = boss.get(page).content.decode()
+        assert "<img src=x" not in html
+        assert "<script>alert" not in html
+        assert "{{7*7}}" in html
+
+
+def test_an_operator_without_permission_sees_and_does_nothing() -> None:
+    stranger = Client()
+    stranger.force_login(make_operator("bob", is_superuser=False))
+    alias = make_alias()
+    assert stranger.get(reverse(LIST)).status_code == 403
+    assert stranger.post(confirm(alias, "delete")).status_code == 403
+    assert ModelAlias.objects.exists()
+
+
+def test_looking_at_the_question_deletes_nothing(boss: Client) -> None:
+    assert boss.get(confirm(make_alias(), "delete")).status_code == 200
+    assert ModelAlias.objects.exists()
+
+
+def test_details_of_a_model_are_changed_on_its_page(boss: Client) -> None:
+    model = Model.objects.get(name="a")
+    page = reverse("admin:gateway_model_confirm", args=[model.pk, "details"])
+    sent = {"fallbacks": "c\nb\n", "context_tokens": "8192", "tokenizer": "qwen3", "tidy": "on"}
+    assert boss.post(page, sent).status_code == 302
+    model.refresh_from_db()
+    assert (model.fallbacks, model.context_tokens, model.tokenizer) == (["c", "b"], 8192, "qwen3")
+    assert model.tidy
+    assert "c\nb" in boss.get(page).content.decode()
+    shown = boss.get(reverse("admin:gateway_model_change", args=[model.pk])).content.decode()
+    for text in ("c, b", "8,192 tokens", "qwen3"):
+        assert text in shown
+    refused = boss.post(page, sent | {"fallbacks": "a"}).content.decode()
+    assert "cannot stand in for itself" in refused
+
+
+# REST
+
+
+@pytest.fixture
+def admin() -> Client:
+    """A client that shows an admin token."""
+    _, text = create_admin_token(name="tests", actor=ACTOR)
+    return Client(headers={"authorization": f"Bearer {text}"})
+
+
+def test_an_alias_lives_its_life_over_rest(admin: Client) -> None:
+    create_tenant(name="acme", actor=ACTOR)
+    make_presence(make_node("box", model_names=["a"]))
+    body = {"name": "x", "tenant": "acme", "targets": [{"model": "a", "weight": 3}, {"model": "b"}]}
+    made = admin.post("/api/v1/aliases", body, "application/json")
+    shown = made.json()
+    assert (made.status_code, made["Location"]) == (201, f"/api/v1/aliases/{shown['id']}")
+    assert {key: shown[key] for key in ("name", "tenant", "is_active", "targets")} == {
+        "name": "x",
+        "tenant": "acme",
+        "is_active": True,
+        "targets": [{"model": "a", "weight": 3, "state": "served"}, {"model": "b", "weight": 1, "state": "no box"}],
+    }
+    assert shown["created_at"].endswith("Z")
+    assert admin.get("/api/v1/aliases").json() == {"aliases": [shown]}
+    assert admin.get(made["Location"]).json() == shown
+
+    off = admin.patch(made["Location"], {"is_active": False}, "application/json").json()
+    assert (off["is_active"], off["targets"]) == (False, shown["targets"])
+    moved = admin.patch(made["Location"], {"targets": [{"model": "c"}]}, "application/json").json()
+    assert (moved["is_active"], moved["targets"]) == (False, [{"model": "c", "weight": 1, "state": "no box"}])
+    assert admin.delete(made["Location"]).status_code == 204
+    assert [answer.status_code for answer in (admin.get(made["Location"]), admin.delete(made["Location"]))] == [404, 404]
+    assert {event.actor for event in audited_all()} == {"token:tests"}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"targets": [{"model": "a"}]}, 400, "name"),
+        ({"name": "y"}, 400, "targets"),
+        ({"name": "y", "targets": []}, 400, "targets"),
+        ({"name": "y", "targets": [{"model": "a", "weight": -1}]}, 400, "targets.0.weight"),
+        ({"name": "y", "targets": [{"model": "a", "share": 1}]}, 400, "targets.0.share"),
+        ({"name": "y", "targets": [{"model": "nobody"}]}, 400, "targets"),
+        ({"name": "y", "targets": [{"model": "a"}], "tenant": "nobody"}, 404, "tenant"),
+        ({"name": "x", "targets": [{"model": "a"}]}, 409, "name"),
+        ({"name": "y", "targets": [{"model": "a"}], "enabled": True}, 400, "enabled"),
+    ],
+    ids=["no name", "no targets", "empty", "weight", "target field", "unknown", "tenant", "taken", "field"],
+)
+def test_what_cannot_be_made_names_the_field(admin: Client, body: dict[str, Any], status: int, param: str) -> None:
+    make_alias()
+    answer = admin.post("/api/v1/aliases", body, "application/json")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert ModelAlias.objects.count() == 1
+
+
+def test_the_list_over_rest_takes_as_many_queries_for_many_as_for_few(admin: Client) -> None:
+    admin.get("/api/v1/aliases")  # the first use of a token is written down
+    counts = []
+    for first in (0, 5):
+        for number in range(first, first + 5):
+            create_tenant(name=f"tenant {number}", actor=ACTOR)
+            make_alias(tenant_name=f"tenant {number}")
+        with CaptureQueriesContext(connection) as queries:
+            assert len(admin.get("/api/v1/aliases").json()["aliases"]) == first + 5
+        counts.append(len(queries))
+    assert counts[0] == counts[1]
+
+
+def test_without_an_admin_token_nothing_is_shown() -> None:
+    assert [Client().get(path).status_code for path in ("/api/v1/aliases", "/api/v1/aliases/1")] == [401, 401]
+
+
+# a running gateway
+
+
+@asynccontextmanager
+async def run_gateway() -> AsyncIterator[GatewayRuntime]:
+    runtime = GatewayRuntime()
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.stop()
+        await sync_to_async(connections.close_all)()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_a_running_gateway_learns_of_aliases_and_details() -> None:
+    async with run_gateway() as runtime:
+        alias = await sync_to_async(make_alias)()
+        await until(lambda: "x" in runtime.catalogue.aliases_for("acme"))
+        await sync_to_async(change_model_details)(name="a", actor=ACTOR, **DETAILS)
+        await until(lambda: runtime.catalogue.models["a"].fallbacks)
+        await sync_to_async(disallow_model)(name="a", actor=ACTOR)
+        await sync_to_async(delete_alias)(alias_id=alias.pk, actor=ACTOR)
+        await until(lambda: not runtime.catalogue.aliases_for("acme"))
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_the_model_list_answers_each_caller_in_its_dialect() -> None:
+    await sync_to_async(create_tenant)(name="acme", actor=ACTOR)
+    await sync_to_async(make_alias)(tenant_name="acme", targets=[Target("a"), Target("b")])
+    _, key = await sync_to_async(create_api_key)(name="k", tenant_name="acme", actor=ACTOR)
+    async with run_gateway() as runtime, gateway_client(runtime) as client:
+        runtime.registry.add(FakeLink("a", "known"))
+        everybody = (await client.get("/v1/models")).json()
+        own = (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).json()
+        assert [model["id"] for model in everybody["data"]] == ["a"]
+        assert [model["id"] for model in own["data"]] == ["a", "x"]
+        assert own["data"][1]["x_muster"] == {"targets": ["a"]}
+
+        claude = {"x-api-key": key, "anthropic-version": "2026-10-21"}
+        page = (await client.get("/v1/models?limit=1", headers=claude)).json()
+        assert (page["has_more"], page["first_id"], page["last_id"]) == (True, "a", "a")
+        one = (await client.get("/v1/models/x", headers=claude)).json()
+        assert (one["type"], one["id"], one["lifecycle"]) == ("model", "x", "active")
+
+        for path, status, kind in (
+            ("/v1/models/b", 404, "not_found_error"),
+            ("/v1/models?limit=0", 400, "invalid_request_error"),
+        ):
+            refused = await client.get(path, headers=claude)
+            assert (refused.status_code, refused.json()["type"], refused.json()["error"]["type"]) == (status, "error", kind)
+        refused = await client.get("/v1/models/auto", headers={"authorization": f"Bearer {key}"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "MODEL_NOT_ALLOWED")
+
+
+@asynccontextmanager
+async def gateway_client(runtime: GatewayRuntime) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the gateway's own application, without a socket."""
+    transport = httpx.ASGITransport(make_application(runtime))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client

@@ -1,0 +1,550 @@
+"""Requests that are translated, renamed, sent elsewhere or kept alive on their way, from their bytes to their record."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from gateway.dialects import SURFACES
+from gateway.routing import Alias, Target
+from gateway.values import Priority, Timeouts
+from nodes.links import EndKind
+from tests.system.gateway.test_pipeline import SSE, Gateway, Make, make_gateway
+
+__all__ = ["make_gateway"]
+
+pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
+MESSAGES, RESPONSES = SURFACES["/v1/messages"], SURFACES["/v1/responses"]
+CHAT = "/v1/chat/completions"
+WHOLE = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
+}
+
+
+def chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return (
+        b"data: " + json.dumps({"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice], **more}).encode() + b"\n\n"
+    )
+
+
+USAGE = b'data: {"id":"chatcmpl-1","created":1,"model":"m","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}\n\n'
+STREAM = [
+    chunk({"role": "assistant", "content": "Hel"}),
+    chunk({"content": "lo"}),
+    chunk({}, "stop"),
+    USAGE,
+    b"data: [DONE]\n\n",
+]
+
+
+def read_events(body: bytes) -> list[dict[str, Any]]:
+    return [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", body, re.MULTILINE)]
+
+
+async def test_messages_reach_a_chat_engine_and_its_answer_comes_back_as_a_message(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(
+        surface=MESSAGES, max_tokens=5, system="Be brief", tools=[{"type": "web_search_20250305", "name": "w"}]
+    )
+    stream = await request.on(link)
+    assert stream.request.path == CHAT
+    assert json.loads(stream.request.body)["messages"][0] == {"role": "system", "content": "Be brief"}
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    message = json.loads(request.client.body)
+    assert (message["type"], message["content"], message["stop_reason"]) == (
+        "message", [{"type": "text", "text": "Hello"}], "end_turn",
+    )  # fmt: skip
+    headers = request.client.headers
+    assert headers["request-id"] == headers["x-request-id"]
+    assert (headers["x-muster-node"], headers["x-muster-model"]) == (link.node_name, "m")
+    assert "tools" in headers["x-muster-ignored"]
+    assert "anthropic-ratelimit-requests-remaining" in headers
+    assert await request.record("state", "endpoint", "prompt_tokens", "completion_tokens") == (
+        "completed",
+        "/v1/messages",
+        3,
+        4,
+    )
+
+
+async def test_a_streamed_message_ends_with_message_stop_and_is_counted(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
+    stream = await request.on(link)
+    assert json.loads(stream.request.body)["stream_options"] == {"include_usage": True}
+    stream.answer(*STREAM, headers=SSE)
+    await request.done()
+    kinds = [event["type"] for event in read_events(request.client.body)]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert b"[DONE]" not in request.client.body
+    assert await request.record("state", "prompt_tokens", "completion_tokens", "tokens_estimated") == ("completed", 3, 4, False)
+
+
+@pytest.mark.parametrize("ending", ["cut", "error", "garbage", "no finish"])
+@pytest.mark.parametrize("surface", [MESSAGES, RESPONSES], ids=["messages", "responses"])
+async def test_a_translated_stream_that_breaks_ends_in_one_error_of_its_dialect(
+    make_gateway: Make, surface: Any, ending: str
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=surface, max_tokens=5, stream=True, input="hi")
+    stream = await request.on(link)
+    stream.answer(*STREAM[:2], headers=SSE, ends=False)
+    if ending == "cut":
+        stream.end(EndKind.ENGINE_FAILED)
+    else:
+        last = {
+            "error": b'data: {"error":{"message":"out of memory","code":500}}\n\n',
+            "garbage": b"data: {x\n\n",
+            "no finish": b"",
+        }
+        if last[ending]:
+            stream.sink.on_data(last[ending])
+        stream.end(EndKind.COMPLETE)
+    await request.done()
+    events = read_events(request.client.body)
+    kinds = [event["type"] for event in events]
+    assert kinds[-1] == ("error" if surface is MESSAGES else "response.failed")
+    assert not {"message_stop", "response.completed", "response.incomplete"} & set(kinds)
+    if ending == "error":
+        assert "out of memory" in json.dumps(events[-1])
+    assert request.client.is_whole
+    assert (await request.record("state"))[0] == ("interrupted" if ending == "no finish" else "failed")
+
+
+@pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
+async def test_an_engines_own_stream_that_just_ends_is_recorded_and_counted_as_interrupted(
+    make_gateway: Make, surface: Any
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(surface=surface, max_tokens=5, stream=True, input="hi")
+    before = REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) or 0
+    (await request.on(link)).answer(b'data: {"type":"x","choices":[]}\n\n', headers=SSE)
+    await request.done()
+    assert b'"completed"' not in request.client.body
+    assert await request.record("state", "error_code", "tokens_estimated") == ("interrupted", "REQUEST_INTERRUPTED", True)
+    assert REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) == before + 1
+
+
+async def test_a_request_that_cannot_be_said_in_other_words_is_refused_before_it_is_accepted(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    content = [{"type": "image", "source": {"type": "file", "file_id": "file_1"}}]
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, messages=[{"role": "user", "content": content}])
+    await request.done()
+    assert request.client.status == 400
+    assert request.error["type"] == "invalid_request_error"
+    assert request.error["param"].startswith("messages[0].content[0]")
+    assert link.streams == []
+
+
+@pytest.mark.parametrize("paths", [None, {CHAT, "/v1/messages"}], ids=["declares nothing", "declares what it does not know"])
+async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gateway: Make, paths: set[str] | None) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths=paths)
+    first = gateway.ask(surface=MESSAGES, max_tokens=5)
+    stream = await first.on(link)
+    assert stream.request.path == "/v1/messages"
+    stream.answer(b"404: Not Found", status=404, headers={"content-type": "text/plain"})
+    stream = await first.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await first.done()
+    assert json.loads(first.client.body)["type"] == "message"
+    second = gateway.ask(surface=MESSAGES, max_tokens=5)
+    stream = await second.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await second.done()
+    assert (await first.record("state", "attempts"), await second.record("state", "attempts")) == (
+        ("completed", 2), ("completed", 1),
+    )  # fmt: skip
+
+
+async def test_what_an_engine_does_not_do_on_a_path_that_its_box_declares_is_no_unknown_path(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/messages"})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5)
+    (await request.on(link)).answer(b'{"error":{"message":"Thinking is not supported.","code":501}}', status=501)
+    await request.done()
+    assert (request.client.status, request.error["message"]) == (501, "Thinking is not supported.")
+    assert link.find_path("m", "/v1/messages") == "/v1/messages"
+
+
+async def test_an_engines_refusal_keeps_its_status_and_is_said_in_the_callers_dialect(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
+    words = "the request exceeds the available context size"
+    body = {"error": {"code": 400, "message": words, "type": "exceed_context_size_error", "n_prompt_tokens": 9, "n_ctx": 8}}
+    (await request.on(link)).answer(json.dumps(body).encode(), status=400)
+    await request.done()
+    assert request.client.status == 400
+    assert request.error["message"] == "prompt is too long: 9 tokens > 8 maximum"
+    assert await request.record("state", "status_code") == ("rejected", 400)
+
+
+AT_LEAST = {"error": {"message": (
+    "This model's maximum context length is 4096 tokens. However, you requested 512 output tokens and your prompt contains at"
+    " least 3585 input tokens, for a total of at least 4097 tokens."
+), "type": "BadRequestError", "code": 400}}  # fmt: skip
+
+
+@pytest.mark.parametrize("paths", [{CHAT}, {CHAT, "/v1/messages"}], ids=["translated", "native"])
+@pytest.mark.parametrize("begun", [False, True], ids=["at once", "after signs of life"])
+async def test_a_prompt_of_which_the_engine_says_only_that_it_is_too_long_is_counted(
+    make_gateway: Make, *, paths: set[str], begun: bool
+) -> None:
+    gateway = make_gateway(timeouts=Timeouts(stream_ping_s=0.01 if begun else 30.0), max_prompt_chars=50_000)
+    link = gateway.link(paths=paths)
+    results = [{"type": "tool_result", "tool_use_id": "t", "content": "word " * 8000}]
+    calls = [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
+    request = gateway.ask(surface=MESSAGES, max_tokens=50, stream=True, messages=turns)
+    stream = await request.on(link)
+    if begun:
+        await request.client.wait(lambda: b": ping" in request.client.body)
+    stream.answer(json.dumps(AT_LEAST).encode(), status=400)
+    await request.done()
+    said = request.client.body.rpartition(b"data: ")[2] if begun else request.client.body
+    message = json.loads(said)["error"]["message"]
+    assert message.startswith("prompt is too long: 10")
+    assert message.endswith(" tokens > 4096 maximum")
+    assert len(message) == len("prompt is too long: 10025 tokens > 4096 maximum")
+    assert begun or (request.client.status, request.client.headers["x-muster-model"]) == (400, "m")
+    assert request.client.is_whole
+    assert await request.record("state", "error_code", "status_code") == ("rejected", "context_length_exceeded", 400)
+
+
+async def test_a_count_of_ours_is_never_below_what_the_engine_counted(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=50)
+    (await request.on(link)).answer(json.dumps(AT_LEAST).encode(), status=400)
+    await request.done()
+    assert "3585 + 512 > 4096" in request.error["message"]
+
+
+# names
+
+
+async def test_an_alias_is_answered_by_its_target_and_the_record_has_both_names(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": (), "big": ()}, aliases=(Alias("gpt-4o-mini", (Target("big"),)),))
+    link = gateway.link("big")
+    request = gateway.ask(model="gpt-4o-mini")
+    stream = await request.on(link)
+    assert (stream.request.model, json.loads(stream.request.body)["model"]) == ("big", "big")
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert request.client.headers["x-muster-model"] == "big"
+    assert await request.record("model", "asked_model", "state") == ("big", "gpt-4o-mini", "completed")
+
+
+async def test_a_fallback_answers_at_once_while_the_model_has_no_box(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
+    link = gateway.link("spare")
+    request = gateway.ask()
+    (await request.on(link)).answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert await request.record("model", "asked_model") == ("spare", "m")
+
+
+async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": (), "spare": ()})
+    link, spare = gateway.link(), gateway.link("spare")
+    busy = gateway.ask()
+    stream = await busy.on(link)
+    gateway.dispatcher.note_held("m", 60.0)
+    options = {"max_latency_ms": 500, "fallback_models": ["spare"], "priority": "high"}
+    request = gateway.ask(x_pool_options=options)
+    other = await request.on(spare)
+    assert "x_pool_options" not in json.loads(other.request.body)
+    assert other.request.priority == ""  # a client cannot raise what its key has
+    other.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    meta = json.loads(request.client.body)["x_pool_meta"]
+    assert (meta["node"], meta["model"], meta["asked_model"], meta["attempts"]) == (spare.node_name, "spare", "m", 1)
+    patient = gateway.ask(x_pool_options={"fallback_models": ["spare"], "max_latency_ms": 3_600_000})
+    stream.answer(json.dumps(WHOLE).encode())
+    await busy.done()
+    (await patient.on(link)).answer(json.dumps(WHOLE).encode())
+    await patient.done()
+    assert (await patient.record("model"))[0] == "m"
+    assert b"x_pool_meta" not in busy.client.body
+
+
+@pytest.mark.parametrize(
+    ("options", "unmatched"),
+    [
+        ({"prefer_gpu": "node", "fallback_models": ["spare"]}, None),
+        ({"prefer_gpu": "H100"}, {"prefer_gpu": "H100"}),
+        ({"fallback_models": ["spare", "nobody-has-this", "auto"]}, {"fallback_models": ["nobody-has-this"]}),
+        ({"prefer_gpu": "x", "fallback_models": ["y"]}, {"prefer_gpu": "x", "fallback_models": ["y"]}),
+        ({}, None),
+    ],
+)
+async def test_a_client_is_told_what_it_named_that_is_nothing_here(
+    make_gateway: Make, options: dict[str, object], unmatched: dict[str, object] | None
+) -> None:
+    gateway = make_gateway(models={"m": (), "spare": ()})
+    link = gateway.link()
+    if options.get("prefer_gpu") == "node":
+        options = {**options, "prefer_gpu": link.node_name}
+    request = gateway.ask(x_pool_options=options)
+    (await request.on(link)).answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert json.loads(request.client.body)["x_pool_meta"]["unmatched"] == unmatched
+
+
+async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, timeouts=Timeouts(queue_s=0.05, no_node_wait_s=0.02))
+    link, spare = gateway.link(), gateway.link("spare")
+    first, second = gateway.ask(), gateway.ask(model="spare")
+    one, two = await first.on(link), await second.on(spare)
+    waiting = gateway.ask()
+    await waiting.client.wait(lambda: gateway.dispatcher.depth == 1)
+    two.answer(json.dumps(WHOLE).encode())
+    await second.done()
+    (await waiting.on(spare)).answer(json.dumps(WHOLE).encode())
+    await waiting.done()
+    assert await waiting.record("model", "state") == ("spare", "completed")
+    one.answer(json.dumps(WHOLE).encode())
+    await first.done()
+
+
+async def test_auto_goes_where_there_is_room(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": (), "roomy": ()})
+    gateway.link("m", slots=1)
+    link = gateway.link("roomy", slots=4)
+    request = gateway.ask(model="auto")
+    (await request.on(link)).answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert await request.record("model", "asked_model") == ("roomy", "auto")
+
+
+async def test_a_client_may_lower_its_priority(make_gateway: Make) -> None:
+    gateway = make_gateway(priority=Priority.HIGH)
+    link = gateway.link(slots=2)
+    plain, lowered = gateway.ask(), gateway.ask(x_pool_options={"priority": "low"})
+    await plain.client.wait(lambda: len(link.streams) == 2)
+    assert [stream.request.priority for stream in link.streams] == ["high", "low"]
+    for stream in list(link.streams):
+        stream.answer(json.dumps(WHOLE).encode())
+    await plain.done()
+    await lowered.done()
+
+
+# signs of life
+
+QUICK = Timeouts(stream_ping_s=0.01, no_node_wait_s=29.0)
+
+
+@pytest.mark.parametrize("surface", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_stream_that_waits_for_its_engine_shows_signs_of_life_and_then_its_answer(
+    make_gateway: Make, surface: str
+) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
+    stream = await request.on(link)
+    await request.client.wait(lambda: request.client.body.count(b": ping\n\n") >= 2)
+    stream.answer(*STREAM, headers=SSE)
+    await request.done()
+    assert request.client.status == 200
+    assert request.client.body.startswith(b": ping\n\n: ping\n\n")
+    assert [event for event in read_events(request.client.body) if "Hel" in json.dumps(event)]
+    assert (await request.record("state"))[0] == "completed"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"], ids=["translated", "native"])
+async def test_no_ping_event_precedes_the_beginning_of_a_message(make_gateway: Make, path: str) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    link = gateway.link(paths={path})
+    request = gateway.ask(surface=MESSAGES, stream=True, max_tokens=5)
+    stream = await request.on(link)
+    stream.answer(b": still reading\n\n", headers=SSE, ends=False)
+    await request.client.wait(lambda: request.client.body.count(b"ping") >= 2)
+    assert b"event:" not in request.client.body
+    begun = b'event: message_start\ndata: {"type":"message_start"}\n\n' if path == "/v1/messages" else STREAM[0]
+    stream.sink.on_data(begun)
+    await request.client.wait(lambda: b"event: ping" in request.client.body)
+    assert request.client.body.index(b"event: message_start") < request.client.body.index(b"event: ping")
+    stream.end(EndKind.ENGINE_FAILED)
+    await request.done()
+
+
+@pytest.mark.parametrize(
+    ("surface", "last"),
+    [
+        ("/v1/chat/completions", '"code":"FORWARDED_REQUEST_FAILED"'),
+        ("/v1/messages", '"type":"overloaded_error"'),
+        ("/v1/responses", '"type":"response.failed"'),
+    ],
+)
+async def test_an_error_after_signs_of_life_is_an_event_of_the_stream(make_gateway: Make, surface: str, last: str) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
+    stream = await request.on(link)
+    await request.client.wait(lambda: b": ping" in request.client.body)
+    stream.answer(b'{"error":{"message":"no memory left"}}', status=503)
+    await request.done()
+    events = request.client.body.split(b"\n\n")
+    assert (events[-1], request.client.is_whole) == (b"", True)
+    assert last in events[-2].decode().replace('": "', '":"')
+    assert b"no memory left" in events[-2]
+    assert b"[DONE]" not in request.client.body
+    assert (await request.record("state", "status_code")) == ("failed", 503)
+
+
+def end_waits(gateway: Gateway) -> None:
+    """Have the time of whoever waits for a box be up; with so short a time it may be before the first sign of life."""
+    dispatcher = gateway.dispatcher
+    for waiter in dispatcher._list_waiting(list(dispatcher._queues)):
+        dispatcher._take_timer(waiter, is_last=True)
+
+
+async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_gateway: Make) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    surfaces = (MESSAGES, RESPONSES, SURFACES[CHAT])
+    requests = [gateway.ask(surface=surface, stream=True, max_tokens=5, input="hi") for surface in surfaces]
+    await requests[0].client.wait(lambda: all(b": ping" in request.client.body for request in requests))
+    end_waits(gateway)
+    for request in requests:
+        await request.done()
+        assert request.client.status == 200
+        assert request.client.body.startswith(b": ping\n\n")
+        assert b"NO_AVAILABLE_NODE" in request.client.body or b"No workers available" in request.client.body
+        assert request.client.is_whole
+        assert await request.record("state", "error_code") == ("failed", "NO_AVAILABLE_NODE")
+
+
+async def test_another_box_takes_over_after_signs_of_life(make_gateway: Make) -> None:
+    gateway = make_gateway(timeouts=QUICK)
+    one = gateway.link()
+    request = gateway.ask(stream=True)
+    stream = await request.on(one)
+    await request.client.wait(lambda: b": ping" in request.client.body)
+    two = gateway.link()
+    stream.end(EndKind.LINK_LOST)
+    one.policy.cordoned = True
+    (await request.on(two)).answer(*STREAM, headers=SSE)
+    await request.done()
+    assert request.client.body.endswith(b"data: [DONE]\n\n")
+    assert await request.record("state", "attempts") == ("completed", 2)
+
+
+async def test_an_engine_that_reports_an_error_inside_its_stream_failed(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask(stream=True)
+    (await request.on(link)).answer(STREAM[0], b'data: {"error":{"message":"oom"}}\n\n', headers=SSE)
+    await request.done()
+    assert request.client.body == STREAM[0] + b'data: {"error":{"message":"oom"}}\n\n'
+    assert await request.record("state", "error_code") == ("failed", "FORWARDED_REQUEST_FAILED")
+
+
+@pytest.mark.parametrize(
+    ("surface", "tools"),
+    [
+        (MESSAGES, [{"type": "web_search_20250305", "name": "web_search"}]),
+        (
+            RESPONSES,
+            [{"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}],
+        ),
+    ],
+    ids=["messages", "responses"],
+)
+async def test_tools_that_an_engine_refuses_as_they_are_do_not_cost_the_request(
+    make_gateway: Make, surface: Any, tools: list[dict[str, object]]
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, surface.path})
+    request = gateway.ask(surface=surface, max_tokens=5, input="hi", tools=tools)
+    stream = await request.on(link)
+    assert stream.request.path == surface.path
+    stream.answer(b'{"error":{"message":"1 validation error: tools"}}', status=400)
+    stream = await request.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    assert request.client.status == 200
+    assert await request.record("state", "attempts") == ("completed", 2)
+
+
+async def test_an_engines_refusal_of_plain_tools_stands(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/messages"})
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, tools=tools)
+    body = b'{"type":"error","error":{"type":"BadRequestError","message":"no"}}'
+    (await request.on(link)).answer(body, status=400)
+    await request.done()
+    assert (request.client.status, request.error["type"], request.error["message"]) == (400, "invalid_request_error", "no")
+
+
+COMPACT = SURFACES["/v1/responses/compact"]
+
+
+async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT, "/v1/responses"})
+    request = gateway.ask(surface=COMPACT, input="A long talk", x_pool_options={})
+    stream = await request.on(link)
+    assert stream.request.path == CHAT
+    stream.answer(json.dumps(WHOLE).encode())
+    await request.done()
+    said = json.loads(request.client.body)
+    assert (request.client.status, said["object"], said["output"][-1]["type"]) == (200, "response.compaction", "compaction")
+    assert said["x_pool_meta"]["model"] == "m"
+    assert await request.record("state", "endpoint", "prompt_tokens") == ("completed", "/v1/responses/compact", 3)
+    after = gateway.ask(surface=SURFACES["/v1/responses"], input=[*said["output"], {"role": "user", "content": "Go on"}])
+    stream = await after.on(link)
+    assert (stream.request.path, b"Summary of the conversation" in stream.request.body) == (CHAT, True)
+    stream.answer(json.dumps(WHOLE).encode())
+    await after.done()
+
+
+async def test_a_model_that_cannot_chat_cannot_compact_either_and_says_so(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    gateway.link(paths={"/v1/embeddings"})
+    request = gateway.ask(surface=COMPACT, input="A long talk")
+    await request.done()
+    assert (request.client.status, request.error["type"], request.error["code"]) == (404, "not_found_error", "NOT_FOUND")
+    assert "/v1/responses/compact" in request.error["message"]
+    assert "/v1/chat/completions" in request.error["message"]
+
+
+SLOPPY = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"Hi"},"finish_reason":null}]}\n\n'
+ENDED = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+
+
+@pytest.mark.parametrize("options", [None, {}], ids=["plain", "with the pool's numbers"])
+@pytest.mark.parametrize("tidy", [True, False])
+async def test_chunks_of_a_model_that_is_to_be_tidied_are_put_right_whatever_node_they_come_from(
+    make_gateway: Make, options: dict[str, object] | None, *, tidy: bool
+) -> None:
+    gateway = make_gateway(tidy=tidy)
+    link = gateway.link()
+    more: dict[str, Any] = {} if options is None else {"x_pool_options": options}
+    request = gateway.ask(stream=True, **more)
+    (await request.on(link)).answer(SLOPPY[:30], SLOPPY[30:], ENDED, headers={"content-type": "text/event-stream"})
+    await request.done()
+    body = request.client.body
+    assert ((SLOPPY in body), b'"role":"assistant"' in body) == (not tidy, tidy)
+    assert (b"x_pool_meta" in body) is (options is not None)
+    assert body.endswith(b"data: [DONE]\n\n")

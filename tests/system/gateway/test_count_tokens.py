@@ -1,0 +1,349 @@
+"""How long a prompt is, over the gateway's own routes: what SDKs get, what is refused, and a real box that counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+import uvicorn
+from asgiref.sync import sync_to_async
+from django.db import connections
+from pytest_django import Settings
+
+from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
+from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
+from gateway.catalogue import AliasEntry, KeyEntry, ModelEntry
+from gateway.counting import Source, TokenCounter, bounds, counter, peer
+from gateway.models import RequestRecord
+from gateway.routing import Alias, Target
+from gateway.runtime import GatewayRuntime
+from gateway.services import allow_model, create_api_key, create_tenant
+from gateway.urls import make_application
+from gateway.values import Caller
+from nodes.links import EndKind, LinkRegistry
+from nodes.links.http import HttpLink, HttpTarget
+from nodes.states import TOKENIZE
+from runner.definitions.plan import LoadPlan
+from runner.engines.port import Capabilities
+from runner.engines.remote import RemoteEngine
+from runner.engines.tabbyapi import TabbyApiEngine
+from tests.fakes.models.make import hf_model_dir
+from tests.rings.contract.waiting import eventually
+from tests.system.gateway_server.serving import run_server
+from tests.system.nodes.factories import make_credential
+from tests.system.runner.processes import run_box
+from tests.unit.nodes.link_fakes import FakeLink
+from wire.credentials import CredentialKind, mint_credential
+
+MESSAGES, RESPONSES = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
+TOOL = {"name": "look_up", "description": "Find a word", "input_schema": {"type": "object", "properties": {}}}
+ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "What is a λ?"}]}  # JSON
+
+
+class Setting:
+    """A gateway that was not started: no database, no background, boxes played by the test."""
+
+    def __init__(self, *, per_minute: int = 100) -> None:
+        self.runtime = GatewayRuntime()
+        minted = mint_credential(CredentialKind.CLIENT)
+        self.key = minted.text
+        caller = Caller(
+            key_id=uuid.uuid4(), key_name="k", tenant="t", requests_per_minute=per_minute, allowed_models=frozenset()
+        )
+        catalogue = self.runtime.catalogue
+        catalogue.apply_keys([(minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None))], replace=True)
+        catalogue.apply_models([self.entry("m"), self.entry("other", allowed=False), self.entry("tiny", tokenizer="tiny")])
+        catalogue.apply_aliases([AliasEntry(None, Alias("claude", (Target("m"),)))])
+        self.link = FakeLink("m")
+        self.link.endpoints = {"m": frozenset({TOKENIZE})}
+        self.application = make_application(self.runtime)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.application), base_url="http://gateway")
+
+    @staticmethod
+    def entry(name: str, *, allowed: bool = True, tokenizer: str = "") -> ModelEntry:
+        return ModelEntry(
+            name=name, allowed=allowed, owned_by="x", max_tokens=10, max_prompt_chars=10, max_queue=1, created=0,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+
+    def sdk_client(self) -> httpx2.AsyncClient:
+        """A client that leads to this gateway, for the SDKs."""
+        return httpx2.AsyncClient(transport=httpx2.ASGITransport(self.application))
+
+    async def ask(self, body: object = ASKED, *, path: str = MESSAGES, key: str = "", **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.client.post(path, content=content, headers={"x-api-key": key or self.key, **headers})
+
+    async def ask_box(self, body: object = ASKED, answer: bytes = b'{"count": 42}', *, path: str = MESSAGES) -> httpx.Response:
+        """Ask, and have the box answer that. What it was asked is the last of ``self.asked``."""
+        self.runtime.registry.add(self.link)
+        asking = asyncio.create_task(self.ask(body, path=path))
+        async with asyncio.timeout(30):
+            while not self.link.streams and not asking.done():
+                await asyncio.sleep(0)
+        stream = self.link.streams[0]
+        self.asked: dict[str, Any] = json.loads(stream.request.body)
+        assert self.link.active == 0
+        stream.answer(answer)
+        return await asking
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a machine that stands still count all the same. That who takes too long is left out is tested elsewhere."""
+    for module in (counter, peer):
+        monkeypatch.setattr(module, "DEADLINE_MS", 30_000)
+    monkeypatch.setattr(counter, "THREAD_S", 30.0)
+    monkeypatch.setattr(bounds, "RENDER_S", 30.0)
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+# answers
+
+
+async def test_a_box_counts_system_and_tools_too_and_no_limit_of_an_answer_is_needed(setting: Setting) -> None:
+    body = {**ASKED, "system": "Be brief.", "tools": [TOOL]}
+    answer = await setting.ask_box(body, path=MESSAGES + "?beta=true")
+    assert (answer.status_code, answer.json()) == (200, {"input_tokens": 42})
+    assert answer.headers["x-muster-token-count"] == "engine"
+    assert (answer.headers["x-muster-model"], answer.headers["x-muster-node"]) == ("m", setting.link.node_name)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    assert answer.headers["anthropic-ratelimit-requests-remaining"] == "99"
+    assert [message["role"] for message in setting.asked["messages"]] == ["system", "user"]
+    assert setting.asked["tools"][0]["function"]["name"] == "look_up"
+    assert setting.asked["model"] == "m"
+
+
+async def test_without_a_box_that_counts_it_is_an_estimate_and_says_so(setting: Setting) -> None:
+    answer = await setting.ask()
+    assert answer.json() == {"input_tokens": 4 + 4 + 3, "estimated": True}
+    assert answer.headers["x-muster-token-count"] == "estimate"
+    assert "x-muster-node" not in answer.headers
+    longer = await setting.ask({**ASKED, "system": "Be brief.", "tools": [TOOL]})
+    assert longer.json()["input_tokens"] > answer.json()["input_tokens"]
+
+
+@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+@pytest.mark.parametrize(
+    "capabilities",
+    [
+        RemoteEngine(LoadPlan("m", "openai_compatible", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
+        TabbyApiEngine(LoadPlan("m", "tabbyapi", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
+        Capabilities(endpoints=()),
+    ],
+    ids=["a provider", "TabbyAPI", "a server that says nothing"],
+)
+async def test_a_model_of_an_engine_that_does_not_count_gets_an_estimate(
+    setting: Setting, path: str, capabilities: Capabilities
+) -> None:
+    told = capabilities.declared_endpoints
+    setting.link.endpoints = {"m": frozenset(told)} if told else {}
+    setting.runtime.registry.add(setting.link)
+    answer = await setting.ask({**ASKED, "input": "What is a λ?"}, path=path)
+    assert (answer.status_code, answer.json()["estimated"]) == (200, True)
+    assert answer.headers["x-muster-token-count"] == "estimate"
+    assert setting.link.streams == [], "the box was not asked"
+
+
+async def test_a_prompt_longer_than_the_cap_is_counted_all_the_same(setting: Setting) -> None:
+    answer = await setting.ask({**ASKED, "messages": [{"role": "user", "content": "x" * 4000}]})
+    assert answer.json()["input_tokens"] == 1000 + 4 + 3
+
+
+async def test_a_registered_tokenizer_counts_without_a_box(settings: Settings, tmp_path: Path) -> None:
+    shutil.copytree(hf_model_dir(), tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
+    settings.TOKENIZERS_DIR = str(tmp_path)
+    answer = await Setting().ask({**ASKED, "model": "tiny"})
+    assert answer.headers["x-muster-token-count"] == "tokenizer"
+    assert answer.json().keys() == {"input_tokens"}
+
+
+async def test_an_alias_is_counted_as_its_model_and_what_was_left_out_is_named(setting: Setting) -> None:
+    body = {**ASKED, "model": "claude", "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    answer = await setting.ask_box(body)
+    assert (setting.asked["model"], answer.headers["x-muster-model"]) == ("m", "m")
+    assert "web_search" in answer.headers["x-muster-ignored"] or "tools[0]" in answer.headers["x-muster-ignored"]
+
+
+async def test_a_box_that_fails_costs_no_answer(setting: Setting) -> None:
+    setting.runtime.registry.add(setting.link)
+    asking = asyncio.create_task(setting.ask())
+    await eventually(lambda: asyncio.sleep(0, bool(setting.link.streams)), what="the box is asked")
+    setting.link.streams[0].end(EndKind.ENGINE_FAILED)
+    assert (await asking).json()["estimated"]
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        (b"", 400, "invalid_request_error"),
+        (b"{", 400, "invalid_request_error"),
+        (b"[]", 400, "invalid_request_error"),
+        ({"messages": ASKED["messages"]}, 400, "invalid_request_error"),
+        ({"model": "m"}, 400, "invalid_request_error"),
+        ({"model": "m", "messages": []}, 400, "invalid_request_error"),
+        ({"model": "m", "messages": "hello"}, 400, "invalid_request_error"),
+        ({"model": "m", "messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
+        (b'{"model":"m","model":"other","messages":[{"role":"user","content":"x"}]}', 400, "invalid_request_error"),
+        ({**ASKED, "model": "absent"}, 404, "not_found_error"),
+        ({**ASKED, "model": "other"}, 400, "invalid_request_error"),
+    ],
+    ids=["empty", "cut", "list", "no-model", "no-messages", "none", "text", "picture", "twice", "unknown", "not-allowed"],
+)  # fmt: skip
+async def test_refusals_have_the_shape_of_anthropic(setting: Setting, body: object, status: int, kind: str) -> None:
+    answer = await setting.ask(body)
+    said = answer.json()
+    assert (answer.status_code, said["type"], said["error"]["type"]) == (status, "error", kind)
+    assert said["request_id"] == answer.headers["request-id"]
+
+
+async def test_a_key_is_needed_and_its_rate_holds_over_both_apis() -> None:
+    setting = Setting(per_minute=2)
+    refused = await setting.ask(key="mst_wrong")
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+    assert (await setting.ask()).status_code == 200
+    assert (await setting.ask({"model": "m", "input": "x"}, path=RESPONSES)).status_code == 200
+    limited = await setting.ask()
+    assert (limited.status_code, limited.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert limited.headers["anthropic-ratelimit-requests-remaining"] == "0"
+    assert int(limited.headers["retry-after"]) > 0
+
+
+async def test_other_methods_large_bodies_and_a_gateway_that_stops_are_refused(setting: Setting) -> None:
+    wrong = await setting.client.get(MESSAGES)
+    assert (wrong.status_code, wrong.headers["allow"], wrong.json()["type"]) == (405, "POST", "error")
+    large = await setting.ask(b" " * (setting.runtime.limits.max_body_bytes + 1))
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
+    setting.runtime.pipeline.is_stopping = True
+    assert (await setting.ask()).status_code == 503
+
+
+# SDKs
+
+
+async def test_the_sdk_of_anthropic_reads_a_count(setting: Setting) -> None:
+    sdk = anthropic.AsyncAnthropic(
+        api_key=setting.key, base_url="http://gateway", http_client=setting.sdk_client(), max_retries=0
+    )
+    found = await sdk.messages.count_tokens(model="m", messages=ASKED["messages"], system="Be brief.")
+    assert found.input_tokens > 0
+    beta = await sdk.beta.messages.count_tokens(model="m", messages=ASKED["messages"], betas=["unknown-2099-01-01"])
+    assert beta.input_tokens > 0
+    with pytest.raises(anthropic.NotFoundError):
+        await sdk.messages.count_tokens(model="absent", messages=ASKED["messages"])
+
+
+async def test_the_sdk_of_openai_reads_a_count(setting: Setting) -> None:
+    sdk = openai.AsyncOpenAI(api_key=setting.key, base_url="http://gateway/v1", http_client=setting.sdk_client(), max_retries=0)
+    found = await sdk.responses.input_tokens.count(model="m", input="What is a λ?", instructions="Be brief.")
+    assert (found.object, found.input_tokens > 0) == ("response.input_tokens", True)
+    with pytest.raises(openai.NotFoundError):
+        await sdk.responses.input_tokens.count(model="m", input="x", previous_response_id="resp_1")
+
+
+async def test_input_of_responses_is_counted_as_the_conversation_it_is(setting: Setting) -> None:
+    body = {"model": "claude", "instructions": "Be brief.", "input": [{"role": "user", "content": "Hi"}]}
+    answer = await setting.ask_box(body, path=RESPONSES)
+    assert answer.json() == {"object": "response.input_tokens", "input_tokens": 42}
+    assert [message["role"] for message in setting.asked["messages"]] == ["system", "user"]
+    refused = await setting.ask({"model": "m"}, path=RESPONSES)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
+# a real box
+
+
+@asynccontextmanager
+async def serve_gateway() -> AsyncIterator[tuple[GatewayRuntime, int]]:
+    """A gateway on loopback; yields it with its port."""
+    runtime = GatewayRuntime()
+    await runtime.start()
+    config = uvicorn.Config(
+        make_application(runtime), host="127.0.0.1", port=0, http=GatewayHttpProtocol, ws=GatewayWebSocketProtocol,
+        lifespan="off", log_config=None, ws_per_message_deflate=False,
+    )  # fmt: skip
+    try:
+        async with run_server(uvicorn.Server(config)) as port:
+            try:
+                yield runtime, port
+            finally:
+                await runtime.stop()
+    finally:
+        await runtime.stop()
+        await sync_to_async(connections.close_all)()
+
+
+@sync_to_async
+def make_rows() -> tuple[str, str]:
+    """Return the texts of a client's key and of a box's credential; the model ``tiny`` is allowed."""
+    create_tenant(name="acme", actor="user:ada")
+    allow_model(name="tiny", actor="user:ada")
+    return create_api_key(name="k", tenant_name="acme", actor="user:ada")[1], make_credential("rig", max_nodes=1)[1]
+
+
+@pytest.mark.timeout(180)  # above the sum of the waits
+@pytest.mark.django_db(transaction=True)
+async def test_a_real_box_counts_what_it_then_reads_also_for_another_gateway(settings: Settings, tmp_path: Path) -> None:
+    settings.CLUSTER_SECRET = "cluster"
+    key, secret = await make_rows()
+    body = {**ASKED, "model": "tiny", "system": "Be brief.", "max_tokens": 1}
+    async with (
+        serve_gateway() as (runtime, port),
+        run_box(tmp_path, f"http://127.0.0.1:{port}", "--model-name", "tiny", "--threads", "1", env={"MUSTER_TOKEN": secret}),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": key}, timeout=60) as client,
+    ):
+        (link,) = await eventually(lambda: asyncio.sleep(0, runtime.registry.links_for("tiny")), what="the box is here")
+        # What it says of a model that was loaded late comes in more than one message.
+        await eventually(lambda: link.contexts and TOKENIZE in link.endpoints.get("tiny", ()), what="the box has said it all")
+        assert link.context_of("tiny") == 2048
+        counted = await client.post(MESSAGES, json=body)
+        answered = await client.post("/v1/messages", json=body)
+        assert counted.json() == {"input_tokens": answered.json()["usage"]["input_tokens"]}
+        assert counted.headers["x-muster-token-count"] == "engine"
+        assert await RequestRecord.objects.acount() == 1, "a count is no request"
+
+        target = HttpTarget(
+            scheme="http", host="127.0.0.1", address="127.0.0.1", port=port, base_path="/internal/v1/nodes",
+            headers={"x-muster-cluster": "cluster"},
+        )  # fmt: skip
+        elsewhere = HttpLink(
+            node_id=link.node_id,
+            node_name="rig",
+            models=link.models,
+            max_concurrent=1,
+            target=target,
+            connect_s=5.0,
+            is_peer=True,
+        )
+        elsewhere.endpoints = link.endpoints
+        registry = LinkRegistry()
+        registry.add(elsewhere)
+        chat = json.dumps(
+            {"model": "tiny", "messages": [{"role": "system", "content": "Be brief."}, *ASKED["messages"]]}
+        ).encode()
+        shutil.copytree(hf_model_dir(), tmp_path / "tokenizers" / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
+        for own, source in (
+            (TokenCounter(registry, None), Source.ENGINE),
+            (TokenCounter(registry, tmp_path / "tokenizers"), Source.TOKENIZER),
+        ):
+            found = await own.count(Setting.entry("tiny", tokenizer="tiny"), chat, tenant="acme", request_id="req_1")
+            assert (found.source, found.tokens) == (source, counted.json()["input_tokens"])
+        elsewhere.close("over")

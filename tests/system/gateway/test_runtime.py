@@ -1,0 +1,220 @@
+"""A gateway's background: start, staying in step with the rows, and stopping when a part of it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from asgiref.sync import sync_to_async
+from channels.layers import get_channel_layer
+from django.db import connections
+from django.db.models.functions import Now
+
+from core.hints import HINT_GROUP
+from gateway.models import ApiKey, GatewayProcess
+from gateway.runtime import GatewayRuntime
+from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
+from nodes.consumers.courier import Courier
+from nodes.links import Link, LinkRegistry
+from nodes.models import NodePresence
+from nodes.services.ejections import list_ejections
+from tests.fakes.clock import shift_clock
+from tests.system.nodes.factories import audited, make_node, make_presence
+from wire.credentials import CredentialKind, parse_keyid
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
+
+ACTOR = "user:ada"
+
+
+@pytest.fixture(autouse=True)
+async def _close_connections() -> AsyncIterator[None]:
+    yield
+    await sync_to_async(connections.close_all)()
+
+
+@asynccontextmanager
+async def run_gateway(runtime: GatewayRuntime | None = None) -> AsyncIterator[GatewayRuntime]:
+    runtime = runtime or GatewayRuntime()
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.stop()
+
+
+@sync_to_async
+def make_key() -> tuple[ApiKey, str]:
+    create_tenant(name="acme", actor=ACTOR)
+    return create_api_key(name="k", tenant_name="acme", actor=ACTOR)
+
+
+async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_knows_keys_and_models_when_it_has_started_and_says_good_bye() -> None:
+    key, _ = await make_key()
+    await sync_to_async(allow_model)(name="m", actor=ACTOR)
+    async with run_gateway() as runtime:
+        assert key.keyid in runtime.catalogue.keys
+        assert runtime.catalogue.models["m"].allowed
+        assert runtime.is_known_model("m")
+        process = await GatewayProcess.objects.aget(pk=runtime.gateway_id)
+        assert process.stopped_at is None
+    assert (await GatewayProcess.objects.aget(pk=runtime.gateway_id)).stopped_at is not None
+
+
+async def test_a_revoked_key_stops_working() -> None:
+    async with run_gateway() as runtime:
+        key, text = await make_key()
+        keyid = parse_keyid(text, CredentialKind.CLIENT)
+        assert keyid is not None
+        await until(lambda: keyid in runtime.catalogue.keys)
+        await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
+        await until(lambda: runtime.catalogue.keys[keyid].revoked)
+
+
+class CountingRuntime(GatewayRuntime):
+    """Counts its sweeps."""
+
+    sweeps = 0
+
+    async def _sweep(self) -> None:
+        self.sweeps += 1
+        await super()._sweep()
+
+
+async def test_a_storm_of_hints_costs_ten_sweeps_a_second_and_a_single_hint_is_followed_at_once() -> None:
+    loop = asyncio.get_running_loop()
+    async with run_gateway(CountingRuntime()) as runtime:
+        assert isinstance(runtime, CountingRuntime)
+        layer = get_channel_layer()
+        begun_at, begun_with = loop.time(), runtime.sweeps
+        while runtime.sweeps < begun_with + 10:
+            await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
+        assert loop.time() - begun_at > 0.85
+        waits = []
+        for _ in range(10):
+            quiet_at = loop.time() + 0.2
+            await until(lambda quiet_at=quiet_at: loop.time() > quiet_at)  # type: ignore[misc]  # of a default
+            before, sent_at = runtime.sweeps, loop.time()
+            await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
+            while runtime.sweeps == before:
+                await asyncio.sleep(0)
+            waits.append(loop.time() - sent_at)
+        assert min(waits) < 0.05
+
+
+class CountedRegistry(LinkRegistry):
+    """Counts how often somebody goes through the links."""
+
+    rounds = 0
+
+    def __iter__(self) -> Iterator[Link]:
+        self.rounds += 1
+        return super().__iter__()
+
+
+async def test_a_storm_of_hints_costs_ten_looks_at_the_commands_of_nodes_a_second() -> None:
+    loop, registry = asyncio.get_running_loop(), CountedRegistry()
+    courier = Courier(registry, gateway_id=uuid.uuid4())
+    running = asyncio.create_task(courier.run())
+    await until(lambda: registry.rounds)
+    begun_at, begun_with = loop.time(), registry.rounds
+    while registry.rounds < begun_with + 6:
+        courier.wake("commands")
+        await asyncio.sleep(0)
+    assert loop.time() - begun_at > 0.3
+    running.cancel()
+
+
+async def test_a_change_without_a_hint_is_found_by_the_sweep() -> None:
+    async with run_gateway() as runtime:
+        key, _ = await make_key()
+        await until(lambda: key.keyid in runtime.catalogue.keys)
+        now = runtime.catalogue.keys[key.keyid]
+        await ApiKey.objects.filter(pk=key.pk).aupdate(requests_per_minute=3)
+        await until(lambda: runtime.catalogue.keys[key.keyid] != now)
+        assert runtime.catalogue.keys[key.keyid].caller.requests_per_minute == 3
+
+
+async def test_a_database_that_was_replaced_by_one_with_lower_marks_is_read_whole() -> None:
+    async with run_gateway() as runtime:
+        key, _ = await make_key()
+        await until(lambda: key.keyid in runtime.catalogue.keys)
+        runtime._keys_mark = 2**60  # as read from the one before it
+        await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
+        await until(lambda: runtime.catalogue.keys[key.keyid].revoked)
+
+
+async def test_the_heartbeat_goes_on() -> None:
+    async with run_gateway() as runtime:
+        row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
+        first = (await row.aget()).heartbeat_at
+        async with asyncio.timeout(30):
+            while (await row.aget()).heartbeat_at == first:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shift_clock(monkeypatch, -3600)
+    async with run_gateway() as runtime:
+        row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
+        first = (await row.aget()).heartbeat_at
+        async with asyncio.timeout(30):
+            while (await row.aget()).heartbeat_at == first:
+                await asyncio.sleep(0.05)
+        assert await row.filter(heartbeat_at__gt=Now() - timedelta(minutes=1)).aexists()
+
+
+async def test_what_a_gateway_ejects_is_written_down_and_told_once() -> None:
+    node = await sync_to_async(make_node)()
+    await sync_to_async(make_presence)(node)
+
+    @sync_to_async
+    def read() -> list[str]:
+        return [one.reason for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=datetime.now(UTC))]
+
+    async def shows(reasons: list[str]) -> None:
+        async with asyncio.timeout(30):
+            while await read() != reasons:
+                await asyncio.sleep(0.05)
+
+    async with run_gateway() as runtime:
+        ejections = runtime.registry.ejections
+        for _ in range(12):
+            ejections.note_connect(node.pk, time.monotonic())
+        await shows(["unsteady"])
+        ejections.tick(time.monotonic() + 3600)
+        await shows([])
+    assert len(await sync_to_async(audited)("node.ejected")) == 1
+
+
+async def test_a_gateway_whose_background_dies_stops_itself() -> None:
+    stopped: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    try:
+        async with run_gateway() as runtime:
+            sweeps = runtime._tasks[0]
+            runtime.keeper.apply = None  # type: ignore[method-assign, assignment]  # whatever bug there may be
+            await until(sweeps.done)
+            await until(lambda: stopped)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert stopped == [signal.SIGTERM]
+
+
+async def test_stopping_leaves_no_task_behind() -> None:
+    before = asyncio.all_tasks()
+    async with run_gateway():
+        assert len(asyncio.all_tasks()) > len(before)
+    await until(lambda: asyncio.all_tasks() == before)

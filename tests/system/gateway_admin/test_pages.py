@@ -1,0 +1,442 @@
+"""Operators' pages of the gateway: what they show, how many queries that takes, and what their buttons do."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shlex
+import uuid
+from datetime import date, timedelta
+from typing import Any
+
+import pytest
+from django.conf import LazySettings
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+from django.utils import timezone
+
+from gateway.admin import paginator
+from gateway.models import ApiKey, Model, RequestRecord, Tenant
+from gateway.routing import Target
+from gateway.services import allow_model, create_alias, remember_models, revoke_api_key
+from gateway.services.requests import find_records
+from gateway.services.traffic import FAILED, REFUSED
+from gateway.values import RequestOutcome, judge_outcome
+from tests.system.gateway_admin.factories import (
+    ACTOR,
+    audited,
+    make_gateway,
+    make_key,
+    make_operator,
+    make_record,
+    make_tenant,
+)
+from tests.system.nodes.factories import make_node, make_presence
+from wire.contract import RequestState
+
+pytestmark = pytest.mark.django_db
+MOST_QUERIES = 10
+"""Session, operator, count, rows, and one for each filter whose choices are rows. None of them for each row."""
+POLYGLOT = "\"'><img src=x onerror=alert(1)>{{7*7}}<script>alert(2)</script>"
+
+
+@pytest.fixture
+def boss() -> Client:
+    """The browser of an operator who may do everything."""
+    client = Client()
+    client.force_login(make_operator())
+    return client
+
+
+@pytest.fixture
+def stranger() -> Client:
+    """The browser of an operator without any permission."""
+    client = Client()
+    client.force_login(make_operator("bob", is_superuser=False))
+    return client
+
+
+def make_rows(first: int) -> None:
+    for number in range(first, first + 4):
+        make_key(f"key {number}", tenant=f"tenant {number}", allowed_models=["tiny"])
+        allow_model(name=f"model {number}", actor=ACTOR)
+        make_record(model=f"model {number}", node_name=f"node {number}")
+        make_gateway()
+
+
+@pytest.mark.parametrize("page", ["tenant", "apikey", "model", "requestrecord", "gatewayprocess"])
+def test_a_list_takes_as_many_queries_for_many_rows_as_for_few(boss: Client, page: str) -> None:
+    counts = []
+    for first in (0, 4):
+        make_rows(first)
+        with CaptureQueriesContext(connection) as queries:
+            assert boss.get(reverse(f"admin:gateway_{page}_changelist")).status_code == 200
+        counts.append(len(queries))
+
+    assert counts[0] == counts[1] <= MOST_QUERIES
+
+
+def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
+    tenant = make_tenant()
+    answer = boss.post(
+        reverse("admin:gateway_apikey_add"),
+        {
+            "name": "ci",
+            "tenant": tenant.pk,
+            "requests_per_minute": 30,
+            "allowed_models": "b\na\n\n b ",
+            "last_day": "2031-01-31",
+            "priority": "high",
+        },
+    )
+    (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", answer.content.decode()))
+
+    key = ApiKey.objects.get()
+    assert "no-store" in answer["Cache-Control"]
+    assert (key.requests_per_minute, key.allowed_models) == (30, ["a", "b"])
+    assert key.expires_at is not None
+    assert key.expires_at.isoformat() == "2031-02-01T00:00:00+00:00"
+    for page, arguments in (("changelist", []), ("change", [key.pk])):
+        assert text not in boss.get(reverse(f"admin:gateway_apikey_{page}", args=arguments)).content.decode()
+    assert audited("api_key.create")[0].actor == "user:ada"
+
+
+@pytest.mark.parametrize(
+    ("allowed_models", "has_model", "model", "is_warned"),
+    [("b\na", True, "a", False), ("", True, "served", False), ("", False, "auto", True)],
+)
+def test_the_page_of_a_new_key_has_lines_that_run_as_they_stand(
+    boss: Client, settings: LazySettings, allowed_models: str, has_model: bool, model: str, is_warned: bool
+) -> None:
+    settings.GATEWAY_PUBLIC_URL = "https://api.example.com/"
+    if has_model:
+        allow_model(name="served", actor="user:ada")
+    form = {"name": "ci", "tenant": make_tenant().pk, "allowed_models": allowed_models, "priority": "normal"}
+    page = html.unescape(boss.post(reverse("admin:gateway_apikey_add"), form).content.decode())
+    (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", page))
+    curl = re.search(r">(curl .*?)</code>", page, re.DOTALL)
+    assert curl is not None
+    words = shlex.split(curl[1].replace("\\\n", " "))
+    assert words[:2] == ["curl", "https://api.example.com/v1/chat/completions"]
+    assert f"Authorization: Bearer {text}" in words
+    assert json.loads(words[-1])["model"] == model
+    assert "export OPENAI_BASE_URL=https://api.example.com/v1" in page
+    assert ("Allow one first" in page) is is_warned
+
+
+def test_what_a_service_refuses_is_said_beside_its_field(boss: Client) -> None:
+    tenant = make_tenant()
+    form = {"name": "ci", "tenant": tenant.pk, "priority": "normal", "last_day": date(2020, 1, 1).isoformat()}
+    answer = boss.post(reverse("admin:gateway_apikey_add"), form)
+
+    assert "expire in the future" in answer.content.decode()
+    assert not ApiKey.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["revoke", "limits"])
+def test_looking_at_a_question_changes_nothing(boss: Client, name: str) -> None:
+    key, _ = make_key()
+    page = boss.get(reverse("admin:gateway_apikey_confirm", args=[key.pk, name]))
+
+    assert page.status_code == 200
+    key.refresh_from_db()
+    assert key.revoked_at is None
+
+
+def test_a_key_is_revoked_by_the_answer_to_the_question(boss: Client) -> None:
+    key, _ = make_key()
+    page = boss.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "revoke"]), follow=True).content.decode()
+
+    key.refresh_from_db()
+    assert key.revoked_at is not None
+    assert f"Revoked the key {key.name}" in page
+    assert audited("api_key.revoke")[0].actor == "user:ada"
+
+
+def test_a_post_without_the_csrf_token_changes_nothing() -> None:
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(make_operator())
+    key, _ = make_key()
+
+    assert client.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "revoke"])).status_code == 403
+    key.refresh_from_db()
+    assert key.revoked_at is None
+
+
+def test_the_form_of_limits_shows_what_applies_now(boss: Client) -> None:
+    key, _ = make_key(requests_per_minute=77, allowed_models=["qwen3-8b"])
+    page = boss.get(reverse("admin:gateway_apikey_confirm", args=[key.pk, "limits"])).content.decode()
+
+    assert 'value="77"' in page
+    assert "qwen3-8b" in page
+    boss.post(
+        reverse("admin:gateway_apikey_confirm", args=[key.pk, "limits"]),
+        {"requests_per_minute": "", "allowed_models": "", "priority": "low"},
+    )
+    key.refresh_from_db()
+    assert (key.requests_per_minute, key.allowed_models, key.priority) == (None, [], "low")
+
+
+def test_an_operator_without_permission_sees_and_does_nothing(stranger: Client) -> None:
+    key, _ = make_key()
+
+    assert stranger.get(reverse("admin:gateway_apikey_changelist")).status_code == 403
+    assert stranger.get(reverse("admin:gateway_apikey_add")).status_code == 403
+    assert stranger.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "revoke"])).status_code == 403
+    key.refresh_from_db()
+    assert key.revoked_at is None
+
+
+def test_a_tenant_is_created_limited_and_switched_off_and_on(boss: Client) -> None:
+    boss.post(reverse("admin:gateway_tenant_add"), {"name": "mobile"})
+    tenant = Tenant.objects.get()
+    boss.post(reverse("admin:gateway_tenant_confirm", args=[tenant.pk, "limits"]), {"requests_per_minute": "9"})
+    boss.post(reverse("admin:gateway_tenant_confirm", args=[tenant.pk, "disable"]))
+    tenant.refresh_from_db()
+    assert (tenant.requests_per_minute, tenant.is_active) == (9, False)
+
+    boss.post(reverse("admin:gateway_tenant_confirm", args=[tenant.pk, "enable"]))
+    tenant.refresh_from_db()
+    assert tenant.is_active
+
+
+def test_a_declared_model_is_allowed_capped_and_disallowed(boss: Client) -> None:
+    remember_models(names=["tiny"])
+    model = Model.objects.get()
+    url = "admin:gateway_model_confirm"
+    boss.post(reverse(url, args=[model.pk, "allow"]))
+    boss.post(reverse(url, args=[model.pk, "caps"]), {"max_tokens": "256", "max_prompt_chars": "", "max_queue": "7"})
+    model.refresh_from_db()
+    assert (model.allowed, model.max_tokens, model.max_queue) == (True, 256, 7)
+
+    boss.post(reverse(url, args=[model.pk, "disallow"]))
+    model.refresh_from_db()
+    assert not model.allowed
+
+
+def test_a_model_is_allowed_by_name_before_any_box_serves_it(boss: Client) -> None:
+    boss.post(reverse("admin:gateway_model_add"), {"name": "qwen3-8b", "max_tokens": "100"})
+
+    assert Model.objects.get(name="qwen3-8b", allowed=True).max_tokens == 100
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("state=open", {"running"}),
+        ("state=wrong", {"failed", "rejected"}),
+        ("state=refused", {"rejected"}),
+        ("state=completed", {"completed"}),
+        ("error=any", {"failed", "rejected"}),
+        ("error=NO_AVAILABLE_NODE", {"rejected"}),
+        ("error=REQUEST_TIMEOUT", set()),
+        ("model=big", {"failed"}),
+        ("tenant=mobile", {"running"}),
+        ("node=attic", {"completed"}),
+        ("period=1h", {"completed", "failed", "running", "rejected"}),
+        ("period=15m", {"completed", "running", "rejected"}),
+    ],
+)
+def test_requests_are_filtered(boss: Client, query: str, found: set[str]) -> None:
+    allow_model(name="big", actor=ACTOR)
+    make_tenant("mobile")
+    make_record(state=RequestState.COMPLETED, node_name="attic", node_id=make_gateway().pk)
+    make_record(state=RequestState.FAILED, model="big", error_code="FORWARDED_REQUEST_FAILED", age_s=1800)
+    make_record(state=RequestState.RUNNING, tenant="mobile")
+    make_record(state=RequestState.REJECTED, status_code=400, error_code="BAD_REQUEST")
+    make_record(state=RequestState.REJECTED, status_code=503, error_code="NO_AVAILABLE_NODE")
+    page = boss.get(reverse("admin:gateway_requestrecord_changelist") + f"?{query}")
+
+    assert {record.state for record in page.context["cl"].result_list} == found
+
+
+def search(boss: Client, text: str) -> list[uuid.UUID]:
+    """Return the ids of the requests that the list shows for a search."""
+    page = boss.get(reverse("admin:gateway_requestrecord_changelist"), {"q": text})
+    return [record.pk for record in page.context["cl"].result_list]
+
+
+def test_a_request_is_found_by_its_id_and_by_the_end_of_it_that_the_list_shows(boss: Client) -> None:
+    wanted, _other = make_record(finished_at=timezone.now()), make_record(finished_at=timezone.now())
+    waiting = make_record(state=RequestState.QUEUED)
+
+    for record in (wanted, waiting):
+        tail = record.printed_id[-12:]
+        assert tail in boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode()
+        for text in (record.printed_id, str(record.pk), f"  {record.printed_id} ", tail, tail.upper(), record.pk.hex[-20:]):
+            assert search(boss, text) == [record.pk]
+    assert search(boss, "not an id") == search(boss, "0" * 12) == search(boss, "0" * 8 + wanted.printed_id[-12:]) == []
+
+
+def test_the_end_of_an_id_is_found_without_reading_every_row() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute("SELECT indisvalid FROM pg_index WHERE indexrelid = 'gateway_requestrecord_tail'::regclass")
+        assert cursor.fetchall() == [(True,)]
+    with CaptureQueriesContext(connection) as queries:
+        find_records(RequestRecord.objects.all(), "0" * 12)
+    with connection.cursor() as cursor:
+        cursor.execute("EXPLAIN " + next(query["sql"] for query in queries if "RIGHT(" in query["sql"]))
+        lines = [line for (line,) in cursor.fetchall()]
+    assert not [line for line in lines if "Seq Scan" in line]
+    assert [line for line in lines if "_tail" in line]
+
+
+def test_requests_are_found_by_the_name_of_a_model_a_tenant_or_a_key(boss: Client) -> None:
+    allow_model(name="big", actor=ACTOR)
+    key, _ = make_key("notebook", tenant="mobile")
+    create_alias(name="gpt-4o", tenant_name=None, targets=[Target("big")], actor=ACTOR)
+    by_model, by_alias = make_record(model="big"), make_record(model="big", asked_model="gpt-4o")
+    by_key, by_tenant = make_record(key_id=key.pk), make_record(tenant="mobile")
+    unknown, _old = make_record(model="gpt-9"), make_record(model="gpt-9", age_s=3 * 86_400)
+
+    assert set(search(boss, "Big")) == {by_model.pk, by_alias.pk}
+    assert search(boss, "gpt-4o") == [by_alias.pk]
+    assert search(boss, "notebook") == [by_key.pk]
+    assert search(boss, "mobile") == [by_tenant.pk]
+    assert search(boss, "gpt-9") == [unknown.pk]
+    assert search(boss, "nobody") == []
+
+
+def test_tokens_that_the_engine_did_not_report_are_marked(boss: Client) -> None:
+    make_record(prompt_tokens=11, completion_tokens=22, tokens_estimated=True)
+    make_record(prompt_tokens_est=33, state=RequestState.RUNNING)
+    page = boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode().replace("\u00a0", " ")
+
+    assert "~11 / ~22" in page
+    assert "~33 / –" in page
+
+
+def test_a_long_table_is_estimated_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paginator, "EXACT_ROWS", 3)
+    for _ in range(5):
+        make_record()
+    rows = RequestRecord.objects.order_by("-created_at")
+
+    with CaptureQueriesContext(connection) as queries:
+        everything = paginator.EstimatedPaginator(rows, 2).count
+        filtered = paginator.EstimatedPaginator(rows.filter(model="tiny"), 2).count
+    assert everything >= 3
+    assert filtered == 3
+    assert all("LIMIT" in query["sql"] for query in queries if "COUNT" in query["sql"].upper())
+
+
+def test_a_short_table_is_counted_exactly() -> None:
+    make_record()
+
+    assert paginator.EstimatedPaginator(RequestRecord.objects.order_by("-created_at"), 2).count == 1
+
+
+def test_text_from_outside_is_shown_as_text(boss: Client) -> None:
+    make_key(POLYGLOT[:80], allowed_models=[POLYGLOT])
+    allow_model(name=POLYGLOT, actor=ACTOR)
+    make_record(model=POLYGLOT, node_name=POLYGLOT, tenant=POLYGLOT[:80], key_name=POLYGLOT[:80])
+
+    for page in ("apikey", "model", "requestrecord"):
+        html = boss.get(reverse(f"admin:gateway_{page}_changelist")).content.decode()
+        assert "<img src=x" not in html
+        assert "<script>alert" not in html
+        assert "{{7*7}}" in html
+
+
+def test_a_gateway_process_that_went_silent_is_called_lost(boss: Client) -> None:
+    make_gateway(silent_s=60)
+    make_gateway(stopped=True)
+    make_gateway()
+    page = boss.get(reverse("admin:gateway_gatewayprocess_changelist")).content.decode()
+
+    assert all(word in page for word in ("lost", "stopped", "serving"))
+
+
+def test_a_key_shows_why_it_does_not_work(boss: Client) -> None:
+    revoked, _ = make_key("one")
+    revoke_api_key(key_id=revoked.pk, actor=ACTOR)
+    expired, _ = make_key("two")
+    ApiKey.objects.filter(pk=expired.pk).update(expires_at=timezone.now() - timedelta(minutes=1))
+    page = boss.get(reverse("admin:gateway_apikey_changelist")).content.decode()
+
+    assert all(word in page for word in ("revoked", "expired"))
+
+
+def test_the_page_of_a_request_says_how_it_ended_and_the_names_of_its_model(boss: Client) -> None:
+    node = make_node("attic", model_names=["tiny"], cordoned=True)
+    make_presence(node)
+    changes: dict[str, Any] = {"model": "tiny", "asked_model": "gpt-4o-mini", "node_id": node.pk, "node_name": "attic"}
+    failed = make_record(state=RequestState.FAILED, error_code="NODE_DRAINING", **changes)
+    page = boss.get(reverse("admin:gateway_requestrecord_change", args=[failed.pk])).content.decode()
+
+    assert "Every box that serves the model was being held back." in page
+    assert "Now: Only attic has tiny, and it is cordoned. Uncordon attic" in page
+    assert all(text in page for text in ("gpt-4o-mini", reverse("admin:nodes_node_change", args=[node.pk])))
+    assert "data-open" not in page
+    queued = make_record(state=RequestState.QUEUED, model="tiny")
+    waiting = boss.get(reverse("admin:gateway_requestrecord_change", args=[queued.pk])).content.decode()
+    assert "It waits: Only attic has tiny, and it is cordoned." in waiting
+    assert "data-open" in waiting
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        (
+            {"state": "rejected", "status_code": 400, "error_code": "BAD_REQUEST"},
+            ["mst-is-refused", ">refused<", "has to change it"],
+        ),
+        (
+            {"state": "rejected", "status_code": 503, "error_code": "NO_AVAILABLE_NODE"},
+            ["mst-is-rejected", ">not accepted<", "queue"],
+        ),
+        (
+            {"state": "rejected", "status_code": 400, "error_code": "BAD_REQUEST", "engine_error": "temperature is below 0"},
+            ["The engine on attic refused the request with HTTP 400.", "temperature is below 0"],
+        ),
+        (
+            {"state": "failed", "status_code": 500, "error_code": "FORWARDED_REQUEST_FAILED", "engine_error": "CUDA <oom>"},
+            ["The engine on attic failed with HTTP 500.", "The engine said: <q>CUDA &lt;oom&gt;</q>"],
+        ),
+        (
+            {"state": "failed", "status_code": 401, "error_code": "FORWARDED_REQUEST_FAILED"},
+            ["The engine on attic turned the node away with HTTP 401.", "--backend-key"],
+        ),
+        (
+            {"state": "failed", "status_code": 429, "error_code": "FORWARDED_REQUEST_FAILED"},
+            ["The engine on attic had no room (HTTP 429)."],
+        ),
+        ({"state": "failed", "status_code": 502, "error_code": "FORWARDED_REQUEST_FAILED"}, ["in the log of the node"]),
+    ],
+)
+def test_the_page_of_a_request_says_whose_fault_it_was_and_what_the_engine_said(
+    boss: Client, changes: dict[str, Any], texts: list[str]
+) -> None:
+    record = make_record(node_name="attic", attempts=1, **{**changes, "state": RequestState(changes["state"])})
+    page = boss.get(reverse("admin:gateway_requestrecord_change", args=[record.pk])).content.decode()
+
+    assert [text for text in texts if text not in page] == []
+    assert "are not kept" not in page
+
+
+@pytest.mark.parametrize("state", list(RequestState))
+@pytest.mark.parametrize("status_code", [None, 200, 399, 400, 499, 500])
+def test_the_rows_that_count_as_refused_and_failed_are_those_of_the_table(state: RequestState, status_code: int | None) -> None:
+    make_record(state=state, status_code=status_code)
+    outcome = judge_outcome(state, status_code)
+
+    assert RequestRecord.objects.filter(REFUSED).exists() == (outcome is RequestOutcome.REFUSED)
+    assert RequestRecord.objects.filter(FAILED).exists() == (outcome is RequestOutcome.FAILED)
+
+
+def test_the_list_of_requests_says_what_was_asked_for_why_it_failed_and_why_it_waits(boss: Client) -> None:
+    make_record(state=RequestState.FAILED, error_code="FORWARDED_REQUEST_FAILED", asked_model="gpt-4o-mini")
+    counts, page = [], ""
+    for _ in range(2):
+        for model in ("tiny", "big"):
+            make_record(state=RequestState.QUEUED, model=model)
+        with CaptureQueriesContext(connection) as queries:
+            page = boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode()
+        counts.append(len(queries))
+
+    assert all(text in page for text in ("asked for gpt-4o-mini", "FORWARDED_REQUEST_FAILED", "no node"))
+    assert counts[0] == counts[1]

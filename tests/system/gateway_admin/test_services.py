@@ -1,0 +1,238 @@
+"""Tenants, keys and the allow-list change through one function each, which also writes the audit."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from django.utils import timezone
+from pytest_django import DjangoCaptureOnCommitCallbacks
+
+from gateway.catalogue import Catalogue
+from gateway.models import ApiKey, Model, Tenant
+from gateway.services import (
+    InvalidValue,
+    KeyNotFound,
+    KeyRevoked,
+    ModelNotFound,
+    NameTaken,
+    TenantNotFound,
+    allow_model,
+    change_key_limits,
+    change_model_canary,
+    change_model_caps,
+    change_tenant_limit,
+    create_api_key,
+    create_tenant,
+    disable_tenant,
+    disallow_model,
+    enable_tenant,
+    is_model_allowed,
+    remember_models,
+    revoke_api_key,
+)
+from gateway.values import Limits, Priority
+from tests.system.gateway_admin.factories import ACTOR, audited, make_key, make_tenant
+
+pytestmark = pytest.mark.django_db
+
+
+def test_a_tenant_is_created_once_and_audited() -> None:
+    create_tenant(name=" research ", requests_per_minute=60, actor=ACTOR)
+
+    assert Tenant.objects.get().name == "research"
+    assert [(event.actor, event.target) for event in audited("tenant.create")] == [(ACTOR, "research")]
+    with pytest.raises(NameTaken):
+        create_tenant(name="research", actor=ACTOR)
+
+
+@pytest.mark.parametrize("name", ["", "   ", "x" * 81, "line\nbreak", "nul\x00", "\u202eevil"])
+def test_a_name_that_nobody_could_read_is_refused(name: str) -> None:
+    with pytest.raises(InvalidValue) as refusal:
+        create_tenant(name=name, actor=ACTOR)
+
+    assert refusal.value.param == "name"
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2**31])
+def test_a_limit_that_means_nothing_is_refused(limit: int) -> None:
+    with pytest.raises(InvalidValue) as refusal:
+        create_tenant(name="research", requests_per_minute=limit, actor=ACTOR)
+
+    assert refusal.value.param == "requests_per_minute"
+
+
+def test_disabling_a_tenant_touches_updated_at_once() -> None:
+    tenant = make_tenant()
+    changed = disable_tenant(name="research", actor=ACTOR)
+    again = disable_tenant(name="research", actor=ACTOR)
+
+    assert not changed.is_active
+    assert changed.updated_at > tenant.updated_at
+    assert again.updated_at == changed.updated_at
+    assert len(audited("tenant.disable")) == 1
+    assert enable_tenant(name="research", actor=ACTOR).is_active
+
+
+def test_the_limit_of_a_tenant_can_be_taken_back_to_the_default() -> None:
+    make_tenant()
+    change_tenant_limit(name="research", requests_per_minute=5, actor=ACTOR)
+    change_tenant_limit(name="research", requests_per_minute=None, actor=ACTOR)
+
+    assert Tenant.objects.get().requests_per_minute is None
+    assert [event.detail for event in audited("tenant.limit")] == [{"from": None, "to": 5}, {"from": 5, "to": None}]
+
+
+def test_a_key_is_stored_as_a_hash_and_never_in_the_audit() -> None:
+    key, text = make_key(requests_per_minute=10, allowed_models=["b", "a", "a"])
+
+    assert bytes(ApiKey.objects.get().digest) == hashlib.sha256(text.encode()).digest()
+    assert key.allowed_models == ["a", "b"]
+    event = audited("api_key.create")[0]
+    assert text not in str(event.detail)
+    assert event.detail["keyid"] == key.keyid
+
+
+def test_a_key_needs_a_tenant_and_a_future() -> None:
+    with pytest.raises(TenantNotFound):
+        create_api_key(name="k", tenant_name="nobody", actor=ACTOR)
+    with pytest.raises(InvalidValue) as refusal:
+        make_key(expires_at=timezone.now() - timedelta(seconds=1))
+    assert refusal.value.param == "expires_at"
+
+
+def test_revoking_a_key_is_for_good_and_happens_once() -> None:
+    key, _ = make_key()
+    first = revoke_api_key(key_id=key.pk, actor=ACTOR)
+    second = revoke_api_key(key_id=key.pk, actor=ACTOR)
+
+    assert first.revoked_at == second.revoked_at
+    assert first.updated_at > key.updated_at
+    assert len(audited("api_key.revoke")) == 1
+    with pytest.raises(KeyRevoked):
+        change_key_limits(key_id=key.pk, requests_per_minute=1, allowed_models=(), actor=ACTOR)
+
+
+def test_the_limits_of_a_key_are_replaced_as_a_whole() -> None:
+    key, _ = make_key(requests_per_minute=10, allowed_models=["a"])
+    changed = change_key_limits(key_id=key.pk, requests_per_minute=None, allowed_models=["b"], actor=ACTOR)
+
+    assert (changed.requests_per_minute, changed.allowed_models) == (None, ["b"])
+    assert changed.updated_at > key.updated_at
+
+
+def test_a_key_has_a_priority_that_stays_until_it_is_changed() -> None:
+    assert make_key("plain")[0].priority == "normal"
+    key, _ = make_key(priority="low")
+    kept = change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), actor=ACTOR)
+    assert kept.priority == "low"
+    changed = change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), priority="high", actor=ACTOR)
+    assert changed.priority == "high"
+    assert audited("api_key.limits")[-1].detail["to"]["priority"] == "high"
+    assert dict(Catalogue(Limits()).load_keys(None))[key.keyid].caller.priority is Priority.HIGH
+
+
+def test_a_priority_that_no_box_knows_is_refused() -> None:
+    with pytest.raises(InvalidValue) as refusal:
+        make_key(priority="urgent")
+    assert refusal.value.param == "priority"
+
+
+def test_a_key_that_is_not_there_cannot_change() -> None:
+    missing = uuid.uuid4()
+    with pytest.raises(KeyNotFound):
+        revoke_api_key(key_id=missing, actor=ACTOR)
+    with pytest.raises(KeyNotFound):
+        change_key_limits(key_id=missing, requests_per_minute=1, allowed_models=(), actor=ACTOR)
+
+
+def test_a_model_is_allowed_and_disallowed() -> None:
+    assert not is_model_allowed("tiny")
+    allow_model(name="tiny", max_tokens=100, actor=ACTOR)
+    assert is_model_allowed("tiny")
+
+    disallow_model(name="tiny", actor=ACTOR)
+
+    assert not is_model_allowed("tiny")
+    assert Model.objects.get().max_tokens == 100
+    with pytest.raises(ModelNotFound):
+        disallow_model(name="other", actor=ACTOR)
+
+
+def test_allowing_again_keeps_caps_that_are_not_given_and_writes_nothing() -> None:
+    first = allow_model(name="tiny", max_tokens=100, max_queue=3, actor=ACTOR)
+    again = allow_model(name="tiny", actor=ACTOR)
+
+    assert (again.max_tokens, again.max_queue) == (100, 3)
+    assert again.updated_at == first.updated_at
+    assert len(audited("model.allow")) == 1
+    assert allow_model(name="tiny", max_tokens=50, actor=ACTOR).max_tokens == 50
+
+
+def test_caps_are_replaced_as_a_whole() -> None:
+    allow_model(name="tiny", max_tokens=100, actor=ACTOR)
+    changed = change_model_caps(name="tiny", max_tokens=None, max_prompt_chars=9, max_queue=None, actor=ACTOR)
+
+    assert (changed.max_tokens, changed.max_prompt_chars) == (None, 9)
+    with pytest.raises(ModelNotFound):
+        change_model_caps(name="x", max_tokens=None, max_prompt_chars=None, max_queue=None, actor=ACTOR)
+
+
+def test_declared_models_are_remembered_without_being_allowed() -> None:
+    allow_model(name="tiny", actor=ACTOR)
+
+    assert remember_models(names=["tiny", "new"]) == 1
+    assert remember_models(names=["tiny", "new"]) == 0
+    assert is_model_allowed("tiny")
+    assert not is_model_allowed("new")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: create_tenant(name="other", actor=ACTOR),
+        lambda: make_key("other"),
+        lambda: allow_model(name="other", actor=ACTOR),
+        lambda: remember_models(names=["declared"]),
+    ],
+)
+def test_every_change_sends_one_hint_after_the_commit(
+    change: Callable[[], object], django_capture_on_commit_callbacks: DjangoCaptureOnCommitCallbacks
+) -> None:
+    make_tenant()
+    with django_capture_on_commit_callbacks() as callbacks:
+        change()
+
+    assert len(callbacks) == 1
+
+
+def test_a_canary_question_is_set_and_taken_away_and_gateways_hear_of_it() -> None:
+    allow_model(name="m", actor=ACTOR)
+    assert Catalogue(Limits()).load_models()[0].canary_question == ""
+    change_model_canary(name="m", question=" What is 17 times 3? ", answer="51", actor=ACTOR)
+    (entry,) = Catalogue(Limits()).load_models()
+    assert (entry.canary_question, entry.canary_answer) == ("What is 17 times 3?", "51")
+    change_model_canary(name="m", question="", answer="", actor=ACTOR)
+    assert [event.detail for event in audited("model.canary")] == [{"is_asked": True}, {"is_asked": False}]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "param"),
+    [
+        ("What is 17 times 3?", "", "answer"),
+        ("", "51", "question"),
+        ("Say Paris.", "paris", "answer"),
+        ("two\nlines", "x", "question"),
+        ("q", "x" * 201, "answer"),
+        ("q" * 501, "x", "question"),
+    ],
+)
+def test_a_canary_question_that_would_tell_nothing_is_refused(question: str, answer: str, param: str) -> None:
+    allow_model(name="m", actor=ACTOR)
+    with pytest.raises(InvalidValue) as refusal:
+        change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
+    assert refusal.value.param == param
+    assert Model.objects.get().canary_question == ""

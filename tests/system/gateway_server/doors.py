@@ -1,0 +1,141 @@
+"""The gateway's HTTP protocol on a real socket, an application behind it, and clients that write bytes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle
+from gateway.client import SCOPE_HANDLE
+from tests.system.gateway_server.serving import run_server
+
+Scope = dict[str, Any]
+App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+class Door:
+    """A running server and its port."""
+
+    def __init__(self, server: uvicorn.Server, port: int, protocol: type[GatewayHttpProtocol]) -> None:
+        self.server = server
+        self.port = port
+        self.protocol = protocol
+
+    @asynccontextmanager
+    async def visit(self, first: bytes = b"") -> AsyncIterator[Visitor]:
+        """Open a connection; close it at the end. What is said ``first`` is there before the server's clock for it runs."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        connection.sendall(first)
+        connection.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            yield Visitor(reader, writer)
+        finally:
+            writer.close()
+
+
+class Visitor:
+    """A client on a raw socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def say(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> tuple[int, dict[str, str]]:
+        """Return status and headers of the next response."""
+        async with asyncio.timeout(30):
+            block = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        status, *lines = block.rstrip("\r\n").split("\r\n")
+        return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines)
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """Return the next response with a sized body."""
+        status, headers = await self.head()
+        return status, headers, await self.reader.readexactly(int(headers.get("content-length", 0)))
+
+    async def rest(self) -> bytes:
+        """Return everything until the server closes. Raises ConnectionResetError when it resets."""
+        async with asyncio.timeout(30):
+            return await self.reader.read()
+
+    def reset(self) -> None:
+        """Close with RST instead of FIN."""
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def serve(
+    app: App,
+    *,
+    header_s: float = 10.0,
+    body_s: float = 10.0,
+    keep_alive_s: int = 60,
+    linger_s: float = 30.0,
+    linger_idle_s: float = 10.0,
+    linger_bytes: int = 2**27,
+) -> AsyncIterator[Door]:
+    """Serve ``app`` with our protocol."""
+
+    class Protocol(GatewayHttpProtocol):
+        header_timeout_s = header_s
+        body_timeout_s = body_s
+        max_linger_s = linger_s
+        max_linger_idle_s = linger_idle_s
+        max_linger_bytes = linger_bytes
+
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        http=Protocol,
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=1,
+    )
+    server = uvicorn.Server(config)
+    async with run_server(server) as port:
+        yield Door(server, port, Protocol)
+
+
+def handle_of(scope: Scope) -> Handle:
+    found = scope["extensions"][SCOPE_HANDLE]
+    assert isinstance(found, Handle)
+    return found
+
+
+async def hello(scope: Scope, receive: Any, send: Any) -> None:
+    """Answer every request with its path."""
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+    await send({"type": "http.response.body", "body": b"hello"})
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def error_of(body: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert error.keys() == {"code", "message", "retryable", "type", "param"}
+    return error

@@ -1,0 +1,128 @@
+"""People who sign: users with software passkeys, the policy that names them, and their approvals through the services."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from django.conf import settings
+from django.utils import timezone
+
+from core.models import User
+from governance import services
+from governance.models import ApproverKey, Operation, PolicyVersion
+from governance.services import ApproverChoice, Proposer
+from tests.rings.contract.waiting import wait_until
+from tests.unit.wire.passkeys import SoftPasskey
+from wire.optoken.approval import encode_bytes, read_statement
+
+RP_ID = "localhost"
+
+
+@dataclass
+class Member:
+    """One person with a passkey."""
+
+    user: User
+    passkey: SoftPasskey
+    key: ApproverKey
+
+    @property
+    def name(self) -> str:
+        """The user name, which is the approver id."""
+        return self.user.username
+
+    @property
+    def proposer(self) -> Proposer:
+        """The person as one who asks."""
+        return Proposer(self.name, self.user.pk)
+
+    def proof(self, operation: Operation) -> dict[str, object]:
+        """What the person's passkey makes of the statement."""
+        return self.passkey.sign(read_statement(bytes(operation.statement)).digest, approver=self.name)
+
+    def approve(self, operation: Operation) -> Operation:
+        """Approve through the service."""
+        return services.approve(
+            op_id=operation.pk, user=self.user, proof=self.proof(operation), brought_by=f"session:{self.name}"
+        )
+
+
+@dataclass
+class Team:
+    """Some people, and the policy once ``start`` made one."""
+
+    members: list[Member] = field(default_factory=list)
+
+    def __getitem__(self, index: int) -> Member:
+        return self.members[index]
+
+    def add(self, name: str, *, is_staff: bool = True, is_break_glass: bool = False) -> Member:
+        """Make a person with a passkey."""
+        user = User.objects.create_user(name, is_staff=is_staff)
+        member = Member(user, *make_key(user, is_break_glass=is_break_glass))
+        self.members.append(member)
+        return member
+
+    def choices(self) -> list[ApproverChoice]:
+        """Everybody with every key."""
+        ids = {m.name: tuple(ApproverKey.objects.filter(user=m.user).values_list("pk", flat=True)) for m in self.members}
+        return [ApproverChoice(m.name, (), ids[m.name]) for m in self.members]
+
+    def start(self, **changes: object) -> PolicyVersion:
+        """Draft, sign and carry out the first policy: asked for by the first person, approved by two others."""
+        operation = services.draft_policy(
+            approvers=self.choices(),
+            reason="the first policy",
+            proposer=self[0].proposer,
+            **changes,  # type: ignore[arg-type]
+        )
+        for member in self.members[1:3] or self.members:
+            member.approve(operation)
+        services.run_due()
+        # A control plane that runs beside the test may have taken it.
+        wait_until(lambda: not operation.runs.filter(ended_at=None).exists(), what="the policy is in force")
+        found = services.active_policy()
+        assert found is not None
+        return found[0]
+
+
+def make_key(user: User, *, is_break_glass: bool = False) -> tuple[SoftPasskey, ApproverKey]:
+    """Give a person a passkey of this site."""
+    passkey = SoftPasskey(rp_id=RP_ID, origin=settings.PUBLIC_URL.rstrip("/"))
+    spki = passkey.public_key
+    import hashlib
+
+    row = ApproverKey.objects.create(
+        user=user, kind=ApproverKey.Kind.WEBAUTHN, keyid=passkey.keyid, public_key=encode_bytes(spki),
+        thumbprint=hashlib.sha256(spki).hexdigest(), label=f"passkey of {user.username}", is_break_glass=is_break_glass,
+    )  # fmt: skip
+    return passkey, row
+
+
+def make_team(*names: str) -> Team:
+    """A team without a policy yet."""
+    team = Team()
+    for name in names or ("ana", "ben", "cleo"):
+        team.add(name)
+    return team
+
+
+def make_governed(*names: str, **changes: object) -> Team:
+    """A team whose first policy is active."""
+    team = make_team(*names)
+    team.start(**changes)
+    return team
+
+
+def propose_token(member: Member, **changes: object) -> Operation:
+    """Ask for an operation that needs no box."""
+    asked: dict[str, object] = {
+        "operation": "admin-token-mint", "targets": ["control-plane"], "params": {"name": "ci"}, "reason": "for the build",
+        "proposer": member.proposer,
+    }  # fmt: skip
+    return services.propose(**(asked | changes))  # type: ignore[arg-type]
+
+
+def make_due(operation: Operation) -> None:
+    """Let every run of an operation be due now."""
+    operation.runs.update(due_at=timezone.now())

@@ -1,0 +1,418 @@
+"""Operations over REST: asking, listing, reading, deciding; who may, and what is refused in which words."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from governance import services
+from governance.models import AdminToken, AuditEvent, Operation
+from tests.system.governance.governance_rest import make_client, post, refusal
+from tests.system.governance.team import Member, Team, make_governed, make_team, propose_token
+from wire.credentials import CredentialKind, mint_credential
+from wire.ids import format_id, new_uuid7
+from wire.optoken.approval import STATEMENT_DOMAIN, decode_bytes, digest_words, read_statement
+
+pytestmark = pytest.mark.django_db
+LIST = "/api/v1/operations"
+MINT = {"operation": "admin-token-mint", "params": {"name": "ci"}, "reason": "for the build"}
+
+
+@pytest.fixture
+def team() -> Team:
+    return make_team()
+
+
+@pytest.fixture
+def clients(team: Team) -> list[Client]:
+    """Ana, ben and cleo with a token each, last a token of nobody; the policy of the three is in force."""
+    made = [make_client(member) for member in team.members] + [make_client(None, name="robot")]
+    team.start()
+    return made
+
+
+def test_an_operation_is_asked_for_approved_carried_out_and_its_token_claimed(team: Team, clients: list[Client]) -> None:
+    asked = post(clients[0], LIST, MINT)
+    assert asked.status_code == 201
+    shown = asked.json()
+    path = f"{LIST}/{shown['op_id']}"
+    assert asked["Location"] == path
+    assert (shown["state"], shown["requested_by"], shown["actions"]) == ("pending", "ana", ["cancel"])
+    operation = Operation.objects.get(operation="admin-token-mint")
+    states = []
+    for client, member in zip(clients[1:3], team.members[1:], strict=True):
+        answer = post(client, f"{path}/approvals", {"proof": member.proof(operation), "comment": "words compared"})
+        assert answer.status_code == 200, answer.content
+        states.append(answer.json()["state"])
+    assert states == ["pending", "approved"]
+    services.run_due()
+    ended = clients[0].get(path).json()
+    assert [run["state"] for run in ended["runs"]] == ["succeeded"]
+    assert [(one["person"], one["comment"]) for one in ended["decisions"]] == [
+        ("ben", "words compared"),
+        ("cleo", "words compared"),
+    ]
+    claimed = post(clients[0], f"{path}/claim")
+    assert claimed.status_code == 200
+    assert claimed["Cache-Control"] == "no-store"
+    token = services.verify_admin_token(claimed.json()["secret"])
+    assert token is not None
+    assert (token.pk, token.owner) == (claimed.json()["token_id"], team[0].user)
+    assert "claimed already" in refusal(post(clients[0], f"{path}/claim"), 409)["message"]
+
+
+def test_the_statement_is_served_as_it_is_signed(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    answer = clients[1].get(f"{LIST}/{operation.printed_id}/statement", headers={"accept": "application/octet-stream"})
+    digest = hashlib.sha256(STATEMENT_DOMAIN + answer.content).digest()
+    assert answer.content == bytes(operation.statement)
+    assert answer["Content-Type"] == "application/octet-stream"
+    assert (answer["X-Statement-Digest"], answer["X-Statement-Words"]) == (digest.hex(), digest_words(digest))
+    shown = clients[1].get(f"{LIST}/{operation.pk}").json()
+    assert decode_bytes(shown["statement_b64"]) == answer.content
+    assert shown["statement"]["opId"] == operation.printed_id
+    assert shown["assertion"]["allowCredentials"][0]["id"] == team[1].passkey.keyid
+
+
+def test_a_token_of_a_person_brings_no_proof_of_another(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    error = refusal(post(clients[2], f"{LIST}/{operation.pk}/approvals", {"proof": team[1].proof(operation)}), 403)
+    assert (error["code"], error["rule"], error["param"]) == ("APPROVAL_REFUSED", "unknown_key", "proof")
+
+
+def test_a_rule_of_approval_that_refuses_is_named_by_its_code(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    path = f"{LIST}/{operation.pk}/approvals"
+    other = propose_token(team[0], params={"name": "other"})
+    cases = [
+        (clients[0], team[0].proof(operation), "requester_approves"),
+        (clients[1], team[1].proof(other), "wrong_challenge"),
+        (clients[1], {**team[1].proof(operation), "signature": "AAAA"}, "bad_proof_signature"),
+        (clients[1], {**team[1].proof(operation), "signature": "not base64url!"}, "bad_proof"),
+        (clients[1], {**team[1].proof(operation), "approver": "nobody"}, "unknown_key"),
+    ]
+    for client, proof, rule in cases:
+        assert refusal(post(client, path, {"proof": proof}), 403)["rule"] == rule
+    assert post(clients[1], path, {"proof": team[1].proof(operation)}).status_code == 200
+    assert refusal(post(clients[1], path, {"proof": team[1].proof(operation)}), 403)["rule"] == "duplicate_proof"
+
+
+def test_an_operation_is_rejected_in_words_that_its_requester_reads(team: Team, clients: list[Client]) -> None:
+    path = f"{LIST}/{propose_token(team[0]).printed_id}"
+    assert refusal(post(clients[1], f"{path}/rejections", {}), 400)["param"] == "comment"
+    assert "belongs to one" in refusal(post(clients[3], f"{path}/rejections", {"comment": "no"}), 403)["message"]
+    assert refusal(post(clients[0], f"{path}/rejections", {"comment": "no"}), 403)["code"] == "NOT_PERMITTED"
+    answer = post(clients[1], f"{path}/rejections", {"comment": "not today"})
+    assert (answer.status_code, answer.json()["state"]) == (200, "rejected")
+    assert "not today" in clients[0].get(path).json()["state_reason"]
+    assert refusal(post(clients[2], f"{path}/rejections", {"comment": "no"}), 409)["code"] == "STATE_CHANGED"
+
+
+def test_an_approval_is_withdrawn_by_whoever_gave_it(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    path = f"{LIST}/{operation.printed_id}/approvals"
+    team[1].approve(operation)
+    assert "nothing to take back" in refusal(clients[2].delete(path), 403)["message"]
+    assert refusal(clients[3].delete(path), 403)["code"] == "NOT_PERMITTED"
+    answer = clients[1].delete(path)
+    assert (answer.status_code, answer.json()["approvals"]) == (200, 0)
+    assert answer.json()["decisions"][0]["withdrawn_at"] is not None
+
+
+def test_only_the_requester_cancels(team: Team, clients: list[Client]) -> None:
+    path = f"{LIST}/{propose_token(team[0]).printed_id}/cancel"
+    assert "Only ana can cancel" in refusal(post(clients[1], path), 403)["message"]
+    assert refusal(post(clients[0], path, {"force": True}), 400)["param"] == "force"
+    assert post(clients[0], path).json()["state"] == "cancelled"
+    assert refusal(post(clients[0], path), 409)["code"] == "STATE_CHANGED"
+
+
+def test_an_approval_for_once_is_not_used_again(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    assert refusal(post(clients[0], f"{LIST}/{operation.pk}/uses"), 409)["code"] == "STATE_CHANGED"
+    for member in team.members[1:]:
+        member.approve(operation)
+    assert refusal(post(clients[0], f"{LIST}/{operation.pk}/uses"), 403)["rule"] == "too_many_uses"
+
+
+def test_a_standing_approval_is_used_as_often_as_it_says() -> None:
+    team = make_team()
+    client = make_client(team[0])
+    classes = {"admin-token-mint": {"operations": ["admin-token-mint"], "threshold": 2, "maxUses": 2}}
+    team.start(classes={"policy-change": {"operations": ["policy-change"], "threshold": 2}, **classes})
+    shown = post(client, LIST, {**MINT, "max_uses": 2}).json()
+    assert (shown["is_standing"], shown["max_uses"], shown["uses"]) == (True, 2, 0)
+    operation = Operation.objects.get(operation="admin-token-mint")
+    for member in team.members[1:]:
+        member.approve(operation)
+    for use in (1, 2):
+        answer = post(client, f"{LIST}/{shown['op_id']}/uses")
+        assert (answer.status_code, answer.json()["uses"]) == (200, use), answer.content
+        services.run_due()
+    assert refusal(post(client, f"{LIST}/{shown['op_id']}/uses"), 403)["rule"] == "too_many_uses"
+
+
+def test_a_token_is_claimed_by_a_person(team: Team, clients: list[Client]) -> None:
+    path = f"{LIST}/{propose_token(team[0]).printed_id}/claim"
+    assert "belongs to one" in refusal(post(clients[3], path), 403)["message"]
+    assert "Only the person who asked" in refusal(post(clients[1], path), 403)["message"]
+    assert "not been approved" in refusal(post(clients[0], path), 409)["message"]
+
+
+def test_a_token_of_nobody_asks_under_its_own_name(clients: list[Client]) -> None:
+    name = f"token:robot#{AdminToken.objects.get(name='robot').keyid}"
+    shown = post(clients[3], LIST, MINT).json()
+    assert shown["requested_by"] == name
+    assert AuditEvent.objects.get(action="operation.propose", op_id=shown["op_id"]).actor == name
+    minted = mint_credential(CredentialKind.ADMIN)
+    AdminToken.objects.create(name="robot", keyid=minted.keyid, digest=minted.digest)
+    of_same_name = Client(headers={"authorization": f"Bearer {minted.text}"})
+    assert post(of_same_name, f"{LIST}/{shown['op_id']}/cancel").status_code == 403
+    assert post(clients[3], f"{LIST}/{shown['op_id']}/cancel").status_code == 200
+
+
+def test_the_same_key_asks_once(clients: list[Client]) -> None:
+    first = post(clients[0], LIST, MINT, **{"idempotency-key": "build-7"})
+    again = post(clients[0], LIST, MINT, **{"idempotency-key": "build-7"})
+    assert first.json()["op_id"] == again.json()["op_id"]
+    changed = post(clients[0], LIST, {**MINT, "params": {"name": "other"}}, **{"idempotency-key": "build-7"})
+    assert refusal(changed, 409)["param"] == "idempotency_key"
+    others = post(clients[1], LIST, MINT, **{"idempotency-key": "build-7"})
+    assert others.json()["op_id"] != first.json()["op_id"]
+    assert AuditEvent.objects.filter(action="operation.propose", op_id=first.json()["op_id"]).count() == 1
+
+
+@pytest.mark.parametrize("key", ["", "k" * 121, "k\u00e9"], ids=["empty", "long", "accent"])
+def test_a_key_that_is_none_is_refused(key: str) -> None:
+    answer = post(make_client(None), LIST, MINT, **{"idempotency-key": key})
+    assert refusal(answer, 400)["param"] == "Idempotency-Key"
+
+
+UNUSABLE: list[tuple[dict[str, object], str]] = [
+    ({"operation": "reboot"}, "operation"),
+    ({"operation": 7}, "operation"),
+    ({"operation": "policy-change"}, "operation"),
+    ({"targets": "control-plane"}, "targets"),
+    ({"targets": ["elsewhere"]}, "targets"),
+    ({"targets": ["control-plane"] * 65}, "targets"),
+    ({"params": ["name"]}, "params"),
+    ({"params": {}}, "name"),
+    ({"params": {"name": 7}}, "name"),
+    ({"params": {"name": "ci", "scope": "all"}}, "params"),
+    ({"params": {"name": "in\u202eside"}}, "params"),
+    ({"reason": ""}, "reason"),
+    ({"reason": "x" * 1001}, "reason"),
+    ({"op_class": "standing"}, "op_class"),
+    ({"max_uses": 0}, "max_uses"),
+    ({"max_uses": "1"}, "max_uses"),
+    ({"max_uses": 2}, "params"),
+    ({"stops_on_failure": "yes"}, "stops_on_failure"),
+    ({"not_before": "tomorrow"}, "not_before"),
+    ({"not_before": 1800000000}, "not_before"),
+    ({"not_after": "9999-12-31T23:59:59Z"}, "not_after"),
+    ({"not_after": "2021-01-01T00:00:00Z"}, "not_after"),
+    ({"reviews": "op_7"}, "reviews"),
+    ({"maxUses": 2}, "maxUses"),
+]
+"""What is changed in a good request, and the field that is then named."""
+
+
+def test_a_request_that_cannot_be_used_names_the_field(clients: list[Client]) -> None:
+    for changes, param in UNUSABLE:
+        error = refusal(post(clients[0], LIST, {**MINT, **changes}), 400)
+        assert (error["code"], error["param"]) == ("BAD_REQUEST", param), (changes, error)
+    assert Operation.objects.count() == 1, "the policy change alone"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ('{"operation": "a", "operation": "b"}', None, "'operation' stands twice"),
+        ('{"params": {"name": "a", "name": "b"}}', None, "'name' stands twice"),
+        ('{"params": {"size": 1.5}}', "params.size", "1.5 cannot be signed"),
+        ('{"params": {"size": 1.0}}', "params.size", "1.0 cannot be signed"),
+        ('{"params": {"size": [1e3]}}', "params.size", "1e3 cannot be signed"),
+        ('{"params": {"size": NaN}}', "params.size", "NaN cannot be signed"),
+        ('{"params": {"size": 9007199254740993}}', "params.size", "whole numbers go to"),
+        ('{"params": {"name": "\\u0000"}}', "params.name", "NUL"),
+        ('{"params": {"name": "\\ud800"}}', "params.name", "surrogate"),
+        ('{"max_uses": ' + "9" * 5000 + "}", None, "not JSON that can be used"),
+        ('{"params": ' + "[" * 3000 + "]" * 3000 + "}", None, "not JSON that can be used"),
+        ("{", None, "not JSON that can be used"),
+        ("[]", None, "Expected a dictionary"),
+        ("7", None, "Expected a dictionary"),
+        (b"\xff", None, "not UTF-8"),
+    ],
+    ids=[
+        "name", "inner-name", "fraction", "zero-fraction", "exponent", "nan", "huge", "nul", "surrogate", "digits", "deep",
+        "cut", "list", "number", "latin",
+    ],
+)  # fmt: skip
+def test_json_that_can_be_read_in_two_ways_is_refused(body: str | bytes, param: str | None, words: str) -> None:
+    error = refusal(make_client(None).post(LIST, body, content_type="application/json"), 400)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_a_body_that_is_too_large_or_of_another_type_is_refused() -> None:
+    client, large = make_client(None), '{"reason": "' + "x" * 1024 * 1024 + '"}'
+    assert refusal(client.post(LIST, large, content_type="application/json"), 413)["code"] == "BODY_TOO_LARGE"
+    assert refusal(client.post(LIST, {"operation": "a"}), 415)["code"] == "BAD_REQUEST"
+
+
+@pytest.mark.parametrize("op_id", ["7", "op_7", "op_" + "0" * 31, "node_" + "0" * 32, "%00", "..%2F"])
+def test_an_id_that_is_none_is_not_found(op_id: str) -> None:
+    client = make_client(None)
+    for part in ("", "/statement", "/evidence", "/receipts"):
+        assert refusal(client.get(f"{LIST}/{op_id}{part}"), 404)["code"] == "NOT_FOUND"
+
+
+def test_an_operation_that_does_not_exist_cannot_be_changed(team: Team, clients: list[Client]) -> None:
+    bodies = {"approvals": {"proof": team[1].proof(propose_token(team[0]))}, "rejections": {"comment": "no"}}
+    for part in ("approvals", "rejections", "cancel", "uses", "claim"):
+        for op_id in ("7", format_id("op", new_uuid7())):
+            assert refusal(post(clients[1], f"{LIST}/{op_id}/{part}", bodies.get(part)), 404)["code"] == "NOT_FOUND"
+
+
+def test_pages_of_the_list_show_every_operation_once(team: Team, clients: list[Client]) -> None:
+    made = [propose_token(team[index % 2], params={"name": f"t{index}"}).printed_id for index in range(5)]
+    query, seen = "?limit=2&operation=admin-token-mint", []
+    while query:
+        page = clients[2].get(LIST + query).json()
+        seen.append([one["op_id"] for one in page["operations"]])
+        propose_token(team[2], params={"name": f"late{len(seen)}"})
+        query = page["next_cursor"] and f"?limit=2&operation=admin-token-mint&cursor={page['next_cursor']}"
+    assert [len(page) for page in seen] == [2, 2, 1]
+    assert [op_id for page in seen for op_id in page] == made[::-1]
+
+
+def test_the_list_is_filtered(team: Team, clients: list[Client]) -> None:
+    mine, other = propose_token(team[0]), propose_token(team[1])
+    services.cancel(op_id=other.pk, proposer=team[1].proposer)
+    for query, found in (
+        ("state=cancelled", [other]),
+        ("state=pending&requested_by=ana", [mine]),
+        ("operation=node-drain", []),
+    ):
+        shown = clients[0].get(f"{LIST}?{query}").json()["operations"]
+        assert [one["op_id"] for one in shown] == [one.printed_id for one in found]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=201", "limit"),
+        ("limit=ten", "limit"),
+        ("state=done", "state"),
+        ("cursor=7", "cursor"),
+        ("cursor=" + "_" * 32, "cursor"),
+        ("requested_by=%00", "requested_by"),
+        ("operation=" + "x" * 41, "operation"),
+    ],
+)
+def test_a_filter_that_means_nothing_is_named(query: str, param: str) -> None:
+    assert refusal(make_client(None).get(f"{LIST}?{query}"), 400)["param"] == param
+
+
+def test_the_list_costs_the_same_however_long_it_is(team: Team, clients: list[Client]) -> None:
+    propose_token(team[0])
+    clients[0].get(LIST)
+    with CaptureQueriesContext(connection) as few:
+        clients[0].get(LIST)
+    for index in range(12):
+        team[1].approve(propose_token(team[0], params={"name": f"t{index}"}))
+    with CaptureQueriesContext(connection) as many:
+        clients[0].get(LIST)
+    assert len(many) == len(few) <= 6, [query["sql"][:90] for query in many]
+
+
+def test_reading_one_operation_takes_few_queries(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    for member in team.members[1:]:
+        member.approve(operation)
+    services.run_due()
+    clients[0].get(f"{LIST}/{operation.pk}")
+    with CaptureQueriesContext(connection) as queries:
+        clients[0].get(f"{LIST}/{operation.pk}")
+    assert len(queries) <= 13, [query["sql"][:90] for query in queries]
+
+
+def test_only_an_admin_token_opens_any_of_it(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    signed_in = Client()
+    signed_in.force_login(team[0].user)
+    for client in (Client(), signed_in, Client(headers={"authorization": "Bearer msa_wrong"})):
+        for part in ("", "/statement", "/evidence", "/receipts", "/events"):
+            answer = client.get(f"{LIST}/{operation.pk}{part}")
+            assert refusal(answer, 401)["code"] == "INVALID_ADMIN_TOKEN"
+            assert answer["WWW-Authenticate"].startswith("Bearer")
+        for path in (LIST, "/api/v1/policy/drafts", "/api/v1/freeze", f"{LIST}/{operation.pk}/cancel"):
+            assert refusal(post(client, path, MINT), 401)["code"] == "INVALID_ADMIN_TOKEN"
+    operation.refresh_from_db()
+    assert operation.state == "pending"
+
+
+def test_the_token_of_a_person_who_may_no_longer_sign_in_opens_nothing(team: Team, clients: list[Client]) -> None:
+    team[0].user.is_active = False
+    team[0].user.save(update_fields=["is_active"])
+    assert "not valid" in refusal(clients[0].get(LIST), 401)["message"]
+    assert clients[1].get(LIST).status_code == 200
+
+
+def test_who_asks_too_often_is_told_to_wait(team: Team, clients: list[Client]) -> None:
+    for index in range(20):
+        propose_token(team[0], params={"name": f"t{index}"})
+    error = refusal(post(clients[0], LIST, MINT), 429)
+    assert (error["code"], error["retryable"]) == ("TOO_MANY_OPEN", True)
+
+
+def test_before_there_is_a_policy_nothing_can_be_asked_for(team: Team) -> None:
+    assert refusal(post(make_client(team[0]), LIST, MINT), 409)["code"] == "NO_POLICY"
+
+
+def test_evidence_and_receipts_are_there_for_a_stranger(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    for member in team.members[1:]:
+        member.approve(operation)
+    bundle = clients[0].get(f"{LIST}/{operation.printed_id}/evidence").json()
+    assert len(bundle["policies"]) == 1
+    assert len(bundle["proofs"]) == 2
+    assert read_statement(decode_bytes(bundle["statement"])).op_id == operation.printed_id
+    assert clients[0].get(f"{LIST}/{operation.printed_id}/receipts").json() == {"receipts": []}
+    operation.runs.update(receipt="e30")
+    (receipt,) = clients[0].get(f"{LIST}/{operation.printed_id}/receipts").json()["receipts"]
+    assert (receipt["target"], receipt["text"], receipt["receipt"]) == ("control-plane", "e30", None)
+
+
+def test_no_answer_but_the_claim_holds_a_secret(team: Team, clients: list[Client]) -> None:
+    operation = propose_token(team[0])
+    for member in team.members[1:]:
+        member.approve(operation)
+    services.run_due()
+    secret = post(clients[0], f"{LIST}/{operation.pk}/claim").json()["secret"]
+    paths = [LIST, *(f"{LIST}/{operation.pk}{part}" for part in ("", "/statement", "/evidence", "/receipts"))]
+    for path in paths:
+        body = clients[0].get(path).content.decode()
+        assert secret not in body
+        assert secret.rpartition("_")[2][:32] not in body
+    assert AdminToken.objects.filter(minted_by=operation).count() == 1
+
+
+def test_a_solo_policy_is_visible_on_every_operation() -> None:
+    team = make_governed("ana", is_solo=True)
+    client = Client()
+    _, text = services.claim_admin_token(op_id=_minted(team[0]).pk, user=team[0].user)
+    shown = client.get(LIST, headers={"authorization": f"Bearer {text}"}).json()["operations"]
+    assert {one["is_solo"] for one in shown} == {True}
+
+
+def _minted(member: Member) -> Operation:
+    operation = propose_token(member)
+    member.approve(operation)
+    services.run_due()
+    return operation

@@ -1,0 +1,189 @@
+"""``GET …/events`` on the real server: what followers see, when it ends, who may, and that those who leave cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from channels.db import database_sync_to_async
+from django.test import RequestFactory
+
+from governance import services
+from governance.api.stream import MAX_STREAMS, Pace, StatusStream
+from governance.errors import StateChanged
+from governance.models import Operation
+from governance.services.dispatching import _FENCE_LOCK
+from tests.fakes.control_process import ServerProcess, serve_control
+from tests.system.governance.audit_rows import raw_connection
+from tests.system.governance.team import Team, make_team, propose_token
+from wire.ids import format_id, new_uuid7
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
+WITHIN_S = 30.0
+STOP_GRACE_S = 600
+"""Longer than anybody waits for the end of the server."""
+
+
+@pytest.fixture(scope="module")
+def server(django_db_setup: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One for all tests of this file; the last one stops it."""
+    with serve_control(tmp_path_factory.mktemp("stream") / "control.log", "--stop-grace", str(STOP_GRACE_S)) as process:
+        yield process
+
+
+@pytest.fixture
+def team() -> Team:
+    return make_team()
+
+
+@pytest.fixture
+def token(team: Team) -> str:
+    _, text = services.create_admin_token(name="ci", actor="user:ana", owner=team[0].user)
+    team.start()
+    return text
+
+
+@pytest.fixture
+def client(server: ServerProcess, token: str) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {token}"}
+    with httpx.Client(
+        base_url=server.url, headers=headers, timeout=WITHIN_S, limits=httpx.Limits(max_keepalive_connections=0)
+    ) as opened:
+        yield opened
+
+
+def path_of(operation: Operation) -> str:
+    """Where an operation is followed."""
+    return f"/api/v1/operations/{operation.printed_id}/events"
+
+
+def read_events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yield the data of each event."""
+    for line in answer.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return once it holds. Raises AssertionError at the deadline."""
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Let nothing be carried out until the block ends, by the server either, which looks for what is due every few seconds."""
+    with raw_connection() as session:
+        session.execute("SELECT pg_advisory_xact_lock(%s)", [_FENCE_LOCK])
+        yield
+
+
+def test_a_follower_sees_every_change_until_the_end(client: httpx.Client, team: Team) -> None:
+    operation = propose_token(team[0])
+    with client.stream("GET", path_of(operation)) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        assert answer.headers["cache-control"] == "no-store"
+        events = read_events(answer)
+        first = next(events)
+        assert (first["state"], first["approvals"], first["required"], first["is_final"]) == ("pending", 0, 2, False)
+        team[1].approve(operation)
+        assert next(events)["approvals"] == 1
+        with held_back():
+            team[2].approve(operation)
+            approved = next(events)
+        assert (approved["state"], approved["run_state"], approved["is_final"]) == ("approved", "queued", False)
+        services.run_due()
+        rest = list(events)
+    assert (rest[-1]["run_state"], rest[-1]["percent"], rest[-1]["is_final"]) == ("succeeded", 100, True)
+    assert [run["state"] for run in rest[-1]["runs"]] == ["succeeded"]
+    with client.stream("GET", path_of(operation)) as answer:
+        assert [event["is_final"] for event in read_events(answer)] == [True]
+
+
+def test_a_change_that_no_hint_told_of_is_seen_by_polling(client: httpx.Client, team: Team) -> None:
+    operation = propose_token(team[0])
+    with client.stream("GET", path_of(operation)) as answer:
+        events = read_events(answer)
+        next(events)
+        Operation.objects.filter(pk=operation.pk).update(state="expired")
+        assert [(event["state"], event["is_final"]) for event in events] == [("expired", True)]
+
+
+def test_whoever_may_not_follow_is_told_so_in_the_envelope(client: httpx.Client, server: ServerProcess, team: Team) -> None:
+    operation = propose_token(team[0])
+    stranger = httpx.get(server.url + path_of(operation))
+    assert (stranger.status_code, stranger.json()["error"]["code"]) == (401, "INVALID_ADMIN_TOKEN")
+    assert stranger.headers["www-authenticate"].startswith("Bearer")
+    for op_id in ("7", format_id("op", new_uuid7())):
+        missing = client.get(f"/api/v1/operations/{op_id}/events")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "NOT_FOUND")
+    posted = client.post(path_of(operation))
+    assert (posted.status_code, posted.headers["allow"]) == (405, "GET")
+
+
+def is_followed_to_the_end(client: httpx.Client, operation: Operation, team: Team) -> bool:
+    """Return whether there is room for one more follower; if so, end what it follows, and the stream with that."""
+    with client.stream("GET", path_of(operation)) as answer:
+        if answer.status_code != 200:
+            return False
+        with suppress(StateChanged):  # it was cancelled the last time, and the stream ended without saying so
+            services.cancel(op_id=operation.pk, proposer=team[0].proposer)
+        return "cancelled" in [event["state"] for event in read_events(answer)]
+
+
+def test_streams_are_bounded_and_those_who_leave_make_room(client: httpx.Client, server: ServerProcess, team: Team) -> None:
+    operation = propose_token(team[0])
+    process = psutil.Process(server.process.pid)
+    with client.stream("GET", path_of(operation)) as answer:
+        next(read_events(answer))
+    files = process.num_fds()
+    followed: list[Iterator[dict[str, Any]]] = []  # an iterator that is dropped closes its connection
+    with ExitStack() as open_streams:
+        for _ in range(MAX_STREAMS):
+            answer = open_streams.enter_context(client.stream("GET", path_of(operation)))
+            followed.append(read_events(answer))
+            assert next(followed[-1])["state"] == "pending"
+        refused = client.get(path_of(operation))
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert refused.json()["error"]["retryable"] is True
+        wait_until(lambda: client.get("/healthz").status_code == 200)
+    wait_until(lambda: process.num_fds() <= files + 2)
+    wait_until(lambda: is_followed_to_the_end(client, operation, team))
+    assert "Traceback" not in server.log.read_text()
+
+
+async def test_silence_is_filled_and_a_revoked_token_ends_it(team: Team, token: str) -> None:
+    operation = await database_sync_to_async(propose_token)(team[0])
+    request = RequestFactory().get("/", headers={"authorization": f"Bearer {token}"})
+    stream = StatusStream(request, operation.pk, pace=Pace(poll_s=0.05, pause_s=0.01, heartbeat_s=0.2))
+    async with asyncio.timeout(WITHIN_S):
+        chunks = aiter(stream)
+        assert (await anext(chunks)).startswith(b"event: status\ndata: {")
+        assert await anext(chunks) == b": still here\n\n"
+        await database_sync_to_async(services.revoke_admin_token)(token_id=await _find_token(token), actor="user:ana")
+        assert {chunk async for chunk in chunks} <= {b": still here\n\n"}
+
+
+@database_sync_to_async
+def _find_token(text: str) -> int:
+    token = services.verify_admin_token(text)
+    assert token is not None
+    return int(token.pk)
+
+
+def test_a_server_that_stops_does_not_wait_for_followers(client: httpx.Client, server: ServerProcess, team: Team) -> None:
+    operation = propose_token(team[0])
+    with client.stream("GET", path_of(operation)) as answer:
+        events = read_events(answer)
+        next(events)
+        assert server.terminate() == 0
+    assert "Traceback" not in server.log.read_text()

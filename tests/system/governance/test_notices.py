@@ -1,0 +1,406 @@
+"""Who is told of an operation, once, in the transaction of what happened; and how notices get through or are given up."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from django.core.mail import EmailMessage
+from django.core.management import CommandError, call_command
+from django.db import transaction
+from django.test import Client
+from django.urls import reverse
+from django.utils import timezone
+from pytest_django.fixtures import Settings
+
+from core.models import User
+from governance import services
+from governance.models import AuditEvent, Notice, Operation, WebhookEndpoint
+from governance.services.delivery import GIVE_UP_AFTER, LEASE, deliver_due
+from governance.services.notices import NOTICE_EVENTS, notify
+from governance.services.webhooks import add_webhook, remove_webhook
+from governance.webhooks import SIGNATURE_HEADER, DeliveryFailed, InvalidWebhook, parse_webhook_url, post_notice
+from tests.system.governance.team import Team, make_governed, propose_token
+from wire.optoken.approval import digest_words
+
+pytestmark = pytest.mark.django_db
+ACTOR = "user:ada"
+
+
+@dataclass
+class Receiver:
+    """A web server that keeps what is posted to it. ``status``: what it answers."""
+
+    url: str = ""
+    status: int = 204
+    location: str = ""
+    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            found.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
+            self.send_response(found.status)
+            if found.location:
+                self.send_header("location", found.location)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name of the base class
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        found.url = f"http://127.0.0.1:{server.server_address[1]}/hooks/muster?room=1"
+        try:
+            yield found
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def team(settings: Settings) -> Team:
+    """Three people with a policy, each with an address; what the policy itself told them is taken away."""
+    settings.NOTICE_SENDER = "muster@example.com"
+    made = make_governed()
+    for member in made.members:
+        User.objects.filter(pk=member.user.pk).update(email=f"{member.name}@example.com")
+    Notice.objects.all().delete()
+    return made
+
+
+def told(event: str) -> set[str]:
+    """Return who is told of an event: user names and names of webhooks."""
+    rows = Notice.objects.filter(event__startswith=event).select_related("person", "webhook")
+    return {row.person.get_username() if row.person else f"webhook:{row.webhook}" for row in rows}
+
+
+def test_a_proposal_is_told_to_those_who_can_approve_it_and_to_every_webhook_but_not_to_its_requester(team: Team) -> None:
+    add_webhook(name="ops", url="https://chat.example.com/x", actor=ACTOR)
+    propose_token(team[0])
+    assert told("proposed") == {"ben", "cleo", "webhook:ops"}
+
+
+def test_nobody_is_told_twice_of_the_same_event(team: Team) -> None:
+    operation = propose_token(team[0])
+    before = Notice.objects.count()
+    notify(operation, "proposed")
+    assert Notice.objects.count() == before
+
+
+def test_approval_and_end_are_told_to_requester_and_signers(team: Team) -> None:
+    operation = propose_token(team[0])
+    team[1].approve(operation)
+    assert told("approved") == set()
+    team[2].approve(operation)
+    services.run_due()
+    assert told("approved") == told("succeeded") == {"ana", "ben", "cleo"}
+
+
+def test_a_rejection_is_told_to_the_requester(team: Team) -> None:
+    operation = propose_token(team[0])
+    services.reject(op_id=operation.pk, user=team[1].user, comment="not today")
+    assert "ana" in told("rejected")
+
+
+def test_a_reminder_goes_to_those_who_have_not_decided_and_to_the_requester(team: Team) -> None:
+    operation = propose_token(team[0])
+    team[1].approve(operation)
+    notify(operation, "expiring_50")
+    assert told("expiring_50") == {"ana", "cleo"}
+
+
+def test_a_freeze_is_told_to_every_approver(team: Team) -> None:
+    services.freeze(user=team[1].user, reason="odd things happen")
+    assert told("frozen") == {"ana", "ben", "cleo"}
+
+
+def test_a_notice_goes_with_the_transaction_that_wrote_it(team: Team) -> None:
+    operation = propose_token(team[0])
+
+    @transaction.atomic
+    def fail_after_telling() -> None:
+        assert notify(operation, "blocked")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_after_telling()
+    assert told("blocked") == set()
+
+
+def test_nobody_gets_mail_without_a_sender_an_address_or_an_active_account(team: Team, settings: Settings) -> None:
+    User.objects.filter(username="ben").update(email="")
+    User.objects.filter(username="cleo").update(is_active=False)
+    propose_token(team[0])
+    settings.NOTICE_SENDER = ""
+    propose_token(team[1])
+    assert Notice.objects.count() == 0
+
+
+def test_an_event_that_does_not_exist_is_a_defect() -> None:
+    with pytest.raises(ValueError, match="no notice 'eaten'"):
+        notify(None, "eaten")
+
+
+@pytest.mark.parametrize("event", sorted(NOTICE_EVENTS - {"frozen"}))
+def test_every_mail_carries_title_words_and_link_and_says_that_an_answer_approves_nothing(
+    team: Team, mailoutbox: list[EmailMessage], event: str
+) -> None:
+    operation = propose_token(team[0])
+    Notice.objects.all().delete()
+    notify(operation, event)
+    assert deliver_due() == Notice.objects.count() > 0
+    mail = mailoutbox[0]
+    body = str(mail.body)
+    assert "Make an admin token" in mail.subject
+    assert "\n" not in mail.subject
+    assert digest_words(bytes.fromhex(operation.digest)) in body
+    assert f"http://localhost:8000/approvals/{operation.pk}/" in body
+    assert "Nothing can be approved by answering" in body
+    assert mail.from_email == "muster@example.com"
+    assert "&#x27;" not in body
+    assert "{%" not in body
+
+
+def test_the_mail_of_a_freeze_names_who_froze(team: Team, mailoutbox: list[EmailMessage]) -> None:
+    services.freeze(user=team[1].user, reason="odd things happen")
+    assert deliver_due() == 3
+    assert "ben has frozen all operations" in str(mailoutbox[0].body)
+
+
+def test_a_webhook_gets_signed_json_whose_signature_its_owner_can_check(team: Team, receiver: Receiver) -> None:
+    _, secret = add_webhook(name="ops", url=receiver.url, actor=ACTOR)
+    operation = propose_token(team[0])
+    Notice.objects.filter(webhook=None).delete()
+    assert deliver_due() == 1
+    headers, body = receiver.got[0]
+    parts = dict(part.split("=", 1) for part in headers[SIGNATURE_HEADER.lower()].split(","))
+    expected = hmac.new(secret.encode(), f"{parts['t']}.".encode() + body, hashlib.sha256).hexdigest()
+    assert hmac.compare_digest(parts["v1"], expected)
+    said = json.loads(body)
+    assert said["event"] == "proposed"
+    assert said["operation"]["words"] == digest_words(bytes.fromhex(operation.digest))
+    assert said["operation"]["id"] == operation.printed_id
+    assert said["link"].endswith(f"/approvals/{operation.pk}/")
+    assert secret not in body.decode()
+
+
+def test_the_end_of_a_run_names_its_target_and_the_digest_of_its_receipt(team: Team, receiver: Receiver) -> None:
+    add_webhook(name="ops", url=receiver.url, actor=ACTOR)
+    operation = propose_token(team[0])
+    team[1].approve(operation)
+    team[2].approve(operation)
+    services.run_due()
+    run = operation.runs.get()
+    run.receipt = "signed by the box"
+    run.save(update_fields=["receipt"])
+    Notice.objects.all().delete()
+    notify(operation, "succeeded", run=run)
+    assert deliver_due() == Notice.objects.count()
+    said = json.loads(receiver.got[0][1])
+    assert said["event"] == "succeeded"
+    assert said["run"]["target"] == "control-plane"
+    assert said["run"]["receiptSha256"] == hashlib.sha256(b"signed by the box").hexdigest()
+
+
+@pytest.fixture
+def waiting(team: Team, receiver: Receiver) -> Notice:
+    """One notice to a webhook that answers with 500."""
+    receiver.status = 500
+    add_webhook(name="ops", url=receiver.url, actor=ACTOR)
+    propose_token(team[0])
+    Notice.objects.filter(webhook=None).delete()
+    return Notice.objects.get()
+
+
+def age(notice: Notice, by: timedelta) -> None:
+    """Let a notice have been written earlier, and be due."""
+    Notice.objects.filter(pk=notice.pk).update(created_at=timezone.now() - by, due_at=timezone.now())
+
+
+def test_what_does_not_get_through_is_tried_again_later_and_says_why(waiting: Notice, receiver: Receiver) -> None:
+    for pause_s in (30, 60, 120):
+        age(waiting, timedelta())
+        before = timezone.now()
+        assert deliver_due() == 0
+        waiting.refresh_from_db()
+        assert before <= waiting.due_at - timedelta(seconds=pause_s) <= timezone.now()
+    assert waiting.last_error == "answered with 500"
+    receiver.status = 200
+    age(waiting, timedelta())
+    assert deliver_due() == 1
+    waiting.refresh_from_db()
+    assert (waiting.last_error, waiting.attempt, waiting.lease_until) == ("", 4, None)
+    assert waiting.sent_at
+
+
+def test_after_a_day_it_is_given_up_with_the_reason_kept(waiting: Notice) -> None:
+    age(waiting, GIVE_UP_AFTER)
+    deliver_due()
+    waiting.refresh_from_db()
+    assert waiting.given_up_at
+    assert waiting.last_error == "answered with 500"
+    assert deliver_due() == 0
+
+
+def test_a_redirect_is_not_followed(waiting: Notice, receiver: Receiver) -> None:
+    receiver.status, receiver.location = 307, receiver.url
+    deliver_due()
+    waiting.refresh_from_db()
+    assert len(receiver.got) == 1
+    assert waiting.last_error == "answered with 307"
+
+
+def test_what_another_process_is_sending_is_left_alone_until_its_lease_is_over(waiting: Notice, receiver: Receiver) -> None:
+    Notice.objects.update(lease_until=timezone.now() + LEASE)
+    assert deliver_due() == 0
+    assert receiver.got == []
+    Notice.objects.update(lease_until=timezone.now() - timedelta(seconds=1))
+    receiver.status = 200
+    assert deliver_due() == 1
+
+
+def test_a_removed_webhook_gets_nothing_more_and_its_name_can_be_used_again(waiting: Notice, receiver: Receiver) -> None:
+    remove_webhook(name="ops", actor=ACTOR)
+    assert deliver_due() == 0
+    assert receiver.got == []
+    waiting.refresh_from_db()
+    assert waiting.last_error == "the webhook was removed"
+    first = WebhookEndpoint.objects.get().secret
+    _, second = add_webhook(name="ops", url="https://chat.example.com/y", actor=ACTOR)
+    assert second != first
+    with pytest.raises(InvalidWebhook, match="already"):
+        add_webhook(name="ops", url="https://chat.example.com/y", actor=ACTOR)
+
+
+def test_the_audit_of_a_webhook_holds_neither_its_secret_nor_its_path(receiver: Receiver) -> None:
+    _, secret = add_webhook(name="ops", url=receiver.url, actor=ACTOR)
+    event = AuditEvent.objects.get(action="webhook.add")
+    assert event.detail == {"host": "127.0.0.1"}
+    assert secret not in str(event.detail)
+
+
+def test_a_mail_server_that_does_not_answer_is_a_reason_kept(team: Team, settings: Settings, receiver: Receiver) -> None:
+    settings.EMAIL_BACKEND = "django.core.mail.backends.smtp.EmailBackend"
+    settings.EMAIL_HOST, settings.EMAIL_PORT = "127.0.0.1", 1
+    propose_token(team[0])
+    assert deliver_due() == 0
+    assert set(Notice.objects.values_list("last_error", flat=True)) == {
+        "the mail server did not take it (ConnectionRefusedError)"
+    }
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://example.com/", "http://", "https://user:pw@example.com/", "http://8.8.8.8/x", "https://169.254.169.254/x",
+        "http://[fe80::1]/", "https://[::ffff:127.0.0.1]/", "http://0.0.0.0/", "https://224.0.0.1/", "https://[fd00:ec2::254]/",
+        "https://example.com:99999/", "https://example.com/#x", "https://exämple.com/", "https://example.com/a b",
+        "https://example.com/" + "x" * 300,
+    ],
+)  # fmt: skip
+def test_an_address_that_must_not_be_called_is_refused(url: str) -> None:
+    with pytest.raises(InvalidWebhook) as refusal:
+        parse_webhook_url(url)
+    assert refusal.value.param == "url"
+
+
+def embed(four: str) -> list[str]:
+    """The IPv6 addresses by which a gateway on the way leads to an IPv4 address, a client of Teredo behind it included."""
+    number = int(ipaddress.IPv4Address(four))
+    teredo = (0x20010000 << 96) | (0x08080808 << 64) | (number ^ 0xFFFFFFFF)
+    made = [(0x64FF9B << 96) | number, (0x2002 << 112) | (number << 80), teredo]
+    return [str(ipaddress.IPv6Address(each)) for each in made]
+
+
+NOT_PUBLIC = ["127.0.0.1", "10.1.2.3", "192.168.1.4", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *[each for four in NOT_PUBLIC for each in embed(four)],
+        "64:ff9b:1::8.8.8.8", "64:ff9b:1:fffe::a00:1", "::ffff:10.0.0.1", "::10.0.0.1",
+        str(ipaddress.IPv6Address((0x20010000 << 96) | (0x0A000001 << 64) | (0x08080808 ^ 0xFFFFFFFF))),
+    ],
+)  # fmt: skip
+def test_an_address_that_leads_to_an_inner_one_by_a_gateway_is_refused_by_number_and_by_name(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidWebhook, match="never called"):
+        parse_webhook_url(f"https://[{address}]/")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(10, 1, 6, "", (address, 443, 0, 0))])
+    with pytest.raises(DeliveryFailed, match="never called"):
+        post_notice(url="https://hooks.example.com/", secret="s", body=b"{}", at=1)
+
+
+@pytest.mark.parametrize("address", embed("8.8.8.8"))
+def test_a_public_address_behind_a_gateway_is_called_by_https_alone(address: str) -> None:
+    assert parse_webhook_url(f"https://[{address}]/").host
+    with pytest.raises(InvalidWebhook, match="by plain http"):
+        parse_webhook_url(f"http://[{address}]/")
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.com/x?y=1", "http://127.0.0.1:9/", "http://192.168.1.4/x", "http://[::1]:9/", "http://[fd00::5]/"]
+)
+def test_https_anywhere_and_http_nearby_is_accepted(url: str) -> None:
+    assert parse_webhook_url(url).path.startswith("/")
+
+
+def test_a_name_that_cannot_be_resolved_is_a_reason_to_try_again() -> None:
+    with pytest.raises(DeliveryFailed, match=r"cannot be resolved|did not answer"):
+        post_notice(url="http://webhook.invalid/", secret="s", body=b"{}", at=1)
+
+
+def test_webhooks_are_managed_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    call_command("webhook", "add", "ops", "https://chat.example.com/secret-path")
+    assert capsys.readouterr().out.startswith("whsec_")
+    call_command("webhook", "list")
+    shown = capsys.readouterr().out
+    assert "ops  active" in shown
+    assert "secret-path" not in shown
+    call_command("webhook", "remove", "ops")
+    call_command("webhook", "list")
+    assert "ops  removed" in capsys.readouterr().out
+    with pytest.raises(CommandError, match="no webhook 'other'"):
+        call_command("webhook", "remove", "other")
+
+
+def test_an_operation_whose_stored_statement_is_broken_is_given_up_not_tried_for_ever(team: Team) -> None:
+    operation = propose_token(team[0])
+    Operation.objects.filter(pk=operation.pk).update(statement=b"{}")
+    assert deliver_due() == 0
+    assert set(Notice.objects.values_list("last_error", flat=True)) == {"the stored statement cannot be read"}
+
+
+def test_the_page_of_webhooks_shows_the_secret_once_and_the_address_never() -> None:
+    client = Client()
+    client.force_login(User.objects.create_superuser("ada"))
+    body = {"name": "ops", "url": "https://chat.example.com/secret-path"}
+    made = client.post(reverse("admin:governance_webhookendpoint_add"), body).content.decode()
+    secret = WebhookEndpoint.objects.get().secret
+    assert secret in made
+    row = WebhookEndpoint.objects.get()
+    listed = client.get(reverse("admin:governance_webhookendpoint_changelist")).content.decode()
+    shown = client.get(reverse("admin:governance_webhookendpoint_change", args=[row.pk])).content.decode()
+    assert "chat.example.com" in listed
+    assert not [page for page in (listed, shown) if secret in page or "secret-path" in page]
+    client.post(reverse("admin:governance_webhookendpoint_confirm", args=[row.pk, "remove"]))
+    row.refresh_from_db()
+    assert not row.is_active

@@ -1,0 +1,333 @@
+"""A person's own keys on their page, from a shell on the server, and an administrator's invitation."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from django.conf import LazySettings
+from django.contrib.auth.models import Permission
+from django.contrib.sessions.models import Session
+from django.core.management import CommandError, call_command
+from django.test import Client
+from django.utils import timezone
+
+from core.models import User
+from governance.errors import NotPermitted
+from governance.models import ApproverKey, AuditEvent, Invitation, PolicyVersion
+from governance.services.approver_keys import add_key_file, list_keys, revoke_key
+from governance.services.people import create_invitation
+from tests.system.governance.device import Device
+from tests.system.governance.team import make_key
+from tests.unit.wire.passkeys import KeyFile, PrivateKey, SoftPasskey
+from tests.unit.wire.policies import Person, make_people, make_policy_bytes
+from wire.optoken.approval import encode_bytes
+
+pytestmark = pytest.mark.django_db
+
+JSON = "application/json"
+
+
+@pytest.fixture(autouse=True)
+def site(settings: LazySettings) -> None:
+    """The installation is opened at the address that the passkeys of the tests belong to."""
+    settings.PUBLIC_URL = "https://muster.example"
+
+
+@pytest.fixture
+def ada() -> User:
+    """A person who has no key yet."""
+    return User.objects.create_superuser("ada")
+
+
+@pytest.fixture
+def password_session(ada: User) -> Client:
+    """A session of hers that no passkey opened."""
+    client = Client()
+    client.force_login(ada)
+    return client
+
+
+def line_of(key: KeyFile, name: str = "ada") -> str:
+    """The public line of a key file."""
+    return f"ed25519 {encode_bytes(key.public_key)} {name}"
+
+
+def enrol(client: Client, device: Device, *, label: str = "telephone") -> Any:
+    """The response to making a passkey on the page of keys."""
+    options = client.post("/sign-in/keys/passkey/options")
+    if options.status_code != 200:
+        return options
+    return client.post("/sign-in/keys/passkey", {"credential": device.make(options.json()), "label": label}, content_type=JSON)
+
+
+def by_passkey(user: User, device: Device) -> Client:
+    """A session that a passkey opened."""
+    client = Client()
+    _, text = create_invitation(user=user, actor="user:boss")
+    path = f"/sign-in/invitation/{text}"
+    options = client.post(f"{path}/options").json()
+    client.post(f"{path}/passkey", {"credential": device.make(options), "label": "first"}, content_type=JSON)
+    return client
+
+
+def put_in_force(*people: Person) -> None:
+    """An active policy that names the keys of these people."""
+    PolicyVersion.objects.create(
+        version=1, document=make_policy_bytes(people), sha256="0" * 64, state="active", created_by="ada"
+    )
+
+
+def run(*words: str) -> str:
+    """What a management command prints."""
+    output = StringIO()
+    call_command(*words, stdout=output)
+    return output.getvalue().strip()
+
+
+def test_a_password_enrols_no_key_beside_the_first_passkey(ada: User, password_session: Client) -> None:
+    by_passkey(ada, Device())
+    refused = enrol(password_session, Device())
+    assert refused.status_code == 403
+    assert "Sign in with your passkey" in refused.json()["error"]["message"]
+    assert password_session.post("/sign-in/keys", {"public": line_of(KeyFile())}).status_code == 403
+    assert ApproverKey.objects.count() == 1
+
+
+def test_the_session_that_has_just_made_a_passkey_may_act_at_once_under_a_new_session_key(password_session: Client) -> None:
+    before = password_session.session.session_key
+    assert enrol(password_session, Device()).status_code == 200
+    put_in_force(*make_people(3))
+    page = password_session.get("/sign-in/keys").content.decode()
+    assert "It signs you in from now on" in page
+    assert 'id="read-only"' not in page
+    assert password_session.session["muster_assurance"] == "passkey"
+    assert password_session.session.session_key != before
+    assert not Session.objects.filter(session_key=before).exists()
+    opened = AuditEvent.objects.filter(action="sign-in.open", target="ada").values_list("detail", flat=True)
+    assert list(opened) == [{"by": "passkey"}]
+    assert password_session.post("/admin/nodes/provider/add/", {"name": "rack"}).status_code != 403
+
+
+def test_a_passkey_session_that_adds_a_key_goes_on_under_its_own_key(ada: User) -> None:
+    client = by_passkey(ada, Device())
+    before = client.session.session_key
+    assert enrol(client, Device()).status_code == 200
+    assert client.session.session_key == before
+
+
+@pytest.mark.parametrize(("make", "is_marked"), [(lambda: rsa.generate_private_key(65537, 2048), True), (None, False)])
+def test_the_page_marks_an_rsa_passkey_that_older_runners_refuse(
+    ada: User, make: Callable[[], PrivateKey] | None, is_marked: bool
+) -> None:
+    client = by_passkey(ada, Device(SoftPasskey(make())) if make is not None else Device())
+    page = client.get("/sign-in/keys").content.decode()
+    assert "refuses a policy that names an RSA key: update the runners first" in page
+    assert ('<span class="badge">RSA</span>' in page) is is_marked
+
+
+READ_ONLY_PAGES = (
+    "/admin/", "/admin/nodes/node/", "/admin/gateway/apikey/", "/admin/gateway/apikey/add/", "/admin/nodes/provider/add/",
+    "/admin/playground/", "/admin/controlplane/user/", "/approvals/", "/approvals/propose?operation=freeze", "/sign-in/keys",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", READ_ONLY_PAGES)
+@pytest.mark.parametrize(
+    ("key", "says", "leads_to"),
+    [
+        (None, "./muster manage invite", "/sign-in/keys"),
+        ({}, "signed in without your passkey", "/sign-in/?next="),
+        ({"revoked_at": timezone.now()}, "none that is in use", "/sign-in/keys"),
+    ],
+)
+def test_every_page_of_a_read_only_session_says_why_and_leads_to_what_repairs_it(
+    ada: User, password_session: Client, path: str, key: dict[str, Any] | None, says: str, leads_to: str
+) -> None:
+    put_in_force(*make_people(3))
+    if key is not None:
+        make_key(ada)
+        ApproverKey.objects.update(**key)
+    banner = re.search(r'id="read-only".*?</p>', password_session.get(path).content.decode(), re.DOTALL)
+    assert banner is not None
+    assert says in banner[0]
+    assert f'href="{leads_to}' in banner[0]
+
+
+@pytest.mark.parametrize("path", READ_ONLY_PAGES)
+def test_no_page_speaks_of_read_only_to_a_session_that_may_act(ada: User, password_session: Client, path: str) -> None:
+    assert 'id="read-only"' not in password_session.get(path).content.decode()
+    put_in_force(*make_people(3))
+    assert 'id="read-only"' not in by_passkey(ada, Device()).get(path).content.decode()
+
+
+@pytest.mark.parametrize("path", ["/admin/gateway/apikey/add/", "/admin/nodes/provider/add/", "/approvals/policy/draft"])
+def test_a_form_of_a_read_only_session_takes_nothing(password_session: Client, path: str) -> None:
+    assert "disabled>" not in password_session.get(path).content.decode()
+    put_in_force(*make_people(3))
+    assert re.search(r"<fieldset[^>]* disabled>", password_session.get(path).content.decode())
+
+
+@pytest.mark.parametrize("path", ["/admin/gateway/apikey/", "/admin/controlplane/user/", "/admin/auth/group/"])
+def test_a_list_offers_a_read_only_session_nothing_to_add(password_session: Client, path: str) -> None:
+    assert f"{path}add/" in password_session.get(path).content.decode()
+    put_in_force(*make_people(3))
+    assert f"{path}add/" not in password_session.get(path).content.decode()
+
+
+def test_a_passkey_enrols_more_keys_and_the_page_says_what_they_are(ada: User) -> None:
+    client = by_passkey(ada, Device())
+    assert enrol(client, Device().synced(), label="cloud").status_code == 200
+    assert client.post("/sign-in/keys", {"public": line_of(KeyFile()), "label": ""}).status_code == 302
+    page = client.get("/sign-in/keys").content.decode()
+    assert "bound to one device" in page
+    assert "synced between devices" in page
+    assert "Key file (Ed25519)" in page
+    assert page.count("not in the policy") == 3
+    assert sorted(ApproverKey.objects.values_list("label", flat=True)) == ["ada", "cloud", "first"]
+
+
+def test_nobody_has_more_keys_than_a_policy_can_name(ada: User) -> None:
+    for _ in range(8):
+        add_key_file(user=ada, line=line_of(KeyFile()), actor="t")
+    with pytest.raises(NotPermitted, match="at most 8"):
+        add_key_file(user=ada, line=line_of(KeyFile()), actor="t")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "ed25519",
+        "ed25519 AAAA x",
+        "ssh-ed25519 AAAA x",
+        "ed25519 === x",
+        f"ed25519 {encode_bytes(SoftPasskey().public_key)} x",
+    ],
+    ids=["nothing", "word", "no key", "ssh", "not base64", "P-256"],
+)
+def test_what_is_no_public_line_is_refused_in_words(ada: User, line: str) -> None:
+    with pytest.raises(CommandError, match="not the public line"):
+        run("approver_keys", "add", "ada", "--public", line)
+
+
+def test_the_shell_registers_lists_and_revokes_keys(ada: User) -> None:
+    key = KeyFile()
+    assert "no key" in run("approver_keys", "list", "ada")
+    run("approver_keys", "add", "ada", "--public", line_of(key), "--label", "safe", "--break-glass")
+    row = ApproverKey.objects.get()
+    assert (row.keyid, row.label, row.is_break_glass, row.kind) == (key.keyid, "safe", True, "ed25519")
+    assert "break-glass" in run("approver_keys", "list", "ada")
+    with pytest.raises(CommandError, match="enrolled already"):
+        run("approver_keys", "add", "ada", "--public", line_of(key))
+    with pytest.raises(CommandError, match="exactly one"):
+        run("approver_keys", "revoke", "ada")
+    assert "revoked" in run("approver_keys", "revoke", "ada", row.thumbprint[:8])
+    with pytest.raises(CommandError, match="no person"):
+        run("approver_keys", "list", "nobody")
+    actions = list(AuditEvent.objects.order_by("id").values_list("action", flat=True))
+    assert actions == ["approver-key.enrol", "approver-key.revoke"]
+
+
+def test_a_key_is_removed_by_a_passkey_session_alone(ada: User, password_session: Client) -> None:
+    client = by_passkey(ada, Device())
+    key = ApproverKey.objects.get()
+    path = f"/sign-in/keys/{key.pk}/remove"
+    assert password_session.post(path).status_code == 403
+    assert "your last passkey" in client.get(path).content.decode()
+    assert ApproverKey.objects.filter(revoked_at=None).exists()
+    assert client.post(path).status_code == 302
+    assert not ApproverKey.objects.filter(revoked_at=None).exists()
+    assert client.post(path).status_code == 404
+
+
+def test_somebody_elses_key_cannot_be_removed(ada: User) -> None:
+    bob = User.objects.create_user("bob")
+    key = add_key_file(user=bob, line=line_of(KeyFile()), actor="t")
+    assert by_passkey(ada, Device()).post(f"/sign-in/keys/{key.pk}/remove").status_code == 404
+
+
+def test_removing_a_key_that_the_policy_names_asks_whether_one_knows_what_follows(ada: User) -> None:
+    people = make_people(3)
+    client = by_passkey(ada, Device(people[0].passkey))
+    put_in_force(*people)
+    (key,) = list_keys(ada)
+    assert key.in_policy
+    assert "in the active policy" in client.get("/sign-in/keys").content.decode()
+    path = f"/sign-in/keys/{key.id}/remove"
+    assert "new version" in client.get(path).content.decode()
+    assert client.post(path).status_code == 403
+    assert client.post(path, {"accept": "on"}).status_code == 302
+    assert by_passkey(ada, Device()).get("/sign-in/keys").content.decode().count("in the active policy") == 0
+
+
+def test_the_service_itself_asks_as_well(ada: User) -> None:
+    people = make_people(3)
+    key = add_key_file(user=ada, line=line_of(people[0].key_file), actor="t")
+    put_in_force(*people)
+    with pytest.raises(NotPermitted, match="active policy names this key"):
+        revoke_key(user=ada, key_id=key.pk, actor="t", accepts_policy_change=False)
+
+
+# Invitations
+
+
+def test_the_shell_invites_and_makes_people() -> None:
+    with pytest.raises(CommandError, match="--create"):
+        run("invite", "grace")
+    link = run("invite", "grace", "--create", "--first-name", "Grace", "--can-propose", "--hours", "2")
+    assert re.fullmatch(r"https://muster\.example/sign-in/invitation/[\w-]{43}", link)
+    grace = User.objects.get()
+    assert (grace.first_name, grace.is_staff, grace.is_superuser, grace.has_usable_password()) == ("Grace", True, False, False)
+    assert grace.has_perm("nodes.view_node")
+    assert not grace.has_perm("governance.change_admintoken")
+    assert Client().get(link.removeprefix("https://muster.example")).status_code == 200
+    with pytest.raises(CommandError, match="letters"):
+        run("invite", "no spaces", "--create")
+    with pytest.raises(CommandError, match="hours"):
+        run("invite", "grace", "--hours", "0")
+
+
+def test_an_administrator_invites_on_the_operators_page(ada: User, password_session: Client) -> None:
+    bob = User.objects.create_user("bob")
+    link = f"/admin/controlplane/user/{bob.pk}/invite/"
+    assert link in password_session.get(f"/admin/controlplane/user/{bob.pk}/change/").content.decode()
+    assert "Invite bob?" in password_session.get(link).content.decode()
+    assert not Invitation.objects.exists()
+    response = password_session.post(link)
+    assert "no-store" in response.headers["Cache-Control"]
+    (path,) = re.findall(r"https://muster\.example(/sign-in/invitation/[\w-]{43})", response.content.decode())
+    assert Client().get(path).status_code == 200
+    assert AuditEvent.objects.get(action="invitation.create").actor == "user:ada"
+    User.objects.filter(pk=bob.pk).update(is_active=False)
+    assert "switched off" in password_session.post(link).content.decode()
+
+
+def test_the_form_for_a_new_operator_speaks_of_what_there_is(password_session: Client) -> None:
+    page = html.unescape(password_session.get("/admin/controlplane/user/add/").content.decode())
+    assert not [words for words in ("Single Sign-On", "LDAP", "After you've created", "Password-based") if words in page]
+    assert "The page that follows gives the person rights and makes an invitation." in page
+    assert "signs in with a passkey alone" in page
+    form = {"username": "zoe", "usable_password": "false"}
+    assert password_session.post("/admin/controlplane/user/add/", form).status_code == 302
+    assert not User.objects.get(username="zoe").has_usable_password()
+
+
+def test_who_may_not_change_operators_invites_nobody(ada: User) -> None:
+    client = Client()
+    client.force_login(User.objects.create_user("bob", is_staff=True))
+    assert client.post(f"/admin/controlplane/user/{ada.pk}/invite/").status_code == 403
+    assert not Invitation.objects.exists()
+
+
+def test_nobody_invites_their_way_up_to_an_administrator(ada: User) -> None:
+    bob, client = User.objects.create_user("bob", is_staff=True), Client()
+    bob.user_permissions.set(Permission.objects.filter(codename__in=["view_user", "change_user"]))
+    client.force_login(bob)
+    assert client.post(f"/admin/controlplane/user/{ada.pk}/invite/").status_code == 403
+    assert client.post(f"/admin/controlplane/user/{bob.pk}/invite/").status_code == 200

@@ -1,0 +1,632 @@
+"""Signing in: passkeys, invitations, passwords with and without a code, and what each session may do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pyotp
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1
+from cryptography.hazmat.primitives.asymmetric.ec import generate_private_key as generate_ec_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
+from django.conf import LazySettings
+from django.contrib.auth.hashers import MD5PasswordHasher
+from django.core.management import call_command
+from django.db import connection
+from django.test import Client
+from django.utils import timezone
+
+from core.models import User
+from governance.errors import SignInRefused
+from governance.models import ApproverKey, AuditEvent, Invitation, OneTimePassword, PolicyVersion, SignInFailure
+from governance.services.passkeys import KnownPasskey, verify_known
+from governance.services.people import create_invitation
+from governance.services.sign_in_throttle import ANYWHERE_PACE, KNOWN_FOR, NAME_PACE, REFUSAL, _hide, sweep_failures
+from tests.system.governance.device import Device
+from tests.unit.wire.passkeys import USER_PRESENT, PrivateKey, SoftPasskey
+from tests.unit.wire.policies import make_people, make_policy
+from wire.optoken.approval import decode_bytes, encode_bytes
+
+pytestmark = pytest.mark.django_db
+
+PASSWORD = "a password for tests only"
+HERE = "127.0.0.1"
+JSON = "application/json"
+
+
+@pytest.fixture(autouse=True)
+def site(settings: LazySettings) -> None:
+    """The installation is opened at the address that the passkeys of the tests belong to, and hashes passwords quickly."""
+    settings.PUBLIC_URL = "https://muster.example"
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+
+@pytest.fixture
+def ada() -> User:
+    """A person with a password who may do everything."""
+    return User.objects.create_superuser("ada", password=PASSWORD)
+
+
+class CountingHasher(MD5PasswordHasher):
+    """Counts what signing in costs."""
+
+    hashed = 0
+
+    def encode(self, password: str, salt: str) -> str:
+        CountingHasher.hashed += 1
+        return super().encode(password, salt)
+
+
+def invite(user: User) -> str:
+    """The path of a fresh invitation."""
+    _, text = create_invitation(user=user, actor="user:boss")
+    return f"/sign-in/invitation/{text}"
+
+
+def accept(client: Client, path: str, device: Device, *, label: str = "laptop") -> Any:
+    """Make a passkey on the page of an invitation; the last response."""
+    options = client.post(f"{path}/options").json()
+    return client.post(f"{path}/passkey", {"credential": device.make(options), "label": label}, content_type=JSON)
+
+
+def enrolled(user: User, device: Device) -> Client:
+    """The browser of a person who has just made a passkey by an invitation."""
+    client = Client()
+    assert accept(client, invite(user), device).status_code == 200
+    return client
+
+
+def by_passkey(device: Device, *, client: Client | None = None) -> tuple[Client, Any]:
+    """A browser that tried to sign in with a passkey, and the response."""
+    client = client or Client()
+    options = client.post("/sign-in/passkey/options").json()
+    return client, client.post("/sign-in/passkey", {"credential": device.answer(options)}, content_type=JSON)
+
+
+def by_password(client: Client, *, password: str = PASSWORD, name: str = "ada", **more: str) -> Any:
+    """The response to a sign-in by password."""
+    return client.post("/sign-in/", {"name": name, "password": password, **more})
+
+
+def is_signed_in(client: Client) -> bool:
+    """Whether the pages of signed-in people open."""
+    return client.get("/sign-in/keys").status_code == 200
+
+
+MAKERS: dict[str, Callable[[], PrivateKey]] = {
+    "ES256": lambda: generate_ec_key(SECP256R1()),
+    "EdDSA": Ed25519PrivateKey.generate,
+    "RS256, 2048 bits": lambda: generate_private_key(65537, 2048),
+    "RS256, 4096 bits": lambda: generate_private_key(65537, 4096),
+}
+
+
+@pytest.mark.parametrize("algorithm", list(MAKERS))
+def test_an_invitation_enrols_a_passkey_that_signs_in_from_then_on(ada: User, algorithm: str) -> None:
+    device = Device(SoftPasskey(MAKERS[algorithm]()))
+    client = enrolled(ada, device)
+    assert is_signed_in(client)
+    key = ApproverKey.objects.get()
+    assert (key.user, key.kind, key.label, key.transports) == (ada, "webauthn", "laptop", ["internal"])
+    assert decode_bytes(key.public_key) == device.passkey.public_key
+    again, response = by_passkey(device)
+    assert response.json() == {"next": "/admin/"}
+    assert again.session["muster_assurance"] == "passkey"
+    assert set(AuditEvent.objects.values_list("action", flat=True)) >= {
+        "invitation.create",
+        "invitation.use",
+        "approver-key.enrol",
+        "sign-in.open",
+    }
+
+
+def test_an_invitation_works_once_and_looking_at_it_spends_nothing(ada: User) -> None:
+    path = invite(ada)
+    for _ in range(2):
+        assert "Make your passkey" in Client().get(path).content.decode()
+    assert accept(Client(), path, Device()).status_code == 200
+    late = Client()
+    assert late.get(path).status_code == 403
+    assert late.post(f"{path}/options").status_code == 403
+    assert ApproverKey.objects.count() == 1
+
+
+def test_a_newer_invitation_ends_the_older_ones_and_time_ends_all(ada: User) -> None:
+    older, newer = invite(ada), invite(ada)
+    assert Client().get(older).status_code == 403
+    assert Client().get(newer).status_code == 200
+    Invitation.objects.update(expires_at=timezone.now())
+    assert Client().get(newer).status_code == 403
+
+
+def test_two_who_hold_one_invitation_cannot_both_enrol(ada: User) -> None:
+    path, first, second = invite(ada), Client(), Client()
+    late, options = Device(), second.post(f"{path}/options").json()
+    assert accept(first, path, Device()).status_code == 200
+    response = second.post(f"{path}/passkey", {"credential": late.make(options), "label": "x"}, content_type=JSON)
+    assert response.status_code == 403
+    assert ApproverKey.objects.count() == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"flags": USER_PRESENT}, id="user not verified"),
+        pytest.param({"origin": "https://evil.example"}, id="other origin"),
+        pytest.param({"rp_id": "evil.example"}, id="other relying party"),
+        pytest.param({"client_type": "webauthn.created"}, id="other type"),
+        pytest.param({"client_changes": {"crossOrigin": True}}, id="in a frame"),
+        pytest.param({"client_changes": {"challenge": "AAAA"}}, id="other challenge"),
+    ],
+)
+def test_a_passkey_that_was_not_made_here_by_its_user_is_refused(ada: User, changes: dict[str, Any]) -> None:
+    assert accept(Client(), invite(ada), Device().misbehaving(**changes)).status_code == 403
+    assert not ApproverKey.objects.exists()
+    assert Invitation.objects.get().used_at is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"flags": USER_PRESENT}, id="user not verified"),
+        pytest.param({"flags": 0x04}, id="user not present"),
+        pytest.param({"origin": "https://muster.example:8443"}, id="other port"),
+        pytest.param({"rp_id": "evil.example"}, id="other relying party"),
+        pytest.param({"client_type": "webauthn.create"}, id="other type"),
+        pytest.param({"client_changes": {"crossOrigin": True}}, id="in a frame"),
+        pytest.param({"client_changes": {"challenge": "AAAA"}}, id="other challenge"),
+    ],
+)
+def test_an_answer_that_was_not_given_here_by_its_user_opens_nothing(ada: User, changes: dict[str, Any]) -> None:
+    device = Device()
+    enrolled(ada, device)
+    client, response = by_passkey(device.misbehaving(**changes))
+    assert response.status_code == 403
+    assert not is_signed_in(client)
+
+
+def test_an_answer_is_worth_one_try(ada: User) -> None:
+    device, client = Device(), Client()
+    enrolled(ada, device)
+    options = client.post("/sign-in/passkey/options").json()
+    wrong = {"credential": device.misbehaving(flags=0).answer(options)}
+    assert client.post("/sign-in/passkey", wrong, content_type=JSON).status_code == 403
+    right = {"credential": device.answer(options)}
+    assert client.post("/sign-in/passkey", right, content_type=JSON).status_code == 403
+
+
+def test_an_answer_counts_for_the_purpose_it_was_asked_for_and_for_five_minutes(ada: User) -> None:
+    device, client = Device(), Client()
+    enrolled(ada, device)
+    of_invitation = client.post(f"{invite(ada)}/options").json()
+    body = {"credential": device.answer(of_invitation)}
+    assert client.post("/sign-in/passkey", body, content_type=JSON).status_code == 403
+    late = client.post("/sign-in/passkey/options").json()
+    session = client.session
+    session["muster_challenge"] = {**session["muster_challenge"], "at": int(time.time()) - 301}
+    session.save()
+    body = {"credential": device.answer(late)}
+    assert client.post("/sign-in/passkey", body, content_type=JSON).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "[]",
+        "null",
+        '{"credential": 7}',
+        '{"credential": {"response": {}}}',
+        '{"credential": {"id": "AAAA", "rawId": "AAAA", "type": "public-key", "response": {"clientDataJSON": "%%%"}}}',
+        '{"credential": {"id": "\\u0000", "response": {}}}',
+        "[" * 50_000,
+    ],
+    ids=["nothing", "list", "null", "number", "empty", "not base64", "null character", "deep"],
+)
+@pytest.mark.parametrize("page", ["passkey", "invitation"])
+def test_what_cannot_be_read_is_refused_in_words(ada: User, body: str, page: str) -> None:
+    client, path = Client(), invite(ada)
+    at = "/sign-in/passkey" if page == "passkey" else f"{path}/passkey"
+    client.post("/sign-in/passkey/options" if page == "passkey" else f"{path}/options")
+    response = client.post(at, body, content_type=JSON)
+    assert response.status_code == 403
+    assert response.json()["error"]["message"]
+
+
+def test_no_altered_answer_is_accepted_and_every_one_is_refused_in_words() -> None:
+    chance, device, challenge = random.Random(7), Device(), bytes(32)
+    right = device.answer({"challenge": encode_bytes(challenge)})
+    known = KnownPasskey(device.passkey.keyid, device.passkey.public_key)
+    verify_known(right, known, challenge=challenge)
+    for _ in range(1000):
+        name = chance.choice(sorted(right["response"]))
+        content = bytearray(decode_bytes(right["response"][name]))
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        if chance.random() < 0.3:
+            del content[chance.randrange(len(content)) :]
+        altered = {**right, "response": {**right["response"], name: encode_bytes(bytes(content))}}
+        with pytest.raises(SignInRefused):
+            verify_known(altered, known, challenge=challenge)
+
+
+def test_a_key_that_no_verifier_reads_is_refused(ada: User, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cbor2
+
+    number = generate_private_key(65537, 1024).public_key().public_numbers()
+    rsa = cbor2.dumps({1: 3, 3: -257, -1: number.n.to_bytes(128), -2: number.e.to_bytes(3)})
+    monkeypatch.setattr(Device, "_cose", lambda self: rsa)
+    assert accept(Client(), invite(ada), Device()).status_code == 403
+
+
+def test_a_passkey_belongs_to_one_person_once(ada: User) -> None:
+    device = Device()
+    enrolled(ada, device)
+    bob = User.objects.create_user("bob")
+    response = accept(Client(), invite(bob), device)
+    assert response.status_code == 403
+    assert Invitation.objects.get(user=bob).used_at is None
+
+
+def test_a_removed_passkey_and_a_person_switched_off_stay_outside(ada: User) -> None:
+    device = Device()
+    client = enrolled(ada, device)
+    User.objects.filter(pk=ada.pk).update(is_active=False)
+    assert by_passkey(device)[1].status_code == 403
+    assert not is_signed_in(client)
+    User.objects.filter(pk=ada.pk).update(is_active=True)
+    ApproverKey.objects.update(revoked_at=timezone.now())
+    assert by_passkey(device)[1].status_code == 403
+
+
+def test_passkeys_are_explained_where_no_browser_makes_them(ada: User, settings: LazySettings) -> None:
+    for url, said in (("http://10.0.0.7:8000", "host name"), ("http://[::1]", "host name"), ("http://muster.lan", "HTTPS")):
+        settings.PUBLIC_URL = url
+        assert said in Client().get("/sign-in/").content.decode()
+        response = Client().post("/sign-in/passkey/options")
+        assert response.status_code == 400
+        assert url in response.json()["error"]["message"]
+    settings.PUBLIC_URL = "http://localhost:8123/"
+    assert Client().post("/sign-in/passkey/options").json()["rpId"] == "localhost"
+
+
+# Sessions
+
+
+def test_signing_in_changes_the_key_of_the_session_and_drops_what_it_held(ada: User) -> None:
+    client = Client()
+    client.post("/sign-in/passkey/options")
+    before = client.session.session_key
+    by_password(client)
+    assert client.session.session_key != before
+    assert "muster_challenge" not in client.session
+    stepped_up = client.session.session_key
+    device = Device()
+    enrolled(ada, device)
+    by_passkey(device, client=client)
+    assert client.session.session_key not in {before, stepped_up}
+
+
+@pytest.mark.parametrize(
+    ("mark", "age_s", "lives"),
+    [("seen_at", 29 * 60, True), ("seen_at", 31 * 60, False), ("signed_in_at", 12 * 3600 + 1, False)],
+    ids=["in use", "idle", "old"],
+)
+def test_a_session_ends_when_it_is_idle_or_old(ada: User, mark: str, age_s: int, lives: bool) -> None:
+    client = Client()
+    by_password(client)
+    session = client.session
+    session[f"muster_{mark}"] = int(time.time()) - age_s
+    session.save()
+    assert is_signed_in(client) is lives
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_use"), [({}, True), ({"X-Muster-Follow": "1"}, False)], ids=["a person", "an open page"]
+)
+def test_a_page_that_follows_by_itself_does_not_keep_a_session_alive(ada: User, headers: dict[str, str], is_use: bool) -> None:
+    client = Client()
+    by_password(client)
+    session = client.session
+    before = session["muster_seen_at"] = int(time.time()) - 29 * 60
+    session.save()
+    assert client.get("/sign-in/keys", headers=headers).status_code == 200
+    assert (client.session["muster_seen_at"] > before) is is_use
+
+
+def test_other_sessions_of_the_person_are_listed_and_ended(ada: User) -> None:
+    here, there, other = Client(), Client(), Client()
+    User.objects.create_user("bob", password=PASSWORD)
+    by_password(here)
+    by_password(there)
+    by_password(other, name="bob")
+    assert here.get("/sign-in/keys").content.decode().count("<li>Since") == 2
+    here.post("/sign-in/sessions/end")
+    assert (is_signed_in(here), is_signed_in(there), is_signed_in(other)) == (True, False, True)
+
+
+def test_signing_out_ends_the_session_on_both_ways(ada: User) -> None:
+    for path in ("/sign-in/out", "/admin/logout/"):
+        client = Client()
+        by_password(client)
+        assert client.get(path).status_code == 405
+        assert client.post(path).headers["Location"] == "/sign-in/"
+        assert not is_signed_in(client)
+
+
+def test_forged_forms_are_refused() -> None:
+    for path in ("/sign-in/", "/sign-in/passkey/options", "/sign-in/passkey", "/sign-in/out", "/sign-in/sessions/end"):
+        assert Client(enforce_csrf_checks=True).post(path, {}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("wanted", "leads_to"),
+    [
+        ("/admin/nodes/", "/admin/nodes/"),
+        ("https://evil.example/", "/admin/"),
+        ("//evil.example/", "/admin/"),
+        ("javascript:alert(1)", "/admin/"),
+        ("/sign-in/?next=/x", "/admin/"),
+        ("", "/admin/"),
+    ],
+)
+def test_only_addresses_of_ours_are_gone_to_after_signing_in(ada: User, wanted: str, leads_to: str) -> None:
+    response = by_password(Client(), next=wanted)
+    assert response.headers["Location"] == leads_to
+
+
+def test_the_admin_sends_people_to_the_one_sign_in_page(ada: User) -> None:
+    assert Client().get("/admin/").headers["Location"].startswith("/admin/login/")
+    assert Client().get("/admin/login/?next=/admin/auth/").headers["Location"] == "/sign-in/?next=%2Fadmin%2Fauth%2F"
+
+
+def test_the_pages_allow_nothing_but_files_of_ours(ada: User) -> None:
+    for path in ("/sign-in/", invite(ada)):
+        response = Client().get(path)
+        policy = response.headers["Content-Security-Policy"]
+        assert "script-src 'self';" in policy
+        assert "unsafe" not in policy
+        assert "no-store" in response.headers["Cache-Control"]
+        page = response.content.decode()
+        assert "<script>" not in page
+        assert "style=" not in page
+
+
+# What a session may do
+
+
+def change_something(client: Client) -> Any:
+    """The response to a change in the admin."""
+    return client.post("/admin/auth/group/add/", {"name": f"group {time.monotonic_ns()}"})
+
+
+def test_a_password_is_enough_until_there_is_something_better(ada: User) -> None:
+    client = Client()
+    by_password(client)
+    assert change_something(client).status_code == 302
+    device = Device()
+    enrolled(ada, device)
+    refused = change_something(client)
+    assert refused.status_code == 403
+    assert "Sign in with your passkey" in refused.content.decode()
+    assert client.get("/admin/").status_code == 200
+    assert change_something(by_passkey(device)[0]).status_code == 302
+
+
+def test_with_a_policy_in_force_a_password_only_looks(ada: User) -> None:
+    client = Client()
+    by_password(client)
+    document = make_policy(make_people(3)).raw
+    PolicyVersion.objects.create(version=1, document=document, sha256="0" * 64, state="active", created_by="ada")
+    assert change_something(client).status_code == 403
+    assert client.post("/admin/logout/").status_code == 302
+
+
+def test_losing_the_passkey_does_not_make_the_password_strong_again(ada: User) -> None:
+    enrolled(ada, Device())
+    ApproverKey.objects.update(revoked_at=timezone.now())
+    client = Client()
+    by_password(client)
+    assert change_something(client).status_code == 403
+    assert client.post("/sign-in/keys/passkey/options").status_code == 403
+
+
+def test_a_script_is_refused_in_json(ada: User) -> None:
+    enrolled(ada, Device())
+    client = Client()
+    by_password(client)
+    response = client.post("/approvals/x/approve", {}, content_type=JSON)
+    assert response.status_code == 403
+    assert response.json()["error"]["code"] == "NOT_PERMITTED"
+
+
+# Passwords, codes, guessing
+
+
+def set_app_up(user: User) -> str:
+    """The secret of an app that was set up a while ago."""
+    secret = pyotp.random_base32()
+    OneTimePassword.objects.create(user=user, secret=secret, confirmed_at=timezone.now())
+    return secret
+
+
+def test_an_app_is_set_up_by_a_right_code_and_asked_for_from_then_on(ada: User) -> None:
+    client = Client()
+    by_password(client)
+    page = client.get("/sign-in/totp").content.decode()
+    assert 'src="data:image/svg+xml' in page
+    secret = OneTimePassword.objects.get().secret
+    assert secret in page
+    assert client.post("/sign-in/totp", {"code": "000 00x"}).status_code == 200
+    assert OneTimePassword.objects.get().confirmed_at is None
+    assert client.post("/sign-in/totp", {"code": pyotp.TOTP(secret).now()}).status_code == 302
+    assert by_password(Client()).status_code == 403
+    later = pyotp.TOTP(secret).at(timezone.now() + timedelta(seconds=30))
+    fresh = Client()
+    assert by_password(fresh, code=later).status_code == 302
+    assert fresh.session["muster_assurance"] == "totp"
+    assert secret not in client.get("/sign-in/keys").content.decode()
+
+
+def test_a_code_works_once(ada: User) -> None:
+    code = pyotp.TOTP(set_app_up(ada)).now()
+    assert by_password(Client(), code=code).status_code == 302
+    assert by_password(Client(), code=code).status_code == 403
+
+
+def test_every_refusal_has_one_text(ada: User) -> None:
+    set_app_up(ada)
+    User.objects.create_user("off", password=PASSWORD, is_active=False)
+    attempts = [
+        {"password": "wrong"},
+        {"code": "123456"},
+        {"name": "nobody"},
+        {"name": "off"},
+        {"name": "nobody", "password": "wrong"},
+    ]
+    pages = {by_password(Client(), **attempt).content.decode().count(REFUSAL) for attempt in attempts}
+    assert pages == {1}
+
+
+def be_wrong_again(**row: str) -> None:
+    """Let a wait last for minutes, so that no slow machine outlasts it."""
+    SignInFailure.objects.filter(**row).update(count=20, last_at=timezone.now())
+
+
+def test_guessing_is_slowed_down_for_one_name_from_one_address_alone(ada: User) -> None:
+    User.objects.create_superuser("bob", password=PASSWORD)
+    for _ in range(NAME_PACE.free):
+        assert by_password(Client(), password="wrong").status_code == 403
+    failures = SignInFailure.objects.get(name=_hide("ada"), address=HERE)
+    assert failures.last_at + NAME_PACE.wait(failures.count) > failures.last_at
+    be_wrong_again(name=_hide("ada"), address=HERE)
+    assert by_password(Client()).status_code == 403
+    assert by_password(Client(), name="bob").status_code == 302
+    elsewhere = Client(REMOTE_ADDR="198.51.100.7")
+    assert by_password(elsewhere).status_code == 302
+    SignInFailure.objects.update(last_at=timezone.now() - NAME_PACE.wait(20))
+    assert by_password(Client()).status_code == 302
+    assert SignInFailure.objects.get(name=_hide("ada"), address=HERE).count == 0
+    assert AuditEvent.objects.filter(action="sign-in.slow-down").count() == 1
+
+
+def test_thirty_addresses_guess_for_one_name_no_faster_and_the_person_gets_in_from_home_and_by_passkey(
+    ada: User, settings: LazySettings
+) -> None:
+    device, at_home = Device(), "192.0.2.1"
+    enrolled(ada, device)
+    assert by_password(Client(REMOTE_ADDR=at_home)).status_code == 302
+    settings.PASSWORD_HASHERS = [f"{__name__}.CountingHasher"]
+    CountingHasher.hashed = 0
+    for n in range(ANYWHERE_PACE.free):
+        assert by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), password=f"guess {n}").status_code == 403
+    be_wrong_again(name=_hide("ada"), address="")
+    hashed = CountingHasher.hashed
+    for n in range(ANYWHERE_PACE.free, 30):
+        assert by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), password=f"guess {n}").status_code == 403
+    assert CountingHasher.hashed == hashed
+    assert by_password(Client(REMOTE_ADDR="198.51.100.200")).status_code == 403
+    assert by_password(Client(REMOTE_ADDR=at_home)).status_code == 302
+    assert by_passkey(device)[1].status_code == 200
+    # Nor did the right ones let anybody guess on.
+    assert by_password(Client(REMOTE_ADDR="198.51.100.201")).status_code == 403
+    # Who waits for the short while gets in from a new place too, and is known there.
+    SignInFailure.objects.filter(address="").update(last_at=timezone.now() - timedelta(seconds=ANYWHERE_PACE.longest_s))
+    assert by_password(Client(REMOTE_ADDR="203.0.113.9")).status_code == 302
+    be_wrong_again(address="")
+    assert by_password(Client(REMOTE_ADDR="203.0.113.9")).status_code == 302
+
+
+def test_who_knows_the_password_cannot_keep_the_person_out_at_home_by_wrong_codes(ada: User) -> None:
+    secret, at_home = set_app_up(ada), "192.0.2.1"
+    at = timezone.now()
+    assert by_password(Client(REMOTE_ADDR=at_home), code=pyotp.TOTP(secret).at(at - timedelta(seconds=30))).status_code == 302
+    for n in range(NAME_PACE.free + 1):
+        by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), code="000000")
+    be_wrong_again(name=_hide("ada", of="code"), address="")
+    assert by_password(Client(REMOTE_ADDR=at_home), code=pyotp.TOTP(secret).at(at)).status_code == 302
+
+
+def test_an_address_is_known_for_its_days_and_for_its_name_alone(ada: User) -> None:
+    User.objects.create_superuser("bob", password=PASSWORD)
+    assert by_password(Client()).status_code == 302
+    for name in ("ada", "bob"):
+        by_password(Client(REMOTE_ADDR="198.51.100.1"), name=name, password="wrong")
+        be_wrong_again(name=_hide(name), address="")
+    assert by_password(Client(), name="bob").status_code == 403
+    assert by_password(Client()).status_code == 302
+    assert sweep_failures(now=timezone.now() + KNOWN_FOR - timedelta(seconds=9)) > 0
+    assert SignInFailure.objects.filter(name=_hide("ada"), address=HERE).exists()
+    SignInFailure.objects.filter(name=_hide("ada"), address=HERE).update(signed_in_at=timezone.now() - KNOWN_FOR)
+    by_password(Client(REMOTE_ADDR="198.51.100.1"), password="wrong")
+    be_wrong_again(name=_hide("ada"), address="")
+    assert by_password(Client()).status_code == 403
+
+
+def test_each_wrong_try_doubles_the_wait_up_to_a_limit() -> None:
+    waits = [NAME_PACE.wait(n).total_seconds() for n in (0, 4, 5, 6, 7, 8, 1000)]
+    assert waits == [0, 0, 1, 2, 4, 8, 900]
+
+
+def test_codes_behind_a_right_password_are_slowed_down_from_everywhere(ada: User) -> None:
+    secret = set_app_up(ada)
+    for n in range(5):
+        by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), code="000000")
+    assert SignInFailure.objects.get(name=_hide("ada", of="code"), address="").count == NAME_PACE.free
+    be_wrong_again(name=_hide("ada", of="code"), address="")
+    at_home = Client(REMOTE_ADDR="192.0.2.1")
+    assert by_password(at_home, code=pyotp.TOTP(secret).now()).status_code == 403
+
+
+def test_an_unknown_name_costs_a_hash_like_a_known_one(ada: User, settings: LazySettings) -> None:
+    settings.PASSWORD_HASHERS = [f"{__name__}.CountingHasher"]
+    User.objects.create_user("bob", password=PASSWORD)
+    counts = []
+    for name in ("bob", "nobody"):
+        CountingHasher.hashed = 0
+        by_password(Client(), name=name, password="wrong")
+        counts.append(CountingHasher.hashed)
+    assert counts == [1, 1]
+
+
+def test_failures_are_forgotten_after_an_hour(ada: User) -> None:
+    by_password(Client(), password="wrong")
+    assert sweep_failures(now=timezone.now()) == 0
+    assert sweep_failures(now=timezone.now() + timedelta(hours=1, seconds=1)) == 3
+
+
+def test_secrets_reach_no_page_and_no_audit_event(ada: User) -> None:
+    secret, path = set_app_up(ada), invite(ada)
+    by_password(Client(), password="hunter2-typed-here", name="hunter2-as-a-name")
+    rows = str(list(AuditEvent.objects.values_list("actor", "target", "detail")))
+    assert not [word for word in (secret, "hunter2", path.rsplit("/", 1)[1]) if word in rows]
+
+
+def test_what_was_typed_at_sign_in_stands_in_no_table_and_no_log(ada: User, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    for n in range(NAME_PACE.free + 2):
+        by_password(Client(), name="typed-as-a-name", password="typed-as-a-password", code="typed-code")
+        by_password(Client(REMOTE_ADDR=f"198.51.100.{n}"), name="ada", password="typed-as-a-password")
+    assert by_password(Client(REMOTE_ADDR="192.0.2.1"), code="typed-code").status_code == 302
+    assert "typed-" not in caplog.text
+    assert SignInFailure.objects.exclude(name="").exists()
+    with connection.cursor() as cursor:
+        for table in connection.introspection.table_names(cursor):
+            cursor.execute(f'SELECT count(*) FROM "{table}" AS row WHERE row::text LIKE %s', ["%typed-%"])
+            assert cursor.fetchone() == (0,), table
+
+
+def test_the_update_drops_names_that_stood_in_clear() -> None:
+    call_command("migrate", "governance", "0007", verbosity=0)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO governance_signinfailure (name, address, count, last_at) VALUES ('hunter2', 'x', 1, now())"
+            )
+    finally:
+        call_command("migrate", verbosity=0)
+    assert not SignInFailure.objects.filter(name="hunter2").exists()

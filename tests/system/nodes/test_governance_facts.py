@@ -1,0 +1,307 @@
+"""How a box decides about operations, as it says itself: what is stored, what is refused, and what is an alarm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from django.conf import settings
+from django.db import OperationalError, connection, transaction
+from django.utils import timezone
+from pytest_django import Settings
+
+from governance.checkpoints import make_checkpoint, root_at
+from nodes.errors import BadRequest
+from nodes.models import Node, NodeOpKey, Reach
+from nodes.services import revoke_credential, set_op_key, take_governance, take_report
+from nodes.states import SKEW_WARNING_MS
+from tests.system.nodes.factories import ACTOR, audited, make_node, make_provider
+from tests.system.nodes.governed import Identity, make_box
+from wire.auditlog import Checkpoint, LogKey
+from wire.bridge import BoxGovernance, GovernanceReport
+from wire.optoken.approval import decode_bytes, encode_bytes
+
+pytestmark = pytest.mark.django_db
+
+LOG_SEED = encode_bytes(b"\x07" * 32)
+
+
+@pytest.fixture
+def other_session() -> Iterator[psycopg.Connection]:
+    """A second connection to the test database."""
+    with psycopg.connect(**connection.get_connection_params()) as other:
+        yield other
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def tell(node: Node, said: BoxGovernance | None, heard_ms: int | None = None) -> Node:
+    taken = take_governance(node_id=node.pk, said=said, heard_ms=heard_ms if heard_ms is not None else now_ms())
+    assert taken is not None
+    return taken
+
+
+def live_keys(node: Node) -> dict[str, bytes]:
+    return {key.kid: bytes(key.secret) for key in NodeOpKey.objects.filter(node=node, retired_at=None)}
+
+
+def test_what_a_box_says_of_itself_is_stored() -> None:
+    rig = Identity()
+    node = make_box(rig, policy_version=3, policy_sha256="a" * 64, witness_size=9)
+    assert (node.op_level, node.runner_id, node.box_key) == ("L2", rig.runner_id, encode_bytes(rig.public_key))
+    assert (node.policy_version, node.policy_sha256, node.witness_size) == (3, "a" * 64, 9)
+    assert node.clock_skew_ms is not None
+    assert abs(node.clock_skew_ms) < 10_000
+    assert live_keys(node) == {"k1": rig.secret}
+
+
+def test_saying_it_again_changes_and_records_nothing_more() -> None:
+    rig = Identity()
+    node = make_box(rig)
+    before = len(audited("node.op_key_new"))
+    tell(node, rig.tell())
+    assert len(audited("node.op_key_new")) == before == 1
+    assert not audited("node.key_changed")
+
+
+def test_a_runner_id_that_is_not_made_from_the_key_is_refused() -> None:
+    rig, thief = Identity(), Identity()
+    node = make_box(thief, runner_id=rig.runner_id)
+    assert (node.op_level, node.runner_id) == ("", "")
+    assert "not made from its public key" in node.policy_error
+    assert live_keys(node) == {}
+    assert len(audited("node.governance_refused")) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"level": ""}, "no level"),
+        ({"runner_id": ""}, "no runner id"),
+        ({"public_key": "%"}, "cannot be read"),
+    ],
+    ids=["no level", "no runner id", "no key"],
+)
+def test_a_box_that_says_too_little_takes_no_operations(said: dict[str, Any], why: str) -> None:
+    node = make_box(Identity(), **said)
+    assert node.op_level == ""
+    assert why in node.policy_error
+
+
+def test_two_boxes_cannot_share_a_runner_id() -> None:
+    rig = Identity()
+    first = make_box(rig)
+    second = tell(make_node("copy"), rig.tell())
+    assert second.op_level == ""
+    assert "belongs to another node" in second.policy_error
+    assert first.credential is not None
+    revoke_credential(credential_id=first.credential.pk, actor=ACTOR)
+    assert tell(second, rig.tell()).op_level == "L2"
+
+
+def test_two_claims_of_one_runner_id_wait_for_each_other(other_session: psycopg.Connection) -> None:
+    rig = Identity()
+    node = make_node()
+    other_session.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 7))", [rig.runner_id])
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute("SET LOCAL lock_timeout = '50ms'")
+        with pytest.raises(OperationalError, match="lock timeout"), transaction.atomic():
+            tell(node, rig.tell())
+    other_session.rollback()
+    assert tell(node, rig.tell()).op_level == "L2"
+
+
+def test_another_key_is_an_event_in_the_audit() -> None:
+    rig, swapped = Identity(), Identity()
+    node = tell(make_box(rig), swapped.tell())
+    assert node.runner_id == swapped.runner_id
+    (event,) = audited("node.key_changed")
+    assert event.detail["old_runner_id"] == rig.runner_id
+
+
+def test_a_key_that_is_no_longer_named_is_retired_and_one_that_is_new_is_added() -> None:
+    rig = Identity()
+    node = make_box(rig)
+    renewed = {"k1": encode_bytes(rig.secret), "k2": encode_bytes(b"2" * 32)}
+    tell(node, rig.tell(op_keys=renewed))
+    assert list(NodeOpKey.objects.filter(node=node).order_by("pk").values_list("kid", flat=True)) == ["k1", "k2"]
+    tell(node, rig.tell(op_keys={"k2": encode_bytes(b"2" * 32)}))
+    assert live_keys(node) == {"k2": b"2" * 32}
+    assert NodeOpKey.objects.get(node=node, kid="k1").retired_at is not None
+    tell(node, rig.tell(op_keys=renewed))
+    assert set(live_keys(node)) == {"k1", "k2"}
+
+
+@pytest.mark.parametrize("secret", ["%", encode_bytes(b"short"), encode_bytes(b"l" * 65)], ids=["no base64", "short", "long"])
+def test_a_key_that_cannot_sign_is_not_kept(secret: str) -> None:
+    assert live_keys(make_box(Identity(), op_keys={"bad": secret})) == {}
+
+
+def test_a_box_without_governance_takes_no_operations_any_more() -> None:
+    node = make_box(Identity())
+    assert tell(node, None).op_level == ""
+    assert Node.objects.get(pk=node.pk).runner_id, "so that its next word can be compared"
+
+
+def test_a_clock_that_is_off_is_an_alarm_once() -> None:
+    rig = Identity()
+    node = make_box(rig, clock_ms=now_ms() - SKEW_WARNING_MS - 5_000)
+    assert node.clock_skew_ms is not None
+    assert node.clock_skew_ms > SKEW_WARNING_MS
+    tell(node, rig.tell(clock_ms=now_ms() - SKEW_WARNING_MS - 9_000))
+    assert len(audited("node.clock_skew")) == 1
+    tell(node, rig.tell())
+    tell(node, rig.tell(clock_ms=now_ms() + SKEW_WARNING_MS + 60_000))
+    assert len(audited("node.clock_skew")) == 2
+
+
+def test_a_clock_that_is_impossible_fits_its_column() -> None:
+    rig = Identity()
+    assert make_box(rig, clock_ms=2**47).clock_skew_ms == -(2**31 - 1)
+
+
+# Witnesses
+
+
+@pytest.fixture
+def log_key(settings: Settings) -> None:
+    """The audit log signs checkpoints."""
+    settings.GOVERNANCE_LOG_KEY = LOG_SEED
+    make_provider()
+
+
+def seen(rig: Identity, size: int, root: bytes, *, shows: bool = True, names: bool = False, **changes: Any) -> GovernanceReport:
+    """The signed word of a box on a checkpoint; ``shows``: with that in the form in which the log signed it.
+
+    ``names``: it signs its runner id too, as boxes of this release do.
+    """
+    checkpoint = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
+    key = Ed25519PrivateKey.from_private_bytes(decode_bytes(LOG_SEED))
+    log = LogKey(settings.GOVERNANCE_LOG_ORIGIN, key.public_key().public_bytes_raw())
+    message = checkpoint.witness_message(rig.tell().runner_id if names else "")
+    return GovernanceReport(
+        witness_note=checkpoint.note(log, key.sign(checkpoint.text().encode())) if shows else "",
+        governance=rig.tell(witness_size=size, witness_root=encode_bytes(root)),
+        witness_signature=encode_bytes(rig.private_key.sign(message)),
+        **changes,
+    )
+
+
+def report(node: Node, said: GovernanceReport) -> str:
+    take_report(node_id=node.pk, report=said, heard_ms=now_ms())
+    return Node.objects.get(pk=node.pk).witness_alarm
+
+
+@pytest.mark.usefixtures("log_key")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("forge", "alarm"),
+    [
+        (lambda rig, size: seen(rig, size, root_at(size)), ""),
+        (lambda rig, size: seen(rig, size, root_at(size), names=True), ""),
+        (lambda rig, size: seen(rig, size, b"x" * 32), "are not those that it saw"),
+        (lambda rig, size: seen(rig, size + 1000, b"x" * 32), "the log is shorter now"),
+        (lambda rig, size: seen(rig, size, root_at(size), shows=False), ""),
+        (lambda rig, size: seen(rig, size, b"x" * 32, shows=False), "shows no checkpoint"),
+        (lambda rig, size: seen(rig, size + 1000, b"x" * 32, shows=False), "shows no checkpoint"),
+        (lambda rig, size: seen(Identity(private_key=rig.private_key), size, root_at(size), witness_alarm="no"), "no"),
+    ],
+    ids=[
+        "the same log",
+        "the same log, its name signed",
+        "another log",
+        "a longer log",
+        "the same log, no note",
+        "another log, no note",
+        "a longer log, no note",
+        "an alarm of the box",
+    ],
+)
+def test_the_word_of_a_box_is_compared_with_the_log(forge: Callable[..., GovernanceReport], alarm: str) -> None:
+    rig = Identity()
+    node = make_box(rig)
+    checkpoint = make_checkpoint(now=timezone.now())
+    assert checkpoint is not None
+    assert alarm in report(node, forge(rig, checkpoint.size))
+    assert bool(alarm) == bool(Node.objects.get(pk=node.pk).witness_alarm)
+    assert len(audited("node.witness_alarm")) == bool(alarm)
+
+
+@pytest.mark.usefixtures("log_key")
+@pytest.mark.django_db(transaction=True)
+def test_an_alarm_stays_until_the_box_signs_the_log_of_now() -> None:
+    rig = Identity()
+    node = make_box(rig)
+    checkpoint = make_checkpoint(now=timezone.now())
+    assert checkpoint is not None
+    first = report(node, GovernanceReport(governance=rig.tell(), witness_alarm="it was rewritten"))
+    assert first == report(node, GovernanceReport(governance=rig.tell())) == "it was rewritten"
+    assert report(node, seen(rig, checkpoint.size, root_at(checkpoint.size))) == ""
+
+
+def test_a_word_that_the_box_did_not_sign_is_an_alarm() -> None:
+    rig = Identity()
+    node = make_box(rig)
+    said = GovernanceReport(governance=rig.tell(witness_size=0, witness_root=encode_bytes(b"x" * 32)), witness_signature="AAAA")
+    assert "proves nothing" in report(node, said)
+
+
+# Keys that an operator gives
+
+
+def direct_node(name: str = "far") -> Node:
+    return make_node(name, reach=Reach.DIRECT, public_base_url="http://far.lan:8000")
+
+
+def test_an_operator_gives_a_box_called_over_http_its_key() -> None:
+    node = direct_node()
+    set_op_key(node_id=node.pk, kid="", secret="0123456789abcdef", level="L0", actor=ACTOR)
+    node.refresh_from_db()
+    assert (node.op_level, node.runner_id) == ("L0", f"far#{node.printed_id}")
+    set_op_key(node_id=node.pk, kid="k2", secret="another secret, 32 bytes in all.", level="L1", runner_id="box-7", actor=ACTOR)
+    node.refresh_from_db()
+    assert (node.op_level, node.runner_id) == ("L1", "box-7")
+    assert live_keys(node) == {"k2": b"another secret, 32 bytes in all."}
+    assert "secret" not in str([event.detail for event in audited("node.set_op_key")])
+    tell(node, None)
+    node.refresh_from_db()
+    assert node.op_level == "L1", "what an operator gave does not depend on what the box says"
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"level": "L2"}, "level"),
+        ({"secret": "short"}, "secret"),
+        ({"secret": "x" * 65}, "secret"),
+        ({"kid": "", "level": "L1"}, "kid"),
+        ({"runner_id": "a\nb"}, "runner_id"),
+    ],
+    ids=["L2", "short", "long", "no kid", "unprintable"],
+)
+def test_a_key_that_cannot_be_used_is_refused(changes: dict[str, str], param: str) -> None:
+    values: dict[str, Any] = {"kid": "k", "secret": "0123456789abcdef", "level": "L0", **changes}
+    with pytest.raises(BadRequest) as caught:
+        set_op_key(node_id=direct_node().pk, actor=ACTOR, **values)
+    assert caught.value.param == param
+
+
+def test_a_box_that_dials_in_is_given_no_key() -> None:
+    with pytest.raises(BadRequest, match="makes its own keys"):
+        set_op_key(node_id=make_node().pk, kid="k", secret="0123456789abcdef", level="L0", actor=ACTOR)
+
+
+def test_two_boxes_cannot_be_given_one_runner_id() -> None:
+    rig = Identity()
+    make_box(rig)
+    with pytest.raises(BadRequest, match="its own runner id"):
+        set_op_key(
+            node_id=direct_node().pk, kid="k", secret="0123456789abcdef", level="L1", runner_id=rig.runner_id, actor=ACTOR
+        )

@@ -1,0 +1,290 @@
+"""Models that approved loads brought and that are gone: what is said of them, where, and how they are asked for again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.conf import LazySettings
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+from django.utils import timezone
+
+from controlplane.overview import read_overview
+from core.models import User
+from governance import services
+from governance.errors import InvalidProposal
+from governance.models import AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint
+from governance.services.notice_text import write_message
+from governance.states import RunState
+from nodes.models import Node, NodePresence
+from nodes.operations import MODEL_LOAD
+from nodes.operations.lost_models import find_lost_models, tell_failed_reloads
+from nodes.tasks import sweep_nodes
+from tests.system.governance.team import Team, make_due, make_governed
+from tests.system.nodes.governed import Identity, approve_load, make_box
+from wire.ids import format_id
+from wire.optoken.approval import read_statement
+
+pytestmark = pytest.mark.django_db
+KEEP = {"modelId": "m", "keepLoaded": True}
+
+
+@pytest.fixture
+def rig() -> Identity:
+    return Identity()
+
+
+@pytest.fixture
+def box(rig: Identity) -> Node:
+    node = make_box(rig, keeps_models=True)
+    Node.objects.update(model_names=["old"])
+    return node
+
+
+@pytest.fixture
+def team() -> Team:
+    return make_governed()
+
+
+def done(
+    team: Team, target: str, operation: str = "model-load", *, state: RunState = RunState.SUCCEEDED, age_s: float = 60,
+    result: dict[str, Any] | None = None, **params: Any,
+) -> Operation:  # fmt: skip
+    """An approved operation that was carried out so long ago."""
+    asked = {"modelId": "m", **params}
+    row = approve_load(team, target, operation=operation, params=asked)
+    make_due(row)
+    services.run_due()
+    at = timezone.now() - timedelta(seconds=age_s)
+    changed = OperationRun.objects.filter(operation=row).update(
+        state=state.value, ended_at=at, result={"modelId": asked["modelId"], **(result or {})}
+    )
+    assert changed == 1
+    return row
+
+
+def report(*replicas: dict[str, Any]) -> None:
+    NodePresence.objects.update(replicas=[{"model": "old", "state": "loaded"}, *replicas])
+
+
+def lost() -> list[str]:
+    return [each.what for each in find_lost_models()]
+
+
+def sign_in(team: Team) -> Client:
+    client = Client()
+    client.force_login(team[0].user)
+    session = client.session
+    session["muster_assurance"] = "passkey"
+    session.save()
+    return client
+
+
+GONE = ["m was loaded on rig and is not any more."]
+
+
+def test_a_model_that_is_gone_without_an_unload_is_named_with_since_when(team: Team, rig: Identity, box: Node) -> None:
+    row = done(team, rig.runner_id)
+    (found,) = find_lost_models()
+    assert [found.what] == GONE
+    assert (found.op_id, found.is_kept) == (row.pk, False)
+    assert f"{found.loaded_at:%Y-%m-%d %H:%M}" in found.advice
+    assert "Its approval did not ask to keep it loaded." in found.advice
+
+
+@pytest.mark.parametrize("state", ["loaded", "loading", "unloading"])
+def test_a_model_that_is_there_or_on_its_way_is_not_lost(team: Team, rig: Identity, box: Node, state: str) -> None:
+    done(team, rig.runner_id)
+    report({"model": "m", "state": state})
+    assert lost() == []
+
+
+def test_a_kept_model_that_could_not_be_loaded_again_is_told_with_the_reason(team: Team, rig: Identity, box: Node) -> None:
+    done(team, rig.runner_id, keepLoaded=True)
+    report({"model": "m", "state": "failed", "detail": "4 attempts failed, the last with: no room.", "kept": True})
+    (found,) = find_lost_models()
+    assert found.what == GONE[0]
+    assert "It is approved to stay loaded, and rig says: 4 attempts failed, the last with: no room." in found.advice
+
+
+def fail(gave_up_ms: int | None, **changes: Any) -> None:
+    report({"model": "m", "state": "failed", "detail": "4 attempts failed", "kept": True, "gave_up_ms": gave_up_ms, **changes})
+
+
+def told() -> list[tuple[str, str]]:
+    """Who is told of a reload that failed: people and webhooks."""
+    rows = Notice.objects.filter(event__startswith="reload_failed").order_by("created_at")
+    return sorted((row.event.partition(".")[0], row.person.username if row.person else "hook") for row in rows)
+
+
+def test_a_reload_that_the_node_gave_up_is_told_once_to_those_who_decided_it(
+    team: Team, rig: Identity, box: Node, settings: LazySettings
+) -> None:
+    settings.NOTICE_SENDER = "muster@example.com"
+    for member in team.members:
+        User.objects.filter(pk=member.user.pk).update(email=f"{member.name}@example.com")
+    WebhookEndpoint.objects.create(name="hook", url="http://127.0.0.1:9/", secret="s" * 32)
+    row = done(team, rig.runner_id, keepLoaded=True)
+    signers = set(row.decisions.values_list("person_name", flat=True))
+    fail(gave_up_ms=1_000)
+    sweep_nodes()
+    sweep_nodes()
+    assert told() == sorted([("reload_failed", "hook"), *(("reload_failed", name) for name in {row.requested_by, *signers})])
+    event = AuditEvent.objects.get(action="node.reload-failed")
+    assert (event.target, event.op_id) == (box.printed_id, format_id("op", row.pk))
+    message = write_message(Notice.objects.filter(event__startswith="reload_failed").latest("created_at"))
+    assert message.subject == "m could not be loaded again on rig"
+    assert "4 attempts failed" in message.text
+    body = message.body
+    assert (body["model"], body["reason"], body["operation"]) == ("m", "4 attempts failed", {"id": format_id("op", row.pk)})
+
+
+@pytest.mark.parametrize(
+    ("later_s", "gave_up_ms", "count"),
+    [(3600, 1_000, 1), (3600, 2_000, 2), (30, 2_000, 1)],
+    ids=["the same failure", "the next failure", "another moment in each report"],
+)
+def test_the_next_failure_is_told_again_and_the_same_is_not(
+    team: Team, rig: Identity, box: Node, later_s: int, gave_up_ms: int, count: int
+) -> None:
+    done(team, rig.runner_id, keepLoaded=True)
+    AuditEvent.objects.create(
+        at=timezone.now() - timedelta(seconds=later_s), actor="system:sweep", action="node.reload-failed",
+        target=box.printed_id, detail={"name": "rig", "model": "m", "reason": "", "gave_up_ms": 1_000},
+    )  # fmt: skip
+    fail(gave_up_ms=gave_up_ms)
+    tell_failed_reloads()
+    assert AuditEvent.objects.filter(action="node.reload-failed").count() == count
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gave_up_ms": None}, {"state": "loading", "gave_up_ms": None}], ids=["another attempt follows", "it loads"]
+)
+def test_nobody_is_told_while_the_node_still_tries(team: Team, rig: Identity, box: Node, changes: dict[str, Any]) -> None:
+    done(team, rig.runner_id, keepLoaded=True)
+    fail(**{"gave_up_ms": 1_000, **changes})
+    assert tell_failed_reloads() == 0
+
+
+def test_nobody_is_told_of_a_model_that_no_approval_keeps(team: Team, rig: Identity, box: Node) -> None:
+    done(team, rig.runner_id)
+    fail(gave_up_ms=1_000)
+    assert tell_failed_reloads() == 0
+
+
+@pytest.mark.parametrize("age_s", [600, 3600])
+def test_what_a_node_that_is_away_has_is_not_known(team: Team, rig: Identity, box: Node, age_s: float) -> None:
+    done(team, rig.runner_id)
+    NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(seconds=age_s))
+    assert lost() == []
+
+
+def test_a_model_that_was_unloaded_or_evicted_since_is_not_lost(team: Team, rig: Identity, box: Node) -> None:
+    done(team, rig.runner_id, age_s=60)
+    done(team, rig.runner_id, "model-unload", age_s=30)
+    assert lost() == []
+    done(team, rig.runner_id, age_s=20)
+    assert lost() == GONE
+    done(team, rig.runner_id, age_s=10, modelId="old", evictModel="m", result={"evicted": "m"})
+    assert lost() == []
+    done(team, rig.runner_id, age_s=5)
+    assert lost() == GONE
+
+
+@pytest.mark.parametrize("state", [RunState.FAILED, RunState.RESOLVED, RunState.EXECUTING])
+def test_only_what_succeeded_counts(team: Team, rig: Identity, box: Node, state: RunState) -> None:
+    done(team, rig.runner_id, state=state)
+    assert lost() == []
+    done(team, rig.runner_id, age_s=50)
+    done(team, rig.runner_id, "model-unload", state=state, age_s=10)
+    assert lost() == GONE
+
+
+def test_a_statement_that_was_changed_in_the_database_says_nothing(team: Team, rig: Identity, box: Node) -> None:
+    row = done(team, rig.runner_id)
+    Operation.objects.filter(pk=row.pk).update(statement=b"{}")
+    assert lost() == []
+
+
+def test_overview_says_so_with_the_page_that_asks_for_the_same_again(team: Team, rig: Identity, box: Node) -> None:
+    done(team, rig.runner_id, maxContextLength=512)
+    (problem,) = [each for each in read_overview().problems if "any more" in each.what]
+    assert problem.what == GONE[0]
+    assert problem.link == "Propose it again"
+    client = Client()
+    client.force_login(User.objects.create_superuser("boss"))
+    assert problem.url.replace("&", "&amp;") in client.get(reverse("admin:index")).content.decode()
+    form = sign_in(team).get(problem.url).context["form"]
+    assert form["targets"].value() == [rig.runner_id]
+    assert form["param-modelId"].value() == "m"
+    assert form["param-maxContextLength"].value() == "512"
+    assert not form["param-keepLoaded"].value(), "the same, which did not keep it"
+
+
+def test_what_is_asked_for_again_is_kept_when_it_was(team: Team, rig: Identity, box: Node) -> None:
+    done(team, rig.runner_id, keepLoaded=True)
+    (found,) = find_lost_models()
+    form = sign_in(team).get(f"{reverse('approvals:propose')}?{found.again}").context["form"]
+    assert form["param-keepLoaded"].value()
+
+
+def test_the_page_of_the_operation_says_so_and_that_of_an_older_one_does_not(team: Team, rig: Identity, box: Node) -> None:
+    older, newest = done(team, rig.runner_id, age_s=90), done(team, rig.runner_id)
+    pages = [sign_in(team).get(reverse("approvals:operation", args=[row.pk])).content.decode() for row in (newest, older)]
+    assert [GONE[0] in page for page in pages] == [True, False]
+    assert "Propose it again" in pages[0]
+    report({"model": "m", "state": "loaded"})
+    assert GONE[0] not in sign_in(team).get(reverse("approvals:operation", args=[newest.pk])).content.decode()
+
+
+def test_looking_takes_as_many_queries_for_many_as_for_few(team: Team, rig: Identity, box: Node) -> None:
+    done(team, rig.runner_id)
+    report({"model": "m", "state": "loaded"})
+    with CaptureQueriesContext(
+        connection,
+    ) as few:
+        find_lost_models()
+    for name in ("a", "b", "c"):
+        done(team, rig.runner_id, modelId=name)
+        report(*({"model": each, "state": "loaded"} for each in ("m", "a", "b", "c")))
+    with CaptureQueriesContext(connection) as many:
+        assert lost() == []
+    assert len(few) == len(many) == 3
+
+
+def test_keeping_is_signed_shown_and_left_out_where_it_is_not_asked_for(team: Team, rig: Identity, box: Node) -> None:
+    kept = approve_load(team, rig.runner_id, params=KEEP)
+    assert read_statement(bytes(kept.statement)).params == KEEP
+    plain = approve_load(team, rig.runner_id, params={"modelId": "m", "keepLoaded": False})
+    assert read_statement(bytes(plain.statement)).params == {"modelId": "m"}
+    for row, expected in ((kept, "is loaded again, until an unload is approved"), (plain, "is not loaded again")):
+        lines = MODEL_LOAD.describe([rig.runner_id], read_statement(bytes(row.statement)).params).lines
+        assert [line.value for line in lines if line.label == "After a restart of the node"] == [expected]
+
+
+def test_a_node_that_does_not_know_how_is_named_before_anybody_signs(team: Team) -> None:
+    old = Identity("elder")
+    make_box(old)
+    with pytest.raises(InvalidProposal, match="elder has not said that it can keep a model loaded") as caught:
+        MODEL_LOAD.clean([old.runner_id], KEEP)
+    assert caught.value.param == "keepLoaded"
+    assert MODEL_LOAD.clean([old.runner_id], {"modelId": "m"}).params == {"modelId": "m"}
+    fields: Any = MODEL_LOAD.choices()["params"]
+    assert [field["initial"] for field in fields if field["name"] == "keepLoaded"] == [False]
+
+
+def test_the_form_keeps_a_model_loaded_unless_that_is_unchecked(team: Team, rig: Identity, box: Node) -> None:
+    client = sign_in(team)
+    form = client.get("/approvals/propose?operation=model-load").context["form"]
+    assert form["param-keepLoaded"].initial is True
+    sent = {"operation": "model-load", "targets": [rig.runner_id], "param-modelId": "m", "reason": "why", "max_uses": "1"}
+    for changes, words in (
+        ({"param-keepLoaded": "on"}, "is loaded again, until an unload is approved"),
+        ({}, "is not loaded again"),
+    ):
+        page = client.post("/approvals/propose", {**sent, **changes, "step": "look"}).content.decode()
+        assert words in page

@@ -1,0 +1,354 @@
+"""The governed operations on boxes: what may be asked for, what approvers read, and when a box is sent one."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.utils import timezone
+from pytest_django import Settings
+
+from gateway.models import RequestRecord
+from governance import services
+from governance.errors import InvalidProposal, NeedsApproval
+from governance.registry import NotNow, OperationKind, RunOrder, find_kind
+from governance.states import RunEvent, RunState
+from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
+from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
+from nodes.services import drain_node, revoke_credential
+from nodes.states import SKEW_LIMIT_MS
+from tests.system.governance.team import Team, make_due, make_governed
+from tests.system.nodes.factories import ACTOR, audited, make_node
+from tests.system.nodes.governed import Identity, approve_load, make_box, only_run
+
+pytestmark = pytest.mark.django_db
+
+LOAD: dict[str, object] = {"modelId": "m", "evictModel": "old", "maxContextLength": 4096}
+
+
+@pytest.fixture
+def rig() -> Identity:
+    return Identity()
+
+
+@pytest.fixture
+def box(rig: Identity) -> Node:
+    return make_box(rig)
+
+
+@pytest.fixture
+def team() -> Team:
+    return make_governed()
+
+
+def texts(kind: Any, *targets: str, params: dict[str, object]) -> str:
+    """What the preview says, on one line."""
+    return " | ".join(f"{impact.level}: {impact.text}" for impact in kind.preview(targets, params))
+
+
+def order(target: str, operation: str = "model-load", **changes: Any) -> RunOrder:
+    fields: dict[str, Any] = {
+        "run_id": uuid.uuid4(), "op_id": "op_1", "use": 1, "operation": operation, "target": target, "params": {"modelId": "m"},
+        "token": "t", "token_expires_at": int(timezone.now().timestamp()) + 300, "requested_by": "ana", "approved_by": ("ben",),
+    }  # fmt: skip
+    return RunOrder(**(fields | changes))
+
+
+def test_the_settings_name_these_operations() -> None:
+    kinds: list[OperationKind] = [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE_DRAIN, NODE_EVICT]
+    assert [find_kind(kind.name) for kind in kinds] == kinds
+    assert [kind.is_remote for kind in kinds] == [True, True, True, True, False, False]
+
+
+# Targets
+
+
+def test_a_box_is_named_by_its_runner_id_its_id_or_its_name(rig: Identity, box: Node) -> None:
+    for text in (rig.runner_id, box.printed_id, str(box.pk), "rig", " rig "):
+        assert MODEL_LOAD.clean([text], {"modelId": "m"}).targets == (rig.runner_id,)
+        assert NODE_EVICT.clean([text], {}).targets == (box.printed_id,)
+    assert MODEL_LOAD.clean(["rig", rig.runner_id], {"modelId": "m"}).targets == (rig.runner_id,)
+
+
+@pytest.mark.parametrize("targets", [[], ["nobody"], ["node_" + "0" * 32], [""]], ids=["none", "name", "id", "empty"])
+def test_a_box_that_is_not_there_cannot_be_named(targets: list[str]) -> None:
+    for kind, params in ((MODEL_LOAD, {"modelId": "m"}), (NODE_EVICT, {})):
+        with pytest.raises(InvalidProposal) as caught:
+            kind.clean(targets, params)
+        assert caught.value.param == "targets"
+
+
+def test_a_name_that_two_boxes_have_names_none() -> None:
+    make_box(Identity())
+    make_box(Identity())
+    with pytest.raises(InvalidProposal, match="say which by its id"):
+        MODEL_LOAD.clean(["rig"], {"modelId": "m"})
+
+
+def test_a_box_that_takes_no_operations_can_be_evicted_and_not_loaded() -> None:
+    node = make_node("plain")
+    assert NODE_EVICT.clean(["plain"], {}).targets == (node.printed_id,)
+    with pytest.raises(InvalidProposal, match="takes no operations from here"):
+        MODEL_LOAD.clean(["plain"], {"modelId": "m"})
+
+
+def test_of_two_rows_of_one_box_the_one_whose_credential_works_is_meant(rig: Identity, box: Node) -> None:
+    assert box.credential is not None
+    revoke_credential(credential_id=box.credential.pk, actor=ACTOR)
+    newer = make_box(rig)
+    Node.objects.filter(pk=box.pk).update(updated_at=timezone.now() + timedelta(hours=1))
+    signer = MODEL_LOAD.find_signer(rig.runner_id)
+    assert signer is not None
+    NodeOpKey.objects.filter(node=newer).delete()
+    assert MODEL_LOAD.find_signer(rig.runner_id) is None
+
+
+def test_a_box_that_calls_itself_like_another_one_is_not_meant_by_that_name(box: Node) -> None:
+    make_box(Identity("thief"), level="L1", runner_id="rig")
+    assert NODE_EVICT.clean(["rig"], {}).targets == (box.printed_id,)
+
+
+def test_nodes_that_cannot_reload_their_settings_from_here_are_named_before_anybody_signs(rig: Identity) -> None:
+    node = make_box(rig, reloads_settings=True)
+    assert SETTINGS_RELOAD.clean(["rig"], {}).targets == (rig.runner_id,)
+    assert SETTINGS_RELOAD.clean(["rig"], {}).params == {}
+    with pytest.raises(InvalidProposal, match=r"'modelId'.*takes nothing"):
+        SETTINGS_RELOAD.clean(["rig"], {"modelId": "m"})
+    make_box(Identity("attic"))
+    with pytest.raises(InvalidProposal, match=r"^attic has not said that it can reload its settings") as caught:
+        SETTINGS_RELOAD.clean(["rig", "attic"], {})
+    assert caught.value.param == "targets"
+    # What it said over its session counts no more: its HTTP call takes no token.
+    Node.objects.filter(pk=node.pk).update(reach=Reach.DIRECT)
+    with pytest.raises(InvalidProposal, match=r"^rig has not said that it can reload its settings"):
+        SETTINGS_RELOAD.clean(["rig"], {})
+
+
+def test_the_preview_of_a_reload_names_what_stays_loaded(rig: Identity, box: Node) -> None:
+    said = texts(SETTINGS_RELOAD, rig.runner_id, params={})
+    assert "old is loaded on rig and stays as it is" in said
+    lines = {line.label: line.value for line in SETTINGS_RELOAD.describe([rig.runner_id], {}).lines}
+    assert "settings.json and local.json" in lines["What is read"]
+
+
+# Keys
+
+
+def test_a_token_is_signed_with_the_newest_key_of_the_box(rig: Identity, box: Node) -> None:
+    NodeOpKey.objects.create(node=box, kid="k2", secret=b"2" * 32)
+    NodeOpKey.objects.create(node=box, kid="k3", secret=b"3" * 32, retired_at=timezone.now())
+    signer = MODEL_LOAD.find_signer(rig.runner_id)
+    assert signer is not None
+    assert (signer.level, signer.kid, signer.key, signer.audience) == ("L2", "k2", b"2" * 32, rig.runner_id)
+    assert "222" not in repr(signer)
+    Node.objects.update(op_level="")
+    assert MODEL_LOAD.find_signer(rig.runner_id) is None
+    assert MODEL_LOAD.find_signer("nobody#x") is None
+
+
+# What approvers read
+
+
+def test_a_load_in_words_has_today_beside_it(rig: Identity, box: Node) -> None:
+    found = MODEL_LOAD.describe([rig.runner_id], {**LOAD, "overrides": {"n_ctx": 9}})
+    assert found.title == "Load m on rig"
+    lines = {line.label: (line.value, line.now) for line in found.lines}
+    assert lines["Model"] == ("m", "not loaded")
+    assert lines["Unloaded first"] == ("old", "loaded")
+    assert lines["Tokens per request"] == ("4096", "as the node is set up")
+    assert lines["Engine: n_ctx"][0] == "9"
+    assert lines["On"][0] == rig.runner_id
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "title"),
+    [
+        (MODEL_UNLOAD, {"modelId": "m"}, "Unload m from rig"),
+        (MODEL_UNLOAD, {"modelId": "m", "force": True}, "Unload by force m from rig"),
+        (CACHE_FLUSH, {"scope": "all"}, "Flush all caches on rig"),
+        (CACHE_FLUSH, {"scope": "model", "modelId": "m"}, "Flush the cache of model m on rig"),
+        (CACHE_FLUSH, {"scope": "tenant", "tenantId": "t"}, "Flush the cache of tenant t on rig"),
+        (CACHE_FLUSH, {"scope": "tag", "tag": "x", "tenantId": "t"}, "Flush the cache tagged x of tenant t on rig"),
+        (SETTINGS_RELOAD, {}, "Reload the settings of rig"),
+    ],
+    ids=["unload", "force", "all", "model", "tenant", "tag", "reload"],
+)
+def test_every_operation_has_a_title(rig: Identity, box: Node, kind: Any, params: dict[str, object], title: str) -> None:
+    assert kind.describe([rig.runner_id], params).title == title
+
+
+def test_a_drain_and_an_eviction_in_words(box: Node) -> None:
+    drain = NODE_DRAIN.describe([box.printed_id], {"timeout_s": 5})
+    assert drain.title == "Drain rig by force"
+    assert [(line.value, line.now) for line in drain.lines][1] == ("5 s", "120 s in a plain drain")
+    assert NODE_EVICT.describe([box.printed_id], {}).title == "Evict rig"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE_DRAIN, NODE_EVICT],
+    ids=lambda kind: kind.name,
+)
+def test_a_box_that_is_gone_is_still_described(kind: Any) -> None:
+    params = {"modelId": "m", "scope": "all", "timeout_s": 1}
+    assert "gone#x" in kind.describe(["gone#x"], params).title
+    assert "danger: gone#x is no node that is known here any more." in texts(kind, "gone#x", params=params)
+
+
+def test_the_preview_says_what_goes_and_whether_it_fits(rig: Identity, box: Node) -> None:
+    NodePresence.objects.update(memory={"total_mb": 10_000, "used_mb": 9_000})
+    said = texts(MODEL_LOAD, rig.runner_id, params=LOAD)
+    assert "old is unloaded from rig first" in said
+    assert "Memory use of m unknown. 5000 of 10000 MiB are free" in said
+    assert "This was never done on rig before" in said
+    loaded = [{"model": "m", "state": "loading", "memory_mb": 6000}, {"model": "old", "state": "loaded", "memory_mb": 4000}]
+    NodePresence.objects.update(replicas=loaded)
+    assert "danger: m took 6000 MiB when it was last measured; 5000 MiB are free" in texts(
+        MODEL_LOAD, rig.runner_id, params=LOAD
+    )
+    NodePresence.objects.update(memory={"total_mb": 20_000, "used_mb": 9_000})
+    assert "ok: m took 6000 MiB" in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
+
+
+def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: Node) -> None:
+    for number, tenant in enumerate(["a", "b", "b"]):
+        RequestRecord.objects.create(
+            created_at=timezone.now(), gateway_id=uuid.uuid4(), tenant=tenant, key_id=uuid.uuid4(), key_name="k",
+            endpoint="/v1/chat/completions", model="old" if number else "m", state="running", node_id=box.pk,
+        )  # fmt: skip
+    assert "2 requests of 1 tenant run on old on rig now; they are cut off" in texts(
+        MODEL_UNLOAD, rig.runner_id, params={"modelId": "old", "force": True}
+    )
+    assert "3 requests of 2 tenants run on rig now; all of them are interrupted" in texts(NODE_EVICT, box.printed_id, params={})
+
+
+def test_without_a_counter_of_requests_the_box_itself_is_believed(rig: Identity, box: Node, settings: Settings) -> None:
+    settings.NODE_TRAFFIC = ""
+    NodePresence.objects.update(replicas=[{"model": "old", "state": "loaded", "active": 1}])
+    assert "1 request run on old on rig now" in texts(MODEL_UNLOAD, rig.runner_id, params={"modelId": "old"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"policy_version": 0},
+            "danger: Nothing is sent for now: rig has no approval policy pinned; run ./muster trust on it.",
+        ),
+        ({"op_level": ""}, "danger: Nothing is sent for now: rig takes no operations from here"),
+        ({"op_level": "L1"}, "caution: rig works at level L1"),
+        ({"clock_skew_ms": 90_000}, "caution: The clock of rig is 90 s off"),
+        ({"clock_skew_ms": -SKEW_LIMIT_MS - 1000}, "danger: Nothing is sent for now: the clock of rig is 241 s off"),
+        ({"witness_alarm": "it was rewritten"}, "danger: rig contradicts the audit log: it was rewritten."),
+        ({"policy_error": "rollback"}, "caution: rig refused a newer policy: rollback."),
+    ],
+    ids=["no policy", "no level", "L1", "skewed", "far skewed", "alarm", "refused policy"],
+)
+def test_the_preview_says_what_stands_in_the_way(rig: Identity, box: Node, changes: dict[str, object], said: str) -> None:
+    Node.objects.update(**changes)
+    assert said in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
+
+
+def test_the_preview_of_a_box_that_is_away_says_so(rig: Identity) -> None:
+    make_box(rig, age_s=100)
+    assert "danger: rig is offline" in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
+
+
+def test_the_preview_tells_how_it_went_the_last_time(team: Team, rig: Identity, box: Node) -> None:
+    operation = approve_load(team, rig.runner_id)
+    services.run_due()
+    run = only_run(operation)
+    services.finish_run(run_id=run.pk, event=RunEvent.FAIL, code="insufficient_memory", result={"gpuMemoryUsedMB": 123})
+    assert "it failed" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "m"})
+    NodePresence.objects.update(memory={"total_mb": 200, "used_mb": 0})
+    assert "m took 123 MiB" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "m"})
+    assert "never done" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "another"})
+
+
+# Carrying out
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"op_level": ""}, "takes no operations"),
+        ({"policy_version": 0}, "run ./muster trust on it"),
+        ({"clock_skew_ms": SKEW_LIMIT_MS + 1}, "the clock of rig is 240 s off"),
+    ],
+    ids=["no level", "no policy", "clock"],
+)
+def test_a_box_that_would_refuse_is_not_sent_anything(
+    rig: Identity, box: Node, changes: dict[str, object], reason: str
+) -> None:
+    Node.objects.update(**changes)
+    outcome = MODEL_LOAD.carry_out(order(rig.runner_id))
+    assert isinstance(outcome, NotNow)
+    assert reason in outcome.reason
+    assert not NodeCommand.objects.exists()
+
+
+def test_a_box_that_is_away_is_sent_nothing_until_it_is_back(rig: Identity) -> None:
+    make_box(rig, age_s=100)
+    outcome = MODEL_LOAD.carry_out(order(rig.runner_id))
+    assert isinstance(outcome, NotNow)
+    assert "offline" in outcome.reason
+    NodePresence.objects.update(last_heartbeat_at=timezone.now())
+    MODEL_LOAD.carry_out(order(rig.runner_id))
+    assert NodeCommand.objects.get().body == {"modelId": "m"}
+
+
+def test_a_box_that_heartbeats_without_a_socket_is_sent_nothing(rig: Identity, box: Node) -> None:
+    NodePresence.objects.update(connected=False)
+    assert isinstance(MODEL_LOAD.carry_out(order(rig.runner_id)), NotNow)
+    assert not NodeCommand.objects.exists()
+
+
+def test_a_forced_drain_is_direct_before_there_is_a_policy_and_proposed_afterwards(box: Node) -> None:
+    assert drain_node(node_id=box.pk, actor=ACTOR, reason="", timeout_s=1).draining
+    make_governed()
+    with pytest.raises(NeedsApproval, match=r"propose node-drain .* A plain drain needs none: the same without .* gives 120 s"):
+        drain_node(node_id=box.pk, actor=ACTOR, reason="", timeout_s=119)
+    assert drain_node(node_id=box.pk, actor=ACTOR, reason="", timeout_s=120).draining
+    assert drain_node(node_id=box.pk, actor=ACTOR, reason="").draining
+
+
+def test_an_order_that_nobody_approved_forces_nothing(team: Team, box: Node) -> None:
+    for operation in ("node-drain", "node-evict", "model-load"):
+        with pytest.raises(NeedsApproval):
+            drain_node(node_id=box.pk, actor=ACTOR, reason="", timeout_s=0, order=order(box.printed_id, operation))
+    assert not Node.objects.get().draining
+
+
+def test_an_approved_forced_drain_is_carried_out(team: Team, box: Node) -> None:
+    operation = approve_load(team, "rig", operation="node-drain", params={"timeout_s": 3})
+    services.run_due()
+    assert only_run(operation).state == RunState.SUCCEEDED.value
+    node = Node.objects.get()
+    assert node.draining
+    assert node.drain_deadline_at is not None
+    assert node.drain_deadline_at <= timezone.now() + timedelta(seconds=3)
+    assert [event.actor for event in audited("node.drain")] == ["system:governance"]
+
+
+def test_an_approved_eviction_cordons_the_box_and_ends_what_runs(team: Team, box: Node) -> None:
+    operation = approve_load(team, "rig", operation="node-evict", params={})
+    services.run_due()
+    assert only_run(operation).state == RunState.SUCCEEDED.value
+    node = Node.objects.get()
+    assert (node.cordoned, node.draining) == (True, True)
+    assert node.drain_deadline_at is not None
+    assert node.drain_deadline_at <= timezone.now()
+
+
+def test_an_eviction_of_a_box_that_is_gone_fails_with_words(team: Team, box: Node) -> None:
+    operation = approve_load(team, "rig", operation="node-evict", params={})
+    NodeOpKey.objects.all().delete()
+    NodePresence.objects.all().delete()
+    Node.objects.filter(pk=box.pk).delete()
+    make_due(operation)
+    services.run_due()
+    run = only_run(operation)
+    assert run.state == RunState.FAILED.value
+    assert "There is no node" in run.message

@@ -1,0 +1,501 @@
+"""What a worker session does to the database: enrolment, fencing, presence, and the rows that routing reads."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from nodes.errors import EnrolmentRefused, NameTaken
+from nodes.models import Node, NodeCredential, NodePresence, Reach
+from nodes.services import (
+    cordon_node,
+    delete_provider,
+    disable_provider,
+    drain_node,
+    revoke_credential,
+    set_mode,
+)
+from nodes.services.sessions import (
+    OpenedSession,
+    PresenceReport,
+    ReportedState,
+    SessionEnd,
+    SessionRequest,
+    close_sessions,
+    find_revoked,
+    is_provider_open,
+    load_node_rows,
+    open_session,
+    write_presences,
+)
+from tests.system.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence, make_provider
+from wire import bridge
+from wire.contract import NodeMode
+
+pytestmark = pytest.mark.django_db
+
+HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+def ask(
+    credential: NodeCredential,
+    name: str = "worker",
+    *,
+    live: frozenset[uuid.UUID] = frozenset(),
+    others: frozenset[uuid.UUID] = frozenset(),
+    gateway: uuid.UUID = HERE,
+    protocol: str = bridge.MUSTER_V1,
+    **fields: object,
+) -> OpenedSession:
+    """Open a session as a box of that name."""
+    message = bridge.Register(worker_name=name, **fields)  # type: ignore[arg-type]  # names of its fields
+    return open_session(
+        SessionRequest(
+            credential_id=credential.pk,
+            worker_name=name,
+            models=("m",),
+            max_concurrent=3,
+            protocol=protocol,
+            gateway_id=gateway,
+            live_nodes=live,
+            other_gateways=others,
+            peer_address="10.0.0.1",
+            message=message,
+        )
+    )
+
+
+def test_a_new_box_is_enrolled_with_what_it_said() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    gpu = bridge.GpuInfo(index=0, name="RTX 4090", memory_total_mb=24_000)
+    opened = ask(credential, "rig", instance_id="i1", agent_version="1.2", owner_name="ada", gpus=[gpu], current_load=2)
+    node = Node.objects.select_related("presence").get(pk=opened.node_id)
+    assert (opened.node_name, opened.epoch, opened.mode) == ("rig", 1, "spare_on")
+    assert opened == replace(opened, cordoned=False, draining=False)
+    assert (node.reach, node.model_names, node.max_concurrent, node.epoch) == (Reach.RELAY, ["m"], 3, 1)
+    assert (node.gpu_name, node.vram_total_mb, node.agent_version, node.owner_name) == ("RTX 4090", 24_000, "1.2", "ada")
+    presence = node.presence
+    assert (presence.connected, presence.gateway_id, presence.active_requests) == (True, HERE, 2)
+    assert (presence.protocol, presence.peer_address) == (bridge.MUSTER_V1, "10.0.0.1")
+    (event,) = audited("node.connect")
+    assert event.detail == {"protocol": bridge.MUSTER_V1, "epoch": 1, "credential": "box"}
+
+
+def test_a_box_that_comes_back_keeps_its_row_and_what_was_decided_about_it() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="i1")
+    cordon_node(node_id=first.node_id, actor=ACTOR)
+    drain_node(node_id=first.node_id, actor=ACTOR, reason="fans")
+    set_mode(node_id=first.node_id, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
+    again = ask(credential, "rig", instance_id="i2", live=frozenset({first.node_id}))
+    assert again == replace(first, epoch=2, mode="spare_off", cordoned=True, draining=True, link_id=again.link_id)
+    assert Node.objects.count() == 1
+
+
+def governed(public_key: str) -> bridge.BoxGovernance:
+    return bridge.BoxGovernance(level="L1", runner_id=f"rig-{public_key}", public_key=public_key)
+
+
+def test_a_second_box_with_the_name_of_a_live_one_is_refused_and_noted_and_the_first_keeps_its_session() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="a1", governance=governed("a"))
+    live = frozenset({first.node_id})
+    for _ in range(2):
+        with pytest.raises(NameTaken, match="another live box"):
+            ask(credential, "rig", instance_id="b1", governance=governed("b"), live=live)
+    node = Node.objects.get(pk=first.node_id)
+    assert (node.epoch, node.instance_id, node.runner_id) == (1, "a1", "rig-a")
+    assert (node.rival_address, node.rival_seen_at is not None) == ("10.0.0.1", True)
+    assert len(audited("node.rival_refused")) == 1
+    assert ask(credential, "rig", instance_id="a1", governance=governed("a"), live=live).epoch == 1
+    assert ask(credential, "rig", instance_id="b1", governance=governed("b")).epoch == 2  # once the first is gone
+
+
+def test_a_box_of_another_gateway_is_as_live_as_one_of_this() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    ask(credential, "rig", instance_id="a1", governance=governed("a"), gateway=THERE)
+    with pytest.raises(NameTaken):
+        ask(credential, "rig", instance_id="b1", governance=governed("b"), others=frozenset({THERE}))
+    NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(minutes=1))
+    assert ask(credential, "rig", instance_id="b1", governance=governed("b"), others=frozenset({THERE})).epoch == 2
+
+
+def test_a_box_that_was_started_again_replaces_its_own_session_at_once() -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="a1", governance=governed("a"))
+    again = ask(credential, "rig", instance_id="a2", governance=governed("a"), live=frozenset({first.node_id}))
+    assert again == replace(first, epoch=2, link_id=again.link_id)
+
+
+@pytest.mark.parametrize("said", [None, governed("a")], ids=["older-box", "copied-folder"])
+def test_two_programs_that_cannot_be_told_apart_do_not_take_turns(said: bridge.BoxGovernance | None) -> None:
+    """The first program was replaced, as by a restart; that it comes back shows that it was none."""
+    credential, _ = make_credential(max_nodes=3)
+    first = ask(credential, "rig", instance_id="a1", governance=said)
+    live = frozenset({first.node_id})
+    assert ask(credential, "rig", instance_id="b1", governance=said, live=live).epoch == 2
+    with pytest.raises(NameTaken):
+        ask(credential, "rig", instance_id="a1", governance=said, live=live)
+    assert ask(credential, "rig", instance_id="b1", governance=said, live=live).epoch == 2
+    assert ask(credential, "rig", instance_id="a1", governance=said).epoch == 3  # once the other is gone
+
+
+def test_workers_that_share_a_name_get_numbers_while_they_live() -> None:
+    credential, _ = make_credential(max_nodes=5)
+    live: set[uuid.UUID] = set()
+    for name in ("worker", "worker-2", "worker-3"):
+        opened = ask(credential, live=frozenset(live))
+        assert opened.node_name == name
+        live.add(opened.node_id)
+    two = Node.objects.get(name="worker-2").pk
+    assert ask(credential, live=frozenset(live - {two})).node_id == two
+
+
+def test_a_worker_comes_back_at_once_after_its_gateway_was_killed() -> None:
+    """The presence of the dead gateway still looks fresh; that must not make a second node of the same box."""
+    for max_nodes in (1, 5):
+        credential, _ = make_credential(f"c{max_nodes}", max_nodes=max_nodes)
+        before = ask(credential, gateway=THERE)
+        assert NodePresence.objects.get(node_id=before.node_id).connected
+        after = ask(credential, gateway=HERE)
+        assert (after.node_id, after.epoch) == (before.node_id, 2)
+
+
+def test_a_name_that_lives_on_another_gateway_is_taken() -> None:
+    credential, _ = make_credential(max_nodes=5)
+    there = ask(credential, gateway=THERE)
+    assert ask(credential, others=frozenset({THERE})).node_name == "worker-2"
+    NodePresence.objects.filter(node_id=there.node_id).update(last_heartbeat_at=timezone.now() - timedelta(seconds=16))
+    assert ask(credential, others=frozenset({THERE})).node_id == there.node_id
+
+
+def test_a_credential_for_one_box_lets_the_newer_session_take_over() -> None:
+    credential, _ = make_credential(max_nodes=1)
+    first = ask(credential)
+    second = ask(credential, live=frozenset({first.node_id}))
+    assert (second.node_id, second.epoch) == (first.node_id, 2)
+
+
+def test_a_credential_enrols_no_more_boxes_than_it_may() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    ask(credential, "a", instance_id="1")
+    ask(credential, "b", instance_id="2")
+    with pytest.raises(EnrolmentRefused, match="2"):
+        ask(credential, "c", instance_id="3")
+    assert ask(credential, "a", instance_id="4").epoch == 2
+    assert Node.objects.count() == 2
+
+
+def test_the_same_name_under_two_credentials_is_two_boxes() -> None:
+    one, _ = make_credential("one")
+    two, _ = make_credential("two")
+    assert ask(one).node_id != ask(two).node_id
+
+
+def test_a_bound_credential_speaks_for_its_node_whatever_name_the_box_says() -> None:
+    node = make_node("rig")
+    bound, _ = make_credential("bound", node_id=node.pk)
+    opened = ask(bound, "another name")
+    assert (opened.node_id, opened.node_name) == (node.pk, "rig")
+    assert Node.objects.count() == 1
+
+
+def test_a_revoked_credential_opens_nothing_even_if_it_was_checked_a_moment_ago() -> None:
+    credential, _ = make_credential()
+    revoke_credential(credential_id=credential.pk, actor=ACTOR)
+    with pytest.raises(EnrolmentRefused, match="revoked"):
+        ask(credential)
+    assert Node.objects.count() == 0
+
+
+def test_revoked_credentials_are_found_among_those_in_use() -> None:
+    kept, _ = make_credential("kept")
+    revoked, _ = make_credential("revoked")
+    revoke_credential(credential_id=revoked.pk, actor=ACTOR)
+    assert find_revoked([kept.pk, revoked.pk]) == {revoked.pk}
+    assert find_revoked([]) == set()
+
+
+def test_long_texts_of_a_box_are_cut_to_their_columns() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    gpu = bridge.GpuInfo(index=0, name="g" * 900)
+    long = "x" * 900
+    opened = ask(credential, "n" * 120, instance_id=long, agent_version=long, owner_name=long, gpus=[gpu], current_load=10**30)
+    node = Node.objects.get(pk=opened.node_id)
+    assert (len(node.instance_id), len(node.agent_version), len(node.owner_name), len(node.gpu_name)) == (64, 60, 120, 200)
+
+
+def test_a_long_shared_name_leaves_room_for_its_number() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    first = ask(credential, "n" * 120)
+    second = ask(credential, "n" * 120, live=frozenset({first.node_id}))
+    assert second.node_id != first.node_id
+    assert second.node_name.endswith("n-2")
+
+
+@pytest.mark.parametrize("state", ["enabled", "disabled", "deleted"])
+def test_only_an_enabled_provider_is_open(state: str) -> None:
+    make_provider("lab")
+    if state == "disabled":
+        disable_provider(name="lab", actor=ACTOR)
+    if state == "deleted":
+        delete_provider(name="lab", actor=ACTOR)
+    assert is_provider_open("lab") == (state == "enabled")
+    assert not is_provider_open("nobody")
+
+
+# closing and reporting
+
+
+def report(opened: OpenedSession, **changes: object) -> PresenceReport:
+    """Return what a gateway would say of the box."""
+    base = PresenceReport(
+        node_id=opened.node_id,
+        epoch=opened.epoch,
+        age_s=2.0,
+        active=1,
+        max_concurrent=3,
+        models=("m",),
+        status="available",
+        last_error="",
+        endpoints={},
+        said=None,
+        link_id=opened.link_id,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
+
+
+def said(**changes: object) -> ReportedState:
+    """Return what a box says of itself."""
+    base = ReportedState(gpus=[], replicas=[], available=[], memory=None, queue_depth=0, avg_wait_ms=None)
+    return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
+
+
+def presence_of(opened: OpenedSession) -> NodePresence:
+    return NodePresence.objects.get(node_id=opened.node_id)
+
+
+def test_closing_marks_the_node_as_gone() -> None:
+    opened = ask(make_credential()[0])
+    close(opened, reason="x" * 500)
+    presence = presence_of(opened)
+    assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
+    (event,) = audited("node.disconnect")
+    assert event.detail["epoch"] == 1
+    assert len(event.detail["reason"]) == 200
+
+
+def close(opened: OpenedSession, *, gateway: uuid.UUID = HERE, reason: str = "gone") -> None:
+    """Say that the link of a session is over."""
+    close_sessions([SessionEnd(opened.node_id, opened.link_id, reason)], gateway_id=gateway)
+
+
+def test_many_sessions_are_closed_in_one_statement_and_recorded_each() -> None:
+    credential, _ = make_credential(max_nodes=60)
+    opened = [ask(credential, f"rig-{number}", instance_id="i") for number in range(60)]
+    with CaptureQueriesContext(connection) as queries:
+        close_sessions([SessionEnd(each.node_id, each.link_id, "server shutdown") for each in opened], gateway_id=HERE)
+    assert sum(query["sql"].lstrip().startswith("UPDATE nodes_nodepresence") for query in queries) == 1
+    assert not NodePresence.objects.filter(connected=True).exists()
+    assert {event.target for event in audited("node.disconnect")} == {node.printed_id for node in Node.objects.all()}
+
+
+def test_what_was_gathered_before_a_node_left_changes_nothing_when_it_is_written_after() -> None:
+    opened = ask(make_credential()[0], instance_id="i")
+    gathered = report(opened, active=3, models=("late",))
+    close(opened)
+    write_presences([gathered], gateway_id=HERE)
+    presence = presence_of(opened)
+    assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
+    assert Node.objects.get(pk=opened.node_id).model_names == ["m"]
+
+
+def test_between_the_end_of_a_link_and_the_next_one_old_news_and_old_farewells_change_nothing() -> None:
+    credential, _ = make_credential()
+    first = ask(credential, instance_id="i")
+    gathered = report(first, active=3)
+    second = ask(credential, instance_id="i")  # the same program again: the same session, another link
+    assert first.epoch == second.epoch
+    write_presences([gathered], gateway_id=HERE)
+    assert presence_of(second).active_requests == 0
+    close(first)
+    assert presence_of(second).connected
+    assert audited("node.disconnect") == []
+    write_presences([report(second, active=2)], gateway_id=HERE)
+    assert presence_of(second).active_requests == 2
+
+
+def test_a_node_on_two_gateways_is_reported_by_both_and_leaves_with_the_one_that_reported_it_last() -> None:
+    credential, _ = make_credential()
+    here = ask(credential, instance_id="i", others=frozenset({THERE}))
+    there = ask(credential, instance_id="i", gateway=THERE, others=frozenset({HERE}))
+    write_presences([report(here, active=1)], gateway_id=HERE)
+    write_presences([report(there, active=2)], gateway_id=THERE)
+    close(here)
+    presence = presence_of(there)
+    assert (presence.connected, presence.gateway_id, presence.active_requests) == (True, THERE, 2)
+    close(there, gateway=THERE)
+    assert not presence_of(there).connected
+    assert presence_of(there).gateway_links == {}
+
+
+def test_links_of_gateways_that_are_dead_are_forgotten() -> None:
+    credential, _ = make_credential()
+    ask(credential, instance_id="i", gateway=THERE)
+    opened = ask(credential, instance_id="i")
+    assert presence_of(opened).gateway_links == {HERE.hex: opened.link_id.hex}
+
+
+def test_a_round_of_reports_is_one_statement() -> None:
+    credential, _ = make_credential(max_nodes=9)
+    sessions = [(ask(credential, name, instance_id="i"), name) for name in ("a", "bb", "ccc")]
+    reports = [report(opened, active=len(name), models=(name,)) for opened, name in sessions]
+    with CaptureQueriesContext(connection) as queries:
+        write_presences(reports, gateway_id=HERE)
+    assert sum("UPDATE nodes_node" in query["sql"] for query in queries) == 1
+    assert sorted(Node.objects.values_list("model_names", flat=True)) == [["a"], ["bb"], ["ccc"]]
+    assert sorted(NodePresence.objects.values_list("active_requests", flat=True)) == [1, 2, 3]
+
+
+def test_an_older_session_closes_and_reports_nothing() -> None:
+    credential, _ = make_credential()
+    old = ask(credential)
+    new = ask(credential)
+    close(old)
+    write_presences([report(old, active=9, models=("x",))], gateway_id=HERE)
+    presence = presence_of(new)
+    assert (presence.connected, presence.gateway_id, presence.active_requests) == (True, HERE, 0)
+    assert Node.objects.get(pk=new.node_id).model_names == ["m"]
+    assert audited("node.disconnect") == []
+
+
+def test_a_report_is_written_with_the_age_of_its_news() -> None:
+    opened = ask(make_credential()[0])
+    gpus = [
+        {"index": 0, "name": "a", "memory_total_mb": 10, "memory_used_mb": 4, "utilization_percent": 30.0},
+        {"index": 1, "name": "b", "memory_total_mb": 20, "memory_used_mb": 1, "utilization_percent": 70.5},
+    ]
+    before = timezone.now()
+    state = said(gpus=gpus, replicas=[{"model": "m"}], available=["x"], memory={"kind": "gpu"}, queue_depth=4, avg_wait_ms=70)
+    write_presences([report(opened, status="busy", last_error="e" * 900, said=state)], gateway_id=HERE)
+    presence = presence_of(opened)
+    assert presence.last_heartbeat_at is not None
+    heard_ago = timedelta(seconds=2)
+    assert before - heard_ago <= presence.last_heartbeat_at <= timezone.now() - heard_ago
+    assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpu_util_percent) == (5, 25, 70.5)
+    assert (presence.reported_status, presence.active_requests, len(presence.last_error)) == ("busy", 1, 500)
+    assert (presence.gpus, presence.replicas) == (gpus, [{"model": "m"}])
+    assert (presence.available_models, presence.memory) == (["x"], {"kind": "gpu"})
+    assert (presence.queue_depth, presence.avg_wait_ms) == (4, 70)
+
+
+def test_a_report_of_a_box_that_says_nothing_leaves_what_is_known_alone() -> None:
+    opened = ask(make_credential()[0])
+    write_presences([report(opened, said=said(gpus=[{"index": 0, "name": "a", "memory_used_mb": 4}]))], gateway_id=HERE)
+    write_presences([report(opened)], gateway_id=HERE)
+    presence = presence_of(opened)
+    assert (presence.vram_used_mb, presence.vram_free_mb, len(presence.gpus)) == (4, None, 1)
+
+
+def test_new_models_touch_the_node_and_the_same_ones_do_not() -> None:
+    opened = ask(make_credential()[0])
+    before = Node.objects.get(pk=opened.node_id).updated_at
+    write_presences([report(opened)], gateway_id=HERE)
+    assert Node.objects.get(pk=opened.node_id).updated_at == before
+    write_presences([report(opened, models=("a", "b"))], gateway_id=HERE)
+    node = Node.objects.get(pk=opened.node_id)
+    assert node.model_names == ["a", "b"]
+    assert node.updated_at > before
+
+
+def test_a_registration_says_at_once_what_the_box_has() -> None:
+    replica = bridge.ReplicaInfo(model="m", state="loaded", engine="vllm", endpoints=["/v1/embeddings"], context_tokens=512)
+    memory = bridge.MemoryInfo(total_mb=100, used_mb=40)
+    credential, _ = make_credential()
+    opened = ask(credential, replicas=[replica], memory=memory, available=["other"], instance_id="i")
+    presence = presence_of(opened)
+    assert presence.replicas == [
+        {"model": "m", "state": "loaded", "engine": "vllm", "endpoints": ["/v1/embeddings"], "context_tokens": 512}
+    ]
+    (row,) = load_node_rows()
+    assert (row.contexts, row.engines) == ({"m": 512}, {"m": frozenset({"vllm"})})
+    assert (presence.memory, presence.available_models) == ({"total_mb": 100, "used_mb": 40}, ["other"])
+    assert Node.objects.get(pk=opened.node_id).model_endpoints == {"m": ["/v1/embeddings"]}
+    ask(credential, instance_id="j")
+    presence = presence_of(opened)
+    assert (presence.replicas, presence.memory, presence.available_models) == ([], None, [])
+
+
+def test_rows_carry_the_paths_of_each_model_once_they_changed() -> None:
+    opened = ask(make_credential()[0])
+    assert load_node_rows()[0].endpoints == {}
+    paths = {"m": ["/v1/audio/transcriptions", "/v1/audio/translations"]}
+    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
+    touched = Node.objects.get(pk=opened.node_id).updated_at
+    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
+    assert Node.objects.get(pk=opened.node_id).updated_at == touched
+    assert load_node_rows()[0].endpoints == {"m": frozenset(paths["m"])}
+
+
+def test_only_bridge_workers_carry_no_bytes() -> None:
+    credential, _ = make_credential(max_nodes=2)
+    ask(credential, "a", protocol=bridge.BRIDGE_V1)
+    ask(credential, "b", protocol=bridge.MUSTER_V1)
+    assert [row.carries_bytes for row in load_node_rows()] == [False, True]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"last_error": "a\x00b"},
+        {"active": 10**30},
+        {"said": said(gpus=[{"index": 0, "name": "a\x00b"}])},
+        {"said": said(gpus=[{"index": 0, "name": "a", "memory_used_mb": 10**30}])},
+        {"said": said(replicas=[{"model": "a\x00"}])},
+    ],
+    ids=["last_error", "active", "gpu name", "gpu memory", "replica"],
+)
+def test_a_report_that_cannot_be_stored_does_not_hold_the_others_up(poison: dict[str, object]) -> None:
+    credential, _ = make_credential(max_nodes=3)
+    first, bad, last = (ask(credential, name, instance_id="i") for name in "abc")
+    values: dict[str, object] = {"status": "busy"}
+    reports = [report(first, **values), report(bad, **{**values, **poison}), report(last, **values)]
+    write_presences(reports, gateway_id=HERE)
+    assert [presence_of(opened).reported_status for opened in (first, bad, last)] == ["busy", "available", "busy"]
+
+
+# rows for routing
+
+
+def test_rows_say_what_routing_needs_in_one_query() -> None:
+    credential, _ = make_credential(max_nodes=9)
+    opened = ask(credential, "b", instance_id="i1")
+    began = time.monotonic()
+    drain_node(node_id=opened.node_id, actor=ACTOR, reason="fans", timeout_s=60)
+    write_presences([report(opened)], gateway_id=HERE)
+    url = "https://box.example/v1"
+    direct = make_node("a", reach=Reach.DIRECT, public_base_url=url, model_names=["x"], credential=credential)
+    make_presence(direct, age_s=3.0, is_accepting_jobs=False)
+    make_node("c", credential=credential, reach=Reach.DIRECT)
+    with CaptureQueriesContext(connection) as queries:
+        rows = load_node_rows()
+    assert len(queries) == 1
+    one, two, three = rows
+    assert (one.name, one.is_direct, one.public_base_url, one.model_names) == ("a", True, url, ("x",))
+    assert one.heartbeat_age_s is not None
+    took_s = time.monotonic() - began
+    assert 3.0 <= one.heartbeat_age_s <= 3.0 + took_s
+    assert not one.is_accepting_jobs
+    assert (two.name, two.draining, two.drain_reason, two.epoch, two.instance_id) == ("b", True, "fans", 1, "i1")
+    assert two.drain_remaining_s is not None
+    assert 60 - took_s <= two.drain_remaining_s <= 60
+    assert (two.connected, two.gateway_id, two.is_direct) == (True, HERE, False)
+    assert (three.is_direct, three.heartbeat_age_s, three.connected, three.reported_status) == (False, None, False, "offline")

@@ -1,0 +1,785 @@
+"""The worker socket over real rows, driven through ASGI in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, connections
+
+from core.db import threads
+from gateway.refusing import admit_programs
+from governance.models import AuditEvent
+from nodes import services
+from nodes.consumers import WorkerEndpoint
+from nodes.consumers.endpoint import OwnerWord
+from nodes.links import EndKind, LinkRegistry
+from nodes.links.keeper import LinkKeeper
+from nodes.links.port import LinkEnd
+from nodes.links.relay import RelayLink
+from nodes.models import Node, NodeCredential, NodePresence
+from nodes.presence import presence_reports
+from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
+from nodes.services.sessions import find_revoked, load_node_rows, write_presences
+from nodes.session import ModeRequested, OpenRequest
+from nodes.states import HealthPolicy, SocketPolicy
+from tests.system.nodes.factories import ACTOR, audited, make_credential
+from wire import bridge, frames
+from wire.contract import NodeMode
+from wire.credentials import CredentialKind, mint_credential
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+GATEWAY = uuid.UUID(int=1)
+
+
+@pytest.fixture(autouse=True)
+async def _close_connections() -> AsyncIterator[None]:
+    """Give back the connection of the thread in which the ORM ran for the test itself."""
+    yield
+    await sync_to_async(connections.close_all)()
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database that a busy machine keeps waiting is not away."""
+    monkeypatch.setattr(threads, "DATABASE_S", 30.0)
+
+
+class Door:
+    """A worker endpoint with its registry and keeper."""
+
+    def __init__(self, sockets: SocketPolicy | None = None) -> None:
+        self.registry = LinkRegistry()
+        health = HealthPolicy()
+        self.keeper = LinkKeeper(self.registry, health=health, gateway_id=GATEWAY, connect_s=1.0)
+        self.endpoint = WorkerEndpoint(
+            registry=self.registry,
+            keeper=self.keeper,
+            sockets=sockets or SocketPolicy(auth_block_s=600.0),
+            health=health,
+            gateway_id=GATEWAY,
+            advertised_gateways=["http://gw"],
+        )
+
+    @property
+    def links(self) -> list[RelayLink]:
+        return [link for link in self.registry if isinstance(link, RelayLink)]
+
+
+class Socket:
+    """A box's end of the socket."""
+
+    def __init__(self, *, headers: dict[str, str], query: str = "", address: str = "10.0.0.1") -> None:
+        self.scope: dict[str, Any] = {
+            "type": "websocket",
+            "path": "/v1/worker/connect",
+            "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
+            "query_string": query.encode(),
+            "client": (address, 5000),
+            "extensions": {"websocket.http.response": {}},
+        }
+        self.to_server: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.to_server.put_nowait({"type": "websocket.connect"})
+        self.sent: list[dict[str, Any]] = []
+        self.slow: asyncio.Event | None = None
+        """Set it to an event, and the server's writes wait for that."""
+
+    async def send(self, event: dict[str, Any]) -> None:
+        """The server's ASGI send. Like a real server, it answers a close with a disconnect."""
+        if self.slow is not None:
+            await self.slow.wait()
+        self.sent.append(event)
+        if event["type"] == "websocket.close":
+            self.to_server.put_nowait({"type": "websocket.disconnect", "code": event["code"]})
+
+    def say(self, message: bridge.Message | str | bytes) -> None:
+        """Send a frame."""
+        frame = bridge.encode_message(message) if isinstance(message, bridge.Message) else message
+        key = "bytes" if isinstance(frame, bytes) else "text"
+        self.to_server.put_nowait({"type": "websocket.receive", key: frame})
+
+    def hang_up(self) -> None:
+        self.to_server.put_nowait({"type": "websocket.disconnect", "code": 1006})
+
+    async def wait(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.001)
+
+    async def closed(self) -> tuple[int, str]:
+        """Return code and reason of the server's close."""
+        await self.wait(lambda: self.sent and self.sent[-1]["type"] == "websocket.close")
+        return self.sent[-1]["code"], self.sent[-1]["reason"]
+
+    async def acknowledged(self) -> bridge.RegisterAck:
+        await self.wait(lambda: len(self.sent) > 1)
+        ack = bridge.decode_server_message(self.sent[1].get("text", ""))
+        assert isinstance(ack, bridge.RegisterAck)
+        return ack
+
+
+@asynccontextmanager
+async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[Socket]:
+    """Open a socket; at the end it hangs up and the server must have let go."""
+    headers = options.pop("headers", {"x-worker-secret": secret})
+    socket = Socket(headers=headers, **options)
+    task = asyncio.ensure_future(admit_programs(door.endpoint, ())(socket.scope, socket.to_server.get, socket.send))
+    try:
+        yield socket
+    finally:
+        socket.hang_up()
+        async with asyncio.timeout(30):
+            await task
+            while door.endpoint._beside:
+                await asyncio.sleep(0.001)
+
+
+@sync_to_async
+def enrol(name: str = "box", **changes: Any) -> tuple[NodeCredential, str]:
+    return make_credential(name, **changes)
+
+
+def hello(name: str = "rig", version: str = bridge.MUSTER_V1, **fields: Any) -> bridge.Register:
+    values: dict[str, Any] = {"worker_name": name, "models": ["m"], "protocol_version": version, "max_concurrent": 2}
+    if version == bridge.MUSTER_V1:
+        values["instance_id"] = "i1"
+    return bridge.Register(**{**values, **fields})
+
+
+class Sink:
+    """What a request hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        self.heard.append((status, headers))
+
+    def on_data(self, data: bytes) -> None:
+        self.heard.append(data)
+
+    def on_end(self, end: LinkEnd) -> None:
+        self.heard.append(end.kind)
+
+
+def a_request(name: str = "req_1") -> OpenRequest:
+    return OpenRequest(
+        request_id=name,
+        attempt=1,
+        model="m",
+        path="/v1/x",
+        body=b"{}",
+        headers={},
+        is_streaming=True,
+        deadline_ms=1,
+        tenant="t",
+    )
+
+
+# authentication
+
+
+@pytest.mark.parametrize("way", ["x-worker-secret", "bearer", "query"])
+async def test_a_credential_is_taken_from_header_bearer_or_query(way: str) -> None:
+    _, secret = await enrol()
+    ways: dict[str, dict[str, Any]] = {
+        "x-worker-secret": {"headers": {"x-worker-secret": secret}},
+        "bearer": {"headers": {"authorization": f"Bearer {secret}"}},
+        "query": {"headers": {}, "query": f"worker_secret={secret}&provider=local"},
+    }
+    door = Door()
+    async with dial(door, **ways[way]) as socket:
+        socket.say(hello())
+        assert (await socket.acknowledged()).models == ["m"]
+
+
+async def test_a_wrong_header_is_not_rescued_by_a_right_query() -> None:
+    _, secret = await enrol()
+    async with dial(Door(), headers={"x-worker-secret": "wrong"}, query=f"worker_secret={secret}") as socket:
+        assert await socket.closed() == (1008, "worker authentication failed")
+
+
+async def test_the_query_can_be_switched_off() -> None:
+    _, secret = await enrol()
+    async with dial(Door(SocketPolicy(allow_query_secret=False)), headers={}, query=f"worker_secret={secret}") as socket:
+        assert (await socket.closed())[0] == 1008
+
+
+@pytest.mark.parametrize("kind", [CredentialKind.CLIENT, CredentialKind.ADMIN, CredentialKind.WORKER])
+async def test_no_other_kind_of_credential_opens_the_door(kind: CredentialKind) -> None:
+    async with dial(Door(), mint_credential(kind).text) as socket:
+        assert socket.sent[:1] == [] or socket.sent[0]["type"] == "websocket.accept"
+        assert await socket.closed() == (1008, "worker authentication failed")
+
+
+async def test_too_many_wrong_secrets_from_one_address_have_to_wait_and_good_ones_do_not() -> None:
+    _, secret = await enrol(max_nodes=20)
+    door = Door()
+    for number in range(15):
+        reasons = []
+        for _ in range(5):
+            async with dial(door, mint_credential(CredentialKind.WORKER).text) as attacker:
+                reasons.append((await attacker.closed())[1])
+        assert reasons == ["worker authentication failed"] * 3 + ["worker authentication temporarily rate limited"] * 2
+        async with dial(door, secret) as socket:
+            socket.say(hello(f"rig-{number}"))
+            await socket.acknowledged()
+
+
+async def test_what_comes_at_once_from_one_address_is_not_looked_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    find = services.find_credential
+
+    def note(text: str) -> NodeCredential | None:
+        looked_up.append(text)
+        return find(text)
+
+    monkeypatch.setattr(services, "find_credential", note)
+    door = Door()
+    async with AsyncExitStack() as stack:
+        sockets = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(60)]
+        reasons = Counter([(await socket.closed())[1] for socket in sockets])
+    assert reasons["worker authentication temporarily rate limited"] == 60 - len(looked_up)
+    assert 3 <= len(looked_up) <= 3 + 4, "as many as there are threads may be on their way"
+
+
+async def test_an_address_with_many_sockets_that_do_not_register_gets_no_more_of_them_but_good_ones() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(64)]
+        free = asyncio.Event()
+        stack.callback(free.set)
+        for socket in held:
+            socket.slow = free  # it reads nothing, so that the server comes no further
+        async with dial(door, mint_credential(CredentialKind.WORKER).text) as socket:
+            await socket.wait(lambda: len(socket.sent) == 2)
+            head, body = socket.sent
+            assert (head["status"], dict(head["headers"])[b"retry-after"]) == (429, b"1")
+            assert "register" in json.loads(body["body"])["error"]["message"]
+        async with dial(door, mint_credential(CredentialKind.WORKER).text, address="10.0.0.2") as socket:
+            assert await socket.closed() == (1008, "worker authentication failed")
+        async with dial(door, secret) as socket:
+            socket.say(hello())
+            await socket.acknowledged()
+    async with dial(door, mint_credential(CredentialKind.WORKER).text) as socket:
+        assert (await socket.closed())[0] == 1008, "places are given back"
+
+
+async def test_nodes_that_have_registered_keep_no_other_of_their_address_out() -> None:
+    _, secret = await enrol(max_nodes=3)
+    door = Door(SocketPolicy(max_unregistered=2))
+    async with AsyncExitStack() as stack:
+        for number in range(3):
+            socket = await stack.enter_async_context(dial(door, secret))
+            socket.say(hello(f"rig-{number}"))
+            await socket.acknowledged()
+        async with dial(door, mint_credential(CredentialKind.WORKER).text) as socket:
+            assert await socket.closed() == (1008, "worker authentication failed")
+
+
+@pytest.mark.parametrize("query", ["provider=other", "provider="])
+async def test_a_box_of_another_provider_is_refused(query: str) -> None:
+    _, secret = await enrol(provider="lab")
+    async with dial(Door(), secret, query=query) as socket:
+        code, reason = await socket.closed()
+        assert code == 1008
+        assert "provider" in reason
+
+
+async def test_a_disabled_provider_refuses_its_boxes() -> None:
+    _, secret = await enrol(provider="lab")
+    await sync_to_async(disable_provider)(name="lab", actor=ACTOR)
+    async with dial(Door(), secret, query="provider=lab") as socket:
+        assert (await socket.closed())[0] == 1008
+
+
+# registration
+
+
+async def test_a_muster_box_is_acknowledged_linked_and_marked_as_connected() -> None:
+    credential, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(current_load=1))
+        ack = await socket.acknowledged()
+        (link,) = door.links
+        assert ack.worker_id == ack.node_id == f"node_{link.node_id.hex}"
+        assert (ack.heartbeat_interval_s, ack.window_bytes, ack.gateways) == (5.0, frames.DEFAULT_WINDOW_BYTES, ["http://gw"])
+        assert ack.accepting is True
+        assert (link.node_name, link.max_concurrent, link.epoch, link.credential_id) == ("rig", 2, 1, credential.pk)
+        assert (link.external_load, link.stale_after_s, link.offline_after_s) == (1, 10.0, 15.0)
+        assert door.registry.served_models() == ["m"]
+        assert await NodePresence.objects.filter(node_id=link.node_id, connected=True).aexists()
+    assert len(door.registry) == 0
+    assert not await NodePresence.objects.filter(connected=True).aexists()
+    assert len(await sync_to_async(audited)("node.disconnect")) == 1
+
+
+async def test_a_bridge_worker_gets_the_plain_acknowledgement() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(version=bridge.BRIDGE_V1))
+        await socket.acknowledged()
+        assert list(json.loads(socket.sent[1]["text"])) == ["type", "worker_id", "models", "protocol_version"]
+        assert door.links[0].offline_after_s == 45.0
+
+
+async def test_a_cordoned_box_comes_back_cordoned() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        await sync_to_async(cordon_node)(node_id=door.links[0].node_id, actor=ACTOR)
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        assert (await socket.acknowledged()).accepting is False
+        assert not door.links[0].can_take(time.monotonic())
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "nonsense",
+        b"binary",
+        '{"type":"pong"}',
+        '{"type":"register","protocol_version":"2030-01"}',
+        '{"type":"register","x":' + "[" * 100_000,
+    ],
+    ids=lambda frame: str(frame[:40]),
+)
+async def test_a_bad_first_frame_closes_with_1002(frame: str | bytes) -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(frame)
+        assert await socket.closed() == (1002, "worker registration protocol error")
+    assert len(door.registry) == 0
+    assert await Node.objects.acount() == 0
+
+
+async def test_a_box_that_says_nothing_is_closed() -> None:
+    _, secret = await enrol()
+    async with dial(Door(SocketPolicy(handshake_timeout_s=0.01)), secret) as socket:
+        assert await socket.closed() == (1008, "no register frame in time")
+
+
+async def test_a_refusal_with_a_long_name_still_fits_a_close_frame() -> None:
+    _, secret = await enrol(max_nodes=1)
+    door = Door()
+    async with dial(door, secret) as first:
+        first.say(hello())
+        await first.acknowledged()
+        async with dial(door, secret) as socket:
+            socket.say(hello("é" * 120))
+            code, reason = await socket.closed()
+        assert code == 1008
+        assert len(reason.encode()) <= 123
+
+
+async def test_a_fleet_that_shares_a_name_and_starts_at_once_gets_a_node_each() -> None:
+    _, secret = await enrol(max_nodes=8)
+    door = Door()
+    sockets = [Socket(headers={"x-worker-secret": secret}) for _ in range(6)]
+    tasks = [asyncio.create_task(door.endpoint(s.scope, s.to_server.get, s.send)) for s in sockets]
+    for socket in sockets:
+        socket.say(hello("worker", bridge.BRIDGE_V1))
+    for socket in sockets:
+        await socket.acknowledged()
+    assert sorted(link.node_name for link in door.links) == ["worker", *(f"worker-{n}" for n in range(2, 7))]
+    assert [event for socket in sockets for event in socket.sent if event["type"] == "websocket.close"] == []
+    for socket in sockets:
+        socket.hang_up()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_newer_session_of_a_box_replaces_the_older() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as old:
+        old.say(hello())
+        await old.acknowledged()
+        sink = Sink()
+        door.links[0].open_stream(a_request(), sink)
+        async with dial(door, secret) as new:
+            new.say(hello(instance_id="i2"))
+            await new.acknowledged()
+            assert (await old.closed())[0] == 1000
+            assert sink.heard == [EndKind.LINK_LOST]
+            (link,) = door.links
+            assert link.epoch == 2
+            await old.wait(old.to_server.empty)
+            assert await NodePresence.objects.filter(node_id=link.node_id, connected=True).aexists()
+
+
+async def test_a_second_box_is_told_and_the_first_serves_on() -> None:
+    _, secret = await enrol()
+    door = Door()
+
+    def box(key: str) -> bridge.Register:
+        governance = bridge.BoxGovernance(level="L1", runner_id=f"rig-{key}", public_key=key)
+        return hello(instance_id=f"start of {key}", governance=governance)
+
+    async with dial(door, secret) as first:
+        first.say(box("a"))
+        await first.acknowledged()
+        async with dial(door, secret) as second:
+            second.say(box("b"))
+            assert await second.closed() == (1008, bridge.NAME_TAKEN)
+        (link,) = door.links
+        assert (link.epoch, link.closed) == (1, False)
+
+
+# serving
+
+
+async def test_a_stream_runs_over_the_socket_and_a_late_frame_is_dropped() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        sink, other = Sink(), Sink()
+        link.open_stream(a_request(), sink)
+        cancelled = link.open_stream(a_request("req_2"), other)
+        socket.say(frames.encode_frame(frames.HEAD, 1, 1, b'{"status":200,"headers":{"A":"b"}}'))
+        socket.say(frames.encode_frame(frames.DATA, 1, 1, b"x"))
+        cancelled.cancel("client_disconnect")
+        socket.say(frames.encode_frame(frames.HEAD, 2, 1, b'{"status":200}'))
+        socket.say(frames.encode_frame(frames.END, 1, 1, b"{}"))
+        await socket.wait(lambda: EndKind.COMPLETE in sink.heard)
+        assert sink.heard == [(200, {"a": "b"}), b"x", EndKind.COMPLETE]
+        assert other.heard == []
+        assert link.session.open_streams == 0
+
+
+async def test_a_frame_against_the_protocol_closes_the_session_and_loses_its_streams() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        sink = Sink()
+        door.links[0].open_stream(a_request(), sink)
+        socket.say(frames.encode_frame(frames.DATA, 77, 1, b"x"))
+        assert await socket.closed() == (1002, "worker protocol error")
+        assert sink.heard == [EndKind.LINK_LOST]
+
+
+async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        gpu = bridge.GpuInfo(index=0, name="g", memory_used_mb=5)
+        socket.say(bridge.Telemetry(current_load=2, gpus=[gpu], last_error="hot"))
+        socket.say(bridge.ModelsUpdate(models=["a", "b"], current_load=2))
+        await socket.wait(lambda: link.models == {"a", "b"})
+        assert door.registry.served_models() == ["a", "b"]
+        (report,) = presence_reports(door.registry)
+        assert (report.active, report.models, report.status, report.last_error) == (2, ("a", "b"), "available", "hot")
+        assert report.said is not None
+        assert report.said.gpus == [{"index": 0, "name": "g", "memory_used_mb": 5}]
+        socket.say(bridge.Draining(reason="update"))
+        await socket.wait(lambda: link.box_draining)
+        assert presence_reports(door.registry)[0].status == "draining"
+
+
+@pytest.mark.parametrize(
+    ("said", "models", "status"),
+    [
+        (bridge.Telemetry(last_error="cannot use http://127.0.0.1:9: refused"), [], "error"),
+        (bridge.Telemetry(last_error="out of memory"), ["m"], "available"),
+        (bridge.Telemetry(last_error="out of memory", available=["m"]), [], "available"),
+        (bridge.Telemetry(last_error="it died", replicas=[bridge.ReplicaInfo(model="m", state="loading")]), [], "available"),
+        (bridge.Telemetry(last_error="it died", replicas=[bridge.ReplicaInfo(model="m", state="failed")]), [], "error"),
+        (bridge.Telemetry(), [], "available"),
+    ],
+    ids=["dead backend", "another model serves", "it could load one", "it loads one", "its engine died", "nothing is wrong"],
+)
+async def test_a_node_that_serves_nothing_and_says_why_is_in_error(
+    said: bridge.Telemetry, models: list[str], status: str
+) -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        socket.say(said)
+        socket.say(bridge.ModelsUpdate(models=models))
+        await socket.wait(lambda: link.telemetry is not None and link.models == set(models))
+        assert presence_reports(door.registry)[0].status == status
+
+
+async def test_only_boxes_that_said_something_new_are_written_between_two_full_rounds() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(replicas=[bridge.ReplicaInfo(model="m", state="loaded")]))
+        await socket.acknowledged()
+        (link,) = door.links
+        assert len(presence_reports(door.registry, news_only=True)) == 1
+        assert presence_reports(door.registry, news_only=True) == []
+        same = bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="loaded")], queue_depth=1)
+        socket.say(same)
+        await socket.wait(lambda: link.telemetry is not None and link.telemetry.queue_depth == 1)
+        assert presence_reports(door.registry, news_only=True) == []
+        socket.say(bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="unloading")]))
+        await socket.wait(lambda: link.has_news)
+        (report,) = presence_reports(door.registry, news_only=True)
+        assert report.said is not None
+        assert report.said.replicas == [{"model": "m", "state": "unloading"}]
+        assert len(presence_reports(door.registry)) == 1
+
+
+async def test_the_paths_of_a_model_follow_telemetry() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(endpoints=["/v1/chat/completions"]))
+        await socket.acknowledged()
+        (link,) = door.links
+        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == [link]
+        assert list(door.registry.links_answering("m", "/v1/embeddings")) == []
+        replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"])
+        socket.say(bridge.Telemetry(replicas=[replica]))
+        await socket.wait(lambda: door.registry.links_answering("m", "/v1/embeddings"))
+        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == []
+
+
+async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        heard: list[object] = []
+        door.registry.subscribe(heard.append)
+        socket.say(bridge.Pong())
+        await socket.wait(socket.to_server.empty)
+        assert heard == []
+        link.last_seen -= 12
+        socket.say(bridge.Pong())
+        await socket.wait(lambda: heard)
+        assert heard == [link]
+
+
+# the owner at the box
+
+
+async def test_the_owner_takes_the_box_back_at_once_and_for_good() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        rows = await sync_to_async(load_node_rows)()
+        with psycopg.connect(**connection.get_connection_params()) as other:
+            other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here the owner's word cannot be stored
+            socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
+            await socket.wait(lambda: link.policy.reclaimed)
+            assert link.wanted_mode is not None
+            door.keeper.apply(rows, targets={}, peers={})  # rows from before the owner spoke
+            assert link.policy.reclaimed
+            assert link.policy.drain_deadline_at is not None
+        await socket.wait(lambda: link.wanted_mode is None)
+        assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
+        door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
+        assert link.policy.reclaimed
+        assert link.policy.drain_deadline_at is not None
+
+
+async def test_of_two_quick_decisions_of_the_owner_the_last_one_stands() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        for mode in ("spare_off", "spare_on", "spare_off", "spare_on"):
+            socket.say(f'{{"type":"mode_change","mode":"{mode}"}}')
+        await socket.wait(lambda: socket.to_server.empty() and link.wanted_mode is None)
+        assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_ON.value
+        assert not link.policy.reclaimed
+
+
+async def test_work_on_a_box_that_is_lent_again_is_not_ended_with_the_grace_of_before() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        with psycopg.connect(**connection.get_connection_params()) as other:
+            other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here no row can say what the owner said
+            socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
+            await socket.wait(lambda: link.policy.reclaimed)
+            link.policy.drain_deadline_at = time.monotonic()  # the grace is over
+            socket.say(bridge.ModeChange(mode="spare_on", reason="done"))
+            await socket.wait(lambda: not link.policy.reclaimed)
+            sink = Sink()
+            link.active += 1
+            link.open_stream(a_request(), sink)
+            door.keeper.tick()
+            assert sink.heard == []
+        await socket.wait(lambda: link.wanted_mode is None)
+
+
+async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(instance_id="i"))
+        await socket.acknowledged()
+        (link,) = door.links
+        socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
+        socket.hang_up()  # both are read in one turn of the loop: the link is gone before anything could be stored
+    assert link.closed
+    assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
+    assert door.endpoint.owner_words == {}
+
+
+async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_next_link() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello(instance_id="i"))
+        await socket.acknowledged()
+        node_id = door.links[0].node_id
+    effect = ModeRequested("spare_off", "gaming")
+    door.endpoint.owner_words[node_id] = OwnerWord(effect, time.monotonic())
+    async with dial(door, secret) as socket:
+        socket.say(hello(instance_id="i"))
+        await socket.acknowledged()
+        (link,) = door.links
+        assert (link.policy.reclaimed, link.wanted_mode) == (True, effect)
+
+
+async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_print_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, secret = await enrol(max_nodes=60)
+    door = Door()
+    sockets = [Socket(headers={"x-worker-secret": secret}) for _ in range(60)]
+    tasks = [asyncio.create_task(door.endpoint(socket.scope, socket.to_server.get, socket.send)) for socket in sockets]
+    for number, socket in enumerate(sockets):
+        socket.say(hello(f"rig-{number}", instance_id="i"))
+    for socket in sockets:
+        await socket.acknowledged()
+    await door.endpoint.say_goodbye()
+    assert not await NodePresence.objects.filter(connected=True).aexists()
+    late = presence_reports(door.registry)
+    await sync_to_async(write_presences)(late, gateway_id=GATEWAY)
+    assert not await NodePresence.objects.filter(connected=True).aexists(), "no late report brings a node back"
+    with psycopg.connect(**connection.get_connection_params()) as other:
+        other.execute("LOCK TABLE nodes_nodepresence IN ACCESS EXCLUSIVE MODE")  # nothing more can be stored
+        for task in tasks:
+            task.cancel()  # as the server does when its grace is over
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        await door.endpoint.close()
+        other.rollback()
+    assert ended == [None] * 60
+    assert sum("worker.cut_off" in record.message for record in caplog.records) == 60
+    assert not any(record.exc_info for record in caplog.records)
+    assert await AuditEvent.objects.filter(action="node.disconnect").acount() == 60
+
+
+async def test_an_operators_decision_reaches_a_box_whose_owner_said_nothing() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        await sync_to_async(set_mode)(node_id=link.node_id, mode=NodeMode.SPARE_OFF, reason="r", actor=ACTOR)
+        door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
+        assert link.policy.reclaimed
+
+
+async def test_a_revoked_credential_cuts_its_boxes_off() -> None:
+    credential, secret = await enrol()
+    _, other = await enrol("other")
+    door = Door()
+    async with dial(door, secret) as socket, dial(door, other) as kept:
+        socket.say(hello())
+        kept.say(hello("kept"))
+        await socket.acknowledged()
+        await kept.acknowledged()
+        sink = Sink()
+        next(link for link in door.links if link.node_name == "rig").open_stream(a_request(), sink)
+        await sync_to_async(revoke_credential)(credential_id=credential.pk, actor=ACTOR)
+        in_use = [link.credential_id for link in door.links]
+        door.keeper.cut_off(await sync_to_async(find_revoked)(in_use))
+        assert await socket.closed() == (1008, "worker credential was revoked")
+        assert sink.heard == [EndKind.LINK_LOST]
+        assert [link.node_name for link in door.links] == ["kept"]
+
+
+async def test_limits_of_the_socket_apply_to_what_a_box_declares() -> None:
+    _, secret = await enrol()
+    door = Door(replace(SocketPolicy(), max_concurrent_cap=3, max_models=1))
+    async with dial(door, secret) as socket:
+        socket.say(hello(max_concurrent=99, models=["a", "b"]))
+        ack = await socket.acknowledged()
+        assert ack.models == ["a"]
+        assert len(ack.warnings) == 2
+        assert door.links[0].max_concurrent == 3
+
+
+async def test_a_box_whose_line_is_full_gets_nothing_new_until_it_is_drained() -> None:
+    _, secret = await enrol()
+    door = Door()
+    async with dial(door, secret) as socket:
+        socket.say(hello())
+        await socket.acknowledged()
+        (link,) = door.links
+        announced: list[object] = []
+        door.registry.subscribe(announced.append)
+        go = asyncio.Event()
+        socket.slow = go
+        assert link.can_take(time.monotonic())
+        for _ in range(40):
+            link.send_frames([bytes(1024 * 1024)])
+        assert not link.can_take(time.monotonic())
+        assert not announced
+        go.set()
+        await socket.wait(lambda: announced)
+        assert link.can_take(time.monotonic())
+
+
+async def test_a_node_that_reconnects_all_the_time_gets_no_requests_beside_one_that_stays_and_is_one_node() -> None:
+    door = Door()
+    _, secret = await enrol(max_nodes=2)
+    async with dial(door, secret) as steady:
+        steady.say(hello("steady"))
+        await steady.acknowledged()
+        epochs = []
+        for turn in range(10):
+            async with dial(door, secret) as socket:
+                socket.say(hello("flaps", instance_id=f"start-{turn}"))
+                await socket.acknowledged()
+                (flapping,) = (link for link in door.links if link.node_name == "flaps")
+                epochs.append(flapping.epoch)
+                chosen = door.registry.ejections.choose_from(door.registry.links_for("m"), "m", time.monotonic())
+                assert [link.node_name for link in chosen] == (["steady", "flaps"] if turn < 9 else ["steady"])
+        assert epochs == list(range(1, 11))
+        assert await sync_to_async(Node.objects.filter(name="flaps").count)() == 1

@@ -1,0 +1,342 @@
+"""Commands of gateways over engines that a test holds up: who is told what, how often, and what is done how often."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runner.definitions.plan import Progress
+from runner.errors import EngineError
+from runner.operations import commands as commands_module
+from runner.operations.commands import Commands
+from runner.operations.gate import Gate, GateRules
+from runner.operations.receipts import Clerk
+from runner.operations.tasks import Operations
+from runner.parts import Parts
+from runner.pool import Pool
+from tests.system.runner.gated_engine import GatedEngine
+from tests.system.runner.governed_box import FINAL, enrol
+from tests.system.runner.processes import eventually
+from tests.system.runner.test_pool_lifecycle import assembled
+from tests.system.runner.test_pool_races import Bench
+from tests.unit.runner.box_approvals import Fleet, Issuer
+from wire.bridge import OpCommand, OpQuery, OpStatus
+from wire.ids import new_uuid7
+from wire.optoken import encode_token
+from wire.optoken.receipt import digest_result, read_receipt
+
+pytestmark = pytest.mark.timeout(180)
+
+
+class Ear:
+    """A gateway that listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[float, OpStatus]] = []
+
+    def __call__(self, status: OpStatus) -> None:
+        self.heard.append((time.monotonic(), status))
+
+    @property
+    def last(self) -> OpStatus:
+        return self.heard[-1][1]
+
+    async def hear_stage(self, stage: str) -> None:
+        """Wait until the operation is said to be there."""
+        await eventually(lambda: self.heard and self.last.stage == stage, f"the stage {stage} is told")
+
+    async def end(self) -> OpStatus:
+        """Wait for a final status and return it."""
+        await eventually(lambda: self.heard and self.last.state in FINAL, "the operation ends")
+        return self.last
+
+
+class Desk:
+    """Commands over gated engines, and the control plane that approves them."""
+
+    def __init__(self, parts: Parts, fleet: Fleet) -> None:
+        governance = parts.governance
+        told = governance.describe()
+        assert told is not None
+        assert governance.identity is not None
+        self.parts = parts
+        self.bench = Bench(parts)
+        self.issuer = Issuer.of(fleet, told)
+        self.public_key = governance.identity.public_key
+        self.gate = Gate(
+            GateRules(
+                key_path=governance.key_path, level=governance.level, min_signers=2, runner_id=governance.runner_id,
+                policy=lambda: governance.policy,
+            ),
+            ledger=parts.ledger,
+        )  # fmt: skip
+        pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
+        self.operations = Operations(pool, self.gate, parts.ledger, Clerk(governance.identity))
+        self.commands = Commands(self.operations, parts.seek, parts.reload_settings)
+
+    def command(self, operation: str = "model-load", *, op_id: str = "", **body: Any) -> OpCommand:
+        op_id = op_id or new_uuid7().hex
+        token = encode_token(self.issuer.token(operation, body, op_id=op_id))
+        return OpCommand(op_id=op_id, use=1, operation=operation, body=body, token=token)
+
+    def hold_loads(self) -> None:
+        """Have every engine wait for ``may_load``."""
+        self.bench.prepare = lambda engine: engine.may_load.clear()
+
+    async def loading(self, count: int = 1) -> None:
+        """Wait until so many engines were started."""
+        await eventually(lambda: len(self.bench.engines) == count, "the engine is started")
+
+
+@asynccontextmanager
+async def desk_of(tmp_path: Path) -> AsyncIterator[Desk]:
+    fleet = Fleet()
+    if not (tmp_path / "data").exists():
+        await enrol(tmp_path / "data", fleet)
+    async with assembled(tmp_path) as parts:
+        desk = Desk(parts, fleet)
+        try:
+            yield desk
+        finally:
+            await desk.commands.close()
+            await desk.operations.close()
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+    async with desk_of(tmp_path) as made:
+        yield made
+
+
+async def test_every_gateway_that_sent_or_asked_hears_the_end_and_the_engine_loads_once(desk: Desk) -> None:
+    desk.hold_loads()
+    first, second, third = Ear(), Ear(), Ear()
+    command = desk.command(modelId="a")
+    desk.commands.take(command, first)
+    desk.commands.take(desk.command(op_id=command.op_id, modelId="a"), second)
+    await desk.loading()
+    desk.commands.query(OpQuery(op_id=command.op_id, use=1), third)
+    assert [ear.last.state for ear in (second, third)] == ["running", "running"]
+    desk.bench.engines[0].may_load.set()
+    done = await first.end()
+    assert (done.state, await second.end(), await third.end()) == ("succeeded", done, done)
+    assert read_receipt(done.receipt, desk.public_key).outcome == "succeeded"
+    assert len(desk.bench.engines) == 1
+
+
+async def test_a_stage_is_told_at_once_and_progress_within_it_after_a_pause(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands_module, "STATUS_GAP_S", 0.3)
+    desk.hold_loads()
+    ear = Ear()
+    began = time.monotonic()
+    desk.commands.take(desk.command(modelId="a"), ear)
+    await desk.loading()
+    await eventually(lambda: ear.heard and ear.last.stage == "loading", "the stage is told")
+    report = desk.bench.engines[0].report
+    assert report is not None
+    steps = itertools.count(1)
+
+    def told() -> list[float]:
+        report(Progress("loading", next(steps) / 1e6))
+        return [at for at, status in ear.heard if status.stage == "loading"]
+
+    await eventually(lambda: len(told()) >= 3, "progress is told twice more")
+    # Two pauses since the first. A pause counts from before a status is sent, which may come late to the ear.
+    assert told()[2] - began >= 2 * 0.3
+    desk.bench.engines[0].may_load.set()
+    assert (await ear.end()).state == "succeeded"
+
+
+async def test_a_new_stage_does_not_wait_for_its_second(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands_module, "STATUS_GAP_S", 3600.0)
+    desk.hold_loads()
+    ear = Ear()
+    desk.commands.take(desk.command(modelId="a"), ear)
+    await desk.loading()
+    for stage in ("loading", "warming up", "settling"):
+        report = desk.bench.engines[0].report
+        assert report is not None
+        report(Progress(stage, 0.9))
+        await ear.hear_stage(stage)
+    desk.bench.engines[0].may_load.set()
+    assert (await ear.end()).state == "succeeded"
+
+
+async def test_following_ends_at_once_also_when_news_and_the_end_come_together(desk: Desk) -> None:
+    desk.hold_loads()
+    ear = Ear()
+    desk.commands.take(desk.command(modelId="a"), ear)
+    await desk.loading()
+    await eventually(lambda: ear.heard and ear.last.stage == "loading", "the load is followed")
+    report = desk.bench.engines[0].report
+    assert report is not None
+    report(Progress("loading", 0.8))
+    async with asyncio.timeout(30):
+        await desk.commands.close()
+
+
+async def test_two_approvals_of_one_load_share_it_and_each_has_its_receipt(desk: Desk) -> None:
+    desk.hold_loads()
+    ears = [Ear(), Ear()]
+    for ear in ears:
+        desk.commands.take(desk.command(modelId="a"), ear)
+    await desk.loading()
+    await eventually(lambda: all(ear.heard and ear.last.stage == "loading" for ear in ears), "both follow the load")
+    desk.bench.engines[0].may_load.set()
+    ends = [await ear.end() for ear in ears]
+    assert [end.state for end in ends] == ["succeeded", "succeeded"]
+    assert {read_receipt(end.receipt, desk.public_key).op_id for end in ends} == {end.op_id for end in ends}
+    assert len(desk.bench.engines) == 1
+
+
+async def test_a_load_that_fails_is_certified_as_failed(desk: Desk) -> None:
+    def fail(engine: GatedEngine) -> None:
+        engine.fails = EngineError("out of memory")
+
+    desk.bench.prepare = fail
+    ear = Ear()
+    desk.commands.take(desk.command(modelId="a"), ear)
+    end = await ear.end()
+    assert (end.state, end.code) == ("failed", "model_load_failed")
+    assert "out of memory" in end.message
+    assert read_receipt(end.receipt, desk.public_key).outcome == "failed"
+
+
+async def test_more_commands_than_can_be_followed_are_refused_until_one_has_ended(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands_module, "MAX_TRACKED", 1)
+    desk.hold_loads()
+    first, second = Ear(), Ear()
+    desk.commands.take(desk.command(modelId="a"), first)
+    late = desk.command(modelId="b")
+    desk.commands.take(late, second)
+    assert (second.last.state, second.last.code) == ("refused", "unavailable")
+    await desk.loading()
+    desk.bench.engines[0].may_load.set()
+    done = await first.end()
+    desk.bench.prepare = lambda _engine: None
+    second.heard.clear()
+    desk.commands.take(late, second)
+    assert (await second.end()).state == "succeeded"
+    asked = Ear()
+    desk.commands.query(OpQuery(op_id=done.op_id, use=1), asked)
+    assert await asked.end() == done, "what is followed no more stands in the ledger"
+
+
+async def test_a_box_that_leaves_refuses_so_that_another_try_is_worth_it(desk: Desk) -> None:
+    desk.operations.refuse_new()
+    ear = Ear()
+    command = desk.command(modelId="a")
+    desk.commands.take(command, ear)
+    assert ((await ear.end()).state, ear.last.code) == ("refused", "unavailable")
+    assert await desk.parts.ledger.find_op(command.op_id, 1) is None
+
+
+async def test_nothing_is_said_of_an_operation_while_the_ledger_cannot_be_read(desk: Desk) -> None:
+    await desk.parts.ledger.close()
+    asked, told = Ear(), Ear()
+    desk.commands.query(OpQuery(op_id="op-1", use=1), asked)
+    desk.commands.take(desk.command(modelId="a"), told)
+    assert ((await told.end()).state, told.last.code) == ("refused", "unavailable")
+    assert asked.heard == []
+    assert desk.bench.engines == []
+
+
+async def test_a_load_that_the_box_cuts_off_on_its_way_out_is_interrupted_and_certified_later(tmp_path: Path) -> None:
+    ear, command = Ear(), None
+    async with desk_of(tmp_path) as desk:
+        desk.hold_loads()
+        command = desk.command(modelId="a")
+        desk.commands.take(command, ear)
+        await desk.loading()
+        fleet = desk.issuer.fleet
+    async with assembled(tmp_path) as parts:
+        later = Desk(parts, fleet)
+        asked = Ear()
+        later.commands.query(OpQuery(op_id=command.op_id, use=1), asked)
+        end = await asked.end()
+        assert (end.state, end.result["state"]) == ("interrupted", "unloaded")
+        assert read_receipt(end.receipt, later.public_key).outcome == "interrupted"
+        with contextlib.suppress(asyncio.CancelledError):
+            await later.commands.close()
+
+
+async def test_an_approved_reload_tells_what_may_be_loaded_now_and_never_touches_what_is(desk: Desk, tmp_path: Path) -> None:
+    settings = tmp_path / "data" / "settings.json"
+
+    def write(**models: dict[str, object]) -> None:
+        settings.write_bytes(msgspec.json.encode({"engine": {"backend": "gguf", "models": models}}))
+
+    async def reload(**body: Any) -> OpStatus:
+        desk.commands.take(desk.command("settings-reload", **body), ear := Ear())
+        return await ear.end()
+
+    write(one={"model_path": "a"}, two={"model_path": "a"})
+    first = await reload()
+    assert (first.state, first.result["added_models"]) == ("succeeded", ["one", "two"])
+    desk.commands.take(desk.command(modelId="two"), ear := Ear())
+    assert (await ear.end()).state == "succeeded"
+
+    write(one={"model_path": "a", "gguf_n_ctx": 512}, two={"model_path": "a"}, three={"model_path": "a"})
+    second = await reload()
+    assert second.result == {
+        "added_models": ["three"], "removed_models": [], "updated_models": ["one"], "unchanged_models": ["two"],
+        "service_restart_required": False,
+    }  # fmt: skip
+    receipt = read_receipt(second.receipt, desk.public_key)
+    assert (receipt.operation, receipt.outcome, receipt.result_digest) == (
+        "settings-reload", "succeeded", digest_result(second.result),
+    )  # fmt: skip
+
+    write(three={"model_path": "a"})
+    conflict = await reload()
+    assert (conflict.state, conflict.code) == ("failed", "settings_reload_conflict")
+    assert "loaded models would change: engine.models.two; unload them first" in conflict.message
+    assert read_receipt(conflict.receipt, desk.public_key).outcome == "failed"
+    settings.write_text("{ no json", encoding="utf-8")
+    assert (await reload()).code == "invalid_settings"
+    assert {"one", "two", "three"} <= set(desk.parts.settings.models)
+    assert next(model for model in desk.parts.pool.registry.models if model.model_id == "two").is_ready
+
+    named = await reload(modelId="one")
+    assert (named.state, named.code, named.receipt) == ("refused", "invalid_request", "")
+
+
+async def test_a_reload_that_nobody_approved_reads_nothing(desk: Desk, tmp_path: Path) -> None:
+    (tmp_path / "data" / "settings.json").write_text('{"engine": {"backend": "gguf", "models": {"one": {}}}}')
+    for token in (desk.command("cache-flush", scope="all").token, desk.command("settings-reload", scope="all").token, "{}"):
+        command = OpCommand(op_id=new_uuid7().hex, use=1, operation="settings-reload", body={}, token=token)
+        desk.commands.take(command, ear := Ear())
+        assert ((await ear.end()).state, ear.last.code) == ("refused", "op_token_refused")
+    assert not desk.parts.settings.models
+
+
+async def test_of_two_reloads_at_once_the_settings_that_were_read_last_are_in_force(tmp_path: Path) -> None:
+    settings, newer = tmp_path / "settings.json", tmp_path / "newer.json"
+    settings.write_text("{}")
+    newer.write_text('{"engine": {"models": {"new": {"backend": "gguf", "model_path": "a"}}}}')
+    async with assembled(tmp_path, LLM_POOL_SETTINGS_PATH=str(settings)) as parts:
+        settings.unlink()
+        os.mkfifo(settings)
+        first = asyncio.create_task(parts.reload_settings())
+        writer = await asyncio.to_thread(settings.open, "w")  # the first has the file open from here on
+        newer.replace(settings)
+        second = asyncio.create_task(parts.reload_settings())
+        await asyncio.wait({second}, timeout=0.5)
+        writer.write("{}")
+        writer.close()
+        await asyncio.gather(first, second)
+        assert list(parts.settings.models) == ["new"]

@@ -1,0 +1,454 @@
+"""Lifecycle operations of a whole box without its doors: what is let in is done once, to its end, and written down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runner.engines.port import CHAT, Capabilities
+from runner.errors import (
+    EngineError,
+    InsufficientMemory,
+    LoadConflict,
+    OperationInterrupted,
+    OpTokenRefused,
+    RunnerError,
+    Unavailable,
+    WrongState,
+)
+from runner.ledger import FILE_NAME, Ledger, TaskState
+from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
+from runner.operations.gate import Gate, GateRules
+from runner.operations.receipts import Clerk
+from runner.operations.tasks import MAX_LOADS, Operations
+from runner.parts import Parts
+from runner.pool import ModelState, Pool
+from tests.system.runner.gated_engine import GatedEngine
+from tests.system.runner.processes import eventually
+from tests.system.runner.test_pool_lifecycle import assembled, find, write_models
+from tests.system.runner.test_pool_races import Bench
+from wire.ids import new_uuid7
+from wire.optoken import Binding, Grant, Level, Operation, params_digest, sign_l0, sign_l1
+
+KEY = b"a key of the tests, 32 bytes long"
+BODIES: dict[Operation, Any] = {
+    Operation.MODEL_LOAD: LoadBody, Operation.MODEL_UNLOAD: UnloadBody, Operation.CACHE_FLUSH: FlushBody,
+}  # fmt: skip
+
+
+class Desk:
+    """Operations over a bench of gated engines, and an approval for each; ``level`` L1: an approval can be shown again."""
+
+    def __init__(self, parts: Parts, *, key_path: Path, level: Level = Level.L0) -> None:
+        self.parts = parts
+        self.bench = Bench(parts)
+        pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
+        gate = Gate(GateRules(key_path=key_path, level=level, min_signers=2, runner_id="box"), ledger=parts.ledger)
+        self.operations = Operations(pool, gate, parts.ledger, Clerk(parts.governance.identity))
+        self.level = level
+        self.fence = 0
+
+    def approve(self, operation: Operation, fields: Mapping[str, object], *, op_id: str | None = None) -> dict[str, object]:
+        """Return a fresh token for a body."""
+        model_id = fields.get("modelId")
+        assert model_id is None or isinstance(model_id, str)
+        grant = Grant(operation, model_id, ["ann", "bob"], secrets.token_hex(16), int(time.time()))
+        if self.level is Level.L0:
+            return sign_l0(KEY, grant)
+        self.fence += 1
+        return sign_l1(KEY, grant, Binding(
+            audience="box", params_digest=params_digest(fields), op_id=op_id or new_uuid7().hex, fence=self.fence,
+            expires_at=int(time.time()) + 300,
+        ))  # fmt: skip
+
+    async def ask(
+        self, operation: Operation, *, token: dict[str, object] | None = None, op_id: str | None = None, **fields: object
+    ) -> Reply:
+        """Have an operation done as the API does."""
+        token = token or self.approve(operation, fields, op_id=op_id)
+        body = msgspec.convert({**fields, "verifiedOpToken": token}, BODIES[operation])
+        methods: dict[Operation, Callable[[Any, Mapping[str, object]], Awaitable[Reply]]] = {
+            Operation.MODEL_LOAD: self.operations.load,
+            Operation.MODEL_UNLOAD: self.operations.unload,
+            Operation.CACHE_FLUSH: self.operations.flush,
+        }
+        return await methods[operation](body, fields)
+
+    async def load(self, model_id: str, **fields: Any) -> Reply:
+        return await self.ask(Operation.MODEL_LOAD, modelId=model_id, **fields)
+
+    async def unload(self, model_id: str, **fields: Any) -> Reply:
+        return await self.ask(Operation.MODEL_UNLOAD, modelId=model_id, **fields)
+
+    async def flush(self, **fields: Any) -> Reply:
+        return await self.ask(Operation.CACHE_FLUSH, **fields)
+
+    async def finish(self, reply: Reply) -> dict[str, object]:
+        """Return the task of a load when it has ended."""
+        task_id = reply.body["taskId"]
+        assert isinstance(task_id, str)
+        return await self.operations.wait(task_id)
+
+
+@asynccontextmanager
+async def desk_of(tmp_path: Path, *options: str, level: Level = Level.L0) -> AsyncIterator[Desk]:
+    key_path = tmp_path / "op.key"
+    key_path.touch(mode=0o600)
+    key_path.write_bytes(KEY + b"\n")
+    async with assembled(tmp_path, *options) as parts:
+        desk = Desk(parts, key_path=key_path, level=level)
+        try:
+            yield desk
+        finally:
+            await desk.operations.close()
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+    async with desk_of(tmp_path) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def full_disk(tmp_path: Path) -> Iterator[None]:
+    """Neither tasks nor observations can be written meanwhile; spent tokens can."""
+    other = sqlite3.connect(tmp_path / "data" / FILE_NAME, isolation_level=None, timeout=30)
+    other.execute("CREATE TRIGGER full_tasks BEFORE INSERT ON tasks BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
+    other.execute("CREATE TRIGGER full_seen BEFORE INSERT ON observations BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
+    try:
+        yield
+    finally:
+        other.execute("DROP TRIGGER full_tasks")
+        other.execute("DROP TRIGGER full_seen")
+        other.close()
+
+
+async def leave(work: asyncio.Task[Reply]) -> None:
+    """Be a caller that goes away."""
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+
+
+async def test_a_load_becomes_a_task_that_is_on_disk_and_ends_completed(desk: Desk) -> None:
+    desk.bench.prepare = lambda engine: engine.may_load.clear()
+    reply = await desk.load("a")
+    assert (reply.status, reply.body["status"], reply.body["progress"]) == (202, "loading", 0.0)
+    row = (await desk.parts.ledger.recent_tasks(1))[0]
+    assert (row.task_id, row.state) == (reply.body["taskId"], TaskState.LOADING)
+    await eventually(lambda: desk.bench.engines, "the engine is started")
+    assert (await desk.load("a")).body["taskId"] == reply.body["taskId"]
+    desk.bench.engines[0].may_load.set()
+    done = await desk.finish(reply)
+    assert (done["status"], done["progress"], done["replicas"]) == ("completed", 1.0, 1)
+    row = (await desk.parts.ledger.recent_tasks(1))[0]
+    assert (row.state, row.finished_at is not None) == (TaskState.COMPLETED, True)
+    again = await desk.load("a")
+    assert (again.status, again.body["alreadyLoaded"], again.body["taskId"]) == (200, True, reply.body["taskId"])
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(EngineError("out of memory"), "out of memory"), (ZeroDivisionError("a bug"), "the log of this box")]
+)
+async def test_a_load_that_fails_ends_its_task_and_makes_room_for_another(desk: Desk, error: BaseException, words: str) -> None:
+    def fail(engine: GatedEngine) -> None:
+        engine.fails = error
+
+    desk.bench.prepare = fail
+    done = await desk.finish(await desk.load("a"))
+    assert (done["status"], done["code"]) == ("failed", "model_load_failed")
+    assert words in str(done["error"])
+    assert (await desk.parts.ledger.recent_tasks(1))[0].state is TaskState.FAILED
+    model = find(desk.parts, "a")
+    assert (model.state, model.reserved_bytes) == (ModelState.FAILED, 0)
+    desk.bench.prepare = lambda _engine: None
+    assert (await desk.finish(await desk.load("a")))["status"] == "completed"
+
+
+async def test_an_unload_a_load_and_a_flush_go_on_when_their_caller_leaves(desk: Desk) -> None:
+    bench = desk.bench
+    bench.prepare = lambda engine: engine.may_load.clear()
+    loading = asyncio.create_task(desk.load("a"))
+    await eventually(lambda: find(desk.parts, "a").state is ModelState.LOADING, "the load is let in")
+    if not loading.done():
+        await leave(loading)
+    await eventually(lambda: bench.engines, "the engine is started")
+    engine = bench.engines[0]
+    engine.may_load.set()
+    await eventually(lambda: find(desk.parts, "a").state is ModelState.LOADED, "it is loaded")
+
+    engine.may_flush.clear()
+    flushing = asyncio.create_task(desk.flush(scope="all"))
+    await eventually(lambda: "flush" in engine.steps, "the flush is at it")
+    await leave(flushing)
+    waiting = asyncio.create_task(find(desk.parts, "a").queue.enter(tenant="t1", priority="normal", timeout_s=30))
+    engine.may_flush.set()
+    find(desk.parts, "a").queue.leave(await waiting)
+
+    engine.may_unload.clear()
+    unloading = asyncio.create_task(desk.unload("a"))
+    await eventually(lambda: "unload" in engine.steps, "the engine is told to unload")
+    await leave(unloading)
+    engine.may_unload.set()
+    await eventually(lambda: find(desk.parts, "a").state is ModelState.UNLOADED, "it is gone")
+
+
+async def test_an_approval_shown_again_gives_the_outcome_that_was_recorded(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, level=Level.L1) as desk:
+        op_id = new_uuid7().hex
+        first = await desk.ask(Operation.MODEL_LOAD, op_id=op_id, modelId="a")
+        await desk.finish(first)
+        again = await desk.ask(Operation.MODEL_LOAD, op_id=op_id, modelId="a")
+        assert (again.status, again.body["taskId"], again.body["status"]) == (200, first.body["taskId"], "completed")
+        assert again.body["repeated"] is True
+        assert len(desk.bench.engines) == 1
+
+        op_id = new_uuid7().hex
+        gone = await desk.ask(Operation.MODEL_UNLOAD, op_id=op_id, modelId="a")
+        assert (await desk.ask(Operation.MODEL_UNLOAD, op_id=op_id, modelId="a")).body == {**gone.body, "repeated": True}
+
+        op_id = new_uuid7().hex
+        with pytest.raises(RunnerError):
+            await desk.ask(Operation.MODEL_LOAD, op_id=op_id, modelId="b", gpuMemoryBudgetMB=1)
+        refused = await desk.ask(Operation.MODEL_LOAD, op_id=op_id, modelId="b", gpuMemoryBudgetMB=1)
+        error = refused.body["error"]
+        assert isinstance(error, dict)
+        assert (refused.status, error["code"], error["type"], error["retryable"]) == (
+            409, "insufficient_memory", "api_error", False,
+        )  # fmt: skip
+
+
+async def test_an_operation_cut_off_by_the_end_of_the_box_is_interrupted_and_not_begun_again(tmp_path: Path) -> None:
+    op_id = new_uuid7().hex
+    async with desk_of(tmp_path, level=Level.L1) as desk:
+        await desk.finish(await desk.load("a"))
+        desk.bench.engines[0].may_flush.clear()
+        flushing = asyncio.create_task(desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all"))
+        await eventually(lambda: "flush" in desk.bench.engines[0].steps, "the flush is at it")
+        # As kill -9 leaves it: begun, with no outcome.
+        copy = tmp_path / "killed"
+        copy.mkdir()
+        with (
+            contextlib.closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as source,
+            contextlib.closing(sqlite3.connect(copy / FILE_NAME)) as target,
+        ):
+            source.backup(target)
+        desk.bench.engines[0].may_flush.set()
+        await flushing
+        killed = await Ledger.open(copy)
+        try:
+            rules = GateRules(key_path=tmp_path / "op.key", level=Level.L1, min_signers=2, runner_id="box")
+            clerk = Clerk(desk.parts.governance.identity)
+            desk.operations = Operations(desk.parts.pool, Gate(rules, ledger=killed), killed, clerk)
+            with pytest.raises(OperationInterrupted):
+                await desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all")
+        finally:
+            await killed.close()
+    assert desk.bench.engines[0].steps.count("flush") == 1
+
+
+async def test_an_operation_that_the_box_cancels_on_its_way_out_is_recorded_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.operations.executions.CLOSE_S", 0.05)
+    op_id = new_uuid7().hex
+    async with desk_of(tmp_path, level=Level.L1) as desk:
+        await desk.finish(await desk.load("a"))
+        desk.bench.engines[0].may_flush.clear()
+        flushing = asyncio.create_task(desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all"))
+        await eventually(lambda: "flush" in desk.bench.engines[0].steps, "the flush is at it")
+        await desk.operations.close()
+        with pytest.raises(asyncio.CancelledError):
+            await flushing
+        with pytest.raises(Unavailable):
+            await desk.load("b")
+        desk.operations._executions.is_stopping = False
+        with pytest.raises(OperationInterrupted):
+            await desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all")
+        desk.bench.engines[0].may_flush.set()
+
+
+async def test_a_refused_load_spends_its_token_and_says_why(tmp_path: Path) -> None:
+    async with desk_of(tmp_path, "--memory-budget-mb", "5") as desk:
+        token = desk.approve(Operation.MODEL_LOAD, {"modelId": "a"})
+        with pytest.raises(InsufficientMemory) as refused:
+            await desk.ask(Operation.MODEL_LOAD, token=token, modelId="a")
+        assert refused.value.details["requiredMB"]
+        with pytest.raises(OpTokenRefused):
+            await desk.ask(Operation.MODEL_LOAD, token=token, modelId="a")
+        assert (find(desk.parts, "a").state, desk.bench.engines) == (ModelState.UNLOADED, [])
+
+
+async def test_a_load_beyond_its_own_budget_names_the_budget_and_what_it_allows(desk: Desk) -> None:
+    with pytest.raises(InsufficientMemory) as refused:
+        await desk.load("a", gpuMemoryBudgetMB=1)
+    assert refused.value.details["freeMB"] == refused.value.details["gpuMemoryBudgetMB"] == 1
+    assert "its gpuMemoryBudgetMB allows 1 MiB, of " in refused.value.message
+
+
+OTHERWISE: list[tuple[dict[str, Any], dict[str, Any], dict[str, tuple[object, object]]]] = [
+    ({"maxContextLength": 1024}, {"maxContextLength": 512}, {"maxContextLength": (1024, 512)}),
+    ({}, {"maxContextLength": 512}, {"maxContextLength": (None, 512)}),
+    ({}, {"gpuMemoryBudgetMB": 900}, {"gpuMemoryBudgetMB": (None, 900)}),
+    ({}, {"quantization": "fp16"}, {"quantization": ("q8_0", "fp16")}),
+    ({}, {"overrides": {"gguf_type_k": "q8_0"}}, {"gguf_type_k": ("f16", "q8_0")}),
+    ({"overrides": {"target_inflight": 2}}, {"overrides": {"target_inflight": 3}}, {"target_inflight": (2, 3)}),
+]
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize(("first", "second", "differing"), OTHERWISE)
+async def test_a_load_of_a_model_that_is_there_otherwise_is_refused_with_what_is_in_force(
+    desk: Desk, first: dict[str, Any], second: dict[str, Any], differing: dict[str, tuple[object, object]], *, is_done: bool
+) -> None:
+    desk.bench.prepare = lambda engine: None if is_done else engine.may_load.clear()
+    reply = await desk.load("a", **first)
+    if is_done:
+        await desk.finish(reply)
+    with pytest.raises(LoadConflict) as refused:
+        await desk.load("a", **second)
+    found = refused.value.details["conflicts"]
+    assert isinstance(found, list)
+    assert {entry["name"]: (entry["inForce"], entry["asked"]) for entry in found} == differing
+    assert find(desk.parts, "a").state is (ModelState.LOADED if is_done else ModelState.LOADING)
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"maxContextLength": 1024}, {"maxContextLength": 1024}),
+        ({"maxContextLength": 1024, "gpuMemoryBudgetMB": 900}, {}),
+        ({}, {"quantization": "q8_0", "overrides": {"gguf_flash_attn": "auto", "target_inflight": 1, "replicas": 1}}),
+    ],
+)
+async def test_a_load_of_a_model_that_is_there_as_asked_for_changes_nothing(
+    desk: Desk, first: dict[str, Any], again: dict[str, Any]
+) -> None:
+    await desk.finish(await desk.load("a", **first))
+    reply = await desk.load("a", **again)
+    assert (reply.status, reply.body["alreadyLoaded"]) == (200, True)
+    assert [engine.steps.count("load") for engine in desk.bench.engines] == [1]
+
+
+async def test_a_load_that_cannot_be_written_down_is_not_begun(desk: Desk, tmp_path: Path) -> None:
+    with full_disk(tmp_path), pytest.raises(Unavailable):
+        await desk.load("a")
+    model = find(desk.parts, "a")
+    assert (model.state, model.reserved_bytes, model.load, desk.bench.engines) == (ModelState.FAILED, 0, None, [])
+    assert (await desk.finish(await desk.load("a")))["status"] == "completed"
+
+
+async def test_a_load_whose_end_cannot_be_written_down_ends_all_the_same(desk: Desk, tmp_path: Path) -> None:
+    desk.bench.prepare = lambda engine: engine.may_load.clear()
+    reply = await desk.load("a")
+    await eventually(lambda: desk.bench.engines, "the engine is started")
+    with full_disk(tmp_path):
+        desk.bench.engines[0].may_load.set()
+        assert (await desk.finish(reply))["status"] == "completed"
+        assert find(desk.parts, "a").state is ModelState.LOADED
+        assert (await desk.unload("a")).body["wasLoaded"] is True
+
+
+async def test_a_spent_token_that_cannot_be_remembered_is_refused(desk: Desk) -> None:
+    await desk.parts.ledger.close()
+    with pytest.raises(Unavailable):
+        await desk.load("a")
+    assert (find(desk.parts, "a").state, desk.bench.engines) == (ModelState.UNLOADED, [])
+
+
+async def test_a_forced_unload_ends_a_load_and_its_task_says_so(desk: Desk) -> None:
+    desk.bench.prepare = lambda engine: engine.may_load.clear()
+    reply = await desk.load("a")
+    await eventually(lambda: desk.bench.engines, "the engine is started")
+    assert (await desk.unload("a", force=True)).status == 200
+    assert ((await desk.finish(reply))["status"], find(desk.parts, "a").state) == ("failed", ModelState.UNLOADED)
+
+
+async def test_a_load_evicts_and_an_eviction_that_fails_leaves_a_failed_load(desk: Desk) -> None:
+    await desk.finish(await desk.load("a"))
+    done = await desk.finish(await desk.load("b", evictModel="a"))
+    assert (done["status"], done["evicted"]) == ("completed", "a")
+    assert (find(desk.parts, "a").state, desk.bench.engines[0].is_loaded) == (ModelState.UNLOADED, False)
+    desk.bench.engines[1].refuses_unload = EngineError("the server keeps it")
+    done = await desk.finish(await desk.load("a", evictModel="b"))
+    assert (done["status"], find(desk.parts, "a").reserved_bytes) == ("failed", 0)
+    assert "the server keeps it" in str(done["error"])
+    desk.bench.engines[1].refuses_unload = None
+
+
+async def test_a_download_that_fails_evicts_nothing(desk: Desk) -> None:
+    await desk.finish(await desk.load("a"))
+    (desk.parts.library.find("b") or Path()).unlink()
+    reply = await desk.load("b", evictModel="a")
+    assert (await desk.finish(reply))["status"] == "failed"
+    assert find(desk.parts, "a").state is ModelState.LOADED
+
+
+async def test_no_more_loads_than_the_limit_run_even_when_they_come_at_once(tmp_path: Path) -> None:
+    names = [f"m{number}" for number in range(MAX_LOADS + 4)]
+    write_models(tmp_path / "models", *names)
+    async with desk_of(tmp_path) as desk:
+        desk.bench.prepare = lambda engine: engine.may_load.clear()
+        replies = await asyncio.gather(*(desk.load(name, maxContextLength=256) for name in names), return_exceptions=True)
+        begun = [reply for reply in replies if isinstance(reply, Reply)]
+        refused = [reply for reply in replies if isinstance(reply, WrongState)]
+        assert (len(begun), len(refused)) == (MAX_LOADS, 4)
+        await eventually(lambda: len(desk.bench.engines) == MAX_LOADS, "they have begun")
+        for engine in desk.bench.engines:
+            engine.may_load.set()
+        assert {(await desk.finish(reply))["status"] for reply in begun} == {"completed"}
+
+
+async def test_a_flush_that_names_a_model_leaves_the_others_alone(desk: Desk) -> None:
+    for name in ("a", "b"):
+        await desk.finish(await desk.load(name))
+    for scope in ("all", "model"):
+        models = (await desk.flush(scope=scope, modelId="a")).body["models"]
+        assert isinstance(models, list)
+        assert [entry["modelId"] for entry in models] == ["a"]
+    assert [engine.steps.count("flush") for engine in desk.bench.engines] == [2, 0]
+
+
+@pytest.mark.parametrize("scope", [{"scope": "all"}, {"scope": "tenant", "tenantId": "t"}, {"scope": "tag", "tag": "s"}])
+async def test_an_engine_that_keeps_nothing_does_not_make_a_flush_incomplete(desk: Desk, scope: dict[str, str]) -> None:
+    def keep_nothing(engine: GatedEngine) -> None:
+        engine.capabilities = Capabilities((CHAT,), keeps_nothing=True)
+
+    await desk.finish(await desk.load("a"))
+    desk.bench.prepare = keep_nothing
+    await desk.finish(await desk.load("b"))
+    reply = await desk.flush(**scope)
+    models = reply.body["models"]
+    assert isinstance(models, list)
+    assert [entry["outcome"] for entry in models] == ["flushed", "nothing-kept"]
+    assert reply.body["flushed"] is True
+
+
+async def test_with_nothing_loaded_nothing_is_left_after_a_flush(desk: Desk) -> None:
+    assert (await desk.flush(scope="all")).body["flushed"] is True
+
+
+async def test_a_flush_of_everything_passes_over_a_model_that_goes_meanwhile(desk: Desk) -> None:
+    for name in ("a", "b"):
+        await desk.finish(await desk.load(name))
+    first, _ = desk.bench.engines
+    first.may_flush.clear()
+    flushing = asyncio.create_task(desk.flush(scope="all"))
+    await eventually(lambda: "flush" in first.steps, "the first is being flushed")
+    await desk.unload("b")
+    first.may_flush.set()
+    reply = await flushing
+    assert (reply.status, reply.body["flushed"]) == (200, True)
+    models = reply.body["models"]
+    assert isinstance(models, list)
+    assert [entry["modelId"] for entry in models] == ["a"]

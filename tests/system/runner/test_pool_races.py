@@ -1,0 +1,359 @@
+"""Loads, unloads and flushes that meet: whatever comes between two steps, nothing is left running, reserved or paused."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.definitions.definition import ModelDefinition
+from runner.definitions.plan import LoadPlan
+from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
+from runner.errors import EngineError, InsufficientMemory, ModelLoading, RunnerError, SettingsConflict, UnknownModel, WrongState
+from runner.parts import Parts
+from runner.pool import Loader, LoadOptions, LoadOrder, Model, ModelState
+from runner.telemetry import TreeMemory
+from tests.system.runner.gated_engine import GatedEngine
+from tests.system.runner.processes import eventually
+from tests.system.runner.test_pool_lifecycle import assembled, find, write_models
+
+FLUSH = FlushRequest(FlushScope.ALL)
+HUGE = {"gguf_n_ctx": 200_000_000}
+"""More than any machine of ours has memory for."""
+
+
+class Bench:
+    """The parts of a box whose loads start gated engines; ``engines`` in the order of their making."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.engines: list[GatedEngine] = []
+        self.prepare: Callable[[GatedEngine], None] = lambda _engine: None
+        pool = parts.pool
+        self.unloader = pool.unloader
+        self.loader = Loader(
+            pool.registry, capacity=pool.capacity, unloader=pool.unloader, options=LoadOptions(), make_engine=self.make_engine
+        )
+
+    def make_engine(self, plan: LoadPlan) -> GatedEngine:
+        del plan
+        engine = GatedEngine()
+        self.prepare(engine)
+        self.engines.append(engine)
+        return engine
+
+    async def order(self, model_id: str, *, evict: str | None = None, **overrides: object) -> LoadOrder:
+        order = await self.loader.order(model_id, overrides=overrides, evict=evict)
+        assert isinstance(order, LoadOrder)
+        return order
+
+    async def load(self, model_id: str) -> Model:
+        await self.loader.carry_out(await self.order(model_id), lambda _: None)
+        return find(self.parts, model_id)
+
+    def start(self, order: LoadOrder) -> asyncio.Task[object]:
+        return asyncio.create_task(self.loader.carry_out(order, lambda _: None))
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    async with assembled(tmp_path) as parts:
+        yield Bench(parts)
+
+
+def is_clean(model: Model) -> bool:
+    return (model.state, model.replicas, model.reserved_bytes, model.load, model.load_task) == (
+        ModelState.UNLOADED, [], 0, None, None,
+    )  # fmt: skip
+
+
+async def take_turn(model: Model, *, within_s: float = 0.05) -> None:
+    """Fail unless a request is let in."""
+    model.queue.leave(await model.queue.enter(tenant="t1", priority="normal", timeout_s=within_s))
+
+
+async def test_a_load_that_is_forced_out_before_it_began_starts_nothing(bench: Bench) -> None:
+    order = await bench.order("a")
+    await bench.unloader.unload("a", force=True)
+    assert is_clean(order.model)
+    with pytest.raises(RunnerError):
+        await bench.loader.carry_out(order, lambda _: None)
+    assert (bench.engines, order.model.state) == ([], ModelState.UNLOADED)
+    # Nor does it take the place of the next one.
+    again = await bench.order("a")
+    with pytest.raises(RunnerError):
+        await bench.loader.carry_out(order, lambda _: None)
+    await bench.loader.carry_out(again, lambda _: None)
+    assert again.model.state is ModelState.LOADED
+
+
+async def test_a_load_that_was_given_up_gives_its_memory_back(bench: Bench) -> None:
+    order = await bench.order("a")
+    assert order.model.reserved_bytes > 0
+    bench.loader.call_off(order)
+    assert (order.model.state, order.model.reserved_bytes, order.model.load) == (ModelState.FAILED, 0, None)
+    assert (await bench.load("a")).state is ModelState.LOADED
+
+
+async def test_what_cannot_be_written_down_after_a_load_does_not_undo_it(bench: Bench) -> None:
+    order = await bench.order("a")
+    await bench.parts.ledger.close()
+    result = await bench.loader.carry_out(order, lambda _: None)
+    assert (result.model_id, order.model.state, order.model.reserved_bytes) == ("a", ModelState.LOADED, 0)
+    assert (await bench.unloader.unload("a")).was_loaded
+    assert is_clean(order.model)
+
+
+async def test_a_load_that_is_forced_out_in_its_last_step_is_gone(bench: Bench) -> None:
+    order = await bench.order("a")
+    loading = bench.start(order)
+    # The engine is up and its memory is being measured.
+    await eventually(lambda: bench.engines and bench.engines[0].is_loaded, "the engine is up")
+    await bench.unloader.unload("a", force=True)
+    await asyncio.gather(loading, return_exceptions=True)
+    assert is_clean(order.model)
+    assert not bench.engines[0].is_loaded
+
+
+async def test_a_failed_load_whose_engine_does_not_go_is_failed_and_holds_no_memory(bench: Bench) -> None:
+    def break_engine(engine: GatedEngine) -> None:
+        engine.fails, engine.refuses_unload = EngineError("out of memory"), EngineError("the server keeps it")
+
+    bench.prepare = break_engine
+    order = await bench.order("a")
+    with pytest.raises(EngineError, match="out of memory"):
+        await bench.loader.carry_out(order, lambda _: None)
+    model = order.model
+    assert (model.state, model.reserved_bytes, model.load) == (ModelState.FAILED, 0, None)
+    assert "out of memory" in (model.last_error or "")
+
+
+async def test_an_unload_that_breaks_in_a_way_nobody_thought_of_can_be_tried_again(bench: Bench) -> None:
+    model = await bench.load("a")
+    bench.engines[0].refuses_unload = sqlite3.OperationalError("something else")
+    with pytest.raises(sqlite3.OperationalError):
+        await bench.unloader.unload("a")
+    assert model.state is ModelState.FAILED
+    bench.engines[0].refuses_unload = None
+    await bench.unloader.unload("a")
+    assert is_clean(model)
+
+
+async def test_requests_are_let_in_again_after_an_unload_that_was_forced_while_it_waited(bench: Bench) -> None:
+    model = await bench.load("a")
+    turn = await model.queue.enter(tenant="t1", priority="normal", timeout_s=1)
+    model.replicas[0].active += 1
+    gentle = asyncio.create_task(bench.unloader.unload("a"))
+    await eventually(lambda: model.state is ModelState.UNLOADING, "it waits for what runs")
+    # A client that takes nothing of its answer notices nothing: the engine goes all the same, and does not come back.
+    forced = asyncio.create_task(bench.unloader.unload("a", force=True))
+    await eventually(lambda: not bench.engines[0].is_loaded, "the engine is gone")
+    model.queue.leave(turn)
+    assert await gentle == await forced
+    assert (await forced).cut == 1
+    assert bench.engines[0].steps.count("load") == 1
+    await take_turn(await bench.load("a"))
+
+
+async def test_a_load_ordered_while_a_failed_model_is_unloaded_is_refused(bench: Bench) -> None:
+    model = await bench.load("a")
+    bench.engines[0].may_load.clear()
+    bench.engines[0].has_died.set()
+    await eventually(lambda: model.state is ModelState.FAILED, "it is lost")
+    unload = asyncio.create_task(bench.unloader.unload("a"))
+    outcome = await asyncio.gather(bench.loader.order("a", overrides={}), return_exceptions=True)
+    await unload
+    if isinstance(outcome[0], LoadOrder):
+        await bench.loader.carry_out(outcome[0], lambda _: None)
+        assert model.state is ModelState.LOADED
+        assert [engine.is_loaded for engine in bench.engines] == [False, True]
+    else:
+        assert isinstance(outcome[0], WrongState)
+        assert is_clean(model)
+
+
+async def test_a_load_of_a_model_whose_engine_is_being_restarted_replaces_it(bench: Bench) -> None:
+    model = await bench.load("a")
+    old = bench.engines[0]
+    old.may_load.clear()
+    old.has_died.set()
+    await eventually(lambda: model.state is ModelState.FAILED and old.steps.count("load") == 2, "it is being restarted")
+    order = await bench.order("a")
+    loading = bench.start(order)
+    await loading
+    assert (model.state, len(model.replicas)) == (ModelState.LOADED, 1)
+    old.may_load.set()
+    await asyncio.sleep(0)
+    assert [engine.is_loaded for engine in bench.engines] == [False, True]
+
+
+async def test_a_load_of_a_wanted_model_that_does_not_start_replaces_it_and_is_completed(bench: Bench) -> None:
+    def refuse(engine: GatedEngine) -> None:
+        engine.fails = EngineError("no such file")
+
+    model = find(bench.parts, "a")
+    bench.prepare = refuse
+    bench.loader.start_wanted(model, (await bench.order("b")).plan)
+    await eventually(lambda: model.state is ModelState.FAILED, "the first start has failed")
+    bench.prepare = lambda _engine: None
+    result = await bench.loader.carry_out(await bench.order("a"), lambda _: None)
+    assert (result.model_id, model.state) == ("a", ModelState.LOADED)
+    assert [engine.is_loaded for engine in bench.engines] == [False, True]
+
+
+async def test_two_flushes_are_carried_out_one_after_the_other_and_no_request_comes_between(bench: Bench) -> None:
+    model = await bench.load("a")
+    engine = bench.engines[0]
+    engine.may_flush.clear()
+    flushes = [asyncio.create_task(bench.unloader.flush(model, FLUSH)) for _ in range(2)]
+    await eventually(lambda: "flush" in engine.steps, "the first flush is at it")
+    waiting = asyncio.create_task(take_turn(model, within_s=30))
+    await eventually(lambda: model.queue.depth == 1, "a request waits")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert engine.steps.count("flush") == 1
+    engine.may_flush.set()
+    assert [(await flush).result for flush in flushes] == [FlushResult.FLUSHED] * 2
+    await waiting
+
+
+async def test_an_unload_ends_a_flush_that_loads_the_engine_anew(bench: Bench) -> None:
+    model = await bench.load("a")
+    engine = bench.engines[0]
+    engine.flushes = False
+    engine.may_load.clear()
+    flush: asyncio.Task[FlushOutcome] = asyncio.create_task(bench.unloader.flush(model, FLUSH))
+    await eventually(lambda: engine.steps.count("load") == 2, "it is being loaded anew")
+    await bench.unloader.unload("a")
+    assert is_clean(model)
+    with pytest.raises(WrongState):
+        await flush
+    engine.may_load.set()
+    await asyncio.sleep(0)
+    assert not engine.is_loaded
+    await take_turn(await bench.load("a"))
+
+
+async def test_an_engine_that_does_not_come_back_from_a_flush_is_tried_again(bench: Bench) -> None:
+    model = await bench.load("a")
+    engine = bench.engines[0]
+    engine.flushes, engine.fails = False, EngineError("out of memory")
+    with pytest.raises(EngineError):
+        await bench.unloader.flush(model, FLUSH)
+    assert model.state is ModelState.FAILED
+    engine.fails = None
+    await eventually(lambda: model.state is ModelState.LOADED, "it is back")
+    await take_turn(model)
+
+
+async def test_a_model_that_is_being_loaded_cannot_be_evicted(bench: Bench) -> None:
+    bench.prepare = lambda engine: engine.may_load.clear()
+    loading = bench.start(await bench.order("a"))
+    await eventually(lambda: bench.engines, "a is being loaded")
+    with pytest.raises(ModelLoading):
+        await bench.loader.order("b", overrides={}, evict="a")
+    assert is_clean(find(bench.parts, "b"))
+    bench.engines[0].may_load.set()
+    await loading
+
+
+async def test_what_a_dead_engine_held_is_not_counted_as_freed_by_its_eviction(bench: Bench) -> None:
+    model = await bench.load("a")
+    engine = bench.engines[0]
+    everything = TreeMemory(host_bytes=1 << 60, gpu_bytes=None, pids=())
+    model.replicas[0].memory = everything
+    assert isinstance(await bench.loader.order("b", overrides=HUGE, evict="a"), LoadOrder)
+    await bench.unloader.unload("b", force=True)
+    engine.may_load.clear()
+    engine.has_died.set()
+    await eventually(lambda: model.state is ModelState.FAILED, "it is lost")
+    with pytest.raises(InsufficientMemory):
+        await bench.loader.order("b", overrides=HUGE, evict="a")
+    assert is_clean(find(bench.parts, "b"))
+
+
+async def test_a_model_that_vanished_while_its_load_was_checked_is_not_loaded(bench: Bench, tmp_path: Path) -> None:
+    model = find(bench.parts, "b")
+    (tmp_path / "models" / "b.gguf").unlink()
+    ordering = asyncio.create_task(bench.loader.order("b", overrides={}))
+    await asyncio.sleep(0)
+    # What a look through the files does in the end; the look itself may last longer than the check.
+    bench.parts.pool.registry.forget("b")
+    with pytest.raises(UnknownModel):
+        await ordering
+    assert model.state is ModelState.UNLOADED
+    await bench.parts.discover(at_once=True)
+    with pytest.raises(UnknownModel):
+        find(bench.parts, "b")
+
+
+async def test_a_definition_that_changed_while_its_load_was_checked_refuses_the_load(bench: Bench) -> None:
+    registry = bench.parts.pool.registry
+    ordering = asyncio.create_task(bench.loader.order("a", overrides={}))
+    await asyncio.sleep(0)
+    registry.define(ModelDefinition(model_id="a", backend="gguf", target_inflight=3))
+    with pytest.raises(WrongState):
+        await ordering
+    assert is_clean(find(bench.parts, "a"))
+
+
+async def test_settings_that_change_a_model_on_its_way_out_are_refused(tmp_path: Path) -> None:
+    settings = tmp_path / "data" / "settings.json"
+    settings.parent.mkdir()
+    settings.write_text('{"engine": {"models": {"mine": {"backend": "gguf", "model_path": "a.gguf"}}}}')
+    async with assembled(tmp_path) as parts:
+        bench = Bench(parts)
+        model = await bench.load("mine")
+        bench.engines[0].may_unload.clear()
+        unload = asyncio.create_task(bench.unloader.unload("mine"))
+        await eventually(lambda: model.state is ModelState.UNLOADING, "it is on its way out")
+        settings.write_text('{"engine": {"models": {"mine": {"backend": "gguf", "model_path": "b.gguf"}}}}')
+        with pytest.raises(SettingsConflict):
+            await parts.reload_settings()
+        bench.engines[0].may_unload.set()
+        await unload
+        assert (await parts.reload_settings()).updated == ("mine",)
+        assert model.definition.model_path == "b.gguf"
+
+
+async def test_settings_that_define_a_model_which_was_loaded_without_them_are_refused(tmp_path: Path) -> None:
+    async with assembled(tmp_path) as parts:
+        bench = Bench(parts)
+        await bench.load("a")
+        settings = tmp_path / "data" / "settings.json"
+        settings.write_text('{"engine": {"models": {"a": {"backend": "gguf", "model_path": "b.gguf"}}}}')
+        # The file was not there when the box started, so its place is given now.
+        parts.config = replace(parts.config, files=replace(parts.config.files, settings=settings))
+        with pytest.raises(SettingsConflict) as refused:
+            await parts.reload_settings()
+        assert refused.value.details == {"conflicts": ["engine.models.a"]}
+        await bench.unloader.unload("a")
+        assert (await parts.reload_settings()).added == ("a",)
+        assert find(parts, "a").definition.model_path == "b.gguf"
+
+
+async def test_a_model_that_the_settings_switch_on_and_that_does_not_fit_is_failed_with_the_reason(tmp_path: Path) -> None:
+    settings = tmp_path / "data" / "settings.json"
+    settings.parent.mkdir()
+    settings.write_text('{"engine": {"models": {"big": {"backend": "gguf", "model_path": "a.gguf", "enabled": true}}}}')
+    write_models(tmp_path / "models")
+    async with assembled(tmp_path, "--memory-budget-mb", "5") as parts:
+        model = find(parts, "big")
+        await eventually(lambda: model.state is ModelState.FAILED, "the load is refused")
+        assert "MiB" in (model.last_error or "")
+
+
+async def test_closing_ends_an_unload_that_waits(tmp_path: Path) -> None:
+    async with assembled(tmp_path) as parts:
+        bench = Bench(parts)
+        model = await bench.load("a")
+        await model.queue.enter(tenant="t1", priority="normal", timeout_s=1)
+        waiting = asyncio.create_task(bench.unloader.unload("a"))
+        await eventually(lambda: model.state is ModelState.UNLOADING, "it waits for what runs")
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(waiting, 30)
+    assert not bench.engines[0].is_loaded

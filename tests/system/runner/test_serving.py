@@ -1,0 +1,565 @@
+"""Serving through the parts of a box: what is refused, what an answer carries, and that nothing is held when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any  # fields are JSON
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from runner.engines.port import CHAT, EMBEDDINGS, MESSAGES, RESPONSES, Capabilities
+from runner.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModalityUnsupported,
+    ModelFailed,
+    ModelLoading,
+    ModelNotLoaded,
+    ModelUnloading,
+    QueueTimeout,
+    RemoteNotAllowed,
+    RequestRefused,
+    Unavailable,
+    UnknownModel,
+    WrongState,
+)
+from runner.parts import Parts
+from runner.pool import ModelState
+from runner.serving.request import Inference
+from runner.serving.service import Answer
+from tests.system.runner.gated_engine import GatedEngine
+from tests.system.runner.processes import eventually
+from tests.system.runner.scripted_engine import Handler, ScriptedEngine, run_engine
+from tests.system.runner.test_pool_lifecycle import assembled, find
+from tests.system.runner.test_pool_races import Bench
+
+WORD = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
+USAGE = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11,'
+    b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+WHOLE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 4}}}
+NUMBERS = {"x-cache-hit", "x-cache-tokens-reused", "x-queue-wait-ms", "x-gpu-time-ms"}
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with run_engine() as made:
+        yield made
+
+
+@pytest.fixture
+async def parts(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[Parts]:
+    """A box in front of the engine, one request at a time, that has files of the models ``a`` and ``b`` too."""
+    async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1") as made:
+        await eventually(lambda: made.pool.registry.ready_ids() == ["alpha", "beta"], "the server's models are known")
+        yield made
+
+
+def ask(model: str = "alpha", *, path: str = CHAT, tenant: str = "t1", **fields: object) -> Inference:
+    body = json.dumps({"model": model, "messages": [], **fields}).encode()
+    return Inference("POST", path, {"content-type": "application/json"}, body, model, tenant)
+
+
+async def read(answer: Answer) -> bytes:
+    if answer.body is not None:
+        return answer.body
+    assert answer.chunks is not None
+    return b"".join([chunk async for chunk in answer.chunks])
+
+
+async def serve(parts: Parts, request: Inference) -> bytes:
+    async with parts.door.open(request) as answer:
+        return await read(answer)
+
+
+def is_idle(parts: Parts) -> bool:
+    """Whether nothing is held: no slot, no replica, no place in a queue."""
+    models = parts.pool.registry.models
+    return (
+        parts.serving.load == 0
+        and parts.budget.depth == 0
+        and not any(model.active or model.queue.active or model.queue.depth for model in models)
+    )
+
+
+def streamed(*pieces: bytes, then: asyncio.Event | None = None, breaks: bool = False) -> Handler:
+    """Return a handler that answers with these events, then waits, ends or breaks off."""
+
+    async def handle(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+        if then is not None:
+            await then.wait()
+        if breaks:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+    return handle
+
+
+async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+async def test_a_whole_answer_carries_its_final_numbers_also_when_its_length_is_not_told(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    async def chunked(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "X-GPU-Time-Ms": "12.4"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for byte in json.dumps(WHOLE).encode().partition(b"usage"):
+            await response.write(byte)
+        return response
+
+    async def known(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response(WHOLE, headers={"X-GPU-Time-Ms": "12.4"})
+
+    for handler in (known, chunked):
+        engine.handler = handler
+        async with parts.door.open(ask()) as answer:
+            assert set(answer.headers) >= NUMBERS
+            assert (answer.headers["x-cache-hit"], answer.headers["x-cache-tokens-reused"]) == ("true", "4")
+            assert answer.headers["x-gpu-time-ms"] == "12"
+            assert json.loads(await read(answer)) == WHOLE
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 6
+    assert is_idle(parts)
+
+
+async def test_a_long_answer_passes_without_being_held(parts: Parts, engine: ScriptedEngine) -> None:
+    block, written = bytes(1024 * 1024), 0
+
+    async def pour(request: web.Request, _body: bytes) -> web.StreamResponse:
+        nonlocal written
+        kind = request.query["as"]
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        if kind != "application/json":
+            response.content_length = 64 * len(block)
+        await response.prepare(request)
+        written = 0
+        while written < 64:
+            await response.write(block)
+            written += 1
+        return response
+
+    engine.handler = pour
+    for kind in ("application/octet-stream", "application/json"):
+        async with parts.door.open(ask(path=f"/v1/audio/speech?as={kind}")) as answer:
+            assert answer.body is None
+            assert answer.chunks is not None
+            assert "x-queue-wait-ms" in answer.headers
+            await anext(answer.chunks)
+            assert written < 64
+            rest = 0
+            async for chunk in answer.chunks:
+                rest += len(chunk)
+        assert 0 < 64 * len(block) - rest <= 9 * len(block)
+    assert is_idle(parts)
+
+
+async def test_a_stream_ends_with_its_numbers_on_the_boxs_own_port_only(parts: Parts, engine: ScriptedEngine) -> None:
+    engine.handler = streamed(WORD + USAGE, DONE)
+    asked = ask(stream=True, stream_options={"include_usage": True})
+    words, usage, comment, done, end = (await serve(parts, asked)).split(b"\n\n")
+    assert (words + b"\n\n", done + b"\n\n", end) == (WORD, DONE, b"")
+    muster = json.loads(usage.removeprefix(b"data: "))["muster"]
+    assert (muster["cache_tokens_reused"], set(muster)) == (4, {"queue_wait_ms", "gpu_time_ms", "cache_tokens_reused"})
+    assert comment.startswith(b": x-cache-hit=true; x-cache-tokens-reused=4; ")
+
+    unasked = await serve(parts, ask(stream=True))
+    assert b"usage" not in unasked
+    assert unasked.startswith(WORD + b": x-cache-hit=true")
+
+    async with parts.door.open(replace(asked, on_socket=True)) as answer:
+        assert await read(answer) == WORD + USAGE + DONE
+        assert answer.usage is not None
+        assert answer.numbers.cached_tokens == 4
+
+
+async def test_how_long_a_request_waited_is_said_in_its_header(parts: Parts, engine: ScriptedEngine) -> None:
+    may_end = asyncio.Event()
+    engine.handler = streamed(WORD, DONE, then=may_end)
+
+    async def second() -> str:
+        async with parts.door.open(ask("beta", stream=True, tenant="t2")) as answer:
+            await read(answer)
+            return answer.headers["x-queue-wait-ms"]
+
+    async with parts.door.open(ask(stream=True)) as first:
+        assert first.headers["x-queue-wait-ms"] == "0"
+        waiting = asyncio.create_task(second())
+        await eventually(lambda: find(parts, "beta").queue.depth == 1, "the second one waits")
+        began = asyncio.get_running_loop().time()
+        await eventually(lambda: asyncio.get_running_loop().time() - began > 0.05, "some time has passed")
+        may_end.set()
+        await read(first)
+    assert int(await waiting) >= 50
+
+
+async def test_a_request_that_waits_too_long_is_told_so_and_leaves_no_trace(tmp_path: Path, engine: ScriptedEngine) -> None:
+    async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1", QUEUE_TIMEOUT_MS="50") as parts:
+        await eventually(parts.pool.registry.ready_ids, "the server's models are known")
+        engine.handler = hang
+        holding = asyncio.create_task(serve(parts, ask()))
+        await eventually(lambda: engine.seen, "the first one runs")
+        with pytest.raises(QueueTimeout) as refused:
+            await serve(parts, ask(tenant="t2"))
+        assert (refused.value.status, set(refused.value.details)) == (503, {"queueDepth", "avgWaitMs"})
+        holding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await holding
+        assert is_idle(parts)
+
+
+@pytest.mark.parametrize("moment", ["queued", "asked", "streaming"])
+async def test_a_client_that_leaves_holds_nothing(parts: Parts, engine: ScriptedEngine, moment: str) -> None:
+    is_reading = asyncio.Event()
+
+    async def client(tenant: str) -> None:
+        async with parts.door.open(ask(stream=True, tenant=tenant)) as answer:
+            assert answer.chunks is not None
+            async for _ in answer.chunks:
+                is_reading.set()
+
+    engine.handler = hang if moment == "asked" else streamed(WORD, then=asyncio.Event())
+    tasks = [asyncio.create_task(client("t1"))]
+    await eventually(lambda: engine.seen if moment == "asked" else is_reading.is_set(), "the engine is at it")
+    if moment == "queued":
+        tasks.append(asyncio.create_task(client("t2")))
+        await eventually(lambda: find(parts, "alpha").queue.depth == 1, "the second one waits")
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        assert (parts.serving.load, parts.budget.depth, len(engine.seen)) == (1, 0, 1)
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert is_idle(parts)
+    await asyncio.wait_for(engine.gone.wait(), 30)
+
+
+async def test_an_engine_that_breaks_off_before_its_answer_may_be_asked_again(parts: Parts, engine: ScriptedEngine) -> None:
+    async def die(request: web.Request, _body: bytes) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    engine.handler = die
+    with pytest.raises(EngineUnavailable, match="did not answer") as refused:
+        await serve(parts, ask())
+    assert (refused.value.status, refused.value.retryable, refused.value.retry_after_s) == (502, True, 2)
+    assert is_idle(parts)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_an_engine_that_breaks_off_in_its_answer_is_an_error(
+    parts: Parts, engine: ScriptedEngine, *, is_stream: bool
+) -> None:
+    async def cut(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = 1000
+        await response.prepare(request)
+        await response.write(b'{"choices"')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    engine.handler = streamed(WORD, breaks=True) if is_stream else cut
+    seen: list[bytes] = []
+
+    async def client() -> None:
+        async with parts.door.open(ask(stream=is_stream)) as answer:
+            assert answer.chunks is not None
+            async for chunk in answer.chunks:
+                seen.append(chunk)  # noqa: PERF401  # what came before it broke off is to be seen
+
+    with pytest.raises(EngineUnavailable):
+        await client()
+    assert b"".join(seen) == (WORD if is_stream else b"")
+    assert is_idle(parts)
+    assert parts.tally.requests["alpha", "t1", "error"] == 1
+
+
+async def test_an_engine_that_breaks_off_behind_its_closing_event_has_answered(parts: Parts, engine: ScriptedEngine) -> None:
+    engine.handler = streamed(WORD, DONE, breaks=True)
+    async with parts.door.open(ask(stream=True)) as answer:
+        assert answer.chunks is not None
+        said = b"".join([chunk async for chunk in answer.chunks])
+    assert said.startswith(WORD)
+    assert said.endswith(DONE)
+    assert said.count(DONE) == 1
+    assert is_idle(parts)
+    assert ("alpha", "t1", "error") not in parts.tally.requests
+
+
+async def test_an_answer_in_the_pools_shape_that_breaks_off_ends_in_an_error_event_and_counts_as_one(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    engine.handler = streamed(WORD, breaks=True)
+    body = json.dumps({"model": "alpha", "input": "x", "stream": True, "decoding": {"max_tokens": 4}}).encode()
+    seen = await serve(parts, Inference("POST", "/v1/responses", {}, body, "alpha", "t1"))
+    assert seen.count(b"event: error") == 1
+    assert b"response.completed" not in seen
+    assert is_idle(parts)
+    assert parts.tally.requests["alpha", "t1", "error"] == 1
+    assert ("alpha", "t1", "success") not in parts.tally.requests
+
+
+async def test_errors_of_the_engine_keep_their_status_and_words(parts: Parts, engine: ScriptedEngine) -> None:
+    async def refuse(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "7"})
+
+    engine.handler = refuse
+    async with parts.door.open(ask()) as answer:
+        assert (answer.status, answer.headers["retry-after"]) == (429, "7")
+        assert json.loads(await read(answer)) == {"error": {"message": "slow down"}}
+    assert parts.tally.requests["alpha", "t1", "error"] == 1
+    assert parts.pool.registry.ready_ids() == ["alpha", "beta"]
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "counted"),
+    [
+        (400, "temperature must be at least 0", "refused"),
+        (422, "max_tokens", "refused"),
+        (401, "wrong key", "error"),
+        (404, "no such model", "error"),
+        (429, "slow down", "error"),
+        (500, "CUDA out of memory", "error"),
+        (500, "image input is not supported - hint: you may need to provide the mmproj", "refused"),
+    ],
+)
+async def test_what_an_engine_refuses_is_logged_once_and_counted_by_whose_fault_it_is(
+    parts: Parts, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture, status: int, message: str, counted: str
+) -> None:
+    prompt = "the merger with Initech closes on the first of March"
+
+    async def fail(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response({"error": {"message": f"{message}: {prompt}", "code": status}}, status=status)
+
+    engine.handler = fail
+    request = replace(ask(messages=[{"role": "user", "content": prompt}]), request_id="req_1")
+    if (status, counted) == (500, "refused"):
+        with pytest.raises(ModalityUnsupported, match=prompt) as refused:
+            await serve(parts, request)
+        assert (refused.value.status, refused.value.retryable) == (400, False)
+    else:
+        assert prompt.encode() in await serve(parts, request)
+    assert parts.tally.requests["alpha", "t1", counted] == 1
+    (line,) = [record.getMessage() for record in caplog.records if "engine answered with an error" in record.getMessage()]
+    assert f"request=req_1 model=alpha path={CHAT} status={status} error={message}" in line
+    assert prompt not in caplog.text
+    assert is_idle(parts)
+
+
+async def test_an_error_inside_a_stream_is_logged_with_its_words(
+    parts: Parts, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.handler = streamed(WORD, b'data: {"error":{"message":"CUDA out of memory","code":500}}\n\n')
+    request = replace(ask(stream=True), request_id="req_1", is_streaming=True, on_socket=True)
+    await serve(parts, request)
+    (line,) = [record.getMessage() for record in caplog.records if "engine answered with an error" in record.getMessage()]
+    assert "request=req_1" in line
+    assert line.endswith("status=200 error=CUDA out of memory")
+
+
+async def test_what_an_engine_says_stays_out_of_the_log_of_a_box_that_is_told_so(
+    tmp_path: Path, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.Response(text="CUDA out of memory", status=500)
+
+    async with assembled(tmp_path, "--backend", engine.url, MUSTER_KEEP_ENGINE_ERRORS="false") as parts:
+        await eventually(lambda: parts.pool.registry.ready_ids() == ["alpha", "beta"], "the server's models are known")
+        engine.handler = fail
+        assert await serve(parts, ask()) == b"CUDA out of memory"
+    assert "status=500 error=-" in caplog.text
+    assert "CUDA" not in caplog.text
+
+
+async def test_every_state_of_a_model_is_refused_with_its_own_code(parts: Parts) -> None:
+    bench = Bench(parts)
+
+    async def refused(model_id: str = "a", *, path: str = CHAT) -> RequestRefused:
+        with pytest.raises(RequestRefused) as caught:
+            await serve(parts, ask(model_id, path=path))
+        assert is_idle(parts)
+        return caught.value
+
+    assert isinstance(await refused(), ModelNotLoaded)
+    assert isinstance(await refused("nobody"), UnknownModel)
+    assert isinstance(await refused("alpha", path="/v2/chat"), InvalidRequest)
+    bench.prepare = lambda made: made.may_load.clear()
+    loading = bench.start(await bench.order("a"))
+    error = await refused()
+    assert isinstance(error, ModelLoading)
+    assert error.retry_after_s is not None
+    await eventually(lambda: bench.engines, "the engine is started")
+    bench.engines[0].fails = EngineError("out of memory")
+    bench.engines[0].may_load.set()
+    await asyncio.gather(loading, return_exceptions=True)
+    error = await refused()
+    assert isinstance(error, ModelFailed)
+    assert "out of memory" in error.message
+    bench.prepare = lambda _made: None
+    model = await bench.load("a")
+    assert isinstance(await refused(path=EMBEDDINGS), ModalityUnsupported)
+    bench.engines[1].may_unload.clear()
+    unload = asyncio.create_task(bench.unloader.unload("a"))
+    await eventually(lambda: model.state is ModelState.UNLOADING, "it is on its way out")
+    assert isinstance(await refused(), ModelUnloading)
+    bench.engines[1].may_unload.set()
+    await unload
+    parts.refuse_new()
+    assert isinstance(await refused("alpha"), Unavailable)
+
+
+async def test_a_remote_model_is_asked_only_by_who_allows_it(parts: Parts) -> None:
+    def be_remote(made: GatedEngine) -> None:
+        made.capabilities = Capabilities((CHAT,), is_remote=True)
+
+    bench = Bench(parts)
+    bench.prepare = be_remote
+    await bench.load("a")
+    with pytest.raises(RemoteNotAllowed):
+        await serve(parts, ask("a"))
+    with pytest.raises(EngineUnavailable):
+        await serve(parts, replace(ask("a"), allow_remote=True))
+    assert is_idle(parts)
+
+
+async def test_a_model_that_its_server_no_longer_lists_takes_no_request_of_another_with_it(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    may_end = asyncio.Event()
+    engine.handler = streamed(WORD, DONE, then=may_end)
+    running = asyncio.create_task(serve(parts, ask("beta", stream=True)))
+    await eventually(lambda: len(engine.seen) == 1, "one runs")
+    waiting = {name: asyncio.create_task(serve(parts, ask(name, stream=True, tenant=name))) for name in ("alpha", "beta")}
+    await eventually(lambda: find(parts, "beta").queue.depth == 2, "two wait")
+    engine.models = ["beta"]
+    parts.refresh_attached()
+    await eventually(lambda: parts.pool.registry.ready_ids() == ["beta"], "alpha is withdrawn")
+    may_end.set()
+    assert WORD in await running
+    assert WORD in await waiting["beta"]
+    with pytest.raises(ModelNotLoaded):
+        await waiting["alpha"]
+    assert is_idle(parts)
+
+
+async def test_models_of_somebody_elses_server_are_neither_loaded_nor_unloaded_here(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    pool = parts.pool
+    for force in (False, True):
+        with pytest.raises(WrongState, match="--backend"):
+            await pool.unloader.unload("alpha", force=force)
+    with pytest.raises(WrongState, match="--backend"):
+        await pool.loader.order("alpha", overrides={})
+    with pytest.raises(WrongState, match="--backend"):
+        await pool.loader.order("a", overrides={}, evict="alpha")
+    assert (pool.registry.ready_ids(), find(parts, "a").state) == (["alpha", "beta"], ModelState.UNLOADED)
+    # It is still followed.
+    engine.models = ["gamma"]
+    parts.refresh_attached()
+    await eventually(lambda: pool.registry.ready_ids() == ["gamma"], "the change is seen")
+
+
+async def test_a_loaded_model_keeps_its_own_queue_when_a_server_lists_its_name(parts: Parts, engine: ScriptedEngine) -> None:
+    model = await Bench(parts).load("a")
+    queue = model.queue
+    engine.models = ["alpha", "a"]
+    parts.refresh_attached()
+    await eventually(lambda: parts.pool.registry.ready_ids() == ["a", "alpha"], "beta is withdrawn")
+    assert (model.queue, model.definition.backend, len(model.replicas)) == (queue, "gguf", 1)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "cache_mode", "is_told"),
+    [
+        (Capabilities((CHAT,), keeps_nothing=True), "auto", True),
+        (Capabilities((CHAT,), prefix_caching=True, isolates_tenants=True), "none", True),
+        (Capabilities((CHAT,), prefix_caching=True, isolates_tenants=True), "auto", False),
+        (Capabilities((CHAT,)), "none", False),
+        (Capabilities((CHAT,), is_remote=True), "auto", False),
+    ],
+)
+async def test_the_head_of_a_stream_says_that_nothing_is_reused_exactly_where_nothing_can_be(
+    parts: Parts, engine: ScriptedEngine, capabilities: Capabilities, cache_mode: Any, *, is_told: bool
+) -> None:
+    engine.handler = streamed(WORD, DONE)
+    find(parts, "alpha").replicas[0].supervisor.engine.capabilities = capabilities  # type: ignore[misc]  # of the attached server
+    request = replace(ask(stream=True), cache_mode=cache_mode, allow_remote=True)
+    async with parts.door.open(request) as answer:
+        told = {name: value for name, value in answer.headers.items() if name.startswith("x-cache-")}
+        assert told == ({"x-cache-hit": "false", "x-cache-tokens-reused": "0"} if is_told else {})
+        assert b": x-cache-hit=false; x-cache-tokens-reused=0;" in await read(answer)
+
+
+async def test_a_node_refuses_a_format_that_its_engines_messages_would_forget(parts: Parts) -> None:
+    def be_llama(made: GatedEngine) -> None:
+        made.name = "llamacpp"
+        made.capabilities = Capabilities((CHAT, MESSAGES))
+
+    bench = Bench(parts)
+    bench.prepare = be_llama
+    await bench.load("a")
+    wanted = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    request = ask("a", path=MESSAGES, max_tokens=5, output_config=wanted)
+    with pytest.raises(InvalidRequest, match="through a gateway") as caught:
+        await serve(parts, request)
+    assert caught.value.param == "output_config.format"
+    assert bench.engines[0].calls == []
+    with pytest.raises(EngineUnavailable):  # a gateway knows what it sends
+        await serve(parts, replace(request, on_socket=True))
+    assert is_idle(parts)
+
+
+async def test_a_pool_request_for_a_stream_that_is_answered_whole_gets_the_four_events(
+    parts: Parts, engine: ScriptedEngine
+) -> None:
+    async def answer_whole(_request: web.Request, body: bytes) -> web.StreamResponse:
+        assert json.loads(body)["stream"] is True
+        choice = {"index": 0, "message": {"role": "assistant", "content": "Het regende."}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 6}})
+
+    engine.handler = answer_whole
+    body = json.dumps({"model": "alpha", "input": "It rained.", "stream": True}).encode()
+    request = Inference("POST", RESPONSES, {"content-type": "application/json"}, body, "alpha", "t1", is_streaming=True)
+    async with parts.door.open(request) as answer:
+        assert (answer.status, answer.is_event_stream) == (200, True)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [json.loads(line[6:]) for line in (await read(answer)).decode().splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in events] == [
+        "response.created", "response.output_text.delta", "response.metrics", "response.completed",
+    ]  # fmt: skip
+    assert events[1]["delta"] == events[3]["response"]["output_text"] == "Het regende."
+    assert len({event.get("id") or event["response"]["id"] for event in events}) == 1
+    assert events[2]["metrics"]["engine_output_tokens"] == 6
+
+
+@pytest.mark.parametrize("on_socket", [False, True])
+@pytest.mark.parametrize(("tidy", "is_tidied"), [(True, True), (False, False), (None, False)])
+async def test_chunks_are_put_right_where_the_owner_says_so(
+    parts: Parts, engine: ScriptedEngine, tidy: bool | None, *, is_tidied: bool, on_socket: bool
+) -> None:
+    model = find(parts, "alpha")
+    model.definition = msgspec.structs.replace(model.definition, tidy=tidy)
+    engine.handler = streamed(WORD, DONE)
+    out = await serve(parts, replace(ask(stream=True), on_socket=on_socket))
+    assert out.startswith(WORD) is not is_tidied
+    assert (b'"role":"assistant"' in out) is is_tidied
+    assert out.endswith(DONE)
