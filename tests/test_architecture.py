@@ -126,8 +126,8 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             # ``from wire import clock`` names a module of a package at the top.
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names if node.module in PACKAGES)
-            yield from [(node.lineno, node.module)] if node.module not in PACKAGES else []
+            inner = [f"{node.module}.{alias.name}" for alias in node.names] if node.module in PACKAGES else [node.module]
+            yield from ((node.lineno, name) for name in inner)
 
 
 def text_files() -> list[str]:

@@ -66,20 +66,18 @@ def awake() -> float:
     count. In a process that never calls ``beat`` it is ``monotonic``.
     """
     now = _source.monotonic()
-    return now - _stood_s - _find_pause(now)
+    if _beat_at is not None and now - _beat_at > STANDSTILL_S:
+        return _beat_at + STANDSTILL_S - _stood_s
+    return now - _stood_s  # in one call: dispatch asks for each link and request
 
 
 def beat() -> float:
     """Note that the process runs; return for how long it stood still before, 0 = it did not."""
     global _beat_at, _stood_s
     now = _source.monotonic()
-    pause_s = _find_pause(now)
+    pause_s = 0.0 if _beat_at is None else max(0.0, now - _beat_at - STANDSTILL_S)
     _beat_at, _stood_s = now, _stood_s + pause_s
     return pause_s
-
-
-def _find_pause(now: float) -> float:
-    return 0.0 if _beat_at is None else max(0.0, now - _beat_at - STANDSTILL_S)
 
 
 def sleep(seconds: float) -> None:

@@ -29,7 +29,7 @@ class ServerSilent(psycopg.OperationalError):
 class Patience:
     """How long to wait for the database.
 
-    ``silence_s``: without a byte from it. ``ends_at`` (``time.monotonic`` seconds): for everything; None = as long as it talks.
+    ``silence_s``: without a byte from it. ``ends_at`` (``clock.monotonic`` seconds): for all; None = as long as it talks.
     """
 
     silence_s: float

@@ -112,7 +112,7 @@ def keep_response(
 ) -> None:
     """Store a response object under its own id, for ``kept_days`` or the tenant's days, whichever are fewer.
 
-    ``body``: the object as it is sent. Doing so again changes nothing. ``give_up_at`` (``time.monotonic`` seconds): later than
+    ``body``: the object as it is sent. Doing so again changes nothing. ``give_up_at`` (``clock.monotonic`` seconds): later than
     that nothing is written, so that a caller who waited a little longer knows that an answer it gave up on is not kept.
     Raises ResponseNotKept: the tenant does not allow it, the id is another tenant's, or the turn is larger than could be read
     back. DatabaseError when the database refuses or time is up.

@@ -200,7 +200,7 @@ class Link:
             return LinkCondition.UNHEALTHY
         if policy.cordoned or policy.draining or policy.reclaimed or self.box_draining or self.closed:
             return LinkCondition.DRAINING
-        if self.silence_s >= self.stale_after_s:
+        if clock.awake() - self.last_seen >= self.stale_after_s:
             return LinkCondition.STALE
         if self.busy_elsewhere:
             return LinkCondition.BUSY
