@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields, replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+from core.limits import Limits
+from wire.limits import list_bounds
 
 _BOUNDS = {
     "connect_timeout": "5",
@@ -117,6 +121,20 @@ def read_list(name: str, default: list[str] | None = None) -> list[str]:
     """Return the variable split at commas, blanks dropped."""
     raw = read_text(name)
     return [part.strip() for part in raw.split(",") if part.strip()] if raw else list(default or [])
+
+
+def read_limits() -> Limits:
+    """Return the limits of a server process: the defaults, and what variables say of those that have one."""
+    chosen = Limits()
+    for section in fields(chosen):
+        values = getattr(chosen, section.name)
+        told: dict[str, float] = {}
+        for bound in list_bounds(values):
+            if bound.setting and read_text(bound.setting):
+                read = read_int if isinstance(bound.default, int) else read_float
+                told[bound.name] = read(bound.setting, 0, minimum=bound.minimum) * bound.factor
+        chosen = replace(chosen, **{section.name: replace(values, **told)})
+    return chosen
 
 
 def read_networks(name: str) -> list[IPv4Network | IPv6Network]:

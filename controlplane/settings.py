@@ -6,7 +6,18 @@ from pathlib import Path
 
 from django.templatetags.static import static
 
-from controlplane.env import read_bool, read_database, read_float, read_int, read_list, read_log_level, read_networks, read_text
+from controlplane.env import (
+    read_bool,
+    read_database,
+    read_float,
+    read_int,
+    read_limits,
+    read_list,
+    read_log_level,
+    read_networks,
+    read_text,
+)
+from core.limits import install
 from gateway.values import Limits, RequestOutcome, Timeouts
 from governance.states import ApprovalState, RunState
 from nodes.states import HealthPolicy, SocketPolicy
@@ -247,6 +258,7 @@ LOGGING = {
     },
 }
 
+install(read_limits())
 GATEWAY_TIMEOUTS = Timeouts(
     queue_s=read_float("MUSTER_QUEUE_TIMEOUT_S", 30.0),
     request_s=read_float("MUSTER_REQUEST_TIMEOUT_S", 300.0),

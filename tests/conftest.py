@@ -14,6 +14,7 @@ from django.db import OperationalError, connection
 from psycopg.errors import DeadlockDetected
 from pytest_django import DjangoDbBlocker
 
+from core.limits import Limits, install, limits
 from tests.services_plugin import THROWN_AWAY_VARIABLE
 from wire import clock
 
@@ -58,10 +59,17 @@ def patient_emptying() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def settings_limits(django_test_environment: None) -> Limits:
+    """What the settings made of the limits."""
+    return limits()
+
+
 @pytest.fixture(autouse=True)
-def real_clock() -> None:
-    """Have each test begin on the clock of the machine, in a process that never stood still."""
+def real_clock(settings_limits: Limits) -> None:
+    """Have each test begin on the machine's clock, with the settings' limits, in a process that never stood still."""
     clock.install(time)
+    install(settings_limits)
 
 
 @pytest.fixture(scope="session", autouse=True)

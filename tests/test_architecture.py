@@ -38,7 +38,16 @@ FORBIDDEN_MODULE_NAMES = {"common", "helper", "helpers", "manager", "misc", "uti
 
 STANDALONE = ("controlplane/launcher/", "controlplane/env.py", "muster", "tools/")
 """Runs before anything is installed: standard library, and the modules of ours that hold to the same."""
-STANDALONE_OURS = ("controlplane.launcher", "tools", "controlplane.env", "wire.clock", "wire.credentials", "wire.ids")
+STANDALONE_OURS = (
+    "controlplane.launcher",
+    "tools",
+    "controlplane.env",
+    "wire.clock",
+    "wire.limits",
+    "core.limits",
+    "wire.credentials",
+    "wire.ids",
+)
 
 PURE = re.compile(
     r"(wire(/.*)?|\w+/states|nodes/session|gateway/values|gateway/placement|gateway/dialects|governance/thresholds|runner/session)"
