@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from controlplane.launcher.console import say
 from controlplane.launcher.environment import ROOT
@@ -18,33 +20,63 @@ from tools.vllm_tests import TESTS as VLLM_TESTS
 from tools.vllm_tests import vllm_environment
 from wire import clock
 
-_FAST_PATHS = ("tests/unit", "tests/test_architecture.py", "tests/test_docker.py", "tests/test_docs.py")
+_FAST = ("tests/unit",)
+_GATE = (*_FAST, *(f"tests/{path.name}" for path in sorted((ROOT / "tests").glob("test_*.py"))), "tests/system", "tests/smoke")
+_FAILED = Path(".pytest_cache", "v", "cache", "lastfailed")
 _FAST_WORKERS = 2
 _WORKERS = 3
 """One more than cores, counted for two: a good part of the tests waits for processes of its own."""
 
 
-def run_tests(arguments: Sequence[str], *, fast: bool, vllm: bool = False, clients: bool = False) -> int:
-    """Run pytest: all of the tests, only the fast ones, those on a real vLLM or with Node SDKs, or what ``arguments`` name.
+def run_tests(arguments: Sequence[str], *, ring: str = "") -> int:
+    """Run pytest: the gate (unit, system, smoke), the ring that is named, or what ``arguments`` name. Returns the exit status.
 
-    Returns the exit status.
+    ``ring``: ``fast`` = the unit tests, ``all`` = every test that needs no further installation, ``vllm`` = on a real vLLM,
+    ``clients`` = with the Node SDKs.
     """
     environment = _environment()
-    added = []
-    if vllm:
+    paths = {"fast": _FAST, "all": ("tests",), "vllm": (VLLM_TESTS,), "clients": (CLIENT_TESTS,)}.get(ring, _GATE)
+    if ring == "vllm":
         environment |= vllm_environment()
-        added.append(VLLM_TESTS)
-    if clients:
+    elif ring == "clients":
         environment |= client_environment()
-        added.append(CLIENT_TESTS)
-    arguments = arguments if _names_tests(arguments) else [*arguments, *added]
-    command = [sys.executable, "-m", "pytest", *_choose_tests(arguments, fast=fast)]
-    if not fast and not _names_tests(arguments):
-        environment[VARIABLE] = ensure_chromium()
+    command = [sys.executable, "-m", "pytest", *arguments]
+    if not _names_tests(arguments):
+        command += paths
+        if ring != "fast":
+            environment[VARIABLE] = ensure_chromium()
+        if not _names_workers(arguments) and ring in {"", "fast", "all"}:
+            # tests/services_plugin.py keeps together what shares a server, and puts what takes long first and many short ones
+            # last, so that the workers end together.
+            workers = _FAST_WORKERS if ring == "fast" else _WORKERS
+            command += ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"]
+    if ring == "all":
+        command.append("--cache-clear")
     began = clock.monotonic()
     status = _run(command, environment)
     say(f"Tests took {clock.monotonic() - began:.1f} s")
+    if ring == "all":
+        _report_flakes(environment)
     return status
+
+
+def _report_flakes(environment: dict[str, str]) -> None:
+    """Run each test that failed once more, alone, and say which of them passes then: its race is a defect as well."""
+    failed = _read_failed()
+    if not failed:
+        say("Flake report: no test failed")
+        return
+    say(f"── once more, one after the other: the {len(failed)} that failed")
+    _run([sys.executable, "-m", "pytest", "-q", "--last-failed", "tests"], environment)
+    again = _read_failed()
+    say(f"Flake report: of {len(failed)} that failed, {len(failed - again)} passed when they ran again; the run has failed")
+    for name in sorted(failed):
+        say(f"  {'fails ' if name in again else 'passed'} {name}")
+
+
+def _read_failed() -> set[str]:
+    path = ROOT / _FAILED
+    return set(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else set()
 
 
 def run_mutants(rows: Sequence[str]) -> int:
@@ -78,18 +110,6 @@ def run_lock() -> int:
     environment = _environment()
     environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
     return _run(["sh", "requirements/lock.sh"], environment)
-
-
-def _choose_tests(arguments: Sequence[str], *, fast: bool) -> list[str]:
-    chosen = list(arguments)
-    if fast:
-        chosen += _FAST_PATHS
-    if not _names_tests(arguments) and not _names_workers(arguments):
-        # tests/services_plugin.py keeps together what shares a server, and puts what takes long first and many short ones last,
-        # so that the workers end together.
-        workers = _FAST_WORKERS if fast else _WORKERS
-        chosen += ["-n", str(workers), "--dist", "loadscope", "--no-loadscope-reorder"]
-    return chosen
 
 
 def _names_tests(arguments: Sequence[str]) -> bool:

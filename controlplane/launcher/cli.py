@@ -103,9 +103,14 @@ def build_parser() -> argparse.ArgumentParser:
     keys.usage = "./muster keys (new --name USERNAME | show) [option ...]"
     approve = _add(commands, "approve", "read what an operation is, in words, and sign it with a key file", _run_approver)
     approve.usage = "./muster approve --url URL --token-file FILE --key FILE [option ...] OPERATION"
-    test = _add(commands, "test", "run the tests (installs what they need, a Chromium included)", _run_test)
-    test.usage = "./muster test [--fast | --vllm | --clients] [pytest argument ...]\n       ./muster test --mutants [ROW ...]"
-    test.add_argument("--fast", action="store_true", help="only unit and architecture tests, under a minute")
+    test = _add(commands, "test", "run the tests of the gate (installs what they need, a Chromium included)", _run_test)
+    test.usage = (
+        "./muster test [--fast | --all | --vllm | --clients] [pytest argument ...]\n       ./muster test --mutants [ROW ...]"
+    )
+    test.add_argument("--fast", action="store_true", help="only the unit tests: no process, no database")
+    test.add_argument(
+        "--all", action="store_true", help="also the rings: real processes, kills, engines, pages; ends with a flake report"
+    )
     test.add_argument("--vllm", action="store_true", help="only the tests on a real vLLM (installs its CPU build, 2.5 GB)")
     test.add_argument(
         "--clients", action="store_true", help="only the tests with the official Node SDKs (installs them, 0.1 GB)"
@@ -127,7 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
 _PASSING_ON = {"manage", "audit", "node", "trust", "sign", "keys", "approve", "test", "check", "bench", "conformance"}
 # The others have a --help of their own behind the hand-over.
 _OWN_HELP = {"manage", "audit", "test", "check"}
-_OF_TEST = ("fast", "vllm", "clients", "mutants")
+_OF_TEST = ("mutants", "fast", "all", "vllm", "clients")
 _NEEDS = {
     **dict.fromkeys(("manage", "audit"), ("server", "docs/operate.md")),
     "node": ("runner", "docs/connect-a-box.md"),
@@ -325,7 +330,7 @@ def _run_test(options: argparse.Namespace, rest: list[str], argv: list[str]) -> 
 
     if options.mutants:
         return run_mutants(rest)
-    return run_tests(rest, fast=options.fast, vllm=options.vllm, clients=options.clients)
+    return run_tests(rest, ring=next((name for name in _OF_TEST if getattr(options, name)), ""))
 
 
 def _run_check(_options: argparse.Namespace, _rest: list[str], argv: list[str]) -> int:

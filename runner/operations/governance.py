@@ -74,6 +74,7 @@ class Governance:
         self.policies: PolicyStore | None = None
         self.witness: Witness | None = None
         self._own_keys: OpKeys | None = None
+        self._seen: tuple[int, ...] | None = None
 
     async def open(self) -> None:
         """Read or make what lies in the data folder. Raises ConfigError and LedgerError."""
@@ -161,11 +162,15 @@ class Governance:
             return None
         async with self._lock:
             try:
+                stamp = await asyncio.to_thread(self._stamp_folders, data)
+                if stamp == self._seen:
+                    return None
                 has_forgotten = await asyncio.to_thread(is_asked_to_forget, data) and await self._forget(data)
                 has_pinned = await self.policies.reconsider()
                 has_keys = await asyncio.to_thread(self._read_keys)
                 if self.policy is not None:
                     await asyncio.to_thread(use_up_trusted, data)
+                self._seen = stamp
             except (OSError, UnusableKey, LedgerError) as error:
                 log.error("data folder cannot be looked through: %s", error)  # noqa: TRY400 - text for the owner
                 return None
@@ -207,6 +212,14 @@ class Governance:
         self.witness.forget()
         await asyncio.to_thread(forget_is_done, data)
         return True
+
+    def _stamp_folders(self, data: Path) -> tuple[int, ...]:
+        """Return what changes when a file comes to the data folder or to that of the keys, or leaves it. Raises OSError.
+
+        And each minute: a key is dropped when its successor is old enough, and a file system may count its changes in steps.
+        """
+        folders = [data] if self._own_keys is None else [data, self._own_keys.folder]
+        return int(self._clock() // 60), *(folder.stat().st_mtime_ns for folder in folders)
 
     def _make_first_key(self) -> None:
         assert self._own_keys is not None

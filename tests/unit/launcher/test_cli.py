@@ -96,7 +96,9 @@ def test_every_command_takes_its_installation_before_and_after_its_name(words: l
 def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout in which nothing has been installed, as far as the launcher reaches."""
     root = tmp_path_factory.mktemp("checkout")
-    for name in ("muster", "controlplane/env.py", "controlplane/__init__.py", "wire/__init__.py", "wire/clock.py"):
+    packages = ("controlplane", "core", "wire")
+    modules = ("controlplane/env.py", "core/limits.py", "wire/clock.py", "wire/limits.py")
+    for name in ("muster", *(f"{package}/__init__.py" for package in packages), *modules):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     for folder in ("controlplane/launcher", "controlplane/management", "requirements"):
