@@ -12,6 +12,7 @@ from runner.app import run_box
 from runner.config import RunnerConfig, read_config
 from runner.errors import ConfigError, InvalidSettings
 from runner.ledger import LedgerError
+from runner.limits import install
 
 
 def main() -> int:
@@ -21,6 +22,7 @@ def main() -> int:
     except ConfigError as error:
         sys.stderr.write(f"runner: {error}\n")
         return 2
+    install(config.limits)
     _start_log(config)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as loop:

@@ -18,6 +18,7 @@ from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
 from runner.ledger import LedgerError
+from runner.limits import limits
 from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
@@ -41,20 +42,6 @@ from wire.bridge import (
 from wire.ids import new_uuid7
 
 log = logging.getLogger(__name__)
-
-MAX_GATEWAYS = 16
-ENGINE_CONNECT_S = 5.0
-ENGINE_KEEPALIVE_S = 4.0
-"""Shorter than the 5 s after which llama.cpp and uvicorn close an idle connection, so none is reused half dead."""
-FAREWELL_S = 1.0
-SETTLE_S = 2.0
-MAX_AVAILABLE = 200
-"""Names of loadable models that a gateway is told."""
-MAX_FACTS = 32
-"""Models whose memory and limits of a load a gateway is told."""
-FACTS_LIFE_S = 30.0
-MAX_OFFERS = 64
-"""Offers of policies and checkpoints that are judged or wait for it; more are dropped, and offered again."""
 
 
 class Box:
@@ -115,7 +102,7 @@ class Box:
             endpoints=list_endpoints(registry.models),
             gpus=parts.reading.gpus if parts.reading is not None else [],
             replicas=list_replicas(registry.models, parts.desired.models, parts.desired.gave_up_ms),
-            available=registry.available_ids()[:MAX_AVAILABLE],
+            available=registry.available_ids()[: limits().connection.available],
             memory=read_memory(parts.reading, registry.models),
             governance=parts.governance.describe(),
         )
@@ -137,10 +124,10 @@ class Box:
             (model.model_id, model.state, model.definition, len(model.replicas)) for model in models
         ]
         now = clock.monotonic()
-        if key != self._facts_key or now - self._facts_at >= FACTS_LIFE_S:
+        if key != self._facts_key or now - self._facts_at >= limits().connection.facts_s:
             self._facts_key, self._facts_at = key, now
             try:
-                self._facts = await list_facts(self.parts, self._shapes, most=MAX_FACTS)
+                self._facts = await list_facts(self.parts, self._shapes, most=limits().connection.facts)
             except LedgerError as error:  # what was told before holds; a node must not fall silent for a full disk
                 log.warning("facts of the models are not told error=%s", error)
         return self._facts
@@ -153,7 +140,7 @@ class Box:
             current_load=self.load,
             gpus=reading.gpus if reading is not None else [],
             replicas=list_replicas(models, parts.desired.models, parts.desired.gave_up_ms),
-            available=parts.pool.registry.available_ids()[:MAX_AVAILABLE],
+            available=parts.pool.registry.available_ids()[: limits().connection.available],
             memory=read_memory(reading, models),
             queue_depth=parts.budget.depth,
             avg_wait_ms=round(parts.budget.avg_wait_ms),
@@ -203,7 +190,7 @@ class Box:
                 assert_never(instruction)
 
     def _judge_soon(self, link: GatewayLink, offer: PolicyOffer | CheckpointOffer) -> None:
-        if len(self._offers) < MAX_OFFERS:
+        if len(self._offers) < limits().connection.offers:
             self._offers.add(task := asyncio.create_task(self._judge(link, offer)))
             task.add_done_callback(self._offers.discard)
 
@@ -236,7 +223,7 @@ class Box:
 
     async def _watch_governance(self) -> None:
         while True:
-            await asyncio.sleep(self._config.timeouts.heartbeat_s)
+            await asyncio.sleep(limits().connection.heartbeat_s)
             await self._look_at_governance()
 
     # Life of the process
@@ -309,7 +296,7 @@ class Box:
     async def _wait_settled(self) -> None:
         """Wait a moment for what starts quickly, so that the first registration already names it."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + SETTLE_S
+        give_up_at = loop.time() + limits().connection.settle_s
         while loop.time() < give_up_at and not self.parts.is_settled:
             self._settled.clear()
             try:
@@ -326,16 +313,16 @@ class Box:
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         self.is_leaving = True
-        log.info("stopping: %s requests running, up to %g s", self.load, self._config.timeouts.drain_s)
+        log.info("stopping: %s requests running, up to %g s", self.load, limits().connection.drain_s)
         for link in self._links.values():
             link.post(Draining(reason="the box is shutting down"))
         idle, rush = asyncio.create_task(self._wait_idle()), asyncio.create_task(hurry.wait())
-        await asyncio.wait({idle, rush}, timeout=self._config.timeouts.drain_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({idle, rush}, timeout=limits().connection.drain_s, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
             log.warning("leaving with requests unfinished load=%s", self.load)
         idle.cancel()
         rush.cancel()
-        await asyncio.gather(*(link.flush(FAREWELL_S) for link in self._links.values()))
+        await asyncio.gather(*(link.flush(limits().connection.farewell_s) for link in self._links.values()))
 
     async def _wait_idle(self) -> None:
         await self.parts.serving.wait_idle()
@@ -352,17 +339,15 @@ class Box:
             return
         if named_by.url.startswith("wss:") and not normal.startswith("wss:"):
             log.warning("gateway names an unencrypted gateway, not dialled gateway=%s named=%s", named_by.url, normal)
-        elif len(self._links) >= MAX_GATEWAYS:
+        elif len(self._links) >= limits().connection.gateways:
             log.warning("too many gateways, not dialled named=%s", normal)
         else:
             log.info("another gateway named=%s by=%s", normal, named_by.url)
-            self._add_link(normal, give_up_s=self._config.timeouts.learned_give_up_s)
+            self._add_link(normal, give_up_s=limits().connection.learned_give_up_s)
 
     def _add_link(self, url: str, *, give_up_s: float | None) -> None:
         config = self._config
-        link = GatewayLink(
-            url, host=self, client=self._client, token=config.token, provider=config.provider, timeouts=config.timeouts
-        )
+        link = GatewayLink(url, host=self, client=self._client, token=config.token, provider=config.provider)
         self._links[url] = link
         task = asyncio.create_task(link.run(give_up_s=give_up_s))
         self._link_tasks.add(task)
@@ -415,8 +400,8 @@ async def run_box(config: RunnerConfig) -> None:
         leave.set()
 
     client = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=ENGINE_CONNECT_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=limits().engines.keepalive_s),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits().engines.connect_s),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         skip_auto_headers={"User-Agent"},

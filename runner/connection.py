@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import aiohttp
 
-from runner.config import Timeouts
 from runner.errors import AuthRefused, NameInUse, SessionLost
+from runner.limits import ConnectionLimits, limits
 from runner.session import (
     Accepted,
     Cancelled,
@@ -47,11 +47,6 @@ from wire.bridge import (
 from wire.frames import End
 
 log = logging.getLogger(__name__)
-
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-MAX_OUTBOX_FRAMES = 10_000
-MIN_REPORT_GAP_S = 0.5
-"""Changes of load within this time share one telemetry message."""
 
 
 class Host(Protocol):
@@ -99,15 +94,13 @@ class Host(Protocol):
 class GatewayLink:
     """The box's side of one gateway, for as long as the process lives. ``url`` is ``ws(s)://host[:port][/prefix]``."""
 
-    def __init__(
-        self, url: str, *, host: Host, client: aiohttp.ClientSession, token: str, provider: str, timeouts: Timeouts
-    ) -> None:
+    def __init__(self, url: str, *, host: Host, client: aiohttp.ClientSession, token: str, provider: str) -> None:
         self.url = url
         self._target = f"{url}/v1/worker/connect?provider={quote(provider, safe='')}"
         self._host = host
         self._client = client
         self._token = token
-        self._timeouts = timeouts
+        self._limits = limits().connection
         self._session: _Session | None = None
         self._last_said, self._said_at = "", 0.0
 
@@ -137,10 +130,10 @@ class GatewayLink:
 
         ``give_up_s``: return once no session could be had for so many seconds.
         """
-        timeouts, clock = self._timeouts, asyncio.get_running_loop().time
-        backoff_s, last_seen_at = timeouts.reconnect_first_s, clock()
+        bounds, clock = self._limits, asyncio.get_running_loop().time
+        backoff_s, last_seen_at = bounds.reconnect_first_s, clock()
         while give_up_s is None or clock() - last_seen_at < give_up_s:
-            session = _Session(self, self._host, timeouts)
+            session = _Session(self, self._host, bounds)
             self._session = session
             is_refused = False
             try:
@@ -149,13 +142,13 @@ class GatewayLink:
                 is_refused = True
                 self._complain(
                     f"another box is at work under this name and credential; start one of them with another --name or give it "
-                    f"its own credential gateway={self.url}; retrying every {timeouts.auth_retry_s:g} s"
+                    f"its own credential gateway={self.url}; retrying every {bounds.auth_retry_s:g} s"
                 )
             except AuthRefused as refusal:
                 is_refused = True
                 self._complain(
                     f"gateway refuses this box's credential; check --token, it must be a worker credential "
-                    f"gateway={self.url} answer={refusal}; retrying every {timeouts.auth_retry_s:g} s"
+                    f"gateway={self.url} answer={refusal}; retrying every {bounds.auth_retry_s:g} s"
                 )
             except (SessionLost, ProtocolError) as loss:
                 if session.is_accepted:
@@ -163,17 +156,17 @@ class GatewayLink:
                 else:
                     self._complain(
                         f"gateway not connected gateway={self.url} reason={loss}; "
-                        f"retrying at least every {timeouts.reconnect_max_s:g} s"
+                        f"retrying at least every {bounds.reconnect_max_s:g} s"
                     )
             finally:
                 self._session = None
             if session.accepted_at is not None:
                 self._last_said, last_seen_at = "", clock()
-                if clock() - session.accepted_at >= timeouts.healthy_after_s:
-                    backoff_s = timeouts.reconnect_first_s
+                if clock() - session.accepted_at >= bounds.healthy_after_s:
+                    backoff_s = bounds.reconnect_first_s
             # Full jitter: boxes that lost the same gateway must not come back in step.
-            await asyncio.sleep(timeouts.auth_retry_s if is_refused else random.uniform(0, backoff_s))  # noqa: S311
-            backoff_s = min(backoff_s * 2, timeouts.reconnect_max_s)
+            await asyncio.sleep(bounds.auth_retry_s if is_refused else random.uniform(0, backoff_s))  # noqa: S311
+            backoff_s = min(backoff_s * 2, bounds.reconnect_max_s)
 
     def accepted(self, ack: RegisterAck) -> None:
         """Called by the session: the gateway took the registration."""
@@ -185,11 +178,11 @@ class GatewayLink:
     async def _dial(self) -> aiohttp.ClientWebSocketResponse:
         """Open the WebSocket. Raises AuthRefused and SessionLost."""
         try:
-            async with asyncio.timeout(self._timeouts.connect_s):
+            async with asyncio.timeout(self._limits.connect_s):
                 return await self._client.ws_connect(
                     self._target,
                     headers={"x-worker-secret": self._token},
-                    max_msg_size=MAX_MESSAGE_BYTES,
+                    max_msg_size=self._limits.message_bytes,
                     compress=0,
                     autoping=False,
                     timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
@@ -199,14 +192,14 @@ class GatewayLink:
                 raise AuthRefused(f"HTTP {error.status}") from None
             raise SessionLost(f"the gateway answers HTTP {error.status} instead of a WebSocket") from None
         except TimeoutError:
-            raise SessionLost(f"no connection within {self._timeouts.connect_s:.0f} s") from None
+            raise SessionLost(f"no connection within {self._limits.connect_s:.0f} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise SessionLost(f"cannot connect: {getattr(error, 'strerror', None) or error}") from None
 
     def _complain(self, text: str) -> None:
         """Log a reason not to be connected: at once when it is new, then every ``say_again_s`` for as long as it stays."""
         now = asyncio.get_running_loop().time()
-        if text != self._last_said or now - self._said_at >= self._timeouts.say_again_s:
+        if text != self._last_said or now - self._said_at >= self._limits.say_again_s:
             self._last_said, self._said_at = text, now
             log.error("%s", text)
 
@@ -214,18 +207,18 @@ class GatewayLink:
 class _Session:
     """One WebSocket from registration to loss."""
 
-    def __init__(self, link: GatewayLink, host: Host, timeouts: Timeouts) -> None:
+    def __init__(self, link: GatewayLink, host: Host, bounds: ConnectionLimits) -> None:
         self._link = link
         self._host = host
-        self._timeouts = timeouts
+        self._limits = bounds
         self._protocol = ClientSession()
         self._outbox: deque[str | bytes] = deque()
         self._has_posts = asyncio.Event()
         self._is_flushed = asyncio.Event()
         self._is_flushed.set()
         self._leave_asked = asyncio.Event()
-        self._leave_within_s = timeouts.drain_s
-        self._heartbeat_s = timeouts.heartbeat_s
+        self._leave_within_s = bounds.drain_s
+        self._heartbeat_s = bounds.heartbeat_s
         self._told_facts: list[ModelFacts] | None = None
         self._clock = asyncio.get_running_loop().time
         self._heard_at = self._clock()
@@ -327,7 +320,7 @@ class _Session:
         match effect:
             case LeaveAsked(reason, drain_s):
                 log.info("gateway asks to leave gateway=%s reason=%s", self._link.url, reason)
-                self._leave_within_s = self._timeouts.drain_s if drain_s is None else drain_s
+                self._leave_within_s = self._limits.drain_s if drain_s is None else drain_s
                 self._leave_asked.set()
             case Noticed(notice):
                 log.info("node status=%s mode=%s cordoned=%s", notice.status, notice.mode, notice.cordoned)
@@ -342,7 +335,7 @@ class _Session:
         while True:
             await self._has_posts.wait()
             self._has_posts.clear()
-            if len(self._outbox) > MAX_OUTBOX_FRAMES:
+            if len(self._outbox) > self._limits.outbox_frames:
                 raise SessionLost("the gateway does not read what is sent to it")
             while self._outbox:
                 await _send(ws, self._outbox.popleft())
@@ -356,7 +349,7 @@ class _Session:
             self.wake.clear()
             if self.is_accepted:
                 await _send(ws, encode_message(self._leave_out_known(await self._host.take_sample())))
-                await asyncio.sleep(min(MIN_REPORT_GAP_S, self._heartbeat_s))
+                await asyncio.sleep(min(self._limits.report_gap_s, self._heartbeat_s))
 
     def _leave_out_known(self, sample: Telemetry) -> Telemetry:
         """Return a sample without what this session was told of the models already; it may be as long as all the rest."""
@@ -369,12 +362,12 @@ class _Session:
     async def _watch_silence(self) -> None:
         """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long."""
         # Each frame only moves a number: arming a timer for every chunk would cost more than this loop.
-        limit_s, ack_by = self._timeouts.silence_s, self._clock() + self._timeouts.ack_s
+        limit_s, ack_by = self._limits.silence_s, self._clock() + self._limits.ack_s
         while (left_s := self._heard_at + limit_s - self._clock()) > 0:
             if not self.is_accepted:
                 left_s = min(left_s, ack_by - self._clock())
                 if left_s <= 0:
-                    raise SessionLost(f"the registration was not answered within {self._timeouts.ack_s:g} s")
+                    raise SessionLost(f"the registration was not answered within {self._limits.ack_s:g} s")
             await asyncio.sleep(left_s)
         raise SessionLost(f"nothing heard for {limit_s:g} s")
 

@@ -26,6 +26,7 @@ from runner.fit import read_shape
 from runner.ledger import Ledger
 from runner.library import Hub, Library, allow_listed
 from runner.library.hub import PUBLIC_HUB
+from runner.limits import MIB, limits
 from runner.operations.bodies import LoadBody
 from runner.operations.desired_state import DesiredState
 from runner.operations.gate import Gate, GateRules
@@ -43,13 +44,6 @@ from runner.telemetry import Reading, Telemetry, open_telemetry
 from wire import clock
 
 log = logging.getLogger(__name__)
-
-READING_LIFE_S = 1.0
-MEASURE_LIFE_S = 5.0
-"""Looking at every engine's processes and asking it for its numbers costs more than a reading of the machine."""
-DISCOVERY_LIFE_S = 30.0
-SEEK_LIFE_S = 1.0
-MIB = 1024 * 1024
 
 
 class Phase(StrEnum):
@@ -94,10 +88,10 @@ class Parts:
     async def look(self) -> Reading:
         """Return a reading of the machine, at most a second old; the loaded models are measured every five."""
         now = clock.monotonic()
-        if self.reading is None or now - self._read_at >= READING_LIFE_S:
+        if self.reading is None or now - self._read_at >= limits().connection.reading_s:
             self._read_at = now
             self.reading = await self.pool.capacity.read()
-        if now - self._measured_at >= MEASURE_LIFE_S:
+        if now - self._measured_at >= limits().connection.measure_s:
             self._measured_at = now
             for model in self.pool.registry.models:
                 for replica in model.replicas if model.is_ready else []:
@@ -107,14 +101,14 @@ class Parts:
     async def discover(self, *, at_once: bool = False) -> None:
         """Look through the model files, unless that was done within half a minute."""
         now = clock.monotonic()
-        if at_once or now - self._discovered_at >= DISCOVERY_LIFE_S:
+        if at_once or now - self._discovered_at >= limits().models.discovery_s:
             self._discovered_at = now
             await self.pool.registry.discover()
 
     async def seek(self, model_id: str) -> None:
         """Look through the model files again for a model that is not known, unless that was done within a second."""
         is_known = any(model.model_id == model_id for model in self.pool.registry.models)
-        if not is_known and clock.monotonic() - self._discovered_at >= SEEK_LIFE_S:
+        if not is_known and clock.monotonic() - self._discovered_at >= limits().models.seek_s:
             await self.discover(at_once=True)
 
     @property
@@ -224,7 +218,7 @@ class Parts:
         queue = self._make_queue(ModelDefinition(model_id="", backend="attached", target_inflight=slots))
         self._attached = AttachedServer(
             self.pool.registry, queue, url=backend.url, key=backend.key, given=backend.models, slots=slots,
-            silent_s=self.config.timeouts.engine_silent_s, client=self._client, translate=backend.translate,
+            silent_s=limits().engines.silent_s, client=self._client, translate=backend.translate,
             tidies=backend.tidies,
         )  # fmt: skip
         self._attached.start()
@@ -290,8 +284,8 @@ def _put_together(
     config: RunnerConfig, settings: Settings, telemetry: Telemetry, ledger: Ledger, governance: Governance,
     client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None],
 ) -> Parts:  # fmt: skip
-    files, timeouts = config.files, config.timeouts
-    budget, limits = WaitBudget(config.max_queue_depth), _queue_limits(settings)
+    files = config.files
+    budget, queue_limits = WaitBudget(config.max_queue_depth), _queue_limits(settings)
     by_variable = read_weights(config.environment)
     read_vllm_defaults(config.environment)  # a variable that cannot be used is said now, not at the first load
 
@@ -299,16 +293,14 @@ def _put_together(
         return parts.settings.fairness.weights.get(tenant) or by_variable(tenant)
 
     def make_queue(definition: ModelDefinition) -> FairQueue:
-        return FairQueue(slots=max(1, definition.target_inflight), limits=limits, budget=budget, weight_of=weigh)
+        return FairQueue(slots=max(1, definition.target_inflight), limits=queue_limits, budget=budget, weight_of=weigh)
 
     library = Library(files.model_base, files.hf_home, _make_hub(config), read_shape=read_shape)
     registry = Registry(library=library, make_queue=make_queue, on_change=on_change)
     memory = None if config.memory_budget_mb is None else config.memory_budget_mb * MIB
     capacity = Capacity(telemetry, ledger, budget_bytes=memory)
-    unloader = Unloader(registry, capacity=capacity, drain_s=timeouts.unload_drain_s)
-    options = LoadOptions(
-        threads=config.threads, gpu_ids=config.gpu_ids, silent_s=timeouts.engine_silent_s, defaults=config.environment
-    )
+    unloader = Unloader(registry, capacity=capacity, drain_s=limits().engines.unload_drain_s)
+    options = LoadOptions(threads=config.threads, gpu_ids=config.gpu_ids, defaults=config.environment)
     loader = Loader(
         registry, capacity=capacity, unloader=unloader, options=options, make_engine=lambda plan: make_engine(plan, client)
     )
@@ -319,7 +311,7 @@ def _put_together(
         rates=read_rates(config.environment),
         tally=tally,
         costs=costs,
-        queue_timeout_s=timeouts.queue_s,
+        queue_timeout_s=limits().admission.timeout_s,
         on_load=on_load,
         keeps_engine_errors=config.keeps_engine_errors,
     )

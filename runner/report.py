@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from runner.definitions.definition import TRANSLATABLE
 from runner.engines.port import Capabilities
+from runner.limits import MIB, limits
 from runner.pool import Model, ModelState, Replica
 from runner.serving.headers import INFERENCE_PATHS
 from runner.telemetry import Reading
 from wire.bridge import MemoryInfo, ReplicaInfo
 
-MIB = 1024 * 1024
-MAX_DETAIL_CHARS = 300
 WAITING = "the node is about to load it again"
 
 
@@ -38,11 +37,15 @@ def list_replicas(
         for info in infos:
             info.kept = kept
             if problem and info.state == ModelState.FAILED.value:
-                info.detail = problem[:MAX_DETAIL_CHARS]
+                info.detail = problem[: limits().connection.detail_chars]
         found += infos
     for name, problem in missing.items():
         state = ModelState.FAILED if problem else ModelState.LOADING
-        found.append(ReplicaInfo(model=name, state=state.value, detail=(problem or WAITING)[:MAX_DETAIL_CHARS], kept=True))
+        found.append(
+            ReplicaInfo(
+                model=name, state=state.value, detail=(problem or WAITING)[: limits().connection.detail_chars], kept=True
+            )
+        )
     for info in found:
         if info.kept and info.state == ModelState.FAILED.value:
             info.gave_up_ms = (gave_up_ms or {}).get(info.model)
@@ -75,7 +78,7 @@ def _describe_loading(model: Model) -> ReplicaInfo:
         state=model.state.value,
         engine=model.definition.backend,
         slots=model.definition.target_inflight,
-        detail=(load.stage if load is not None else model.last_error or "")[:MAX_DETAIL_CHARS],
+        detail=(load.stage if load is not None else model.last_error or "")[: limits().connection.detail_chars],
         progress=None if load is None or load.fraction is None else round(load.fraction, 3),
         eta_s=None if load is None or (eta := load.eta_s()) is None else round(eta, 1),
     )
@@ -89,7 +92,7 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
         engine=supervisor.engine.name,
         slots=replica.slots,
         active=replica.active,
-        detail=(supervisor.last_error or "")[:MAX_DETAIL_CHARS],
+        detail=(supervisor.last_error or "")[: limits().connection.detail_chars],
         memory_mb=None if memory is None else (memory.gpu_bytes or memory.host_bytes) // MIB,
         weights_mb=None if replica.weights_bytes is None else replica.weights_bytes // MIB,
         kv_mb=None if replica.kv_bytes is None else replica.kv_bytes // MIB,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runner.errors import StreamClosed
+from runner.limits import limits
 from wire.bridge import (
     MUSTER_V1,
     CheckpointOffer,
@@ -45,10 +46,6 @@ from wire.frames import (
     encode_json,
     encode_reply,
 )
-
-MAX_STREAMS = 4096
-"""Streams open at once on one socket, those still receiving their body included."""
-MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
 class Stream:
@@ -208,6 +205,7 @@ class ClientSession:
     """State of one session. Every ProtocolError it raises ends the session with close code 1002."""
 
     def __init__(self) -> None:
+        self._limits = limits().connection
         self._streams: dict[int, Stream] = {}
         self.ack: RegisterAck | None = None
 
@@ -291,7 +289,7 @@ class ClientSession:
             older.close()
             effects.append(Cancelled(older, "superseded by a newer attempt"))
         stream = Stream(self._streams, frame, meta)
-        if len(self._streams) >= MAX_STREAMS:
+        if len(self._streams) >= self._limits.streams:
             stream.close()
             end = End(error="busy", message="too many open streams", retryable=True)
             return [*effects, Reply(encode_frame(END, frame.stream, frame.attempt, encode_json(end)))]
@@ -300,8 +298,8 @@ class ClientSession:
 
     def _collect(self, stream: Stream, part: bytes, *, is_last: bool) -> list[Effect]:
         body = stream.collect(part, is_last=is_last)
-        if stream.received_bytes > MAX_BODY_BYTES:
-            message = f"the request body is larger than {MAX_BODY_BYTES} bytes"
+        if stream.received_bytes > self._limits.body_bytes:
+            message = f"the request body is larger than {self._limits.body_bytes} bytes"
             return [Reply(stream.end(End(error="engine_failed", message=message)))]
         return [] if body is None else [Opened(stream, body)]
 

@@ -16,6 +16,7 @@ from psycopg.errors import DeadlockDetected
 from pytest_django import DjangoDbBlocker
 
 from core.limits import Limits, install, limits
+from runner import limits as runner_limits
 from tests.services_plugin import THROWN_AWAY_VARIABLE
 from wire import clock
 
@@ -92,6 +93,7 @@ def real_clock(settings_limits: Limits) -> None:
     """Have each test begin on the machine's clock, with the settings' limits, in a process that never stood still."""
     clock.install(time)
     install(settings_limits)
+    runner_limits.install(runner_limits.Limits())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,13 +14,8 @@ from collections.abc import Callable
 from runner.admission.shares import CLASSES, Key, KeyShare, Priority, QueueLimits, Turn, Waiter, choose_next
 from runner.admission.waits import WaitBudget
 from runner.errors import ModelQueueFull, QueueFull, QueueTimeout, RequestRefused, TenantQueueFull
+from runner.limits import limits as process_limits
 from wire import clock
-
-MAX_IDLE_KEYS = 1000
-ASSUMED_SERVICE_S = 1.0
-"""What a request is taken to last before any has been measured."""
-RETRY_LIMITS_S = (1, 60)
-_NEWEST_SHARE = 0.2
 
 
 class FairQueue:
@@ -40,6 +35,7 @@ class FairQueue:
     ) -> None:
         self._slots = _checked_slots(slots)
         self._limits = limits
+        self._bounds = process_limits().admission
         self._budget = budget
         self._weight_of = weight_of
         self._clock = clock
@@ -49,7 +45,7 @@ class FairQueue:
         self._floor = 0.0
         self._depth = 0
         self._numbered = 0
-        self._service_s = ASSUMED_SERVICE_S
+        self._service_s = self._bounds.assumed_service_s
         self._has_measured = False
         self._is_paused = False
         self._all_left = asyncio.Event()
@@ -140,9 +136,8 @@ class FairQueue:
 
     def retry_after_s(self) -> int:
         """Return the seconds in which what waits now is probably worked off, 1 to 60, from the average service time."""
-        lowest, highest = RETRY_LIMITS_S
         seconds = self._service_s * max(1, self._depth) / max(1, self._slots)
-        return max(lowest, min(highest, math.ceil(seconds)))
+        return max(self._bounds.retry_least_s, min(self._bounds.retry_most_s, math.ceil(seconds)))
 
     def _line_up(self, tenant: str, level: int, now: float) -> Waiter:
         self._check_room(tenant)
@@ -208,10 +203,10 @@ class FairQueue:
 
     def _forget_idle(self, now: float) -> None:
         # In order of going idle, so the first that stays ends the search.
-        oldest = now - self._limits.idle_state_s
+        oldest = now - self._bounds.idle_tenant_s
         while self._idle:
             since, _ = next(iter(self._idle.values()))
-            if since > oldest and len(self._idle) <= MAX_IDLE_KEYS:
+            if since > oldest and len(self._idle) <= self._bounds.idle_tenants:
                 return
             self._idle.popitem(last=False)
 
@@ -225,7 +220,12 @@ class FairQueue:
 
     def _grant(self, now: float) -> None:
         while self._depth and len(self._running) < self._slots and not self._is_paused:
-            waiter = choose_next(self._busy.values(), now=now, limits=self._limits)
+            waiter = choose_next(
+                self._busy.values(),
+                now=now,
+                soft_inflight=self._limits.soft_inflight_per_key,
+                starvation_s=self._bounds.starvation_s,
+            )
             self._remove(waiter)
             if waiter.turn.done():  # cancelled in this very tick: its task has not run yet
                 self._settle(waiter.key, now)
@@ -262,7 +262,7 @@ class FairQueue:
             self.leave(waiter.turn.result())
 
     def _measure(self, service_s: float) -> None:
-        share = _NEWEST_SHARE if self._has_measured else 1.0
+        share = 0.2 if self._has_measured else 1.0
         self._service_s += share * (service_s - self._service_s)
         self._has_measured = True
 

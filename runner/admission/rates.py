@@ -10,12 +10,9 @@ from dataclasses import dataclass
 
 from runner.admission.tenants import DEFAULT, read_tenant_variables
 from runner.errors import ConfigError, RateLimitExceeded
+from runner.limits import limits
 from wire import clock
 
-MAX_STRANGERS = 10_000
-"""Tenants without a variable of their own that have a window each; those beyond share one."""
-MAX_LIMIT = 100_000
-"""An exact window holds one number per request."""
 _PREFIX = "TENANT_RATE_LIMIT_"
 _FALLBACK_VARIABLE = "DEFAULT_RATE_LIMIT"
 _SWITCH_VARIABLE = "ENABLE_MULTI_TENANT"
@@ -127,7 +124,7 @@ class TenantRates:
             if oldest and oldest[-1] > now - rate.period_s:
                 break
             self._strangers.popitem(last=False)
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= limits().admission.tenant_windows:
             return self._shared
         window = self._strangers[key] = deque()
         return window
@@ -161,8 +158,8 @@ def _read_rate(variable: str, text: str) -> Rate:
     if match is None or unit is None:
         raise ConfigError(f"{variable} must look like 100req/min, 5req/s or 2000req/hour, not {text!r}")
     limit = int(match[1])
-    if not 1 <= limit <= MAX_LIMIT:
-        raise ConfigError(f"{variable} must allow from 1 to {MAX_LIMIT} requests, not {limit}")
+    if not 1 <= limit <= limits().admission.rate:
+        raise ConfigError(f"{variable} must allow from 1 to {limits().admission.rate} requests, not {limit}")
     return Rate(limit, unit)
 
 

@@ -22,15 +22,12 @@ class QueueLimits:
     """Limits of one model's queue. A key is a tenant.
 
     Beyond ``soft_inflight_per_key`` running requests a key stands behind others of equal score. ``pending_*`` bound who may
-    wait. A key without work is forgotten after ``idle_state_s``. For every ``starvation_s`` that a request has waited it
-    counts as one priority class higher.
+    wait.
     """
 
     soft_inflight_per_key: int = 1
     pending_per_key: int = 32
     pending_per_executor: int = 128
-    idle_state_s: float = 300.0
-    starvation_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +111,10 @@ class Waiter:
     is_in_line: bool = True
 
 
-def choose_next(keys: Iterable[Key], *, now: float, limits: QueueLimits) -> Waiter:
+def choose_next(keys: Iterable[Key], *, now: float, soft_inflight: int, starvation_s: float) -> Waiter:
     """Return who is served next: highest class, lowest score, below the soft cap, longest not served. Somebody must wait.
 
+    For every ``starvation_s`` that a request has waited it counts as one class higher.
     Waiting lifts a request against those of other classes only. Were it lifted against its own class too, then every queue
     whose waits come near ``starvation_s`` would serve whoever waits longest, and weights would mean nothing.
     """
@@ -124,11 +122,11 @@ def choose_next(keys: Iterable[Key], *, now: float, limits: QueueLimits) -> Wait
     for key in keys:
         if not key.pending:
             continue
-        score, is_at_cap = key.score(now), key.active >= limits.soft_inflight_per_key
+        score, is_at_cap = key.score(now), key.active >= soft_inflight
         for line in key.lines:
             if line:
                 head = line[0]
-                lifted = min(_HIGHEST, head.level + int((now - head.since) / limits.starvation_s))
+                lifted = min(_HIGHEST, head.level + int((now - head.since) / starvation_s))
                 heads.append((lifted, (score, is_at_cap, key.last_granted, head.number), head))
     highest = max(lifted for lifted, _, _ in heads)
     level = min((rank, head) for lifted, rank, head in heads if lifted == highest)[1].level

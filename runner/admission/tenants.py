@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from runner.errors import ConfigError, InvalidRequest
+from runner.limits import limits
 
 ANONYMOUS = "anonymous"
 DEFAULT = "default"
 """Stands for every tenant that has no variable of its own."""
-MAX_TENANT_CHARS = 128
-MAX_WEIGHT = 1000.0
 _WEIGHT_PREFIX = "TENANT_WEIGHT_"
 
 
@@ -20,7 +19,7 @@ def clean_tenant(text: str) -> str:
     if not tenant:
         return ANONYMOUS
     if not _is_name(tenant):
-        message = f"X-Tenant-ID must be at most {MAX_TENANT_CHARS} printable ASCII characters"
+        message = f"X-Tenant-ID must be at most {limits().admission.tenant_chars} printable ASCII characters"
         raise InvalidRequest(message, param="X-Tenant-ID")
     return tenant
 
@@ -33,7 +32,7 @@ def read_tenant_variables(env: Mapping[str, str], prefix: str) -> dict[str, tupl
             continue
         tenant = variable[len(prefix) :]
         if not tenant or tenant != tenant.strip() or not _is_name(tenant):
-            shape = f"{prefix}<tenant>, the tenant at most {MAX_TENANT_CHARS} printable ASCII characters"
+            shape = f"{prefix}<tenant>, the tenant at most {limits().admission.tenant_chars} printable ASCII characters"
             raise ConfigError(f"{variable!a} names no tenant: write {shape}")
         found[tenant] = (variable, text)
     return found
@@ -52,7 +51,7 @@ def read_weights(env: Mapping[str, str]) -> Callable[[str], float]:
 
 
 def _is_name(text: str) -> bool:
-    return len(text) <= MAX_TENANT_CHARS and text.isascii() and text.isprintable()
+    return len(text) <= limits().admission.tenant_chars and text.isascii() and text.isprintable()
 
 
 def _read_weight(variable: str, text: str) -> float:
@@ -60,6 +59,8 @@ def _read_weight(variable: str, text: str) -> float:
         weight = float(text)
     except ValueError:
         weight = 0.0
-    if not 0 < weight <= MAX_WEIGHT:
-        raise ConfigError(f"{variable} must be a number above 0 and at most {MAX_WEIGHT:g}, such as 2.5, not {text!r}")
+    if not 0 < weight <= limits().admission.weight:
+        raise ConfigError(
+            f"{variable} must be a number above 0 and at most {limits().admission.weight:g}, such as 2.5, not {text!r}"
+        )
     return weight

@@ -6,10 +6,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from runner.limits import limits
 from wire import clock
-
-WINDOW_S = 300.0
-MAX_SAMPLES = 1000
 
 
 class WaitBudget:
@@ -18,6 +16,7 @@ class WaitBudget:
     def __init__(self, max_depth: int, *, clock: Callable[[], float] = clock.monotonic) -> None:
         self.max_depth = max_depth
         self._clock = clock
+        self._limits = limits().admission
         self._depth = 0
         self._samples: deque[tuple[float, int]] = deque()
         self._sum_us = 0
@@ -46,7 +45,7 @@ class WaitBudget:
         sample_us = int(wait_ms * 1000)
         self._samples.append((self._clock(), sample_us))
         self._sum_us += sample_us
-        if len(self._samples) > MAX_SAMPLES:
+        if len(self._samples) > self._limits.wait_samples:
             self._drop_oldest()
 
     @property
@@ -65,7 +64,7 @@ class WaitBudget:
         return waits[math.ceil(0.95 * len(waits)) - 1] / 1000
 
     def _drop_outdated(self) -> None:
-        oldest = self._clock() - WINDOW_S
+        oldest = self._clock() - self._limits.wait_window_s
         while self._samples and self._samples[0][0] < oldest:
             self._drop_oldest()
 

@@ -14,13 +14,8 @@ from starlette.requests import Request
 
 from runner.api.refusals import SlowBody, TooLarge, WrongMediaType
 from runner.errors import InvalidRequest, Unavailable
+from runner.limits import MIB, limits
 
-MIB = 1024 * 1024
-JSON_BYTES = 8 * MIB
-HELD_BYTES = 1024 * MIB
-"""Bodies of all requests that are read or answered, together."""
-SILENCE_S = 30.0
-"""Longest wait for the next piece of a body."""
 _AT = re.compile(r" - at `\$?\.?([^`]*)`")
 _FIELD = re.compile(r"field `([^`]*)`")
 
@@ -30,8 +25,8 @@ Body = TypeVar("Body")
 class BodyBudget:
     """Bounds what the bodies of all requests take together."""
 
-    def __init__(self, most_bytes: int = HELD_BYTES) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes = limits().api.held_bytes if most_bytes is None else most_bytes
         self.held_bytes = 0
 
     @contextmanager
@@ -62,13 +57,13 @@ async def read_body(request: Request, *, most_bytes: int, take: Callable[[int], 
         raise _too_large(most_bytes)
     pieces: list[bytes] = []
     size = 0
-    stream = request.stream()
+    stream, silence_s = request.stream(), limits().api.body_silence_s
     while True:
         try:
-            async with asyncio.timeout(SILENCE_S):
+            async with asyncio.timeout(silence_s):
                 piece = await anext(stream, None)
         except TimeoutError:
-            raise SlowBody(f"Nothing of the body arrived for {SILENCE_S:.0f} s.") from None
+            raise SlowBody(f"Nothing of the body arrived for {silence_s:.0f} s.") from None
         if piece is None:
             return b"".join(pieces)
         size += len(piece)
@@ -89,7 +84,7 @@ def check_media_type(request: Request, *allowed: str) -> str:
 
 async def read_object(request: Request) -> dict[str, object]:
     """Return the JSON object of a body, an empty one where there is no body. Raises RequestRefused."""
-    body = await read_body(request, most_bytes=JSON_BYTES)
+    body = await read_body(request, most_bytes=limits().api.operation_bytes)
     if not body.strip():
         return {}
     check_media_type(request, "application/json")

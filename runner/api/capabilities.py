@@ -26,15 +26,14 @@ from runner.api.shapes import Shapes
 from runner.engines.port import Capabilities, EngineStats, FlushResult
 from runner.errors import Unavailable
 from runner.fit import ModelShape
+from runner.limits import MIB, limits
 from runner.operations.governance import Standing
-from runner.parts import MIB, Parts, Phase
+from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState, Replica
 from runner.telemetry import Reading
 from wire import clock
 from wire.bridge import GpuInfo
 
-LIFE_S = 5.0
-MAX_VERSION_CHARS = 40
 _Stats = dict[Replica, EngineStats]
 
 
@@ -56,7 +55,7 @@ class CapabilityReport:
             raise Unavailable(f"The box is {self._parts.phase.value}.", retry_after_s=2)
         async with self._lock:
             states = [(model.model_id, model.state) for model in self._parts.pool.registry.models]
-            if clock.monotonic() - self._built_at >= LIFE_S or states != self._states:
+            if clock.monotonic() - self._built_at >= limits().api.capabilities_s or states != self._states:
                 self._body = msgspec.json.encode(await self.build())
                 self._built_at, self._states = clock.monotonic(), states
             return self._body
@@ -135,7 +134,7 @@ def _name_engine(replica: Replica) -> str:
     """Return ``vllm-0.6.0``; the engine's name alone where its version is not known. Foreign servers word the version."""
     version = replica.capabilities.version
     kept = "".join(letter if letter.isascii() and letter.isprintable() and letter != " " else "-" for letter in version)
-    return "-".join(filter(None, (replica.supervisor.engine.name, kept[:MAX_VERSION_CHARS])))
+    return "-".join(filter(None, (replica.supervisor.engine.name, kept[: limits().api.version_chars])))
 
 
 def _join_engines(replicas: list[Replica]) -> str:

@@ -6,10 +6,9 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from runner.errors import InvalidRequest
-from runner.serving.request import MAX_MODEL_CHARS, BodyFields
+from runner.limits import limits
+from runner.serving.request import BodyFields
 
-MAX_VALUE_BYTES = 1000
-MAX_PARTS = 64
 _OURS = frozenset({b"model", b"stream", b"allow_remote"})
 _FLAGS = {"true": True, "1": True, "false": False, "0": False, "": False}
 
@@ -27,8 +26,8 @@ class _Reader:
     def on_part_begin(self) -> None:
         """A part follows."""
         self._parts += 1
-        if self._parts > MAX_PARTS:
-            raise InvalidRequest(f"The multipart body has more than {MAX_PARTS} parts.")
+        if self._parts > limits().api.form_parts:
+            raise InvalidRequest(f"The multipart body has more than {limits().api.form_parts} parts.")
         self._name = None
 
     def on_header_begin(self) -> None:
@@ -63,7 +62,7 @@ class _Reader:
             return
         value = self.fields[self._name]
         value += data[start:end]
-        if len(value) > MAX_VALUE_BYTES:
+        if len(value) > limits().api.form_value_bytes:
             text = self._name.decode()
             raise InvalidRequest(f"The field {text!r} is too long.", param=text)
 
@@ -89,8 +88,10 @@ def read_form_fields(content_type: str, body: bytes) -> BodyFields:
         fields = {name.decode(): value.decode().strip() for name, value in reader.fields.items()}
     except UnicodeDecodeError:
         raise InvalidRequest("A field of the multipart body is not UTF-8.") from None
-    if not 1 <= len(fields.get("model", "")) <= MAX_MODEL_CHARS:
-        raise InvalidRequest(f"The field 'model' must be there, with 1 to {MAX_MODEL_CHARS} characters.", param="model")
+    if not 1 <= len(fields.get("model", "")) <= limits().models.id_chars:
+        raise InvalidRequest(
+            f"The field 'model' must be there, with 1 to {limits().models.id_chars} characters.", param="model"
+        )
     return BodyFields(fields["model"], stream=_flag(fields, "stream"), allow_remote=_flag(fields, "allow_remote"))
 
 

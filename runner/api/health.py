@@ -6,13 +6,12 @@ import re
 
 from runner.admission import WaitBudget
 from runner.api.answers import HealthAnswer
+from runner.limits import limits
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState
 from runner.telemetry import Reading
 from wire import clock
 
-SATURATED_SHARE = 0.9
-LEAST_FREE_SHARE = 0.02
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|outofmemory|\boom\b|cannot allocate memory|failed to allocate|unable to allocate|bad_alloc", re.IGNORECASE
 )
@@ -51,7 +50,7 @@ def _memory_ailments(models: list[Model], reading: Reading | None) -> list[str]:
         for model in models
         if model.state is ModelState.FAILED and model.last_error and _OUT_OF_MEMORY.search(model.last_error)
     ]
-    if reading is not None and reading.total_mb and reading.free_mb < LEAST_FREE_SHARE * reading.total_mb:
+    if reading is not None and reading.total_mb and reading.free_mb < limits().api.free_share * reading.total_mb:
         found.append(f"out of memory: {reading.free_mb} of {reading.total_mb} MiB of the {reading.kind} are free")
     return found
 
@@ -64,6 +63,6 @@ def _load_ailments(models: list[Model]) -> list[str]:
 
 
 def _queue_ailments(budget: WaitBudget) -> list[str]:
-    if budget.max_depth > 0 and budget.depth >= SATURATED_SHARE * budget.max_depth:
+    if budget.max_depth > 0 and budget.depth >= limits().api.saturated_share * budget.max_depth:
         return [f"the queue is saturated: {budget.depth} of {budget.max_depth} requests wait"]
     return []

@@ -11,11 +11,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from runner.admission import clean_tenant
-from runner.api.bodies import MIB, BodyBudget, check_media_type, parse_object, read_body
+from runner.api.bodies import BodyBudget, check_media_type, parse_object, read_body
 from runner.api.forms import read_form_fields
 from runner.api.refusals import render
 from runner.engines.port import MESSAGES, RESPONSES
 from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, RequestRefused, Unavailable
+from runner.limits import limits
 from runner.parts import Parts
 from runner.serving.numbers import Numbers
 from runner.serving.refusal import refusal_fields
@@ -36,11 +37,6 @@ from wire.events import EndReader, fail_response
 
 log = logging.getLogger(__name__)
 
-JSON_BYTES = 64 * MIB
-FORM_BYTES = 512 * MIB
-"""Audio; what a model takes of it is its engine's own, lower limit."""
-STALL_S = 60.0
-"""A client that takes nothing of its answer for so long has gone without saying so."""
 _NOT_TO_ENGINE = frozenset({"authorization", "x-api-key", "cookie", "origin", "referer", "host", "content-length", "expect"})
 _WAITED = (QueueTimeout, ModelUnloading)
 """Refusals that a request may hear after it has waited."""
@@ -107,10 +103,10 @@ class InferenceEndpoint:
     async def _read_body(self, request: Request, take: Callable[[int], None]) -> tuple[bytes, BodyFields]:
         if self._is_form:
             check_media_type(request, "multipart/form-data")
-            body = await read_body(request, most_bytes=FORM_BYTES, take=take)
+            body = await read_body(request, most_bytes=limits().api.form_bytes, take=take)
             return body, read_form_fields(request.headers["content-type"], body)
         check_media_type(request, "application/json")
-        body = await read_body(request, most_bytes=JSON_BYTES, take=take)
+        body = await read_body(request, most_bytes=limits().api.json_bytes, take=take)
         fields = read_fields(body)
         check_crowd(body)
         # Parsed as a whole: an engine may take the other one of two fields of the same name.
@@ -124,7 +120,7 @@ class InferenceEndpoint:
         except RequestRefused as refusal:
             await reply.refuse(refusal)
         except _ClientStalled:
-            log.warning("client took nothing of its answer for %.0f s model=%s", STALL_S, inference.model)
+            log.warning("client took nothing of its answer for %.0f s model=%s", limits().api.client_stall_s, inference.model)
 
 
 class _Reply:
@@ -134,6 +130,7 @@ class _Reply:
         self._scope = scope
         self._send_message = send
         self._inference = inference
+        self._stall_s = limits().api.client_stall_s
         self._began = clock.monotonic()
         self._has_started = False
         self._has_ended = False
@@ -190,7 +187,7 @@ class _Reply:
 
     async def _send(self, message: dict[str, object]) -> None:
         try:
-            async with asyncio.timeout(STALL_S):
+            async with asyncio.timeout(self._stall_s):
                 await self._send_message(message)
         except TimeoutError:
             raise _ClientStalled from None

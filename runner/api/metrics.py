@@ -16,14 +16,13 @@ from runner import AGENT_VERSION
 from runner.engines.exposition import show_series
 from runner.engines.port import MetricsSource
 from runner.errors import RunnerError
-from runner.parts import MIB, Parts
+from runner.limits import MIB, limits
+from runner.parts import Parts
 from runner.pool import Model, ModelState
 from runner.serving.costs import MICROS, CostSummary
 from runner.serving.tally import Histogram, Tally
 from runner.telemetry import Reading
 
-MAX_SHARES = 100
-"""Tenants of one model whose fairness account is shown, those with work first."""
 _PREFIX = "muster_runner"
 
 
@@ -127,7 +126,7 @@ def _queues(models: list[Model], parts: Parts) -> Iterator[Metric]:
         slots.add_metric([model.model_id], model.slots)
         accounts = model.queue.snapshot()
         total = sum(account.score for account in accounts)
-        for account in accounts[:MAX_SHARES]:
+        for account in accounts[: limits().api.metrics_tenants]:
             shares.add_metric([model.model_id, account.fairness_key], account.score / total if total else 0.0)
     yield from (waiting, running, slots, shares)
 

@@ -8,7 +8,8 @@ from typing import Any
 from runner.api.shapes import Shapes
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.overrides import load_constraints
-from runner.parts import MIB, Parts
+from runner.limits import MIB
+from runner.parts import Parts
 from runner.pool import Model
 from runner.pool.loading import is_elsewhere
 from wire.bridge import ModelFacts

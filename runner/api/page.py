@@ -14,6 +14,7 @@ from runner.api.answers import CapabilitiesAnswer, LoadedModel, LoadingModel, Re
 from runner.api.capabilities import CapabilityReport
 from runner.api.openapi import Endpoint
 from runner.api.page_style import STYLE
+from runner.limits import limits
 from runner.parts import Parts, Phase
 from wire import clock
 
@@ -26,9 +27,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-MAX_NAMES = 40
-LOADING_REFRESH_S = 2
-IDLE_REFRESH_S = 15
 
 
 async def write_page(parts: Parts, report: CapabilityReport, table: Sequence[Endpoint]) -> Response:
@@ -36,7 +34,7 @@ async def write_page(parts: Parts, report: CapabilityReport, table: Sequence[End
     state = await report.build()
     if parts.phase is not Phase.SERVING:
         state.health = parts.phase.value
-    refresh = LOADING_REFRESH_S if state.models.loading else IDLE_REFRESH_S
+    refresh = limits().api.page_loading_refresh_s if state.models.loading else limits().api.page_refresh_s
     html = _PAGE.format(
         style=STYLE, refresh=refresh, name=escape(state.runner_id), kind=escape(state.runner_type), health=escape(state.health),
         tone="good" if state.health == "healthy" else "bad", uptime=_duration(clock.unix_s() - parts.started_at),
@@ -82,9 +80,11 @@ def _models(state: CapabilitiesAnswer) -> str:
     rows += [_row(model.id, "failed", "bad", escape(model.reason)) for model in models.failed]
     rows += [_row(model.id, "unusable", "bad", escape(model.reason)) for model in models.unusable]
     idle = [name for name in models.available if name not in failed]
-    rows += [_row(name, "available", "", "can be loaded") for name in idle[:MAX_NAMES]]
-    if len(idle) > MAX_NAMES:
-        rows.append(_row(f"and {len(idle) - MAX_NAMES} more", "available", "", "GET /v1/capabilities names them all"))
+    rows += [_row(name, "available", "", "can be loaded") for name in idle[: limits().api.page_names]]
+    if len(idle) > limits().api.page_names:
+        rows.append(
+            _row(f"and {len(idle) - limits().api.page_names} more", "available", "", "GET /v1/capabilities names them all")
+        )
     return (
         "".join(rows) or '<tr><td colspan="3">No model is known here: set MODEL_BASE_PATH or write a settings file.</td></tr>'
     )

@@ -15,9 +15,10 @@ from runner.api.refusals import ModelLoadFailed
 from runner.api.shapes import Shapes
 from runner.definitions.overrides import describe, load_recommendations
 from runner.errors import InvalidRequest
+from runner.limits import MIB
 from runner.operations.bodies import LoadBody, Reply, UnloadBody
 from runner.operations.outcomes import reload_fields
-from runner.parts import MIB, Parts
+from runner.parts import Parts
 from runner.pool import Model
 
 

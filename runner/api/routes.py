@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from runner.api import answers
 from runner.api.bodies import BodyBudget
-from runner.api.capabilities import LIFE_S, CapabilityReport
+from runner.api.capabilities import CapabilityReport
 from runner.api.health import read_health
 from runner.api.inference import InferenceEndpoint
 from runner.api.lifecycle import Interruptible, Lifecycle
@@ -24,6 +24,7 @@ from runner.api.shapes import Shapes
 from runner.config import ApiConfig
 from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TOKENIZE, TRANSCRIPTIONS
 from runner.errors import UnknownModel
+from runner.limits import limits
 from runner.operations.bodies import FlushBody, LoadBody, UnloadBody
 from runner.parts import Parts
 from runner.pool import Model
@@ -89,7 +90,7 @@ def make_metrics_routes(parts: Parts) -> Routes:
 
 def _runner_endpoints(parts: Parts, report: CapabilityReport) -> list[Endpoint]:
     async def capabilities(_request: Request) -> Response:
-        headers = {"content-type": "application/json", "cache-control": f"max-age={LIFE_S:.0f}"}
+        headers = {"content-type": "application/json", "cache-control": f"max-age={limits().api.capabilities_s:.0f}"}
         return Response(await report.read(), headers=headers)
 
     async def health(_request: Request) -> Response:

@@ -17,18 +17,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from runner.api.app import make_app, make_metrics_app
 from runner.config import ApiConfig
 from runner.errors import ConfigError
+from runner.limits import limits
 from runner.parts import Parts
 from wire.http_head import HeadFault, find_head_fault, find_size_fault
 
 log = logging.getLogger(__name__)
-
-MAX_CONNECTIONS = 1000
-"""Connections and requests at once; those above get a 503 without being read."""
-KEEP_ALIVE_S = 5
-TICK_S = 1.0
-START_LIMIT_S = 10.0
-GRACE_S = 2
-"""What is left of answers when the box goes may take this long; drained requests have had their time before."""
 
 
 class _Server(uvicorn.Server):
@@ -53,7 +46,7 @@ class _Server(uvicorn.Server):
         """Keep the Date header right until ``leave``; uvicorn's own loop wakes ten times as often."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), TICK_S)
+                await asyncio.wait_for(self._leaving.wait(), limits().api.date_s)
 
     def leave(self) -> None:
         """Begin to end."""
@@ -111,14 +104,14 @@ async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
             app, http=ApiHttpProtocol, lifespan="off", ws="none", interface="asgi3", access_log=False, log_config=None,
-            log_level="warning", server_header=False, proxy_headers=False, limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
+            log_level="warning", server_header=False, proxy_headers=False, limit_concurrency=limits().api.connections,
+            timeout_keep_alive=limits().api.keepalive_s, timeout_graceful_shutdown=limits().api.grace_s,
         )
     )  # fmt: skip
     running = asyncio.create_task(server.serve(sockets=[listener]))
     up = asyncio.create_task(server.is_up.wait())
     try:
-        await asyncio.wait({running, up}, timeout=START_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({running, up}, timeout=limits().api.start_s, return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
             raise ConfigError("the HTTP port could not be opened; the log says why")
         yield
@@ -126,7 +119,7 @@ async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         up.cancel()
         server.leave()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running, GRACE_S + START_LIMIT_S)
+            await asyncio.wait_for(running, limits().api.grace_s + limits().api.start_s)
         for connection in list(server.server_state.connections):
             connection.transport.abort()  # what its client does not read would keep the loop from closing
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from runner.errors import CorruptModel
 from runner.fit import ModelShape, read_shape
-
-MAX_KEPT = 1000
+from runner.limits import limits
 
 
 class Shapes:
@@ -25,7 +24,7 @@ class Shapes:
         try:
             key = (path, path.stat().st_mtime_ns)
             if key not in self._known:
-                if len(self._known) >= MAX_KEPT:
+                if len(self._known) >= limits().api.shapes:
                     self._known.clear()
                 self._known[key] = read_shape(path)
         except (OSError, CorruptModel):

@@ -9,10 +9,9 @@ from runner.config.values import (
     LlamaConfig,
     OperationsConfig,
     RunnerConfig,
-    Timeouts,
 )
 
 __all__ = [
     "TINY_MODEL_NAME", "TINY_MODEL_PATH", "ApiConfig", "ApiWish", "BackendConfig", "FilesConfig", "LlamaConfig",
-    "OperationsConfig", "RunnerConfig", "Timeouts", "normalise_gateway", "read_config", "settle_api",
+    "OperationsConfig", "RunnerConfig", "normalise_gateway", "read_config", "settle_api",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlunsplit
 
@@ -18,14 +19,14 @@ from runner.config.values import (
     LlamaConfig,
     OperationsConfig,
     RunnerConfig,
-    Timeouts,
 )
 from runner.definitions.definition import TRANSLATABLE
 from runner.errors import ConfigError
+from runner.limits import Limits, limits
+from wire.limits import Bound, list_bounds
 
 TINY_MODEL_PATH = Path(__file__).resolve().parent.parent / "tiny" / "muster-tiny-q8_0.gguf"
 TINY_MODEL_NAME = "muster-tiny"
-DEFAULT_API_PORT = 8090
 SHARED_KEY_PATH = Path("/etc/safebox/model-api.key")
 """Where the model-runner specification has the key of operation tokens."""
 _WS_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
@@ -79,20 +80,29 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         log_level=LOG_LEVELS[log_level] if log_level else None,
         log_json=log_format == "json",
         keeps_engine_errors=options.switch("MUSTER_KEEP_ENGINE_ERRORS", default=True),
-        timeouts=_read_timeouts(options),
+        limits=_read_limits(options),
         environment=dict(env),
     )
 
 
-def _read_timeouts(options: Options) -> Timeouts:
-    return Timeouts(
-        silence_s=options.seconds("MUSTER_OFFLINE_AFTER_S", 15.0),
-        reconnect_max_s=options.seconds("MUSTER_RECONNECT_MAX_S", 30.0),
-        drain_s=options.seconds("MUSTER_RUNNER_DRAIN_S", 30.0),
-        engine_silent_s=options.seconds("MUSTER_ENGINE_SILENT_S", 10.0),
-        unload_drain_s=options.seconds("MUSTER_UNLOAD_DRAIN_S", 300.0),
-        queue_s=options.whole("QUEUE_TIMEOUT_MS", 30_000, lowest=1, highest=86_400_000) / 1000,
-    )
+def _read_limits(options: Options) -> Limits:
+    """Return the limits that hold, with what variables say of those that have one."""
+    chosen = limits()
+    for section in fields(chosen):
+        values = getattr(chosen, section.name)
+        told = {
+            bound.name: _read_bound(options, bound, getattr(values, bound.name))
+            for bound in list_bounds(values)
+            if bound.setting
+        }
+        chosen = replace(chosen, **{section.name: replace(values, **told)})
+    return chosen
+
+
+def _read_bound(options: Options, bound: Bound, default: float) -> float:
+    if bound.setting.endswith("_MS"):
+        return options.whole(bound.setting, round(default * 1000), lowest=1, highest=86_400_000) / 1000
+    return options.seconds(bound.setting, default)
 
 
 def _read_token(options: Options) -> str:
@@ -109,7 +119,7 @@ def settle_api(wish: ApiWish, *, host: str | None, port: int | None) -> ApiConfi
     settled = wish.host or host or "127.0.0.1"
     if settled not in _LOOPBACK and not wish.key:
         raise ConfigError(f"listening on {settled} opens the API to others: protect it with --api-key-file or MUSTER_API_KEY")
-    chosen = wish.port if wish.port is not None else DEFAULT_API_PORT if port is None else port
+    chosen = wish.port if wish.port is not None else 8090 if port is None else port
     return ApiConfig(settled, chosen, wish.key, wish.has_metrics, wish.metrics_port)
 
 

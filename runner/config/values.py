@@ -6,25 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Seconds, every wait of the runner that is not an engine's own."""
-
-    connect_s: float = 10.0
-    ack_s: float = 10.0
-    silence_s: float = 15.0
-    heartbeat_s: float = 5.0
-    reconnect_first_s: float = 0.2
-    reconnect_max_s: float = 30.0
-    auth_retry_s: float = 30.0
-    say_again_s: float = 60.0
-    healthy_after_s: float = 5.0
-    learned_give_up_s: float = 600.0
-    drain_s: float = 30.0
-    engine_silent_s: float = 10.0
-    queue_s: float = 30.0
-    unload_drain_s: float = 300.0
+from runner.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +104,7 @@ class RunnerConfig:
 
     ``log_level`` None = not given: the settings file may say. ``environment`` is what names limits, weights and engine
     defaults in variables of open-ended names. ``keeps_engine_errors``: the log has what engines say when they fail.
+    ``limits``: what the process installs.
     """
 
     gateways: tuple[str, ...]
@@ -141,5 +124,5 @@ class RunnerConfig:
     log_level: str | None
     log_json: bool
     keeps_engine_errors: bool
-    timeouts: Timeouts
+    limits: Limits
     environment: Mapping[str, str] = field(repr=False)

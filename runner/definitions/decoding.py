@@ -8,8 +8,6 @@ import msgspec
 
 from runner.definitions.kinds import Integer, Kind, Number, Text, TextList
 
-MAX_STOP_STRINGS = 16
-
 
 class Decoding(msgspec.Struct, frozen=True, kw_only=True):
     """Decoding values. ``max_tokens`` is the most tokens that are generated; ``stop`` are further stop strings."""
@@ -30,7 +28,7 @@ DECODING_FIELDS: Mapping[str, Kind] = {
     "temperature": Number(minimum=0.0, maximum=2.0),
     "repetition_penalty": Number(minimum=0.0, is_above_minimum=True),
     "max_tokens": Integer(minimum=1, maximum=4096, unit="tokens"),
-    "stop": TextList(item=Text(what="a string that is not empty", has_any_characters=True), maximum=MAX_STOP_STRINGS),
+    "stop": TextList(item=Text(what="a string that is not empty", has_any_characters=True), maximum=16),
 }
 
 

@@ -12,6 +12,7 @@ from typing import get_args
 
 from runner.definitions.definition import TRANSLATABLE, Backend
 from runner.definitions.kinds import ENV_VARIABLE, URL, Boolean, Enum, Integer, Kind, Number, Text, TextList, TextMap
+from runner.limits import MIB
 
 BACKENDS: tuple[str, ...] = tuple(name for name in get_args(Backend) if name != "attached")
 """Backends that settings may name."""
@@ -25,7 +26,6 @@ COMPUTE_TYPES = (
 PROMPT_FORMATS = ("gemma4_template", "translategemma_template")
 """Formats that are more than a model's own chat template: one with a switch for thinking, and one that translates."""
 _DEVICE = re.compile(r"cpu|auto|cuda(?::([0-9]{1,3}))?")
-_MIB = 1024 * 1024
 _PATH = Text(what="a path")
 
 
@@ -98,8 +98,10 @@ _SERVER: Mapping[str, Field] = {
     "server_model": _plain(Text(what="the model's name on that server", nullable=True)),
 }
 
+EXLLAMA_PAGE_TOKENS = 256
+"""Its cache is made of pages of this size (PAGE_SIZE of ExLlamaV3)."""
 _EXLLAMA_CACHE: Mapping[str, Field] = {
-    "exllama_cache_size": _load(Integer(minimum=256, step=256, unit="tokens")),
+    "exllama_cache_size": _load(Integer(minimum=EXLLAMA_PAGE_TOKENS, step=EXLLAMA_PAGE_TOKENS, unit="tokens")),
     "exllama_cache_quant": _load(
         Text(what='"bits" or "k,v" with 2 to 8 bits each, such as "8,4"', is_valid=is_cache_quant, nullable=True)
     ),
@@ -129,10 +131,10 @@ BACKEND_FIELDS: Mapping[str, Mapping[str, Field]] = {
     "ct2": {},
     "whisper": {"max_upload_mb": _plain(Integer(minimum=1, maximum=4096, unit="MiB"))},
     "vllm": {
-        "vllm_max_model_len": _load(Integer(minimum=256, step=256, unit="tokens")),
+        "vllm_max_model_len": _load(Integer(minimum=EXLLAMA_PAGE_TOKENS, step=EXLLAMA_PAGE_TOKENS, unit="tokens")),
         "vllm_kv_cache_dtype": _load(Enum(values=("auto", "fp8", "fp8_e4m3", "fp8_e5m2")), "auto"),
         "vllm_kv_cache_memory_bytes": _load(
-            Integer(minimum=256 * _MIB, step=256 * _MIB, unit="bytes", display_unit="MiB", nullable=True)
+            Integer(minimum=256 * MIB, step=256 * MIB, unit="bytes", display_unit="MiB", nullable=True)
         ),
         "vllm_max_pixels": _load(Integer(minimum=200704, step=200704, unit="pixels", nullable=True)),
         "vllm_speculative_method": _load(Text(what="a speculation method of vLLM", nullable=True)),

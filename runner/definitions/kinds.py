@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-MAX_TEXT_CHARS = 4096
+from runner.limits import limits
+
 MAX_INTEGER = (1 << 53) - 1
 """Larger whole numbers do not survive every JSON parser (RFC 8259 section 6)."""
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}", re.ASCII)
 MODEL_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:@+-]|/(?!\.))*", re.ASCII)
-MAX_MODEL_ID_CHARS = 200
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -60,10 +60,10 @@ class Integer:
 
     def constraint(self) -> dict[str, object]:
         """Return kind ``integer`` or ``integer_or_null``."""
-        limits: dict[str, object] = {"kind": "integer_or_null" if self.nullable else "integer", "minimum": self.minimum}
+        facts: dict[str, object] = {"kind": "integer_or_null" if self.nullable else "integer", "minimum": self.minimum}
         if self.maximum is not None:
-            limits["maximum"] = self.maximum
-        return {**limits, "step": self.step, "unit": self.unit, "display_unit": self.display_unit or self.unit}
+            facts["maximum"] = self.maximum
+        return {**facts, "step": self.step, "unit": self.unit, "display_unit": self.display_unit or self.unit}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +94,10 @@ class Number:
 
     def constraint(self) -> dict[str, object]:
         """Return kind ``number`` or ``number_or_null``."""
-        limits: dict[str, object] = {"kind": "number_or_null" if self.nullable else "number", "minimum": self.minimum}
+        facts: dict[str, object] = {"kind": "number_or_null" if self.nullable else "number", "minimum": self.minimum}
         if self.is_above_minimum:
-            limits["exclusive_minimum"] = True
-        return limits if self.maximum is None else {**limits, "maximum": self.maximum}
+            facts["exclusive_minimum"] = True
+        return facts if self.maximum is None else {**facts, "maximum": self.maximum}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,30 +124,35 @@ class Enum:
 class Text:
     """A string of one line that is not empty. ``is_valid`` and ``what`` narrow it: a further test, and it in words.
 
-    With ``has_any_characters`` line ends and the like are fine too.
+    ``what`` may name a limit. With ``has_any_characters`` line ends and the like are fine too.
     """
 
-    what: str = f"a string of 1 to {MAX_TEXT_CHARS} printable characters"
+    what: str = "a string of 1 to {limits.text_chars} printable characters"
     is_valid: Callable[[str], bool] = bool
     has_any_characters: bool = False
     nullable: bool = False
 
     def allowed(self) -> str:
         """Return what the string must be."""
-        return self.what + (", or null" if self.nullable else "")
+        return self.in_words + (", or null" if self.nullable else "")
+
+    @property
+    def in_words(self) -> str:
+        """``what`` with the limits that it names."""
+        return self.what.format(limits=limits().models)
 
     def accepts(self, value: object) -> bool:
         """Return whether it is such a string."""
         if value is None:
             return self.nullable
-        if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT_CHARS:
+        if not isinstance(value, str) or not 0 < len(value) <= limits().models.text_chars:
             return False
         is_clean = value.isprintable() or (self.has_any_characters and not _LONE_SURROGATE.search(value))
         return is_clean and self.is_valid(value)
 
     def constraint(self) -> dict[str, object]:
         """Return kind ``string`` or ``string_or_null``."""
-        return {"kind": "string_or_null" if self.nullable else "string", "format": self.what}
+        return {"kind": "string_or_null" if self.nullable else "string", "format": self.in_words}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +218,7 @@ class TextMap:
 
 def is_model_id(text: str) -> bool:
     """Return whether a text can name a model: letters, digits and ``. _ : @ + - /``, no part that begins with a dot."""
-    return len(text) <= MAX_MODEL_ID_CHARS and MODEL_ID.fullmatch(text) is not None and not text.endswith("/")
+    return len(text) <= limits().models.id_chars and MODEL_ID.fullmatch(text) is not None and not text.endswith("/")
 
 
 def is_http_url(text: str) -> bool:
@@ -234,7 +239,7 @@ def is_env_name(text: str) -> bool:
 URL = Text(what="an address such as https://host:port/v1 without credentials, query or fragment", is_valid=is_http_url)
 ENV_VARIABLE = Text(what="the name of an environment variable (the value stays in the environment)", is_valid=is_env_name)
 ID = Text(
-    what=f"a model id: at most {MAX_MODEL_ID_CHARS} letters, digits and . _ : @ + - / that begins with a letter or digit",
+    what="a model id: at most {limits.id_chars} letters, digits and . _ : @ + - / that begins with a letter or digit",
     is_valid=is_model_id,
 )
 

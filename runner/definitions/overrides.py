@@ -19,6 +19,7 @@ from runner.definitions.fields import (
     CACHE_FIELDS,
     COMMON_FIELDS,
     CONTEXT_FIELDS,
+    EXLLAMA_PAGE_TOKENS,
     Field,
     find_field,
     gpu_number,
@@ -28,6 +29,7 @@ from runner.definitions.fields import (
 from runner.definitions.kinds import Enum, Integer, Kind
 from runner.definitions.plan import LoadPlan
 from runner.errors import InvalidLoadRequest
+from runner.limits import limits
 
 QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("awq-4bit", "gptq-4bit", "fp16", "bf16"),
@@ -43,8 +45,6 @@ _COMPUTE_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _FILE_WORD = re.compile(r"i?q[0-9][a-z0-9_]{0,12}\Z")
 _CONTEXT = Integer(minimum=1, unit="tokens")
 _BUDGET = Integer(minimum=1, unit="MiB")
-_CACHE_STEP = 256
-_SHOWN_CHARS = 60
 _PASSED_ON = ("device", "compute_type", "prompt_format", "enable_thinking", "revision")
 
 
@@ -155,7 +155,7 @@ def make_plan(
     if backend in CACHE_FIELDS:
         field = CACHE_FIELDS[backend]
         if context is not None:
-            options[field] = -(-context * slots // _CACHE_STEP) * _CACHE_STEP
+            options[field] = -(-context * slots // EXLLAMA_PAGE_TOKENS) * EXLLAMA_PAGE_TOKENS
         cache = _int(options.get(field))
         context = context or (None if cache is None else max(1, cache // slots))
     elif backend in CONTEXT_FIELDS:
@@ -261,7 +261,7 @@ def _check_field(definition: ModelDefinition, name: str, value: object) -> objec
     fields = _open_fields(definition)
     if name not in fields:
         raise InvalidLoadRequest(
-            f"{_shown_name(name)} {_why_unknown(definition, name, list(fields))}", param=name[:_SHOWN_CHARS]
+            f"{_shown_name(name)} {_why_unknown(definition, name, list(fields))}", param=name[: limits().models.shown_chars]
         )
     kind = _kind_for(definition, name, fields[name].kind)
     if not kind.accepts(value):
@@ -353,8 +353,8 @@ def _int(value: object) -> int | None:
 
 def _shown(value: object) -> str:
     text = json.dumps(value, default=lambda other: type(other).__name__)
-    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+    return text if len(text) <= limits().models.shown_chars else text[: limits().models.shown_chars - 1] + "…"
 
 
 def _shown_name(name: str) -> str:
-    return name if name.isprintable() and len(name) <= _SHOWN_CHARS else "a field"
+    return name if name.isprintable() and len(name) <= limits().models.shown_chars else "a field"

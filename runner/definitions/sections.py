@@ -9,8 +9,8 @@ import msgspec
 
 from runner.definitions.kinds import Enum, Integer, Kind, Number, Text, type_name
 from runner.errors import InvalidSettings
+from runner.limits import limits
 
-MAX_TENANT_CHARS = 128
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _WEIGHT = Number(minimum=0.0, is_above_minimum=True)
@@ -152,8 +152,10 @@ def _read_price(value: object, path: str) -> Price:
 def _read_tenants(value: object, path: str, kind: Number) -> dict[str, float]:
     tenants: dict[str, float] = {}
     for tenant, number in read_object(value, path, None).items():
-        if not tenant or len(tenant) > MAX_TENANT_CHARS or tenant != tenant.strip() or not tenant.isprintable():
-            raise InvalidSettings(f"{path}: a tenant is named by 1 to {MAX_TENANT_CHARS} printable characters", param=path)
+        if not tenant or len(tenant) > limits().admission.tenant_chars or tenant != tenant.strip() or not tenant.isprintable():
+            raise InvalidSettings(
+                f"{path}: a tenant is named by 1 to {limits().admission.tenant_chars} printable characters", param=path
+            )
         check_value(number, f"{path}.{tenant}", kind)
         tenants[tenant] = msgspec.convert(number, float)
     return tenants

@@ -29,8 +29,8 @@ from runner.definitions.sections import (
     refuse,
 )
 from runner.errors import InvalidSettings, SettingsConflict
+from runner.limits import limits
 
-MAX_FILE_BYTES = 4 * 1024 * 1024
 MODELS = "engine.models"
 
 
@@ -188,11 +188,11 @@ def _describe_unknown(path: str, name: str, backend: str) -> str:
 def _read_file(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(limits().models.settings_bytes + 1)
     except OSError as error:
         raise InvalidSettings(f"cannot read the settings file {path}: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise InvalidSettings(f"the settings file {path} is larger than {MAX_FILE_BYTES // 1024 // 1024} MiB")
+    if len(data) > limits().models.settings_bytes:
+        raise InvalidSettings(f"the settings file {path} is larger than {limits().models.settings_bytes // 1024 // 1024} MiB")
     try:
         parsed = json.loads(data, object_pairs_hook=_refuse_repeats, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:

@@ -14,14 +14,12 @@ from runner.errors import InsufficientMemory
 from runner.fit import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead, read_shape
 from runner.ledger import Ledger, LedgerError
 from runner.library import FoundModel, other_quantizations
+from runner.limits import MIB, limits
 from runner.pool.model import Model, Replica
 from runner.telemetry import Reading, Telemetry
 from wire import clock
 
 log = logging.getLogger(__name__)
-
-MIB = 1024 * 1024
-DEFAULT_CONTEXT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +193,8 @@ def _largest(seen: Sequence[Observation]) -> list[Observation]:
 
 def _context_of(plan: LoadPlan, shape: ModelShape) -> int:
     """Return the context of one request as the engine will make it: llama.cpp is given a bounded one unless told otherwise."""
-    own = shape.context_max or DEFAULT_CONTEXT_TOKENS
-    return plan.context_tokens or (min(own, DEFAULT_CONTEXT_TOKENS) if plan.backend == "gguf" else own)
+    own = shape.context_max or limits().engines.context_tokens
+    return plan.context_tokens or (min(own, limits().engines.context_tokens) if plan.backend == "gguf" else own)
 
 
 def _cache_type(plan: LoadPlan, option: str) -> str:

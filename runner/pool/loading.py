@@ -26,6 +26,7 @@ from runner.errors import (
     WrongState,
 )
 from runner.library.ids import WHISPER_SIZES
+from runner.limits import limits
 from runner.pool.capacity import Capacity, Prediction
 from runner.pool.model import LoadProgress, Model, Replica
 from runner.pool.registry import Registry
@@ -73,7 +74,6 @@ class LoadOptions:
 
     threads: int = 1
     gpu_ids: tuple[int, ...] = ()
-    silent_s: float = 10.0
     defaults: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -194,7 +194,7 @@ class Loader:
                 model.load = None
                 model.apply(ModelEvent.FAIL, error=supervisor.last_error)
 
-        supervisor = Supervisor(self._make_engine(plan), silent_s=self._options.silent_s, on_change=follow)
+        supervisor = Supervisor(self._make_engine(plan), silent_s=limits().engines.silent_s, on_change=follow)
         model.replicas = [Replica(plan, supervisor)]
         supervisor.keep_trying(model.show_progress)
 
@@ -293,7 +293,9 @@ class Loader:
                 done = None if progress.fraction is None else (index + progress.fraction) / count
                 tell(Progress(progress.stage if count == 1 else f"replica {index + 1} of {count}: {progress.stage}", done))
 
-            supervisor = Supervisor(self._make_engine(plan), silent_s=self._options.silent_s, on_change=model.engines_changed)
+            supervisor = Supervisor(
+                self._make_engine(plan), silent_s=limits().engines.silent_s, on_change=model.engines_changed
+            )
             model.replicas.append(Replica(plan, supervisor))
             await supervisor.load(tell_share)
 

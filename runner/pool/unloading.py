@@ -10,17 +10,13 @@ from dataclasses import dataclass
 
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
 from runner.errors import AttachedModel, EngineError, ModelLoading, ModelNotLoaded, ModelUnloading
+from runner.limits import limits
 from runner.pool.capacity import Capacity
 from runner.pool.model import Model, Replica
 from runner.pool.registry import Registry
 from runner.pool.states import ModelEvent, ModelState
 
 log = logging.getLogger(__name__)
-
-FLUSH_IDLE_S = 2.0
-"""How long a flush waits for running requests before it leaves the refusal to the engine."""
-CUT_S = 5.0
-"""How long requests of a model that is forced out may take to notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ class Unloader:
         model.queue.pause()
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(model.queue.wait_idle(), FLUSH_IDLE_S)
+                await asyncio.wait_for(model.queue.wait_idle(), limits().engines.flush_idle_s)
             outcomes = [await self._flush_replica(model, replica, request) for replica in list(model.replicas)]
         finally:
             model.queue.resume()
@@ -132,7 +128,7 @@ class Unloader:
         cut = model.active
         roots = [pid for replica in model.replicas for pid in replica.supervisor.engine.pids]
         await stop_replicas(model, gently=not forced.is_set())
-        await _wait_any(model.queue.wait_idle(), limit_s=CUT_S)
+        await _wait_any(model.queue.wait_idle(), limit_s=limits().engines.cut_s)
         after = await self._capacity.measure_roots(roots)
         model.predicted_bytes, model.loaded_at, model.overrides, model.plan = None, None, {}, None
         model.apply(ModelEvent.VANISH)

@@ -21,6 +21,7 @@ from runner.errors import (
     UnknownModel,
     WrongState,
 )
+from runner.limits import limits
 from runner.serving.refusal import refusal_body
 from runner.serving.request import Inference, check_crowd, read_cache_mode, read_cache_tag, read_fields, read_priority
 from runner.serving.service import Answer
@@ -31,8 +32,6 @@ from wire.frames import MAX_PAYLOAD_BYTES, End, Head, OpenMeta
 
 log = logging.getLogger(__name__)
 
-_WHOLE_BYTES = 64 * 1024
-"""Whole answers up to this size leave the box in one frame."""
 _ELSEWHERE = (
     QueueFull, QueueTimeout, TenantQueueFull, ModelQueueFull, Unavailable, UnknownModel, WrongState,
 )  # fmt: skip
@@ -74,6 +73,7 @@ class Relay:
 
     def __init__(self, open_answer: Callable[[Inference], AbstractAsyncContextManager[Answer]]) -> None:
         self._open_answer = open_answer
+        self._limits = limits().connection
         self._jobs: dict[Stream, _Job] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -169,7 +169,7 @@ class Relay:
         head = Head(status=answer.status, headers=answer.headers)
         stream = job.stream
         if answer.body is not None:
-            if len(answer.body) <= min(_WHOLE_BYTES, stream.window):
+            if len(answer.body) <= min(self._limits.whole_answer_bytes, stream.window):
                 job.whole = (head, answer.body)
                 return
             await job.send(stream.head(head.status, head.headers))

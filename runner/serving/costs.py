@@ -18,6 +18,7 @@ import msgspec
 from runner.definitions.sections import Price, Remote
 from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerError
+from runner.limits import limits
 from runner.pool import Model
 from runner.serving.request import Inference
 from runner.serving.service import Answer
@@ -28,14 +29,6 @@ from wire.unreadable import UNREADABLE
 log = logging.getLogger(__name__)
 
 MICROS = 1_000_000
-BYTES_PER_TOKEN = 3
-"""Fewer than tokens have in most languages, so that an estimate is rather too high than too low."""
-DEFAULT_OUTPUT_TOKENS = 4096
-"""What is set aside for an answer whose length the request does not limit."""
-MAX_OUTPUT_TOKENS = 100_000_000
-MAX_AMOUNT_MICROS = 2**53
-"""The ledger's own limit for one amount."""
-MAX_RETRY_S = 86_400.0
 
 NOT_BILLED = frozenset({400, 401, 402, 403, 404, 405, 413, 415, 422, 429})
 """Answers with which a provider turns a request away before it has generated anything."""
@@ -159,7 +152,7 @@ class Costs:
         return SpendingCapReached(
             f"This request may cost {amount / MICROS:.6f} {unit}, and {left / MICROS:.6f} {unit} of the monthly cap of"
             f" {cap_micros / MICROS:.2f} {unit} are left: limit max_tokens, or ask the owner of the box for a higher cap.",
-            retry_after_s=min(MAX_RETRY_S, _seconds_left(self._clock())),
+            retry_after_s=min(limits().serving.cap_retry_s, _seconds_left(self._clock())),
             details={
                 "cap": cap_micros / MICROS,
                 "spent": spent / MICROS,
@@ -179,26 +172,27 @@ def estimate_cost(price: Price | None, body: bytes) -> int:
     if price is None:
         return 0
     output_tokens, answers = _read_limits(body)
-    return _cost(price, -(-len(body) // BYTES_PER_TOKEN), output_tokens * answers)
+    # Three bytes per token are fewer than most languages have: an estimate is rather too high than too low.
+    return _cost(price, -(-len(body) // 3), output_tokens * answers)
 
 
 def _read_limits(body: bytes) -> tuple[int, int]:
     """Return how many tokens one answer may have, and how many answers are asked for."""
     try:
-        limits = _limits_decoder.decode(body)
+        given = _limits_decoder.decode(body)
     except UNREADABLE:
-        limits = _Limits()
-    tokens = [_count(value) for value in (limits.max_tokens, limits.max_completion_tokens, limits.max_output_tokens)]
-    given = [value for value in tokens if value is not None]
-    answers = max(_count(limits.n) or 1, _count(limits.best_of) or 1)
-    return (max(given) if given else DEFAULT_OUTPUT_TOKENS), answers
+        given = _Limits()
+    tokens = [_count(value) for value in (given.max_tokens, given.max_completion_tokens, given.max_output_tokens)]
+    most = [value for value in tokens if value is not None]
+    answers = max(_count(given.n) or 1, _count(given.best_of) or 1)
+    return (max(most) if most else limits().serving.assumed_output_tokens), answers
 
 
 def _count(value: object) -> int | None:
     """Return a positive number as the count it is, None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         return None
-    return math.ceil(min(value, MAX_OUTPUT_TOKENS))
+    return math.ceil(min(value, limits().serving.output_tokens))
 
 
 def _cost(price: Price | None, input_tokens: int, output_tokens: int) -> int:
@@ -207,7 +201,7 @@ def _cost(price: Price | None, input_tokens: int, output_tokens: int) -> int:
     # Fractions: sums of floats could round one millionth the wrong way.
     exact = Fraction(str(price.input_per_million)) * max(0, input_tokens)
     exact += Fraction(str(price.output_per_million)) * max(0, output_tokens)
-    return min(math.ceil(exact), MAX_AMOUNT_MICROS)
+    return min(math.ceil(exact), limits().ledger.amount_micros)
 
 
 def _judge(answer: Answer | None, *, was_sent: bool) -> tuple[CostState, TokenCounts | None]:

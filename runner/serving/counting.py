@@ -15,16 +15,10 @@ import msgspec
 from runner.admission import FairQueue, QueueLimits, Turn, WaitBudget
 from runner.engines.port import TokenCounter
 from runner.errors import EngineError, EngineNotReached, EngineUnavailable, InvalidRequest, ModalityUnsupported
+from runner.limits import limits
 from runner.pool import Model
 from runner.serving.request import Inference
 from wire.unreadable import UNREADABLE
-
-AT_ONCE = 2
-"""Per model. llama.cpp has four threads for short questions, and health checks must always find one."""
-LIMIT_S = 5.0
-MAX_BODY_BYTES = 16 * 1024 * 1024
-_LIMITS = QueueLimits(pending_per_key=16, pending_per_executor=64)
-_MAX_WAITING = 128
 
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text_decoder = msgspec.json.Decoder(str)
@@ -33,11 +27,15 @@ _text_decoder = msgspec.json.Decoder(str)
 class Counting:
     """The lines in front of the models that count. ``limit_s``: longest wait for a turn, and then for the engine."""
 
-    def __init__(self, *, limit_s: float = LIMIT_S) -> None:
-        self._limit_s = limit_s
+    def __init__(self, *, limit_s: float | None = None) -> None:
+        self._limits = bounds = limits().serving
+        self._limit_s = bounds.count_s if limit_s is None else limit_s
+        self._waiting = QueueLimits(
+            pending_per_key=bounds.count_waiting_of_tenant, pending_per_executor=bounds.count_waiting_of_model
+        )
         self._working: set[asyncio.Task[bytes]] = set()
         self._queues: WeakKeyDictionary[Model, FairQueue] = WeakKeyDictionary()
-        self._budget = WaitBudget(_MAX_WAITING)
+        self._budget = WaitBudget(bounds.count_waiting)
 
     async def count(self, model: Model, request: Inference) -> tuple[bytes, float]:
         """Return the answer ``{"count", "max_model_len"}`` as JSON, and the milliseconds that were waited for a turn.
@@ -64,15 +62,17 @@ class Counting:
     def _queue_of(self, model: Model) -> FairQueue:
         queue = self._queues.get(model)
         if queue is None:
-            queue = FairQueue(slots=AT_ONCE, limits=_LIMITS, budget=self._budget, weight_of=lambda _tenant: 1.0)
+            queue = FairQueue(
+                slots=self._limits.counts, limits=self._waiting, budget=self._budget, weight_of=lambda _tenant: 1.0
+            )
             self._queues[model] = queue
         return queue
 
 
 def read_question(body: bytes) -> dict[str, msgspec.Raw]:
     """Return the members of a body that has either ``messages``, as a list, or ``prompt``, as a text. Raises InvalidRequest."""
-    if len(body) > MAX_BODY_BYTES:
-        raise InvalidRequest(f"The tokens of a body of more than {MAX_BODY_BYTES} bytes are not counted.")
+    if len(body) > limits().serving.count_bytes:
+        raise InvalidRequest(f"The tokens of a body of more than {limits().serving.count_bytes} bytes are not counted.")
     try:
         fields = _fields_decoder.decode(body)
     except UNREADABLE:

@@ -10,10 +10,10 @@ import msgspec
 
 from runner.engines.port import CacheMode, Priority
 from runner.errors import InvalidRequest
+from runner.limits import limits
 from wire.bounds import find_crowd, find_out_of_bounds
 from wire.unreadable import UNREADABLE
 
-MAX_MODEL_CHARS = 200
 _TAG = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
 _PATH_IN_ERROR = re.compile(r"at `\$\.?([^`]*)`")
 _MODES: dict[str, CacheMode] = {"": "auto", "auto": "auto", "prefix": "prefix", "none": "none"}
@@ -71,8 +71,8 @@ def read_fields(body: bytes) -> BodyFields:
         raise InvalidRequest(f"Invalid request body: {text}.", param=param or None) from None
     except UNREADABLE as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
-    if not 1 <= len(fields.model) <= MAX_MODEL_CHARS:
-        raise InvalidRequest(f"The field 'model' must have 1 to {MAX_MODEL_CHARS} characters.", param="model")
+    if not 1 <= len(fields.model) <= limits().models.id_chars:
+        raise InvalidRequest(f"The field 'model' must have 1 to {limits().models.id_chars} characters.", param="model")
     return fields
 
 

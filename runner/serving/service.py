@@ -29,6 +29,7 @@ from runner.errors import (
     RequestRefused,
     Unavailable,
 )
+from runner.limits import limits
 from runner.pool import Model, ModelState, Registry, Replica
 from runner.serving.counting import Counting
 from runner.serving.headers import INFERENCE_PATHS, headers_to_client, is_allowed_path
@@ -46,17 +47,7 @@ from wire.usage import BodyReader, StreamReader, ask_for_usage
 
 log = logging.getLogger(__name__)
 
-WHOLE_BYTES = 8 * 1024 * 1024
-"""Unstreamed answers up to this size are read to their end before their headers leave, because those carry final numbers.
-
-Of answers whose length is not told, JSON alone: other kinds, such as sound, may be meant to be played as they come.
-"""
-_LARGE_BODY_BYTES = 64 * 1024
-"""Beyond that a thread searches a body: the event loop has other streams to serve."""
-_MAX_MESSAGE_CHARS = 1000
 _DONE = b"data: [DONE]\n\n"
-_MAX_IGNORED_CHARS = 200
-_MAX_WORDS_CHARS = 300
 _USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
 
 
@@ -113,6 +104,7 @@ class Serving:
         self._costs = costs
         self._counting = Counting()
         self._queue_timeout_s = queue_timeout_s
+        self._limits = limits().serving
         self._on_load = on_load
         self._keeps_engine_errors = keeps_engine_errors
         self._idle = asyncio.Event()
@@ -248,7 +240,7 @@ class Serving:
                 if answer.status >= 400:
                     await self._take_error(request, answer)
                 if forgotten:
-                    answer.headers["x-muster-ignored"] = ", ".join(forgotten)[:_MAX_IGNORED_CHARS]
+                    answer.headers["x-muster-ignored"] = ", ".join(forgotten)[: self._limits.ignored_chars]
                 try:
                     yield answer
                 finally:
@@ -287,7 +279,9 @@ class Serving:
             return answer
         length, held = response.content_length, b""
         is_whole = response.status >= 400 or response.content_type.endswith("json")
-        if length <= WHOLE_BYTES if length is not None else is_whole:
+        # An answer is read to its end before its headers leave, because those carry final numbers. Where its length is not
+        # told, JSON alone: other kinds, such as sound, may be meant to be played as they come.
+        if length <= self._limits.whole_bytes if length is not None else is_whole:
             held = await _read_whole(replica, request, response, answer, began=began)
         if answer.body is None:
             headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
@@ -299,13 +293,13 @@ class Serving:
         message = read_message(answer.body or b"")
         await self._log_error(request, answer.status, message)
         if correct_status(answer.status, message) != answer.status:
-            raise ModalityUnsupported(message[:_MAX_MESSAGE_CHARS])
+            raise ModalityUnsupported(message[: self._limits.message_chars])
 
     async def _log_error(self, request: Inference, status: int, message: str) -> None:
         """Write one line of an engine's error, with its words as far as they are none of the request's."""
         asked, quoted = request.body, ""
         if self._keeps_engine_errors:
-            is_large = len(asked) > _LARGE_BODY_BYTES
+            is_large = len(asked) > self._limits.thread_bytes
             quoted = await asyncio.to_thread(quote_message, message, asked) if is_large else quote_message(message, asked)
         log.warning(
             "engine answered with an error request=%s model=%s path=%s status=%d error=%s",
@@ -358,13 +352,13 @@ async def _read_whole(
 
 
 async def _hold(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
-    """Return a body and True; of one of unknown length that goes beyond ``WHOLE_BYTES``, its beginning and False."""
+    """Return a body and True; of one of unknown length that goes beyond ``whole_bytes``, its beginning and False."""
     if response.content_length is not None:
         return await response.read(), True
-    held = bytearray()
+    held, whole_bytes = bytearray(), limits().serving.whole_bytes
     while chunk := await response.content.readany():
         held += chunk
-        if len(held) > WHOLE_BYTES:
+        if len(held) > whole_bytes:
             return bytes(held), False
     return bytes(held), True
 
@@ -456,7 +450,7 @@ def _read_words(error: bytes) -> str:
         said = msgspec.json.decode(error, type=_Failure).message
     except UNREADABLE:
         return ""
-    return f"The engine failed: {said[:_MAX_WORDS_CHARS]}" if said else ""
+    return f"The engine failed: {said[: limits().engines.said_chars]}" if said else ""
 
 
 def _finish(numbers: Numbers, reader: StreamReader, began: float) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from runner.limits import limits
+
 DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 WAIT_BOUNDS_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-MAX_TENANTS = 1000
 OTHER_TENANTS = "other"
-"""What tenants beyond the first ``MAX_TENANTS`` are counted under: labels must not grow without bound."""
+"""What tenants beyond the first ``tenants`` of the limits are counted under: labels must not grow without bound."""
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class Tally:
     def count(self, *, model: str, tenant: str, status: str) -> None:
         """Count a request that ended, or was refused."""
         if tenant not in self._tenants:
-            if len(self._tenants) < MAX_TENANTS:
+            if len(self._tenants) < limits().serving.tenants:
                 self._tenants.add(tenant)
             else:
                 tenant = OTHER_TENANTS

@@ -8,11 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from runner.limits import MIB, limits
 from wire.bridge import GpuInfo
 
-MIB = 1024 * 1024
-MIN_VRAM_BYTES = 2 * 1024 * MIB
-"""A card with less is the graphics part of a processor with a piece of its main memory set aside: nobody puts a model there."""
 _CARD = re.compile(r"card([0-9]+)")
 _AMD = "0x1002"
 
@@ -45,7 +43,10 @@ def read_card(device: Path, *, index: int) -> GpuInfo:
 
 
 def _is_gpu(device: Path) -> bool:
-    return _read_text(device / "vendor") == _AMD and (_read_int(device / "mem_info_vram_total") or 0) >= MIN_VRAM_BYTES
+    return (
+        _read_text(device / "vendor") == _AMD
+        and (_read_int(device / "mem_info_vram_total") or 0) >= limits().connection.gpu_bytes
+    )
 
 
 def _read_sensor(device: Path, *names: str) -> int | None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 
-MIB = 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:

@@ -9,15 +9,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from runner.limits import MIB
 from wire.bridge import GpuInfo
 
 log = logging.getLogger(__name__)
 
-MIB = 1024 * 1024
 _LIBRARY = "libnvidia-ml.so.1"
 _PROCESS_KINDS = ("Compute", "Graphics")
 _INSUFFICIENT_SIZE = 7
-_SPARE_ENTRIES = 8
 _NOT_AVAILABLE = 2**64 - 1
 
 
@@ -169,7 +168,7 @@ def _list_unversioned(name: str, handle: Any) -> dict[int, int | None] | None:
     if status != _INSUFFICIENT_SIZE:
         return None
     # More may start between the two calls.
-    count.value += _SPARE_ENTRIES
+    count.value += 8
     entries = (_OldProcessInfo * count.value)()
     if call(handle, ctypes.byref(count), entries) != 0:
         return None

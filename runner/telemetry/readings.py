@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runner.limits import MIB
 from runner.telemetry.amdgpu import find_cards, read_card
 from runner.telemetry.host import read_host
 from runner.telemetry.nvml import NvmlProbe, open_nvml
 from runner.telemetry.processes import TreeMemory, measure_trees
 from wire import clock
 from wire.bridge import GpuInfo
-
-MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from core.limits import install, limits
+from core import limits as server
+from runner import limits as runner
+
+Held = TypeVar("Held", server.Limits, runner.Limits)
 
 
 def set_limits(**sections: dict[str, Any]) -> None:
@@ -13,4 +16,13 @@ def set_limits(**sections: dict[str, Any]) -> None:
 
     What is built before keeps the limits that it was built with.
     """
-    install(replace(limits(), **{name: replace(getattr(limits(), name), **fields) for name, fields in sections.items()}))
+    server.install(_change(server.limits(), sections))
+
+
+def set_runner_limits(**sections: dict[str, Any]) -> None:
+    """Change fields of what a runner in this process reads: ``set_runner_limits(ledger={"nonces": 3})``."""
+    runner.install(_change(runner.limits(), sections))
+
+
+def _change(held: Held, sections: dict[str, dict[str, Any]]) -> Held:
+    return replace(held, **{name: replace(getattr(held, name), **fields) for name, fields in sections.items()})

@@ -7,13 +7,10 @@ import secrets
 import msgspec
 
 from runner.errors import EngineUnavailable
+from runner.limits import limits
 from runner.serving.responses.metrics import PoolMetrics
 from wire.events import EventCutter
 from wire.unreadable import UNREADABLE
-
-MAX_TEXT_CHARS = 8 * 1024 * 1024
-"""More than any request may ask for; an engine that goes on beyond it has lost its way."""
-_MAX_WORDS_CHARS = 300
 
 
 class _Message(msgspec.Struct):
@@ -83,6 +80,7 @@ class ResponseBuilder:
         """Prompt and decoding as the engine measured them; None for engines that do not say."""
         self.has_failed = False
         self._model = model
+        self._most_chars = limits().serving.text_chars
         self._parts: list[str] = []
         self._chars = 0
         self._is_whole = False
@@ -172,7 +170,9 @@ class ResponseBuilder:
     def _take(self, chunk: _Chunk) -> str:
         if chunk.error is not None:
             words = chunk.error if isinstance(chunk.error, str) else chunk.error.message
-            raise EngineUnavailable(f"the engine failed: {words[:_MAX_WORDS_CHARS]}" if words else "the engine failed")
+            raise EngineUnavailable(
+                f"the engine failed: {words[: limits().engines.said_chars]}" if words else "the engine failed"
+            )
         self._note_numbers(chunk)
         piece = ""
         for choice in chunk.choices:
@@ -182,8 +182,8 @@ class ResponseBuilder:
             piece += (message.content or "") if message is not None else ""
             self._is_whole = self._is_whole or choice.finish_reason is not None
         self._chars += len(piece)
-        if self._chars > MAX_TEXT_CHARS:
-            raise EngineUnavailable(f"the engine wrote more than {MAX_TEXT_CHARS} characters")
+        if self._chars > self._most_chars:
+            raise EngineUnavailable(f"the engine wrote more than {self._most_chars} characters")
         if piece:
             self._parts.append(piece)
         return piece

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
-from runner import app
 from runner.__main__ import main
+from runner.limits import install, limits
 
 SETTLE_S = 30.0
 
 if __name__ == "__main__":
-    app.SETTLE_S = SETTLE_S
+    install(replace(limits(), connection=replace(limits().connection, settle_s=SETTLE_S)))
     sys.exit(main())

@@ -9,21 +9,19 @@ from typing import Any, cast  # Any: a host that is never asked
 import aiohttp
 import pytest
 
-from runner.config import Timeouts
 from runner.connection import GatewayLink
+from tests.fakes.limits import set_runner_limits
 from tests.unit.closed_port import closed_port
 
 
 async def log_of_a_link(caplog: pytest.LogCaptureFixture, *, say_again_s: float, at_least: int) -> list[str]:
     """Return what a link logs that dials a closed port until ``at_least`` lines are there, at most for two seconds."""
-    timeouts = Timeouts(reconnect_first_s=0.01, reconnect_max_s=0.02, say_again_s=say_again_s)
+    set_runner_limits(connection={"reconnect_first_s": 0.01, "reconnect_max_s": 0.02, "say_again_s": say_again_s})
     nobody = cast("Any", None)
     caplog.set_level(logging.ERROR, "runner.connection")
     with closed_port() as port:
         async with aiohttp.ClientSession() as client:
-            link = GatewayLink(
-                f"ws://127.0.0.1:{port}", host=nobody, client=client, token="msw_x", provider="local", timeouts=timeouts
-            )
+            link = GatewayLink(f"ws://127.0.0.1:{port}", host=nobody, client=client, token="msw_x", provider="local")
             dialling = asyncio.create_task(link.run(give_up_s=2.0))
             while not dialling.done() and len(caplog.messages) < at_least:
                 await asyncio.sleep(0.01)

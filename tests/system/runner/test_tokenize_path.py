@@ -35,10 +35,11 @@ from runner.errors import (
     RateLimitExceeded,
     TenantQueueFull,
 )
+from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelEvent, Replica
 from runner.report import list_endpoints, list_replicas
-from runner.serving.counting import AT_ONCE, MAX_BODY_BYTES, Counting
+from runner.serving.counting import Counting
 from runner.serving.request import Inference
 from tests.system.runner.engine_cases_ct2 import ct2_plan
 from tests.system.runner.engine_cases_llama_server import server_plan
@@ -149,7 +150,7 @@ class TestTheRealEngine:
             (b'{"model":"a","messages":"hello"}', "messages"),
             (b'{"model":"a","prompt":["x"]}', "prompt"),
             (b'{"model":"a","messages":[{"role":7}]}', None),
-            (b'{"model":"a","prompt":"' + b"x" * MAX_BODY_BYTES + b'"}', None),
+            (b'{"model":"a","prompt":"' + b"x" * limits().serving.count_bytes + b'"}', None),
         ],
         ids=["list", "cut", "neither", "null", "both", "text-messages", "list-prompt", "engine-refuses", "large"],
     )
@@ -217,8 +218,11 @@ def serving(engine: GatedEngine) -> Model:
 async def test_few_are_counted_at_once_and_a_tenant_may_not_fill_the_line() -> None:
     engine, counting = CountingEngine(), Counting(limit_s=30)
     model = serving(engine)
-    asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant="greedy"))) for _ in range(AT_ONCE + 16)]
-    await eventually(lambda: engine.counting == AT_ONCE, "as many count as may")
+    asked = [
+        asyncio.create_task(counting.count(model, ask(prompt="x", tenant="greedy")))
+        for _ in range(limits().serving.counts + 16)
+    ]
+    await eventually(lambda: engine.counting == limits().serving.counts, "as many count as may")
     with pytest.raises(TenantQueueFull):
         await counting.count(model, ask(prompt="x", tenant="greedy"))
     asked.append(asyncio.create_task(counting.count(model, ask(prompt="x", tenant="modest"))))
@@ -231,12 +235,12 @@ async def test_few_are_counted_at_once_and_a_tenant_may_not_fill_the_line() -> N
 async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it_has_ended() -> None:
     engine, counting = CountingEngine(), Counting(limit_s=0.05)
     model = serving(engine)
-    for number in range(AT_ONCE):
+    for number in range(limits().serving.counts):
         with pytest.raises(EngineUnavailable, match="did not count"):
             await counting.count(model, ask(prompt="x", tenant=str(number)))
     with pytest.raises(QueueTimeout):
         await counting.count(model, ask(prompt="x"))
-    assert engine.counting == AT_ONCE
+    assert engine.counting == limits().serving.counts
     engine.may_count.set()
     await eventually(lambda: engine.counting == 0, "the engine has ended")
     assert await counting.count(model, ask(prompt="x"))
@@ -246,12 +250,15 @@ async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it
 async def test_a_client_that_leaves_takes_no_turn_with_it() -> None:
     engine, counting = CountingEngine(), Counting(limit_s=30)
     model = serving(engine)
-    asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant=str(number)))) for number in range(AT_ONCE)]
-    await eventually(lambda: engine.counting == AT_ONCE, "as many count as may")
+    asked = [
+        asyncio.create_task(counting.count(model, ask(prompt="x", tenant=str(number))))
+        for number in range(limits().serving.counts)
+    ]
+    await eventually(lambda: engine.counting == limits().serving.counts, "as many count as may")
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    assert engine.counting == AT_ONCE
+    assert engine.counting == limits().serving.counts
     engine.may_count.set()
     assert await counting.count(model, ask(prompt="x"))
 

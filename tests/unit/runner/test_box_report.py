@@ -9,8 +9,9 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
+from runner.limits import limits
 from runner.pool import LoadProgress, Model, ModelEvent, Replica
-from runner.report import MAX_DETAIL_CHARS, list_endpoints, list_replicas, read_memory
+from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.headers import INFERENCE_PATHS
 from runner.telemetry import Reading, TreeMemory
 from tests.system.runner.gated_engine import GatedEngine
@@ -50,7 +51,7 @@ async def test_a_model_that_is_being_loaded_counts_as_one_with_its_progress() ->
     (info,) = list_replicas([model])
     assert (info.model, info.state, info.engine, info.slots, info.progress) == ("m", "loading", "gguf", 3, 0.568)
     assert info.detail is not None
-    assert len(info.detail) == MAX_DETAIL_CHARS
+    assert len(info.detail) == limits().connection.detail_chars
     assert info.eta_s is not None
     assert 0 < info.eta_s <= 1000
     assert list_endpoints([model]) == []

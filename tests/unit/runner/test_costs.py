@@ -18,8 +18,9 @@ from runner.definitions.sections import Price, Remote
 from runner.engines.port import CHAT
 from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger
+from runner.limits import limits
 from runner.pool import Model
-from runner.serving.costs import MAX_AMOUNT_MICROS, Costs, Spending, estimate_cost
+from runner.serving.costs import Costs, Spending, estimate_cost
 from runner.serving.request import Inference
 from runner.serving.service import Answer
 from tests.unit.runner.ledger_files import Clock, opened
@@ -115,7 +116,7 @@ def test_a_body_that_cannot_be_read_is_estimated_as_one_without_limits(body: byt
 
 def test_an_absurd_limit_is_not_an_absurd_number() -> None:
     body = b'{"max_tokens":1' + b"0" * 300 + b',"n":1e300}'
-    assert estimate_cost(Price(input_per_million=1, output_per_million=1e9), body) == MAX_AMOUNT_MICROS
+    assert estimate_cost(Price(input_per_million=1, output_per_million=1e9), body) == limits().ledger.amount_micros
 
 
 # ---- how a request ends ----

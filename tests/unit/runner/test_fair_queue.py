@@ -173,7 +173,7 @@ async def test_a_debt_stays_while_the_tenant_is_away() -> None:
 
 
 async def test_a_tenant_is_forgotten_after_the_idle_time_and_not_before() -> None:
-    visitors = Visitors(limits=QueueLimits(idle_state_s=300.0))
+    visitors = Visitors(limits=QueueLimits())
     await visitors.come("a1")
     await visitors.go("a1")
     visitors.clock.now += 299.0

@@ -229,7 +229,7 @@ async def test_a_higher_priority_goes_first_whatever_the_score() -> None:
 
 
 async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones() -> None:
-    visitors = Visitors(limits=QueueLimits(starvation_s=10.0))
+    visitors = Visitors(limits=QueueLimits())
     await visitors.come("a0", priority="high")
     await visitors.come("b1", priority="low")
     for number in range(1, 40):
@@ -241,7 +241,7 @@ async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones() -> None:
 
 
 async def test_a_tenant_cannot_starve_its_own_low_requests_either() -> None:
-    visitors = Visitors(limits=QueueLimits(starvation_s=10.0))
+    visitors = Visitors(limits=QueueLimits())
     await visitors.come("a0", priority="high")
     await visitors.come("ax", priority="low")
     for number in range(1, 40):

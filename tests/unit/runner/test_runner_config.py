@@ -177,7 +177,7 @@ def test_the_variables_of_the_model_runner_specification_are_read(tmp_path: Path
     assert (config.files.model_base, config.files.hf_home) == (tmp_path.resolve(), Path("/models/cache"))
     wanted = config.operations
     assert (wanted.key_path, wanted.level, wanted.min_signers, wanted.runner_id) == (Path("/etc/key"), 1, 3, "box-7")
-    assert (config.max_queue_depth, config.timeouts.queue_s, config.gpu_ids) == (4, 1.5, (0, 2))
+    assert (config.max_queue_depth, config.limits.admission.timeout_s, config.gpu_ids) == (4, 1.5, (0, 2))
     assert (config.log_level, config.log_json) == ("debug", True)
 
 

@@ -7,9 +7,8 @@ import pytest
 from nodes import session as server_side
 from nodes.states import SocketPolicy
 from runner.errors import StreamClosed
+from runner.limits import limits
 from runner.session import (
-    MAX_BODY_BYTES,
-    MAX_STREAMS,
     Accepted,
     Cancelled,
     ClientSession,
@@ -23,6 +22,7 @@ from runner.session import (
     Reply,
     Stream,
 )
+from tests.fakes.limits import set_runner_limits
 from wire import bridge, frames
 from wire.bridge import MUSTER_V1, ProtocolError
 
@@ -84,15 +84,16 @@ def test_a_body_after_its_last_part_is_a_violation() -> None:
         session.receive_bytes(frames.encode_frame(frames.BODY, 7, 1, b"more"))
 
 
-def test_a_body_beyond_the_limit_ends_its_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.session.MAX_BODY_BYTES", 300_000)
+def test_a_body_beyond_the_limit_ends_its_stream_only() -> None:
+    usual = limits().connection.body_bytes
+    set_runner_limits(connection={"body_bytes": 300_000})
     session = accepted_session()
     replies = [effect for frame in open_frames(body=bytes(400_000)) for effect in session.receive_bytes(frame)]
     (reply,) = replies
     assert isinstance(reply, Reply)
     assert frames.decode_end(frames.decode_frame(reply.frame).payload).error == "engine_failed"
     assert session.streams == []
-    assert MAX_BODY_BYTES == 64 * 1024 * 1024
+    assert usual == 64 * 1024 * 1024
 
 
 def test_frames_of_a_stream_carry_its_number_and_attempt() -> None:
@@ -159,9 +160,9 @@ def test_a_newer_attempt_replaces_the_older_one_and_an_older_one_is_a_violation(
 
 def test_too_many_streams_are_refused_as_busy() -> None:
     session = accepted_session()
-    for number in range(MAX_STREAMS):
+    for number in range(limits().connection.streams):
         open_stream(session, number=number)
-    (reply,) = session.receive_bytes(open_frames(number=MAX_STREAMS)[0])
+    (reply,) = session.receive_bytes(open_frames(number=limits().connection.streams)[0])
     assert isinstance(reply, Reply)
     end = frames.decode_end(frames.decode_frame(reply.frame).payload)
     assert (end.error, end.retryable) == ("busy", True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from runner.errors import InvalidRequest
+from runner.limits import limits
 from runner.serving.numbers import Numbers
 from runner.serving.request import read_cache_mode, read_cache_tag, read_fields, read_priority
-from runner.serving.tally import MAX_TENANTS, OTHER_TENANTS, Histogram, Tally
+from runner.serving.tally import OTHER_TENANTS, Histogram, Tally
 from wire.usage import StreamReader
 
 CHAT = b'{"usage":{"prompt_tokens":30,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":12}}}'
@@ -104,9 +105,9 @@ def test_headers_of_the_specification_are_read_and_anything_else_is_refused_by_n
 
 def test_counts_stay_bounded_however_many_tenants_are_named() -> None:
     tally = Tally()
-    for number in range(MAX_TENANTS + 50):
+    for number in range(limits().serving.tenants + 50):
         tally.count(model="m", tenant=f"t{number}", status="success")
-    assert len(tally.requests) == MAX_TENANTS + 1
+    assert len(tally.requests) == limits().serving.tenants + 1
     assert tally.requests["m", OTHER_TENANTS, "success"] == 50
 
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import pytest
 
 from runner.admission import RateState, TenantRates, clean_tenant, read_rates, read_weights
-from runner.admission.rates import MAX_STRANGERS, Rate
+from runner.admission.rates import Rate
 from runner.errors import ConfigError, InvalidRequest, RateLimitExceeded
+from runner.limits import limits
 from tests.unit.runner.queue_visitors import Clock
 
 UNIX_OFFSET = 1_745_880_000 - 1000
@@ -124,7 +125,7 @@ def test_with_tenants_each_is_counted_under_its_own_name() -> None:
 
 def test_invented_tenants_do_not_grow_memory_without_bound() -> None:
     box = Rates({"DEFAULT_RATE_LIMIT": "3req/min", "TENANT_RATE_LIMIT_known": "5req/min"})
-    for number in range(MAX_STRANGERS):
+    for number in range(limits().admission.tenant_windows):
         box.take(f"stranger-{number}")
     assert box.take("late-1").remaining == 2
     assert box.take("late-2").remaining == 1  # one window for all that come now
@@ -134,7 +135,7 @@ def test_invented_tenants_do_not_grow_memory_without_bound() -> None:
     grown_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert grown_bytes < 100_000
-    assert box.rates.stranger_count == MAX_STRANGERS
+    assert box.rates.stranger_count == limits().admission.tenant_windows
     assert box.is_refused("invented-again")
     assert box.take("stranger-5").remaining == 1
     assert box.take("known").remaining == 4
@@ -142,7 +143,7 @@ def test_invented_tenants_do_not_grow_memory_without_bound() -> None:
 
 def test_windows_that_are_over_make_room() -> None:
     box = Rates({"DEFAULT_RATE_LIMIT": "3req/min"})
-    for number in range(MAX_STRANGERS):
+    for number in range(limits().admission.tenant_windows):
         box.take(f"stranger-{number}")
     box.clock.now += 59.0
     box.take("stranger-0")
