@@ -20,13 +20,10 @@ import msgspec
 
 from runner.engines.port import Progress, Report
 from runner.errors import EngineError
+from runner.limits import limits
 
 log = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 6.0
-LAST_WORDS_S = 1.0
-LAST_WORDS_LINES = 4
-MAX_LINE_BYTES = 256 * 1024
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -90,7 +87,7 @@ class Child:
             raise
         if not answer.url:
             with contextlib.suppress(TimeoutError):  # its log says why, and is written by another thread of it
-                await asyncio.wait_for(process.wait(), LAST_WORDS_S)
+                await asyncio.wait_for(process.wait(), limits().engines.last_words_s)
             ended = _describe_exit(process.returncode)
             await self.kill()
             raise EngineError(self.last_words(answer.error, ended=ended))
@@ -113,7 +110,7 @@ class Child:
     async def stop(self, *, gently: bool, limit_s: float | None = None) -> None:
         """Have it end (ours: standard input closes; others: SIGTERM), kill its tree when that takes too long, or at once.
 
-        ``limit_s`` is how long it has; None: STOP_TIMEOUT_S.
+        ``limit_s`` is how long it has; None: ``stop_s`` of the limits.
         """
         process = self._process
         if process is None:
@@ -125,7 +122,7 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S if limit_s is None else limit_s)
+                await asyncio.wait_for(process.wait(), limits().engines.stop_s if limit_s is None else limit_s)
         await self.kill()
 
     async def kill(self) -> None:
@@ -151,7 +148,7 @@ class Child:
 
     def last_words(self, error: str = "", *, ended: str = "") -> str:
         """Return ``error`` and the last lines the process printed; of one that left neither, how it ``ended``."""
-        words = [line for line in self._tail if line.strip()][-LAST_WORDS_LINES:]
+        words = [line for line in self._tail if line.strip()][-limits().engines.last_words_lines :]
         silent = f"the engine process died without a word{f' ({ended})' if ended else ''}"
         return " | ".join(filter(None, [error, *words])) or silent
 
@@ -162,7 +159,7 @@ class Child:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                env=dict(environment), start_new_session=True, limit=MAX_LINE_BYTES,
+                env=dict(environment), start_new_session=True, limit=limits().engines.line_bytes,
             )  # fmt: skip
         except OSError as error:
             raise EngineError(f"cannot start {command[0]}: {error.strerror}") from None
@@ -189,7 +186,7 @@ class Child:
         try:
             return await stream.readline()
         except ValueError:
-            raise EngineError(f"the engine process printed a line of more than {MAX_LINE_BYTES} bytes") from None
+            raise EngineError(f"the engine process printed a line of more than {limits().engines.line_bytes} bytes") from None
 
     async def _read_log(self, stream: asyncio.StreamReader | None, on_line: Callable[[str], None] | None) -> None:
         """Keep the last lines the process printed, pass them on, and to the log at debug level."""
@@ -198,7 +195,7 @@ class Child:
         while True:
             try:
                 line = await stream.readline()
-            except ValueError:  # longer than MAX_LINE_BYTES: asyncio has dropped it
+            except ValueError:  # longer than ``line_bytes``: asyncio has dropped it
                 continue
             if not line:
                 return

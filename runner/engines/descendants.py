@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 import psutil
 
-GONE_WITHIN_S = 5.0
-_POLL_S = 0.02
+from runner.limits import limits
 
 
 def list_tree(pid: int | None) -> list[psutil.Process]:
@@ -42,9 +41,9 @@ def list_left(pids: Iterable[int]) -> set[int]:
 
 
 async def kill_rest(tree: list[psutil.Process]) -> list[int]:
-    """Kill what still runs of ``tree``; return the process ids of what has not gone within ``GONE_WITHIN_S``."""
+    """Kill what still runs of ``tree``; return the process ids of what has not gone within ``gone_s``."""
     clock = asyncio.get_running_loop().time
-    give_up_at = clock() + GONE_WITHIN_S
+    give_up_at = clock() + limits().engines.gone_s
     while True:
         left = [process for process in tree if _is_alive(process)]
         if not left or clock() >= give_up_at:
@@ -52,7 +51,7 @@ async def kill_rest(tree: list[psutil.Process]) -> list[int]:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(limits().engines.gone_poll_s)
 
 
 def _is_alive(process: psutil.Process) -> bool:

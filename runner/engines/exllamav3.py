@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 import aiohttp
 import msgspec
 
+from runner.definitions.fields import EXLLAMA_PAGE_TOKENS
 from runner.engines.library_child import LibraryChild, read_option
 from runner.engines.port import (
     CHAT,
@@ -26,10 +27,8 @@ from runner.engines.port import (
     Report,
 )
 from runner.errors import EngineError
+from runner.limits import limits
 
-PAGE_TOKENS = 256
-DEFAULT_CONTEXT_TOKENS = 8192
-FLUSH_TIMEOUT = aiohttp.ClientTimeout(total=90.0)
 SCOPE_HEADER = "x-prefix-scope"
 
 
@@ -101,7 +100,7 @@ class ExLlamaV3Engine:
         """Start over with an empty page table, whatever the scope: the library cannot drop a part of it."""
         if not self._child.server.base_url:
             return FlushOutcome(FlushResult.NOT_SUPPORTED, "the model is not loaded")
-        status, body = await self._child.server.ask("POST", "/flush", timeout=FLUSH_TIMEOUT)
+        status, body = await self._child.server.ask("POST", "/flush", timeout_s=limits().engines.exllama_flush_s)
         if status == 409:
             return FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; flush again when they have ended")
         if status != 200:
@@ -148,10 +147,10 @@ def _cache_settings(plan: LoadPlan) -> Mapping[str, object]:
     options = plan.options
     size = read_option(options, "exllama_cache_size", int)
     if size is None:
-        wanted = (plan.context_tokens or DEFAULT_CONTEXT_TOKENS) * plan.slots
-        size = -(-wanted // PAGE_TOKENS) * PAGE_TOKENS
-    if size < PAGE_TOKENS or size % PAGE_TOKENS:
-        raise EngineError(f"exllama_cache_size must be a multiple of {PAGE_TOKENS}, got {size}")
+        wanted = (plan.context_tokens or limits().engines.excontext_tokens) * plan.slots
+        size = -(-wanted // EXLLAMA_PAGE_TOKENS) * EXLLAMA_PAGE_TOKENS
+    if size < EXLLAMA_PAGE_TOKENS or size % EXLLAMA_PAGE_TOKENS:
+        raise EngineError(f"exllama_cache_size must be a multiple of {EXLLAMA_PAGE_TOKENS}, got {size}")
     k_bits, v_bits = read_option(options, "exllama_cache_k_bits", int), read_option(options, "exllama_cache_v_bits", int)
     quant = read_option(options, "exllama_cache_quant", str)
     if quant is not None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from runner.limits import limits
+
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
 _SHOWN: frozenset[str] = frozenset({
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason", "vllm:kv_cache_usage_perc",
@@ -29,9 +31,6 @@ _SHOWN: frozenset[str] = frozenset({
 _ENDINGS = ("_total", "_bucket", "_sum", "_count")
 _KEPT_LABELS = frozenset({"le", "quantile", "reason", "finished_reason", "err", "engine"})
 """What tells samples of a model apart; whatever else an engine labels is dropped, and ``model`` and ``replica`` are added."""
-MAX_SHOWN_BYTES = 1024 * 1024
-MAX_SHOWN_SAMPLES = 1000
-"""Of one replica."""
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -82,12 +81,12 @@ def _parse_lines(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], 
 def show_series(texts: Iterable[tuple[str, int, str]]) -> list[Metric]:
     """Return the engines' own series: of each model, replica (from 0) and its metrics as text, those that are known.
 
-    A text that is too long, or is none of this format, shows nothing. Samples beyond ``MAX_SHOWN_SAMPLES`` are left out.
+    A text that is too long, or is none of this format, shows nothing. Samples beyond ``shown_samples`` are left out.
     """
     shown: dict[str, Metric] = {}
     seen: set[tuple[object, ...]] = set()
     for model, replica, text in texts:
-        room = MAX_SHOWN_SAMPLES
+        room = limits().engines.shown_samples
         for family in _read_families(text):
             mine = shown.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             if mine.type != family.type:
@@ -104,7 +103,7 @@ def show_series(texts: Iterable[tuple[str, int, str]]) -> list[Metric]:
 
 
 def _read_families(text: str) -> list[Metric]:
-    if len(text) > MAX_SHOWN_BYTES:
+    if len(text) > limits().engines.shown_bytes:
         return []
     known = "\n".join(line for line in text.splitlines() if _names_shown(line))
     try:

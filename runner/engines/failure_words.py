@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import deque
 
+from runner.limits import limits
+
 # Servers of several processes put a process name before their lines, and loggers a date and a place.
 _PREFIX = re.compile(
     r"^(?:\([^()]*\) ?)?(?:[\d:.TZ-]+\s+)?(?:(?:ERROR|CRITICAL) (?:[\d-]+ [\d:.]+ \[[^\]]*\] ?)?(?:[a-z_-]+: )*)?"
@@ -14,7 +16,6 @@ _INDIRECT = re.compile(r"initialization failed|See root cause above|[Ss]ee stack
 _USAGE_ERROR = re.compile(r"^(?:\S+: )?error: ")
 _VALIDATION = re.compile(r"^\s*(?:Value|Assertion) error, (.+?)(?: \[type=.*)?$")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_MAX_WORDS = 600
 
 
 class FailureWords:
@@ -38,4 +39,4 @@ class FailureWords:
     def best(self) -> str:
         """Return the last cause, else the last consequence, else an empty text."""
         words = self._causes or self._consequences
-        return words[-1][:_MAX_WORDS] if words else ""
+        return words[-1][: limits().engines.logged_chars] if words else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -12,10 +13,7 @@ from yarl import URL
 
 from runner.engines.port import Call, Health
 from runner.errors import EngineError, EngineSilent
-
-QUESTION_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-MAX_ANSWER_BYTES = 8 * 1024 * 1024
-LARGE_BODY_BYTES = 512 * 1024
+from runner.limits import limits
 
 NOT_TO_ENGINE = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -64,28 +62,34 @@ class HttpServer:
         path: str,
         *,
         body: object = None,
-        timeout: aiohttp.ClientTimeout = QUESTION_TIMEOUT,
+        timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
         """Ask something short; return status and body. Raises EngineError when no answer comes or too long a one,
-        EngineSilent when it is merely late.
+        EngineSilent when it is merely late. ``timeout_s``: longest wait, infinite = none, None = ``question_s``.
         """
+        wait_s = limits().engines.question_s if timeout_s is None else timeout_s
         sent = {"Accept": "application/json", **self.headers, **(headers or {})}
         data = None
         if body is not None:
             data, sent["Content-Type"] = _as_payload(msgspec.json.encode(body)), "application/json"
         try:
             async with self._client.request(
-                method, self.base_url + path, data=data, headers=sent, timeout=timeout, allow_redirects=False
+                method,
+                self.base_url + path,
+                data=data,
+                headers=sent,
+                timeout=aiohttp.ClientTimeout(total=None if math.isinf(wait_s) else wait_s),
+                allow_redirects=False,
             ) as response:
                 answer = bytearray()
                 async for chunk in response.content.iter_chunked(64 * 1024):
                     answer += chunk
-                    if len(answer) > MAX_ANSWER_BYTES:
-                        raise EngineError(f"{path} answers with more than {MAX_ANSWER_BYTES} bytes")
+                    if len(answer) > limits().engines.answer_bytes:
+                        raise EngineError(f"{path} answers with more than {limits().engines.answer_bytes} bytes")
                 return response.status, bytes(answer)
         except TimeoutError:
-            raise EngineSilent(f"{path} was not answered within {timeout.total:g} s") from None
+            raise EngineSilent(f"{path} was not answered within {wait_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"{path} was not answered: {error}") from None
 
@@ -112,4 +116,4 @@ class HttpServer:
 
 def _as_payload(body: bytes) -> io.BytesIO | bytes | None:
     """Return a body as aiohttp is to send it: a large one in pieces, so that it does not hold up the loop in one write."""
-    return io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body or None
+    return io.BytesIO(body) if len(body) > limits().engines.piece_bytes else body or None

@@ -29,10 +29,9 @@ from runner.engines.port import (
 )
 from runner.engines.token_counts import ask_child
 from runner.errors import EngineError
+from runner.limits import limits
 
 Value = TypeVar("Value")
-
-LOAD_LIMIT_S = 1800.0
 
 
 class _Numbers(msgspec.Struct):
@@ -71,7 +70,9 @@ class LibraryChild:
     async def start(self, settings: Mapping[str, object], report: Report) -> None:
         """Start the child and have it load; ``settings`` less the key. Raises EngineError; no process is left then."""
         key = secrets.token_urlsafe(24)
-        url = await self._child.start_ours(self._module, {**settings, "key": key}, report, limit_s=LOAD_LIMIT_S)
+        url = await self._child.start_ours(
+            self._module, {**settings, "key": key}, report, limit_s=limits().engines.library_load_s
+        )
         self.server.base_url, self.server.headers = url, {"Authorization": f"Bearer {key}"}
         self._child.info["version"] = await asyncio.to_thread(installed_version, self._distribution)
 

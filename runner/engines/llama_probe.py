@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Final
 
-import aiohttp
 import msgspec
 
 from runner.engines.http import HttpServer
 from runner.errors import EngineError
-
-_PATIENCE: Final = aiohttp.ClientTimeout(total=20.0)
-_CHANCE_TOKENS: Final = 2
-"""Two random prompts may begin alike (a start token, a letter)."""
+from runner.limits import limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +49,28 @@ class _Prober:
     async def count_reused(self, prompt: str, *, may_reuse: bool) -> int:
         """Run a prompt in slot 0; return how much of it was there already. Raises EngineError, msgspec.DecodeError."""
         body = {**self._routing, "prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": may_reuse}
-        status, answer = await self._server.ask("POST", "/completion", body=body, timeout=_PATIENCE)
+        status, answer = await self._server.ask("POST", "/completion", body=body, timeout_s=limits().engines.llama_probe_s)
         if status != 200:
             raise EngineError(f"/completion answers HTTP {status}")
         return msgspec.json.decode(answer, type=_Completion).timings.cache_n
 
     async def can_erase(self) -> bool:
         """Erase slot 0; return whether the server did."""
-        status, _ = await self._server.ask("POST", "/slots/0?action=erase", body=self._routing or None, timeout=_PATIENCE)
+        status, _ = await self._server.ask(
+            "POST", "/slots/0?action=erase", body=self._routing or None, timeout_s=limits().engines.llama_probe_s
+        )
         return status == 200
 
 
 async def _probe(prober: _Prober) -> Findings:
     first, second = secrets.token_hex(48), secrets.token_hex(48)
     await prober.count_reused(first, may_reuse=True)
-    if await prober.count_reused(first, may_reuse=True) <= _CHANCE_TOKENS:
+    if await prober.count_reused(first, may_reuse=True) <= limits().engines.llama_probe_tokens:
         return Findings(detail="the server reports no reuse of prompts, so nothing can be said about it")
     if await prober.count_reused(first, may_reuse=False):
         return Findings(detail="the server reuses prompts also where it is told not to")
     await prober.count_reused(second, may_reuse=True)  # now a copy of the first would be in host memory
-    if await prober.count_reused(first, may_reuse=True) > _CHANCE_TOKENS:
+    if await prober.count_reused(first, may_reuse=True) > limits().engines.llama_probe_tokens:
         return Findings(detail="the server keeps copies of prompts in host memory: start it with --cache-ram 0")
     if not await prober.can_erase():
         return Findings(isolates=True, detail="the server does not erase slots: start it with --slot-save-path")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Final
 
 import aiohttp
 import msgspec
@@ -13,11 +12,7 @@ from runner.definitions.plan import Progress, Report
 from runner.engines.http import HttpServer
 from runner.engines.port import Call
 from runner.errors import EngineError
-
-LOAD_LIMIT_S: Final = 900.0
-UNLOAD_LIMIT_S: Final = 30.0
-_LOOK_EVERY_S: Final = 0.2
-_START_TIMEOUT: Final = aiohttp.ClientTimeout(total=30.0)
+from runner.limits import limits
 
 
 class Status(msgspec.Struct):
@@ -108,11 +103,13 @@ class LlamaRouter:
         listening = asyncio.create_task(self._report_events(report))
         try:
             await self._tell("/models/load")
-            async with asyncio.timeout(LOAD_LIMIT_S):
+            async with asyncio.timeout(limits().engines.llama_load_s):
                 await self._wait_loaded()
         except TimeoutError:
             await self.give_up()
-            raise EngineError(f"{self._model} was not loaded by the router within {LOAD_LIMIT_S:.0f} s") from None
+            raise EngineError(
+                f"{self._model} was not loaded by the router within {limits().engines.llama_load_s:.0f} s"
+            ) from None
         except BaseException:
             await self.give_up()
             raise
@@ -126,13 +123,14 @@ class LlamaRouter:
         if _is_out(await self.ask_status()):
             return
         await self._tell("/models/unload")
-        deadline = asyncio.get_running_loop().time() + UNLOAD_LIMIT_S
+        bounds = limits().engines
+        deadline = asyncio.get_running_loop().time() + bounds.router_unload_s
         while not _is_out(status := await self.ask_status()):
             if asyncio.get_running_loop().time() > deadline:
                 raise EngineError(
-                    f"the router still has {self._model} ({status.value}) {UNLOAD_LIMIT_S:.0f} s after it was told"
+                    f"the router still has {self._model} ({status.value}) {bounds.router_unload_s:.0f} s after it was told"
                 )
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(bounds.router_look_s)
 
     async def give_up(self) -> None:
         """Have a half-loaded model unloaded; what that says no longer matters."""
@@ -148,11 +146,13 @@ class LlamaRouter:
             if status.has_failed:
                 code = "" if status.exit_code is None else f" (exit code {status.exit_code})"
                 raise EngineError(f"the router could not load {self._model}{code}: see the log of llama-server")
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(limits().engines.router_look_s)
 
     async def _tell(self, path: str) -> None:
         """Raise EngineError with the router's words unless it does as it is told."""
-        status, body = await self._server.ask("POST", path, body={"model": self._model}, timeout=_START_TIMEOUT)
+        status, body = await self._server.ask(
+            "POST", path, body={"model": self._model}, timeout_s=limits().engines.router_start_s
+        )
         if status == 200:
             return
         words = ""

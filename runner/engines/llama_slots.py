@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
@@ -31,6 +32,7 @@ from runner.engines.port import (
 )
 from runner.engines.slots import Lease, Owner, SlotBook
 from runner.errors import EngineError
+from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
@@ -38,8 +40,6 @@ PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
 
 _TO_ENGINE: Final = frozenset({"content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent", "x-request-id"})
 """Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left."""
-_WINDING_DOWN_S: Final = 1.0
-_NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None)
 _METRIC: Final = re.compile(rb"^llamacpp:(\w+) ([0-9.eE+]+)$", re.MULTILINE)
 
 
@@ -188,7 +188,7 @@ class LlamaSlots:
     async def ask_loop(self) -> None:
         """Return when the server's loop has answered, which it does between two batches, or the server is gone."""
         with contextlib.suppress(EngineError):
-            await self._server.ask("GET", f"/slots{self._question}", timeout=_NO_TIMEOUT)
+            await self._server.ask("GET", f"/slots{self._question}", timeout_s=math.inf)
 
     async def read_stats(self) -> EngineStats:
         """Return what ``/slots`` and ``/metrics`` say. Raises EngineError when the server does not answer."""
@@ -257,7 +257,7 @@ class LlamaSlots:
 
     async def _when_idle(self, wanted: list[int]) -> list[Slot] | None:
         """Return these slots once none is at work, or as they are after a moment: a client that left is let go of quickly."""
-        deadline = asyncio.get_running_loop().time() + _WINDING_DOWN_S
+        deadline = asyncio.get_running_loop().time() + limits().engines.llama_slots_s
         while True:
             shown = await self.list_slots()
             if shown is None:

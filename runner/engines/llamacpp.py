@@ -37,17 +37,10 @@ from runner.engines.port import (
 )
 from runner.engines.token_counts import ask_llama
 from runner.errors import EngineError
+from runner.limits import limits
 
-LOAD_LIMIT_S = 900.0
-DEFAULT_CONTEXT_TOKENS = 4096
-"""Per slot, where the plan does not say; llama.cpp itself takes less where the model was made for less."""
-UNKNOWN_BATCH_S = 15.0
-"""Of a full batch, before llama.cpp has counted one."""
 BATCH_TOKENS = 512
 _CHILD = "runner.engines.children.llamacpp"
-_WATCH_EVERY_S = 0.25
-_LOG_LIMIT_S = 5.0
-"""What the log of a loaded model still has to say of the load is waited for so long."""
 
 
 class _Meta(msgspec.Struct):
@@ -102,7 +95,7 @@ class LlamaCpp:
         try:
             self._server.base_url = await self._child.start_ours(
                 _CHILD, child_settings(self._plan, path, key), report,
-                limit_s=LOAD_LIMIT_S, on_line=log.read,
+                limit_s=limits().engines.llama_load_s, on_line=log.read,
                 environment=gpu_environment(self._plan.gpu_ids, is_cpu=self._plan.options.get("device") == "cpu"),
             )  # fmt: skip
             await _wait_told(is_told)
@@ -164,7 +157,7 @@ class LlamaCpp:
     def batch_s(self) -> float:
         """What a full batch takes at the speed that llama.cpp has counted so far."""
         if self._slots.token_s is None:
-            return UNKNOWN_BATCH_S
+            return limits().engines.llama_batch_s
         return self._slots.token_s * _count_batch_tokens(self._plan)
 
     async def ask_loop(self) -> None:
@@ -207,7 +200,7 @@ class LlamaCpp:
         """Report how much of the weights has arrived in the child's memory: llama.cpp has no other word of it."""
         total = sum(part.stat().st_size for part in weight_files(path)) or 1
         while log.is_reading:
-            await asyncio.sleep(_WATCH_EVERY_S)
+            await asyncio.sleep(limits().engines.llama_watch_s)
             if (pid := self._child.pid) is None or not log.is_reading:
                 continue
             with contextlib.suppress(psutil.Error):
@@ -218,7 +211,7 @@ class LlamaCpp:
 async def _wait_told(is_told: asyncio.Event) -> None:
     """Wait a moment for the end of the log of a load: another thread of the child writes it, also after the child's answer."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LOG_LIMIT_S):
+        async with asyncio.timeout(limits().engines.llama_log_s):
             await is_told.wait()
 
 
@@ -227,7 +220,7 @@ def child_settings(plan: LoadPlan, path: Path, key: str) -> dict[str, object]:
     options: Mapping[str, object] = plan.options
     return {
         "model_path": str(path), "model_id": plan.model_id, "key": key, "slots": plan.slots, "threads": plan.threads,
-        "context_tokens": plan.context_tokens or DEFAULT_CONTEXT_TOKENS,
+        "context_tokens": plan.context_tokens or limits().engines.context_tokens,
         "embedding": options.get("gguf_embedding") is True, "batch_tokens": _count_batch_tokens(plan),
         "gpu_layers": 0 if options.get("device") == "cpu" else options.get("gguf_n_gpu_layers", -1),
         "enable_thinking": options.get("enable_thinking"),
@@ -239,7 +232,7 @@ def child_settings(plan: LoadPlan, path: Path, key: str) -> dict[str, object]:
 
 def _count_batch_tokens(plan: LoadPlan) -> int:
     if plan.options.get("gguf_embedding") is True:  # an input has to fit into one batch
-        return max(BATCH_TOKENS, plan.context_tokens or DEFAULT_CONTEXT_TOKENS)
+        return max(BATCH_TOKENS, plan.context_tokens or limits().engines.context_tokens)
     return BATCH_TOKENS
 
 

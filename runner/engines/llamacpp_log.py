@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 from runner.definitions.plan import Progress, Report
+from runner.limits import limits
 
-_MAX_ERRORS = 8
 _KV_BUFFER = re.compile(r"(?:KV|RS) buffer size =\s*([0-9.]+) MiB")
 _ERROR = re.compile(r"^[0-9.]+ E (.*)")
 _FOLLOWS_FROM_ANOTHER = ("failed to load model", "failed to create", "exiting due to")
@@ -50,7 +50,7 @@ class LoadLog:
             self._report(Progress("warming up"))
         elif line.endswith("model loaded"):
             self._on_loaded()
-        elif (found := _ERROR.match(line)) and len(self._errors) < _MAX_ERRORS:
+        elif (found := _ERROR.match(line)) and len(self._errors) < limits().engines.llama_log_errors:
             text = re.sub(r"\s{2,}", " ", found[1])
             self._errors.append(text.partition("error loading model: ")[2] or text)
 

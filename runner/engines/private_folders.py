@@ -9,14 +9,14 @@ from pathlib import Path
 
 import psutil
 
-_LONGEST_BASE = 60
-"""A socket's path has room for some hundred characters, and our names take up to 40."""
+from runner.limits import limits
 
 
 def make_private_folder(name: str) -> Path:
     """Return a new folder that only we may enter; remove those of runners that were killed before they could. Blocks."""
     usual = Path(tempfile.gettempdir())
-    base = usual if len(str(usual)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108  # mkdtemp makes it private
+    # A socket's path has room for some hundred characters, and our names take up to 40.
+    base = usual if len(str(usual)) <= limits().engines.folder_chars else Path("/tmp")  # noqa: S108  # mkdtemp makes it private
     prefix = f"muster-{name}-"
     for folder in base.glob(f"{prefix}*-*"):
         owner = folder.name.removeprefix(prefix).partition("-")[0]

@@ -25,7 +25,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from runner.definitions.kinds import is_http_url
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.elsewhere import read_key
-from runner.engines.http import LARGE_BODY_BYTES, MAX_ANSWER_BYTES, HttpServer
+from runner.engines.http import HttpServer
 from runner.engines.library_child import read_option
 from runner.engines.port import (
     CHAT,
@@ -38,19 +38,12 @@ from runner.engines.port import (
     Health,
 )
 from runner.errors import EngineError, EngineSilent, EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteRefused
+from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT_S = 120.0
-CONNECT_TIMEOUT_S = 10.0
-HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-MAX_RETRY_AFTER_S = 30.0
-FIRST_PAUSE_S = 0.5
-MAX_PAUSE_S = 8.0
-MAX_NAMES = 10
-"""Models of the provider that an error lists."""
 
 TRY_AGAIN: Final = frozenset({429, 502, 503, 504})
 NOT_TO_PROVIDER: Final = frozenset({
@@ -112,8 +105,8 @@ class RemoteEngine:
         self._thinking = read_option(plan.options, "remote_thinking", str)
         self._check = read_option(plan.options, "remote_health_check", str) or "config_only"
         self._max_retries = read_option(plan.options, "remote_max_retries", int) or 0
-        timeout_s = plan.options.get("remote_timeout_s", DEFAULT_TIMEOUT_S)
-        self._timeout_s = float(timeout_s) if isinstance(timeout_s, int | float) else DEFAULT_TIMEOUT_S
+        timeout_s = plan.options.get("remote_timeout_s", limits().engines.remote_silence_s)
+        self._timeout_s = float(timeout_s) if isinstance(timeout_s, int | float) else limits().engines.remote_silence_s
         self._open: set[aiohttp.ClientResponse] = set()
         self._running = 0
         self.capabilities = Capabilities(endpoints=(CHAT,), max_inflight=plan.slots, function_calling=True, is_remote=True)
@@ -143,7 +136,7 @@ class RemoteEngine:
             cookie_jar=aiohttp.DummyCookieJar(),
             response_class=_ProviderResponse,
             timeout=aiohttp.ClientTimeout(
-                total=None, connect=min(CONNECT_TIMEOUT_S, self._timeout_s), sock_read=self._timeout_s
+                total=None, connect=min(limits().engines.remote_connect_s, self._timeout_s), sock_read=self._timeout_s
             ),
         )
         report(Progress("ready", 1.0))
@@ -191,7 +184,7 @@ class RemoteEngine:
         if self._check != "models":
             return Health.OK
         try:
-            status, _ = await self._server.ask("GET", "/models", timeout=HEALTH_TIMEOUT)
+            status, _ = await self._server.ask("GET", "/models", timeout_s=limits().engines.remote_health_s)
         except EngineSilent:
             return Health.SILENT
         except EngineError:
@@ -223,22 +216,22 @@ class RemoteEngine:
 
     async def _check_models(self) -> None:
         """Raise EngineError unless the provider lists the model; a list that is empty or in another shape proves nothing."""
-        status, body = await self._server.ask("GET", "/models", timeout=aiohttp.ClientTimeout(total=self._timeout_s))
+        status, body = await self._server.ask("GET", "/models", timeout_s=self._timeout_s)
         self._expect_ok("/models", status)
         try:
             names = [card.id for card in msgspec.json.decode(body, type=_Cards).data if card.id]
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
         if names and self._model not in names:
-            listed = ", ".join(sorted(names)[:MAX_NAMES]) + (" and more" if len(names) > MAX_NAMES else "")
+            most = limits().engines.names
+            listed = ", ".join(sorted(names)[:most]) + (" and more" if len(names) > most else "")
             raise EngineError(f"the provider does not list {self._model}; it lists {listed}: correct remote_model")
 
     async def _check_completion(self) -> None:
         """Raise EngineError unless the provider answers a request for one token."""
         asked: dict[str, object] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         body = msgspec.json.decode(self._rewrite(msgspec.json.encode(asked)))
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        status, _ = await self._server.ask("POST", "/chat/completions", body=body, timeout=timeout)
+        status, _ = await self._server.ask("POST", "/chat/completions", body=body, timeout_s=self._timeout_s)
         self._expect_ok("/chat/completions", status)
 
     def _expect_ok(self, path: str, status: int) -> None:
@@ -276,7 +269,7 @@ class RemoteEngine:
         while True:
             pause_s = _back_off(self._max_retries - tries_left)
             try:
-                data = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
+                data = io.BytesIO(body) if len(body) > limits().engines.piece_bytes else body
                 response = await session.post(url, data=data, headers=headers, allow_redirects=False)
             except (aiohttp.ServerTimeoutError, aiohttp.ClientSSLError):
                 raise
@@ -339,8 +332,8 @@ async def _read_all(response: aiohttp.ClientResponse) -> bytes:
     body = bytearray()
     async for chunk in response.content.iter_chunked(64 * 1024):
         body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            raise EngineUnavailable(f"The provider answers with more than {MAX_ANSWER_BYTES} bytes.")
+        if len(body) > limits().engines.answer_bytes:
+            raise EngineUnavailable(f"The provider answers with more than {limits().engines.answer_bytes} bytes.")
     return bytes(body)
 
 
@@ -357,16 +350,18 @@ def _describe(status: int) -> bytes:
 
 def _back_off(tried: int) -> float:
     """Return the seconds to wait before the next try, spread so that many requests do not come back at once."""
-    return min(MAX_PAUSE_S, math.ldexp(FIRST_PAUSE_S, tried)) * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
+    bounds = limits().engines
+    pause_s = min(bounds.remote_pause_max_s, math.ldexp(bounds.remote_pause_first_s, tried))
+    return pause_s * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
 
 
 def _read_retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds a provider asks us to wait (RFC 9110 section 10.2.3), at most 30; None when it does not."""
     text = headers.get("Retry-After", "").strip()
     if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text):
-        return min(MAX_RETRY_AFTER_S, float(text))
+        return min(limits().engines.remote_retry_after_s, float(text))
     try:
         wait_s = parsedate_to_datetime(text).timestamp() - clock.unix_s()
     except (ValueError, OverflowError):
         return None
-    return min(MAX_RETRY_AFTER_S, max(0.0, wait_s))
+    return min(limits().engines.remote_retry_after_s, max(0.0, wait_s))

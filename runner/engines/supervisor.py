@@ -14,25 +14,10 @@ from enum import StrEnum
 from runner.engines.descendants import list_left
 from runner.engines.port import Engine, Health, LoopOwner, Report
 from runner.errors import EngineError
+from runner.limits import limits
 
 log = logging.getLogger(__name__)
 
-RESTART_FIRST_S = 0.5
-STEADY_AFTER_S = 30.0
-"""An engine that served this long starts its back-off anew when it dies."""
-UNLOAD_LIMIT_S = 60.0
-OBEY_LIMIT_S = 2.0
-"""An engine of ours lets go of a client that has left within this time. llama.cpp looks for it once a second, also while it
-works on a long prompt: what goes on then is the batch, which others share.
-"""
-READ_S_PER_MIB = 4.0
-"""More for what it was sent: it reads a body to its end, tokens included, before it looks; measured: 0.7 s on one core."""
-LOOP_LIMIT_S = 20.0
-"""The loop that works for all of an engine's clients answers within this time and that of so many batches as the engine made
-before: one small grammar can keep llama.cpp's loop for ever, while its server's threads let go of who asked.
-"""
-LOOP_BATCHES = 8
-_LOOK_EVERY_S = 0.25
 _LOOP = 0
 """No port of a client: stands for the question to the loop."""
 
@@ -63,11 +48,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, engine: Engine, *, silent_s: float, on_change: Callable[[], None], loop_limit_s: float = LOOP_LIMIT_S
+        self, engine: Engine, *, silent_s: float, on_change: Callable[[], None], loop_limit_s: float | None = None
     ) -> None:
         self.engine = engine
         self._silent_s = silent_s
-        self._loop_limit_s = loop_limit_s
+        self._limits = limits().engines
+        self._loop_limit_s = self._limits.loop_s if loop_limit_s is None else loop_limit_s
         self._on_change = on_change
         self._suspicion = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -113,7 +99,7 @@ class Supervisor:
         question: asyncio.Task[None] | None = None
         try:
             for look in itertools.count():
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(self._limits.obey_look_s)
                 ports = await asyncio.to_thread(list_left, self.engine.pids)
                 if question is not None and question.done():
                     question = None
@@ -129,7 +115,7 @@ class Supervisor:
                 for port, one in held.items():
                     if oldest_gone <= one.since:
                         one.waiting_since = look
-                    if (look - one.waiting_since) * _LOOK_EVERY_S > one.limit_s:
+                    if (look - one.waiting_since) * self._limits.obey_look_s > one.limit_s:
                         what = "one step of its work" if port == _LOOP else "a request whose client had left"
                         self._disobeys = f"the engine went on for more than {one.limit_s:.0f} s with {what}"
                         self._suspicion.set()
@@ -141,8 +127,8 @@ class Supervisor:
 
     def _limit_s(self, port: int) -> float:
         if port == _LOOP and isinstance(self.engine, LoopOwner):
-            return self._loop_limit_s + LOOP_BATCHES * self.engine.batch_s
-        return OBEY_LIMIT_S + READ_S_PER_MIB * self._left_mib
+            return self._loop_limit_s + self._limits.loop_batches * self.engine.batch_s
+        return self._limits.obey_s + self._limits.obey_s_per_mib * self._left_mib
 
     async def load(self, report: Report) -> None:
         """Load the engine and watch it from then on. Raises EngineError; nothing is left behind then."""
@@ -171,9 +157,9 @@ class Supervisor:
             await asyncio.gather(watcher, return_exceptions=True)
         self._become(EngineState.UNLOADING)
         try:
-            await asyncio.wait_for(self.engine.unload(gently=gently), UNLOAD_LIMIT_S)
+            await asyncio.wait_for(self.engine.unload(gently=gently), self._limits.unload_s)
         except TimeoutError:
-            self._become(EngineState.FAILED, error=f"it did not unload within {UNLOAD_LIMIT_S:.0f} s")
+            self._become(EngineState.FAILED, error=f"it did not unload within {self._limits.unload_s:.0f} s")
             raise EngineError(self.last_error or "") from None
         except EngineError as error:
             self._become(EngineState.FAILED, error=str(error))
@@ -191,7 +177,7 @@ class Supervisor:
 
     async def _keep(self, *, is_loaded: bool, report: Report | None = None) -> None:
         """Watch and restart until cancelled."""
-        pause_s, clock = RESTART_FIRST_S, asyncio.get_running_loop().time
+        pause_s, clock = self._limits.restart_first_s, asyncio.get_running_loop().time
         while True:
             if not is_loaded and not await self._try_load(report):
                 await asyncio.sleep(pause_s)
@@ -200,7 +186,7 @@ class Supervisor:
             is_loaded, since = False, clock()
             reason = await self._watch()
             log.error("engine is down engine=%s reason=%s", self.engine.name, reason)
-            pause_s = RESTART_FIRST_S if clock() - since >= STEADY_AFTER_S else pause_s
+            pause_s = self._limits.restart_first_s if clock() - since >= self._limits.steady_after_s else pause_s
             self._become(EngineState.FAILED, error=reason)
             await self._stop_looking()
             with contextlib.suppress(EngineError):  # somebody else's server: nothing of ours to clear away

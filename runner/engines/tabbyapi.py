@@ -35,16 +35,8 @@ from runner.engines.port import (
     Report,
 )
 from runner.errors import EngineError, EngineSilent
+from runner.limits import limits
 from wire import clock
-
-LOAD_LIMIT_S = 1800.0
-GIVE_UP_LIMIT_S = 120.0
-UNLOAD_LIMIT_S = 60.0
-SETTLE_LIMIT_S = 10.0
-POLL_S = 0.5
-LOAD_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=300.0)
-"""The server pings between modules; minutes of silence mean that it hangs."""
-UNLOAD_TIMEOUT = aiohttp.ClientTimeout(total=60.0)
 
 
 class _Parameters(msgspec.Struct):
@@ -113,13 +105,13 @@ class TabbyApiEngine:
             return
         loading = asyncio.create_task(self._load(report))
         try:
-            await asyncio.wait_for(asyncio.shield(loading), LOAD_LIMIT_S)
+            await asyncio.wait_for(asyncio.shield(loading), limits().engines.tabby_load_s)
         except EngineError:
             raise
         except BaseException as error:
             await self._give_up(loading)
             if isinstance(error, TimeoutError):
-                raise EngineError(f"{self._model} was not loaded within {LOAD_LIMIT_S:.0f} s") from None
+                raise EngineError(f"{self._model} was not loaded within {limits().engines.tabby_load_s:.0f} s") from None
             raise
         self._is_loaded = True
 
@@ -213,14 +205,18 @@ class TabbyApiEngine:
         except (aiohttp.ClientError, OSError):
             may_go_on = True
             report(Progress("the connection broke, the server loads on"))
-        card = await self._wait_for_model(within_s=LOAD_LIMIT_S if may_go_on else SETTLE_LIMIT_S)
+        card = await self._wait_for_model(
+            within_s=limits().engines.tabby_load_s if may_go_on else limits().engines.tabby_settle_s
+        )
         self._check_is_ours(card)
 
     async def _load_events(self) -> AsyncIterator[_Event]:
         """Yield what the server says of the load. Raises EngineError when it refuses, aiohttp.ClientError or OSError."""
         url = f"{self._server.base_url}/v1/model/load"
         headers = {**self._server.headers, **self._admin}
-        async with self._client.post(url, json=self._wishes(), headers=headers, timeout=LOAD_TIMEOUT) as response:
+        bounds = limits().engines
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=bounds.connect_s, sock_read=bounds.tabby_silence_s)
+        async with self._client.post(url, json=self._wishes(), headers=headers, timeout=timeout) as response:
             if response.status != HTTPStatus.OK:
                 body = await response.content.read(4096)
                 raise EngineError(_refusal(f"to load {self._model}", response.status, body))
@@ -253,13 +249,13 @@ class TabbyApiEngine:
         while (card := await self._loaded_model()) is None:
             if clock.monotonic() > give_up_at:
                 raise EngineError(f"the server holds no model {within_s:.0f} s after it was asked to load {self._model}")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(limits().engines.tabby_poll_s)
         return card
 
     async def _give_up(self, loading: asyncio.Task[None]) -> None:
         """Undo a load that nobody wants any more: listen until it has ended, then unload."""
         try:
-            async with asyncio.timeout(GIVE_UP_LIMIT_S):
+            async with asyncio.timeout(limits().engines.tabby_give_up_s):
                 await loading
                 await self._unload()
         except (EngineError, TimeoutError):
@@ -271,14 +267,19 @@ class TabbyApiEngine:
         card = await self._loaded_model()
         if card is None or card.id != self._model:
             return
-        status, body = await self._server.ask("POST", "/v1/model/unload", timeout=UNLOAD_TIMEOUT, headers=self._admin)
+        status, body = await self._server.ask(
+            "POST", "/v1/model/unload", timeout_s=limits().engines.tabby_unload_answer_s, headers=self._admin
+        )
         if status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
             raise EngineError(_refusal(f"to unload {self._model}", status, body))
-        give_up_at = clock.monotonic() + UNLOAD_LIMIT_S
+        bounds = limits().engines
+        give_up_at = clock.monotonic() + bounds.tabby_unload_s
         while (card := await self._loaded_model()) is not None and card.id == self._model:
             if clock.monotonic() > give_up_at:
-                raise EngineError(f"the server still holds {self._model} {UNLOAD_LIMIT_S:.0f} s after it was told to unload it")
-            await asyncio.sleep(POLL_S)
+                raise EngineError(
+                    f"the server still holds {self._model} {bounds.tabby_unload_s:.0f} s after it was told to unload it"
+                )
+            await asyncio.sleep(bounds.tabby_poll_s)
 
 
 def _refusal(what: str, status: int, body: bytes) -> str:

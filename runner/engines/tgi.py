@@ -41,16 +41,11 @@ from runner.engines.port import (
 )
 from runner.engines.private_folders import make_private_folder
 from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
-from runner.engines.token_counts import COUNT_TIMEOUT, take_answer
+from runner.engines.token_counts import take_answer
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
+from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
-LOAD_TIMEOUT_S = 3600.0
-STOP_TIMEOUT_S = 10.0
-SOON_S = 0.2
-MAX_ERROR_BYTES = 64 * 1024
-MAX_COUNTED_BYTES = 128 * 1024
-"""TGI also finds the text of every token, in a time that grows with the square of the prompt."""
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/chat_tokenize"})
 _BASE_MODEL = msgspec.Raw(b'"tgi"')
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -150,7 +145,7 @@ class TgiEngine:
         tree = await asyncio.to_thread(list_tree, self._child.pid)
         folder, self._folder = self._folder, None
         try:
-            await self._child.stop(gently=gently, limit_s=STOP_TIMEOUT_S)
+            await self._child.stop(gently=gently, limit_s=limits().engines.server_stop_s)
         finally:
             left = await kill_rest(tree)
             if folder is not None:
@@ -203,12 +198,12 @@ class TgiEngine:
         """Ask the server, for prompts of up to 128 KiB. Raises InvalidRequest, EngineError."""
         if not self._is_loaded:
             raise EngineError("TGI is not loaded")
-        if sum(len(memoryview(value)) for value in fields.values()) > MAX_COUNTED_BYTES:
-            raise InvalidRequest(f"TGI counts prompts of at most {MAX_COUNTED_BYTES} bytes.")
+        if sum(len(memoryview(value)) for value in fields.values()) > limits().engines.tgi_count_bytes:
+            raise InvalidRequest(f"TGI counts prompts of at most {limits().engines.tgi_count_bytes} bytes.")
         is_chat = "messages" in fields
         path = "/chat_tokenize" if is_chat else "/tokenize"
         asked: dict[str, object] = {**fields, "model": _BASE_MODEL} if is_chat else {"inputs": fields["prompt"]}
-        status, body = await self._server.ask("POST", path, body=asked, timeout=COUNT_TIMEOUT)
+        status, body = await self._server.ask("POST", path, body=asked, timeout_s=limits().engines.count_s)
         body = take_answer(path, status, body)
         try:
             if is_chat:
@@ -226,7 +221,7 @@ class TgiEngine:
         if not self._is_ours:
             await asyncio.get_running_loop().create_future()
         while self._child.is_running:  # noqa: ASYNC110  # a process sets no event, and orphaned shards hold its pipes open
-            await asyncio.sleep(SOON_S)
+            await asyncio.sleep(limits().engines.server_look_s)
 
     @property
     def _is_ours(self) -> bool:
@@ -244,10 +239,10 @@ class TgiEngine:
         self._log = LauncherLog(report)
         await self._child.start_foreign([*warden, *command], build_environment(self._plan, key), self._log.feed)
         try:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
+            async with asyncio.timeout(limits().engines.server_load_s):
                 await self._wait_healthy()
         except TimeoutError:
-            raise EngineError(f"TGI did not load {self._plan.model_id} within {LOAD_TIMEOUT_S:.0f} s") from None
+            raise EngineError(f"TGI did not load {self._plan.model_id} within {limits().engines.server_load_s:.0f} s") from None
 
     async def _wait_healthy(self) -> None:
         while await self._server.check() is not Health.OK:
@@ -256,7 +251,7 @@ class TgiEngine:
                 raise EngineError(
                     f"TGI could not load {self._plan.model_id}: {self._log.failure() or self._child.last_words()}"
                 )
-            await asyncio.sleep(SOON_S)
+            await asyncio.sleep(limits().engines.server_look_s)
 
     async def _ask_info(self) -> _Info:
         """Return what the server says of itself. Raises EngineError unless it serves the model of the plan."""
@@ -294,7 +289,7 @@ class TgiEngine:
 
 async def _raise_problem(response: aiohttp.ClientResponse) -> None:
     """Raise what an error answer in TGI's shape means; return when it has another. Raises aiohttp.ClientError."""
-    if (response.content_length or 0) > MAX_ERROR_BYTES:
+    if (response.content_length or 0) > limits().engines.tgi_error_bytes:
         return
     try:
         # read() keeps the body, so an answer in another shape can still be passed on.

@@ -12,9 +12,8 @@ from runner.definitions.plan import LoadPlan
 from runner.engines.child import child_environment
 from runner.engines.failure_words import FailureWords
 from runner.engines.port import Progress, Report
+from runner.limits import limits
 
-_LOWEST_PORT = 20_000
-_TRIES = 100
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _STAGES: tuple[tuple[str, str, float], ...] = (
     ("Starting check and download process", "checking the files", 0.05),
@@ -102,9 +101,10 @@ def free_ports(count: int) -> list[int]:
 
 def _candidates(count: int) -> Iterator[int]:
     """Yield ports to try, 0 = any."""
-    width = lowest_given_port() - _LOWEST_PORT
-    if width > _TRIES:
-        yield from (_LOWEST_PORT + secrets.randbelow(width) for _ in range(_TRIES))
+    lowest, tries = limits().engines.tgi_lowest_port, limits().engines.tgi_port_tries
+    width = lowest_given_port() - lowest
+    if width > tries:
+        yield from (lowest + secrets.randbelow(width) for _ in range(tries))
     yield from [0] * count
 
 

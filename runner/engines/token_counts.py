@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import aiohttp
 import msgspec
 
 from runner.engines.http import HttpServer
 from runner.engines.port import TOKENIZE
 from runner.errors import EngineError, InvalidRequest
+from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
-COUNT_TIMEOUT = aiohttp.ClientTimeout(total=60.0)
-"""Not when somebody stops waiting, but when an engine can be taken to have ended with a text: it does not hear us leave."""
-_MAX_REASON_CHARS = 300
 _REFUSALS = frozenset({400, 413, 422})
 
 
@@ -63,7 +60,7 @@ def take_answer(path: str, status: int, body: bytes) -> bytes:
 
 async def ask_count(server: HttpServer, path: str, fields: Mapping[str, msgspec.Raw]) -> int:
     """Ask an engine that answers ``{"count": …}``. Raises InvalidRequest, EngineError."""
-    status, body = await server.ask("POST", path, body=fields, timeout=COUNT_TIMEOUT)
+    status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
     try:
         return _counted_decoder.decode(take_answer(path, status, body)).count
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -83,12 +80,12 @@ async def ask_llama(server: HttpServer, fields: Mapping[str, msgspec.Raw]) -> in
     if "messages" not in fields:
         return await _ask_llama_text(server, fields, fields["prompt"])
     path = "/v1/chat/completions/input_tokens"
-    status, body = await server.ask("POST", path, body=fields, timeout=COUNT_TIMEOUT)
+    status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
     try:
         if status != 404:
             return _input_decoder.decode(take_answer(path, status, body)).input_tokens
         path = "/apply-template"
-        status, body = await server.ask("POST", path, body=fields, timeout=COUNT_TIMEOUT)
+        status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
         prompt = _prompt_decoder.decode(take_answer(path, status, body)).prompt
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise EngineError(f"{path} does not answer as llama.cpp does") from None
@@ -99,7 +96,7 @@ async def _ask_llama_text(server: HttpServer, fields: Mapping[str, msgspec.Raw],
     """Count a text the way llama.cpp reads a prompt: with the special tokens in it, and the one that it begins with."""
     path = "/tokenize"
     asked: dict[str, object] = {"model": fields["model"], "content": text, "add_special": True, "parse_special": True}
-    status, body = await server.ask("POST", path, body=asked, timeout=COUNT_TIMEOUT)
+    status, body = await server.ask("POST", path, body=asked, timeout_s=limits().engines.count_s)
     try:
         return len(_tokens_decoder.decode(take_answer(path, status, body)).tokens)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -113,4 +110,4 @@ def _read_reason(body: bytes) -> str:
         return ""
     error = refusal.error
     reason = error if isinstance(error, str) else error.message if error is not None else refusal.message
-    return reason[:_MAX_REASON_CHARS]
+    return reason[: limits().engines.said_chars]

@@ -7,13 +7,13 @@ from functools import partial
 
 from runner.engines.library_child import LibraryEngine, LibraryKind, read_option
 from runner.engines.port import TRANSCRIPTIONS, Capabilities, LoadPlan
+from runner.limits import limits
 
 TRANSLATIONS = "/v1/audio/translations"
-DEFAULT_MAX_UPLOAD_MB = 100
 
 
 def _settings(plan: LoadPlan) -> Mapping[str, object]:
-    limit_mb = read_option(plan.options, "max_upload_mb", int) or DEFAULT_MAX_UPLOAD_MB
+    limit_mb = read_option(plan.options, "max_upload_mb", int) or limits().engines.whisper_upload_mb
     return {"max_upload_bytes": limit_mb * 1024 * 1024}
 
 

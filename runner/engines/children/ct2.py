@@ -16,12 +16,8 @@ from runner.engines.children.textserver.app import ServerSettings, run
 from runner.engines.children.textserver.model import Prompt, Sampling, Step
 from runner.engines.children.textserver.pieces import Detokeniser
 from runner.engines.children.textserver.templates import read_json, special_tokens
+from runner.limits import limits
 from wire import clock
-
-UNLOAD_LIMIT_S = 5.0
-UNKNOWN_CONTEXT_TOKENS = 2048
-MAX_SANE_CONTEXT_TOKENS = 10_000_000
-"""Hugging Face writes a model_max_length of 10**30 where it knows none."""
 
 
 class Ct2Model:
@@ -34,8 +30,8 @@ class Ct2Model:
         self.specials = special_tokens(words)
         self._ends = _end_tokens(folder, tokenizer, self.specials)
         longest = words.get("model_max_length")
-        if not isinstance(longest, int) or not 0 < longest < MAX_SANE_CONTEXT_TOKENS:
-            longest = UNKNOWN_CONTEXT_TOKENS
+        if not isinstance(longest, int) or not 0 < longest < limits().children.context_tokens:
+            longest = limits().children.unknown_context_tokens
         self.context_tokens = context_tokens or longest
 
     def tokenise(self, text: str) -> Prompt:
@@ -78,7 +74,7 @@ class Ct2Model:
 
     def unload(self) -> None:
         """Unload; the library ignores that without a word while a generation runs and for a moment after, so ask again."""
-        give_up_at = clock.monotonic() + UNLOAD_LIMIT_S
+        give_up_at = clock.monotonic() + limits().children.unload_s
         while self._generator.model_is_loaded:
             if clock.monotonic() > give_up_at:
                 raise RuntimeError("the model is still loaded")

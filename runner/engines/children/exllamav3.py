@@ -22,12 +22,9 @@ from runner.engines.children.base import Parent
 from runner.engines.children.textserver.app import ServerSettings, run
 from runner.engines.children.textserver.model import Prompt, Sampling, Step
 from runner.engines.children.textserver.templates import read_json, special_tokens
+from runner.limits import limits
 
 log = logging.getLogger(__name__)
-
-BEAT_S = 0.2
-ANSWER_LIMIT_S = 60.0
-"""One step of the library, prefill of a chunk included, takes far less."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,11 +74,11 @@ class ExLlamaModel:
         """Yield steps that the generator's thread makes. Closing it cancels the job, and waits until that is done."""
         request = _Request(prompt, sampling, sampling.scope or f"alone-{next(self._serials)}")
         self._commands.put(lambda: self._waiting.append(request))
-        ended = False
+        ended, poll_s = False, limits().children.step_poll_s
         try:
             while not ended:
                 try:
-                    step = request.steps.get(timeout=BEAT_S)
+                    step = request.steps.get(timeout=poll_s)
                 except queue.Empty:  # it waits its turn, or its prompt is long: ask whether it is still wanted
                     yield Step("", 0)
                     continue
@@ -105,12 +102,12 @@ class ExLlamaModel:
         """Start over with an empty page table; return how many tokens were cached. None = a request runs."""
         answer: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._commands.put(lambda: answer.put(self._flush()))
-        return answer.get(timeout=ANSWER_LIMIT_S)
+        return answer.get(timeout=limits().children.step_s)
 
     def unload(self) -> None:
         """Stop the thread and free the weights; the process ends right after, which is what proves it."""
         self._commands.put(self._end)
-        self._thread.join(ANSWER_LIMIT_S)
+        self._thread.join(limits().children.step_s)
         if self._thread.is_alive():
             raise RuntimeError("the generator does not stop")
         self._parts.model.unload()

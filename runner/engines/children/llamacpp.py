@@ -14,10 +14,7 @@ import sys
 from typing import Any
 
 from runner.engines.children.base import Parent
-
-UNLOAD_LIMIT_S = 1
-LOG_VERBOSITY = 4
-"""Tells what the adapter reads from the log (buffer sizes, warm-up, reasons); prompts appear only from 5 on."""
+from runner.limits import limits
 
 
 def main() -> int:
@@ -37,7 +34,7 @@ def main() -> int:
     parent.say(url=url)
     parent.wait_until_told()
     # Unloading takes milliseconds; should it hang, the default action of SIGALRM ends the process.
-    signal.alarm(UNLOAD_LIMIT_S)
+    signal.alarm(limits().children.llama_unload_s)
     del server
     return 0
 
@@ -55,7 +52,7 @@ def _start_server(settings: dict[str, Any]) -> Any:  # Any: xllamacpp has no typ
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
     params.embedding = settings["embedding"]
     params.warmup = True
-    params.verbosity = LOG_VERBOSITY
+    params.verbosity = 4  # it tells what the adapter reads from the log; prompts appear only from 5 on
     return xllamacpp.Server(params)
 
 

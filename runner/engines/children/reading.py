@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runner.engines.children.base import Parent
+from runner.limits import limits
 
 _COUNTERS = Path("/proc/self/io")
-POLL_S = 0.25
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def report_reading(parent: Parent, weights_bytes: int, stage: str = "reading wei
     start = _bytes_read()
 
     def watch() -> None:
-        while start is not None and not done.wait(POLL_S):
+        while start is not None and not done.wait(limits().children.reading_poll_s):
             now = _bytes_read()
             if now is not None and weights_bytes > 0:
                 parent.say(stage=stage, fraction=round(min((now - start) / weights_bytes, 0.99), 3))

@@ -10,12 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from runner.engines.children.web import Refusal
+from runner.limits import limits
 
 Item = TypeVar("Item")
-
-POLL_S = 0.05
-MAX_AHEAD = 256
-"""Results a worker may be ahead of the client that reads them."""
 
 
 class Slots:
@@ -85,7 +82,8 @@ class Pipe(Generic[Item]):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Item | None] = asyncio.Queue()  # bounded by the credits below
-        self._credits = threading.Semaphore(MAX_AHEAD)
+        self._poll_s = limits().children.slot_poll_s
+        self._credits = threading.Semaphore(limits().children.results_ahead)
         self._left = threading.Event()
 
     @property
@@ -95,7 +93,7 @@ class Pipe(Generic[Item]):
 
     def put(self, item: Item) -> bool:
         """From the worker: hand over a result, waiting while the reader is far behind. False = the reader has gone."""
-        while not self._credits.acquire(timeout=POLL_S):
+        while not self._credits.acquire(timeout=self._poll_s):
             if self._left.is_set():
                 return False
         return self._call(item) and not self._left.is_set()

@@ -2,7 +2,7 @@
 
 The workers of vLLM and TGI live on, with the GPU's memory, when their server is killed. This process starts the server,
 passes SIGTERM on, and kills all that descends from it when the server has exited or the runner has died. It is killed
-together with them when the runner kills the process group. It needs the standard library and the clock alone.
+together with them when the runner kills the process group. It needs the standard library, the clock and the limits alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from runner.limits import limits
 from wire import clock
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _CANNOT_RUN = 127
-_KILL_ROUNDS = 50
-_POLL_S = 0.2
 
 
 def main() -> int:
@@ -66,7 +65,7 @@ def _complain(text: str) -> None:
 def _next_signal() -> int | None:
     """Return a signal that has come, None after a while: where none tells of the parent's end, its changed number does."""
     if sys.platform != "linux":
-        clock.sleep(_POLL_S)
+        clock.sleep(limits().children.warden_poll_s)
         pending = signal.sigpending() & _WATCHED
         return signal.sigwait(pending) if pending else None
     arrived = signal.sigtimedwait(_WATCHED, 1.0)
@@ -90,7 +89,7 @@ def _kill_descendants() -> None:
     """Kill everything below this process, again and again until nothing is left: a dying parent may still start one."""
     if sys.platform != "linux" and os.getpgrp() == os.getpid():  # without /proc: the whole group, this process included
         os.killpg(0, signal.SIGKILL)
-    for _ in range(_KILL_ROUNDS):
+    for _ in range(limits().children.warden_rounds):
         below = _descendants()
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -32,14 +32,10 @@ from runner.engines.children.whisper_answer import (
     text_of,
 )
 from runner.engines.children.whisper_request import AudioRequest, read_request
+from runner.limits import limits
 from wire import clock
 
-UNLOAD_LIMIT_S = 5.0
-MAX_WAITING = 64
-MAX_AUDIO_S = 4 * 3600
-"""Decoded sound takes 64 kB a second; a small file can hold days of silence."""
 RATE = 16_000
-BEAM_SIZE = 5
 
 
 class _ReaderLeftError(Exception):
@@ -107,7 +103,7 @@ class Transcription:
         started = clock.monotonic()
         options: dict[str, Any] = {"temperature": request.temperature} if request.temperature else {}  # Any: keywords
         segments, info = self._model.transcribe(
-            audio, language=request.language, task=outcome.task, beam_size=BEAM_SIZE, initial_prompt=request.prompt,
+            audio, language=request.language, task=outcome.task, beam_size=5, initial_prompt=request.prompt,
             word_timestamps="word" in request.granularities, vad_filter=request.vad_filter, **options,
         )  # fmt: skip
         outcome.language, outcome.audio_ms = info.language, 1000 * info.duration
@@ -130,8 +126,8 @@ def decode(file: IO[bytes], pipe: Pipe[Any]) -> Any:  # Any: a numpy array of fl
         for piece in _samples(av, file):
             pieces.append(piece)
             count += piece.size
-            if count > MAX_AUDIO_S * RATE:
-                raise Refusal(f"the recording is longer than {MAX_AUDIO_S // 3600} hours", param="file")
+            if count > limits().children.audio_s * RATE:
+                raise Refusal(f"the recording is longer than {limits().children.audio_s // 3600} hours", param="file")
             if pipe.is_left:
                 break
     except (av.error.FFmpegError, ValueError, EOFError) as error:
@@ -187,7 +183,7 @@ class AudioServer:
     def __init__(self, model: Any, settings: dict[str, Any]) -> None:  # Any: untyped library; JSON
         self._model = model
         self._settings = settings
-        self._slots = Slots(count=settings["slots"], max_waiting=MAX_WAITING)
+        self._slots = Slots(count=settings["slots"], max_waiting=limits().children.waiting)
 
     @property
     def info(self) -> dict[str, object]:
@@ -315,7 +311,7 @@ def load(settings: dict[str, Any], parent: Parent) -> Any:  # Any: JSON in, a fa
 
 def unload(model: Any) -> None:  # Any: untyped library
     """Unload; the library ignores that without a word while it works and for a moment after, so ask again."""
-    give_up_at = clock.monotonic() + UNLOAD_LIMIT_S
+    give_up_at = clock.monotonic() + limits().children.unload_s
     while model.model.model_is_loaded:
         if clock.monotonic() > give_up_at:
             raise RuntimeError("the model is still loaded")

@@ -10,12 +10,10 @@ from typing import IO
 from aiohttp import BodyPartReader, web
 
 from runner.engines.children.web import Refusal
+from runner.limits import limits
 
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 STREAMED_FORMATS = ("json", "text")
-MAX_FIELD_BYTES = 16 * 1024
-MAX_FIELDS = 32
-CHUNK_BYTES = 256 * 1024
 _TRUE, _FALSE = ("true", "1"), ("false", "0", "")
 
 
@@ -59,12 +57,12 @@ async def read_request(request: web.Request, *, max_upload_bytes: int, languages
 
 
 async def _read_parts(request: web.Request, file: IO[bytes], max_upload_bytes: int) -> _Parts:
-    if (request.content_length or 0) > max_upload_bytes + MAX_FIELDS * MAX_FIELD_BYTES:
+    if (request.content_length or 0) > max_upload_bytes + limits().children.audio_fields * limits().children.audio_field_bytes:
         raise _too_large(max_upload_bytes)
     parts = _Parts()
     try:
         reader = await request.multipart()
-        for _ in range(MAX_FIELDS):
+        for _ in range(limits().children.audio_fields):
             part = await reader.next()
             if part is None:
                 return parts
@@ -73,13 +71,13 @@ async def _read_parts(request: web.Request, file: IO[bytes], max_upload_bytes: i
             await _read_part(part, parts, file, max_upload_bytes)
     except (ValueError, AssertionError) as error:  # what aiohttp raises for a body that is not multipart after all
         raise Refusal("the multipart body cannot be read") from error
-    raise Refusal(f"more than {MAX_FIELDS} fields")
+    raise Refusal(f"more than {limits().children.audio_fields} fields")
 
 
 async def _read_part(part: BodyPartReader, parts: _Parts, file: IO[bytes], max_upload_bytes: int) -> None:
     if part.name == "file":
         size = 0
-        while chunk := await part.read_chunk(CHUNK_BYTES):
+        while chunk := await part.read_chunk(limits().children.audio_chunk_bytes):
             size += len(chunk)
             if size > max_upload_bytes:
                 raise _too_large(max_upload_bytes)
@@ -87,10 +85,10 @@ async def _read_part(part: BodyPartReader, parts: _Parts, file: IO[bytes], max_u
         parts.has_file = True
         return
     value = bytearray()
-    while chunk := await part.read_chunk(MAX_FIELD_BYTES):
+    while chunk := await part.read_chunk(limits().children.audio_field_bytes):
         value += chunk
-        if len(value) > MAX_FIELD_BYTES:
-            raise Refusal(f"a field has more than {MAX_FIELD_BYTES} bytes", param=part.name)
+        if len(value) > limits().children.audio_field_bytes:
+            raise Refusal(f"a field has more than {limits().children.audio_field_bytes} bytes", param=part.name)
     text = value.decode("utf-8", "replace").strip()
     name = (part.name or "").removesuffix("[]")
     if name == "timestamp_granularities":

@@ -22,7 +22,6 @@ from runner.engines.comfyui.server import ComfyServer
 from runner.engines.comfyui.site import ImageSite
 from runner.engines.comfyui.workflow import (
     LOADER,
-    MAX_WORKFLOW_BYTES,
     PREVIEW,
     Workflow,
     make_text_to_image,
@@ -43,16 +42,8 @@ from runner.engines.port import (
     Health,
 )
 from runner.errors import EngineError, ModalityUnsupported
+from runner.limits import limits
 from wire import clock
-
-MAX_NAMES = 10
-"""Checkpoints that an error lists."""
-NOTHING_BYTES = 64 * 1024 * 1024
-"""GPU memory that a process keeps although no model is loaded."""
-FREE_LIMIT_S = 20.0
-FREE_POLL_S = 0.1
-STEADY_S = 1.0
-"""Memory that has fallen and then stayed for this long falls no further."""
 
 
 class ComfyUiEngine:
@@ -203,26 +194,27 @@ class ComfyUiEngine:
         """Have the server free its memory. Raises EngineError when it refuses, or keeps it."""
         before = await server.reserved_bytes()
         await server.free()
-        if before is None or before <= NOTHING_BYTES:
+        if before is None or before <= limits().comfyui.nothing_bytes:
             return
-        lowest, lowest_at, give_up_at = before, clock.monotonic(), clock.monotonic() + FREE_LIMIT_S
+        bounds = limits().comfyui
+        lowest, lowest_at, give_up_at = before, clock.monotonic(), clock.monotonic() + bounds.free_s
         while True:
             reserved, now = await server.reserved_bytes() or 0, clock.monotonic()
             if reserved < lowest:
                 lowest, lowest_at = reserved, now
-            if reserved <= NOTHING_BYTES or (lowest < before and now - lowest_at >= STEADY_S):
+            if reserved <= bounds.nothing_bytes or (lowest < before and now - lowest_at >= bounds.steady_s):
                 return
             if now >= give_up_at:
                 raise EngineError(
-                    f"{server.url} still holds {reserved // 2**20} MB of GPU memory {FREE_LIMIT_S:.0f} s after it was told to"
+                    f"{server.url} still holds {reserved // 2**20} MB of GPU memory {bounds.free_s:.0f} s after it was told to"
                     " free it: it may be at work for somebody else; unload again when it is idle"
                 )
-            await asyncio.sleep(FREE_POLL_S)
+            await asyncio.sleep(bounds.free_poll_s)
 
 
 def _read_file(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(MAX_WORKFLOW_BYTES + 1)
+        return file.read(limits().comfyui.workflow_bytes + 1)
 
 
 def _find_file(wanted: str, names: list[str], url: str) -> str:
@@ -232,5 +224,6 @@ def _find_file(wanted: str, names: list[str], url: str) -> str:
     alike = [name for name in names if name.rpartition(".")[0] == wanted]
     if len(alike) == 1:
         return alike[0]
-    listed = ", ".join(names[:MAX_NAMES]) + (f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else "")
+    most = limits().engines.names
+    listed = ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
     raise EngineError(f"{url} has no checkpoint {wanted}; it has {listed or 'none'}: set server_model to one of them")

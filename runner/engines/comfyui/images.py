@@ -4,8 +4,6 @@ from __future__ import annotations
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXT_CHUNKS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
-_CHUNK_OVERHEAD = 12
-"""Length, type and checksum: four bytes each (PNG specification, section 5.3)."""
 
 
 def image_format(image: bytes) -> str:
@@ -27,7 +25,8 @@ def strip_texts(image: bytes) -> bytes:
     kept = [PNG_SIGNATURE]
     at = len(PNG_SIGNATURE)
     while at < len(image):
-        end = at + int.from_bytes(image[at : at + 4], "big") + _CHUNK_OVERHEAD
+        # Length, type and checksum take four bytes each (PNG specification, section 5.3).
+        end = at + int.from_bytes(image[at : at + 4], "big") + 12
         if end > len(image):  # cut short: what is left cannot be told from text
             break
         if image[at + 4 : at + 8] not in _TEXT_CHUNKS:

@@ -21,22 +21,10 @@ from runner.engines.comfyui.server import ComfyServer, Outcome
 from runner.engines.comfyui.workflow import Graph
 from runner.engines.port import Priority
 from runner.errors import EngineError
+from runner.limits import limits
 from wire import clock
 
 log = logging.getLogger(__name__)
-
-LIMIT_S = 1800.0
-"""Longest that a prompt may wait and run."""
-LOOK_S = 3.0
-"""How often the history is asked while the socket is silent."""
-LOOK_WITHOUT_SOCKET_S = 0.5
-LOOK_AT_END_S = 0.05
-SILENT_S = 30.0
-"""A server that answers no question for this long is given up."""
-LOST_S = 3.0
-"""A prompt that is in no queue is in the history by then."""
-WITHDRAW_S = 5.0
-WITHDRAW_POLL_S = 0.1
 
 
 class _Data(msgspec.Struct):
@@ -81,11 +69,13 @@ class Job:
 
     async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield at every change and every few seconds until the prompt has ended well. Raises Refusal for any other end."""
-        deadline = clock.monotonic() + LIMIT_S
+        deadline = clock.monotonic() + limits().comfyui.job_s
         yield Step(self._stage, self._fraction)
         while self.outcome is None:
             if clock.monotonic() > deadline:
-                raise Refusal(f"The image was not made within {LIMIT_S:.0f} s.", code="engine_timeout", status=504)
+                raise Refusal(
+                    f"The image was not made within {limits().comfyui.job_s:.0f} s.", code="engine_timeout", status=504
+                )
             message = await self._next_message()
             if message is None:
                 await self._look()
@@ -105,10 +95,12 @@ class Job:
     async def _next_message(self) -> _Message | None:
         """Return what comes next on the socket; None when it is time to look at the history."""
         if self._ending_at is not None or self.socket is None:
-            await asyncio.sleep(LOOK_WITHOUT_SOCKET_S if self._ending_at is None else LOOK_AT_END_S)
+            await asyncio.sleep(
+                limits().comfyui.look_without_socket_s if self._ending_at is None else limits().comfyui.look_at_end_s
+            )
             return None
         try:
-            frame = await self.socket.receive(timeout=LOOK_S)
+            frame = await self.socket.receive(timeout=limits().comfyui.look_s)
         except TimeoutError:
             return None
         if frame.type is aiohttp.WSMsgType.TEXT:
@@ -153,12 +145,16 @@ class Job:
                 elif self.prompt_id not in known.pending:
                     self._ending_at = clock.monotonic()
         except EngineError as error:
-            if clock.monotonic() - self._answered_at > SILENT_S:
+            if clock.monotonic() - self._answered_at > limits().comfyui.silent_s:
                 log.warning("image server is silent: %s", error)
                 raise Refusal("ComfyUI no longer answers.", code="engine_failed", status=502) from None
             return
         self._answered_at = clock.monotonic()
-        if self.outcome is None and self._ending_at is not None and self._answered_at - self._ending_at > LOST_S:
+        if (
+            self.outcome is None
+            and self._ending_at is not None
+            and self._answered_at - self._ending_at > limits().comfyui.lost_s
+        ):
             raise Refusal("ComfyUI has lost the request: it may have been restarted.", code="engine_failed", status=502)
 
 
@@ -190,7 +186,7 @@ async def open_job(
 async def _clear(server: ComfyServer, submitting: asyncio.Task[str], client_id: str, prompt_id: str) -> None:
     """Withdraw what a client has on the server, and have its history forget it. Never raises."""
     try:
-        async with asyncio.timeout(WITHDRAW_S):
+        async with asyncio.timeout(limits().comfyui.withdraw_s):
             try:
                 prompt_id = await submitting
             except (Refusal, EngineError):
@@ -203,7 +199,7 @@ async def _clear(server: ComfyServer, submitting: asyncio.Task[str], client_id: 
                 for running in {*left.running} - told:
                     await server.interrupt(running)
                     told.add(running)
-                await asyncio.sleep(WITHDRAW_POLL_S)
+                await asyncio.sleep(limits().comfyui.withdraw_poll_s)
             await server.forget((prompt_id,))
     except (EngineError, TimeoutError) as error:
         log.warning("image request was not withdrawn server=%s: %s", server.url, error)

@@ -12,19 +12,11 @@ import msgspec
 
 from runner.engines.children.web import Refusal
 from runner.engines.comfyui.images import image_format
+from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
 
-MAX_PROMPT_CHARS = 32_000
-MAX_IMAGES = 10
-MAX_STEPS = 150
-MAX_CFG = 100.0
 MIN_SIDE, MAX_SIDE, SIDE_STEP = 64, 4096, 8
-MAX_PIXELS = 2048 * 2048
-MAX_SEED = 2**63 - 1
-DEFAULT_SIDE = 1024
-DEFAULT_STEPS = 20
-DEFAULT_CFG = 7.0
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 
 
@@ -75,21 +67,22 @@ def read_image_request(body: bytes, content_type: str) -> ImageRequest:
     except UNREADABLE:
         raise Refusal("The request body is not valid JSON.") from None
     _check_formats(fields)
-    if not 1 <= len(fields.prompt) <= MAX_PROMPT_CHARS:
-        raise Refusal(f"prompt must have 1 to {MAX_PROMPT_CHARS} characters.", param="prompt")
-    if len(fields.negative_prompt or "") > MAX_PROMPT_CHARS:
-        raise Refusal(f"negative_prompt must have at most {MAX_PROMPT_CHARS} characters.", param="negative_prompt")
+    most = limits().comfyui
+    if not 1 <= len(fields.prompt) <= most.prompt_chars:
+        raise Refusal(f"prompt must have 1 to {most.prompt_chars} characters.", param="prompt")
+    if len(fields.negative_prompt or "") > most.prompt_chars:
+        raise Refusal(f"negative_prompt must have at most {most.prompt_chars} characters.", param="negative_prompt")
     width, height = _read_size(fields.size)
     names = ("size", "seed", "negative_prompt", "steps", "cfg")
     return ImageRequest(
         prompt=fields.prompt,
         negative_prompt=fields.negative_prompt or "",
-        count=int(_within("n", fields.n, 1, 1, MAX_IMAGES)),
+        count=int(_within("n", fields.n, 1, 1, most.images)),
         width=width,
         height=height,
-        seed=int(_within("seed", fields.seed, random.randint(0, MAX_SEED), 0, MAX_SEED)),  # noqa: S311  # not a secret
-        steps=int(_within("steps", fields.steps, DEFAULT_STEPS, 1, MAX_STEPS)),
-        cfg=_within("cfg", fields.cfg, DEFAULT_CFG, 0.0, MAX_CFG),
+        seed=int(_within("seed", fields.seed, random.randint(0, most.seed), 0, most.seed)),  # noqa: S311  # not a secret
+        steps=int(_within("steps", fields.steps, 20, 1, most.steps)),
+        cfg=_within("cfg", fields.cfg, 7.0, 0.0, most.cfg),
         is_streaming=bool(fields.stream),
         given=frozenset(name for name in names if getattr(fields, name) not in {None, "auto"}),
     )
@@ -144,14 +137,14 @@ def _check_formats(fields: _Body) -> None:
 
 def _read_size(size: str | None) -> tuple[int, int]:
     if size in {None, "auto"}:
-        return DEFAULT_SIDE, DEFAULT_SIDE
+        return 1024, 1024
     found = _SIZE.fullmatch(size or "")
     sides = (int(found[1]), int(found[2])) if found else (0, 0)
     is_allowed = all(MIN_SIDE <= side <= MAX_SIDE and side % SIDE_STEP == 0 for side in sides)
-    if not is_allowed or sides[0] * sides[1] > MAX_PIXELS:
+    if not is_allowed or sides[0] * sides[1] > limits().comfyui.pixels:
         raise Refusal(
             f"size must be auto or WIDTHxHEIGHT, each from {MIN_SIDE} to {MAX_SIDE} in steps of {SIDE_STEP}, and together"
-            f" at most {MAX_PIXELS} pixels.",
+            f" at most {limits().comfyui.pixels} pixels.",
             param="size",
         )
     return sides

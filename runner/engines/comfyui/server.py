@@ -17,21 +17,10 @@ import msgspec
 
 from runner.engines.children.web import Refusal
 from runner.engines.comfyui.workflow import Graph
-from runner.engines.http import QUESTION_TIMEOUT, HttpServer
+from runner.engines.http import HttpServer
 from runner.engines.port import Health, Priority
 from runner.errors import EngineError
-
-MAX_IMAGE_BYTES = 64 * 1024 * 1024
-MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-"""Previews come on the same WebSocket."""
-MAX_WORDS = 400
-CONNECT_S = 5.0
-CLOSE_S = 0.2
-LATE_NUMBER = 1_000_000_000_000
-"""Smaller numbers run first; the server's own are a count of prompts."""
-VIEW_TIMEOUT = aiohttp.ClientTimeout(total=60.0)
-SUBMIT_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
-
+from runner.limits import limits
 
 Answer = TypeVar("Answer")
 
@@ -164,8 +153,8 @@ class ComfyServer:
         if priority == "high":
             body["front"] = True
         elif priority == "low":
-            body["number"] = LATE_NUMBER
-        status, answer = await self._http.ask("POST", "/prompt", body=body, timeout=SUBMIT_TIMEOUT)
+            body["number"] = 1_000_000_000_000  # smaller ones run first, and the server's own count prompts
+        status, answer = await self._http.ask("POST", "/prompt", body=body, timeout_s=limits().comfyui.submit_s)
         try:
             said = msgspec.json.decode(answer, type=_Submitted)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -211,15 +200,18 @@ class ComfyServer:
         url = f"{self.url}/view?{query}"
         try:
             async with self._client.get(
-                url, headers=self._http.headers, timeout=VIEW_TIMEOUT, allow_redirects=False
+                url,
+                headers=self._http.headers,
+                timeout=aiohttp.ClientTimeout(total=limits().comfyui.view_s),
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
                     raise EngineError(f"{self.url}/view answers HTTP {response.status}")
                 data = bytearray()
                 async for chunk in response.content.iter_chunked(256 * 1024):
                     data += chunk
-                    if len(data) > MAX_IMAGE_BYTES:
-                        raise EngineError(f"an image has more than {MAX_IMAGE_BYTES} bytes")
+                    if len(data) > limits().comfyui.image_bytes:
+                        raise EngineError(f"an image has more than {limits().comfyui.image_bytes} bytes")
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"an image could not be fetched from {self.url}: {type(error).__name__}") from None
         return bytes(data)
@@ -232,10 +224,10 @@ class ComfyServer:
         """Open the WebSocket on which a client hears of its prompts; None when that fails: the history tells as well."""
         url = f"{self.url}/ws?{urlencode({'clientId': client_id})}"
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(limits().comfyui.connect_s):
                 return await self._client.ws_connect(
-                    url, headers=self._http.headers, heartbeat=20.0, max_msg_size=MAX_MESSAGE_BYTES,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+                    url, headers=self._http.headers, heartbeat=20.0, max_msg_size=limits().comfyui.message_bytes,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=limits().comfyui.close_s),
                 )  # fmt: skip
         except (aiohttp.ClientError, OSError):
             return None
@@ -244,7 +236,7 @@ class ComfyServer:
         return await self._ask_for("/system_stats", _SystemStats)
 
     async def _ask_for(self, path: str, kind: type[Answer]) -> Answer:
-        status, body = await self._http.ask("GET", path, timeout=QUESTION_TIMEOUT)
+        status, body = await self._http.ask("GET", path)
         if status in {401, 403}:
             raise EngineError(f"{self.url} does not accept our key: check server_api_key_env")
         if status != 200:
@@ -274,7 +266,9 @@ def _describe_failure(fields: Mapping[str, object]) -> Outcome:
     said = str(fields.get("exception_message") or fields.get("exception_type") or "no reason given").strip()
     node = str(fields.get("node_type") or "a node")
     kind = str(fields.get("exception_type") or "")
-    return Outcome(error=f"{node}: {said}"[:MAX_WORDS], may_pass="OutOfMemory" in kind or "out of memory" in said)
+    return Outcome(
+        error=f"{node}: {said}"[: limits().comfyui.said_chars], may_pass="OutOfMemory" in kind or "out of memory" in said
+    )
 
 
 def _explain_refusal(said: _Submitted) -> str:
@@ -288,7 +282,7 @@ def _explain_refusal(said: _Submitted) -> str:
     if not words:
         error = said.error
         words = [error if isinstance(error, str) else ": ".join(filter(None, (error.message, error.details))) if error else ""]
-    return f"ComfyUI refuses the workflow: {'; '.join(filter(None, words)) or 'no reason given'}"[:MAX_WORDS]
+    return f"ComfyUI refuses the workflow: {'; '.join(filter(None, words)) or 'no reason given'}"[: limits().comfyui.said_chars]
 
 
 def _prompt_ids(items: list[list[object]], client_id: str | None) -> tuple[str, ...]:

@@ -28,11 +28,10 @@ from runner.engines.comfyui.server import ComfyServer
 from runner.engines.comfyui.workflow import Value, Workflow
 from runner.engines.port import IMAGES, Priority
 from runner.errors import EngineError
+from runner.limits import limits
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 4 * 1024 * 1024
-STOP_S = 10.0
 _PRIORITIES: dict[str, Priority] = {"high": "high", "normal": "normal", "low": "low"}
 
 Piece = tuple[int, str] | bytes
@@ -54,7 +53,7 @@ class ImageSite:
 
     async def start(self) -> None:
         """Begin to serve."""
-        app = make_app(key=self.key, max_body_bytes=MAX_BODY_BYTES)
+        app = make_app(key=self.key, max_body_bytes=limits().comfyui.body_bytes)
         app.router.add_post(IMAGES, self._generate)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -69,7 +68,7 @@ class ImageSite:
             for handler in self._handlers:
                 handler.cancel()
             if self._handlers:
-                await asyncio.wait(self._handlers, timeout=STOP_S)
+                await asyncio.wait(self._handlers, timeout=limits().comfyui.stop_s)
             await runner.cleanup()
         if self._cleaners:
             await asyncio.gather(*self._cleaners)

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from runner.errors import EngineError
+from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
-MAX_WORKFLOW_BYTES = 1024 * 1024
-MAX_NODES = 500
 LOADER = "CheckpointLoaderSimple"
 PREVIEW = "PreviewAny"
 PLACEHOLDERS = (
@@ -57,8 +56,8 @@ class Workflow:
 
 def read_workflow(data: bytes) -> Workflow:
     """Return the template in a file's bytes. Raises EngineError saying what is wrong with it."""
-    if len(data) > MAX_WORKFLOW_BYTES:
-        raise EngineError(f"comfyui_workflow has more than {MAX_WORKFLOW_BYTES} bytes: that is no workflow")
+    if len(data) > limits().comfyui.workflow_bytes:
+        raise EngineError(f"comfyui_workflow has more than {limits().comfyui.workflow_bytes} bytes: that is no workflow")
     try:
         graph = _nodes_decoder.decode(data)
         if isinstance(graph.get("nodes"), list):
@@ -109,8 +108,8 @@ def make_warm_up(checkpoint: str, *, has_preview: bool) -> Graph:
 
 def _examine(graph: Graph) -> Workflow:
     """Return what a graph is made of. Raises msgspec.ValidationError when it is none."""
-    if not 1 <= len(graph) <= MAX_NODES:
-        raise msgspec.ValidationError(f"a graph has 1 to {MAX_NODES} nodes, not {len(graph)}")
+    if not 1 <= len(graph) <= limits().comfyui.workflow_nodes:
+        raise msgspec.ValidationError(f"a graph has 1 to {limits().comfyui.workflow_nodes} nodes, not {len(graph)}")
     nodes = [msgspec.convert(node, _Node) for node in graph.values()]
     found = {name for node in nodes for text in _texts(node.inputs) for name in _PLACEHOLDER.findall(text)}
     takes = [

@@ -13,14 +13,10 @@ import msgspec
 from runner.definitions.plan import LoadPlan
 from runner.engines.child import child_environment
 from runner.errors import EngineError
+from runner.limits import MIB, limits
 
 PYTHON_VARIABLE = "MUSTER_VLLM_PYTHON"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-MIB = 1024 * 1024
-CPU_KV_BYTES = 512 * MIB
-"""vLLM would otherwise take most of the machine's memory for its cache."""
-OVERHEAD_BYTES = 1024 * MIB
-"""What a budget leaves for activations, graphs and the libraries themselves."""
 _NO_MEDIA_DOMAIN = "none.invalid"
 _OURS_ALREADY = (
     "VLLM_API_KEY",  # the socket is private; a key of the owner's would lock us out
@@ -217,7 +213,7 @@ def _memory_flags(plan: LoadPlan) -> Iterator[str]:
     share = plan.options.get("vllm_gpu_memory_utilization")
     kv_bytes = plan.options.get("vllm_kv_cache_memory_bytes") or _kv_bytes_of_budget(plan)
     if kv_bytes is None and runs_on_cpu(plan):
-        kv_bytes = CPU_KV_BYTES
+        kv_bytes = limits().engines.vllm_cpu_kv_bytes
     if kv_bytes is not None:
         yield from ("--kv-cache-memory-bytes", str(kv_bytes))
         # Next to a size in bytes the share only serves a check that would refuse a card which others use as well.
@@ -230,7 +226,7 @@ def _kv_bytes_of_budget(plan: LoadPlan) -> int | None:
     """Return what a memory budget leaves for the cache of each GPU. Raises EngineError when that is nothing."""
     if plan.memory_budget_mb is None:
         return None
-    needed = weights_bytes(plan) + OVERHEAD_BYTES * max(1, len(plan.gpu_ids))
+    needed = weights_bytes(plan) + limits().engines.vllm_overhead_bytes * max(1, len(plan.gpu_ids))
     left = plan.memory_budget_mb * MIB - needed
     if left <= 0:
         raise EngineError(

@@ -44,14 +44,8 @@ from runner.engines.vllm.flushing import Flusher
 from runner.engines.vllm.salts import PRIORITIES, Salts, seal_body
 from runner.engines.vllm.startup import StartupLog
 from runner.errors import EngineError, EngineUnavailable, ModalityUnsupported
+from runner.limits import limits
 
-LOAD_TIMEOUT_S = 3600.0
-"""Compiling and capturing graphs of a large model takes tens of minutes the first time."""
-STOP_TIMEOUT_S = 10.0
-SOON_S = 0.2
-SLEEP_TIMEOUT = aiohttp.ClientTimeout(total=300.0)
-_CONNECT_S = 5.0
-_KEEPALIVE_S = 4.0
 _CACHE_HINT = " (here: vllm_kv_cache_memory_bytes or the memory budget, or a shorter context)"
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/detokenize"})
 _LISTS = frozenset({"/v1/models"})
@@ -116,11 +110,13 @@ class VllmEngine:
             warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid())]
             environment = command.build_environment(self._plan)
             await self._child.start_foreign([*warden, *started], environment, self._log.feed)
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
+            async with asyncio.timeout(limits().engines.server_load_s):
                 await self._wait_healthy(server)
         except TimeoutError:
             await self.unload(gently=False)
-            raise EngineError(f"vLLM did not load {self._plan.model_id} within {LOAD_TIMEOUT_S:.0f} s") from None
+            raise EngineError(
+                f"vLLM did not load {self._plan.model_id} within {limits().engines.server_load_s:.0f} s"
+            ) from None
         except BaseException:
             await self.unload(gently=False)
             raise
@@ -140,7 +136,7 @@ class VllmEngine:
         session, self._session = self._session, None
         folder, self._folder = self._folder, None
         try:
-            await self._child.stop(gently=gently, limit_s=STOP_TIMEOUT_S)
+            await self._child.stop(gently=gently, limit_s=limits().engines.server_stop_s)
         finally:
             left = await kill_rest(tree)
             if session is not None:
@@ -201,7 +197,7 @@ class VllmEngine:
         """Return when the server has exited."""
         # Not by waiting for the process: asyncio does that until its pipes close, which orphaned workers hold open.
         while self._child.is_running:  # noqa: ASYNC110  # a process sets no event
-            await asyncio.sleep(SOON_S)
+            await asyncio.sleep(limits().engines.server_look_s)
 
     async def load_lora(self, name: str, path: Path) -> None:
         """Load an adapter under ``name``, which requests then give as their model. Raises EngineError."""
@@ -231,8 +227,8 @@ class VllmEngine:
 
     def _open_session(self, socket: Path) -> HttpServer:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=_KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=limits().engines.keepalive_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits().engines.connect_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers={"User-Agent"},
@@ -247,7 +243,7 @@ class VllmEngine:
             if not self._child.is_running:
                 await self._child.kill()  # also waits for the last lines to be read
                 raise EngineError(f"vLLM could not load {self._plan.model_id}: {self._last_words()}")
-            await asyncio.sleep(SOON_S)
+            await asyncio.sleep(limits().engines.server_look_s)
 
     async def _ask_context(self, server: HttpServer) -> int | None:
         """Return the tokens that one request may have, None when the server does not tell."""
@@ -281,7 +277,7 @@ class VllmEngine:
 
     async def _command(self, path: str, body: object) -> None:
         """POST something that is answered with 200. Raises EngineError with vLLM's reason."""
-        status, answer = await self._loaded().ask("POST", path, body=body, timeout=SLEEP_TIMEOUT)
+        status, answer = await self._loaded().ask("POST", path, body=body, timeout_s=limits().engines.vllm_sleep_s)
         if status != 200:
             raise EngineError(f"vLLM refuses {path.partition('?')[0]} (HTTP {status}): {_reason(answer)}")
 

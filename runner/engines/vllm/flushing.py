@@ -10,19 +10,14 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 
-import aiohttp
 import msgspec
 
 from runner.engines.exposition import Samples
 from runner.engines.http import HttpServer
 from runner.engines.port import COMPLETIONS, FlushOutcome, FlushResult
 from runner.errors import EngineError
+from runner.limits import limits
 
-BUSY_WAIT_S = 1.0
-RETRY_EVERY_S = 0.1
-SLOW_TIMEOUT = aiohttp.ClientTimeout(total=30.0)
-_DEFAULT_BLOCK_TOKENS = 16
-_FIRST_OF_ALL = -100
 _BUSY = FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; try again when none is")
 
 
@@ -59,7 +54,7 @@ class Flusher:
         self._scrape = scrape
 
     async def flush(self) -> FlushOutcome:
-        """Clear it, unless requests run for longer than ``BUSY_WAIT_S``.
+        """Clear it, unless requests run for longer than ``vllm_busy_s``.
 
         Raises EngineError when vLLM does not answer, or when it reuses what it says is gone.
         """
@@ -87,21 +82,21 @@ class Flusher:
     async def _wait_idle(self) -> Samples | None:
         """Return the metrics once no request runs or waits, None when that does not come."""
         clock = asyncio.get_running_loop().time
-        give_up_at = clock() + BUSY_WAIT_S
+        give_up_at = clock() + limits().engines.vllm_busy_s
         while True:
             samples = await self._scrape()
             if not samples.total("vllm:num_requests_running") and not samples.total("vllm:num_requests_waiting"):
                 return samples
             if clock() >= give_up_at:
                 return None
-            await asyncio.sleep(RETRY_EVERY_S)
+            await asyncio.sleep(limits().engines.vllm_retry_s)
 
     async def _reset(self) -> bool:
-        """Ask for the reset until it succeeds or ``BUSY_WAIT_S`` is over; return whether it did."""
+        """Ask for the reset until it succeeds or ``vllm_busy_s`` is over; return whether it did."""
         clock = asyncio.get_running_loop().time
-        give_up_at = clock() + BUSY_WAIT_S
+        give_up_at = clock() + limits().engines.vllm_busy_s
         while True:
-            status, body = await self._server.ask("POST", "/reset_prefix_cache", timeout=SLOW_TIMEOUT)
+            status, body = await self._server.ask("POST", "/reset_prefix_cache", timeout_s=limits().engines.vllm_flush_s)
             if status != 200:
                 raise EngineError(f"/reset_prefix_cache was answered with HTTP {status}")
             try:
@@ -111,7 +106,7 @@ class Flusher:
                 raise EngineError("/reset_prefix_cache was answered with something else than JSON") from None
             if clock() >= give_up_at:
                 return False
-            await asyncio.sleep(RETRY_EVERY_S)
+            await asyncio.sleep(limits().engines.vllm_retry_s)
 
     async def _make_canary(self, block_tokens: int) -> list[int]:
         """Return token ids that fill two blocks, or one where no more fits; none when not even that does."""
@@ -129,9 +124,9 @@ class Flusher:
         """Have the prompt completed; return how many of its tokens came from the cache."""
         body = {
             "model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0,
-            "cache_salt": salt, "priority": _FIRST_OF_ALL,
+            "cache_salt": salt, "priority": -100,
         }  # fmt: skip
-        status, answer = await self._server.ask("POST", COMPLETIONS, body=body, timeout=SLOW_TIMEOUT)
+        status, answer = await self._server.ask("POST", COMPLETIONS, body=body, timeout_s=limits().engines.vllm_flush_s)
         if status != 200:
             raise EngineError(f"the cache cannot be checked: a prompt was answered with HTTP {status}")
         try:
@@ -148,4 +143,4 @@ def _block_tokens(samples: Samples) -> int:
     for name in ("effective_attention_block_size", "block_size"):
         if labels.get(name, "").isdigit():
             return int(labels[name])
-    return _DEFAULT_BLOCK_TOKENS
+    return 16

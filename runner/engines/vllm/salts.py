@@ -15,9 +15,9 @@ import msgspec
 
 from runner.engines.port import Call, FlushRequest, FlushScope, Priority
 from runner.errors import InvalidRequest
+from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
-MAX_EPOCHS = 10_000
 PRIORITIES: dict[Priority, int] = {"high": -10, "normal": 0, "low": 10}
 """vLLM serves lower numbers first."""
 _OURS_ALONE = ("request_id", "kv_transfer_params", "ec_transfer_params")
@@ -45,7 +45,7 @@ class Salts:
 
     def forget(self, request: FlushRequest) -> None:
         """Make the salts void that a flush names; what was cached under them is never found again."""
-        if request.scope in {FlushScope.ALL, FlushScope.MODEL} or len(self._epochs) >= MAX_EPOCHS:
+        if request.scope in {FlushScope.ALL, FlushScope.MODEL} or len(self._epochs) >= limits().engines.vllm_epochs:
             self._key = secrets.token_bytes(32)
             self._epochs.clear()
             return

@@ -11,7 +11,6 @@ import re
 from runner.engines.failure_words import FailureWords
 from runner.engines.port import Progress, Report
 
-_GIB = 1024**3
 _WEIGHTS_BEGIN, _WEIGHTS_END = 0.2, 0.7
 _GRAPHS_BEGIN, _GRAPHS_END = 0.8, 0.95
 
@@ -80,4 +79,4 @@ class StartupLog:
 
 def _add(sum_so_far: int | None, match: re.Match[str]) -> int:
     """Add the GiB of one GPU to those of the others."""
-    return (sum_so_far or 0) + int(float(match[1]) * _GIB)
+    return (sum_so_far or 0) + int(float(match[1]) * 1024**3)

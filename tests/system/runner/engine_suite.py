@@ -23,7 +23,6 @@ import msgspec
 import psutil
 import pytest
 
-from runner.engines import child, tgi
 from runner.engines.port import (
     CHAT,
     TOKENIZE,
@@ -37,8 +36,8 @@ from runner.engines.port import (
     Progress,
     TokenCounter,
 )
-from runner.engines.vllm import engine as vllm
 from runner.errors import EngineError
+from tests.fakes.limits import set_runner_limits
 
 WAIT_LIMIT_S = 30.0
 """For what comes soon on a machine that is not busy."""
@@ -396,10 +395,8 @@ async def check_a_hung_engine_is_silent_and_unload_kills_it(subject: EngineUnder
     async with asyncio.timeout(WAIT_LIMIT_S):
         while await subject.engine.health() is not Health.SILENT:
             await asyncio.sleep(0)  # a signal stops one thread after the other, and one of them may still have answered
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (child, tgi, vllm):
-            patch.setattr(module, "STOP_TIMEOUT_S", 1.0)
-        await asyncio.wait_for(subject.engine.unload(gently=True), WAIT_LIMIT_S)
+    set_runner_limits(engines={"stop_s": 1.0, "server_stop_s": 1.0})
+    await asyncio.wait_for(subject.engine.unload(gently=True), WAIT_LIMIT_S)
     await assert_gone(processes)
 
 

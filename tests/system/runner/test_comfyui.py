@@ -15,10 +15,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from runner.engines.comfyui import ComfyUiEngine, engine, job
+from runner.engines.comfyui import ComfyUiEngine
 from runner.engines.comfyui.workflow import make_text_to_image
 from runner.engines.port import CHAT, Health, Priority, Progress
 from runner.errors import EngineError, ModalityUnsupported
+from runner.limits import limits
+from tests.fakes.limits import set_runner_limits
 from tests.system.runner.comfyui_contract import ComfyContract, make_png
 from tests.system.runner.engine_cases_comfyui import comfy_plan, image_call
 from tests.system.runner.engine_suite import assert_health, wait_until
@@ -249,30 +251,29 @@ async def test_a_prompt_that_somebody_interrupts_may_be_asked_again() -> None:
         assert (status, "interrupted" in answer["error"]["message"]) == (503, True)
 
 
-async def test_a_prompt_that_the_server_loses_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_the_server_loses_is_given_up() -> None:
     async with loaded() as (adapter, server):
-        monkeypatch.setattr(job, "LOST_S", 0.2)
-        monkeypatch.setattr(job, "LOOK_S", 0.1)
+        set_runner_limits(comfyui={"lost_s": 0.2, "look_s": 0.1})
         server.loses_prompts = True
         status, answer = await ask(adapter)
         assert (status, "lost the request" in answer["error"]["message"]) == (502, True)
 
 
-async def test_a_prompt_that_takes_too_long_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_takes_too_long_is_withdrawn() -> None:
     async with loaded(ComfyContract(step_s=0.02)) as (adapter, server):
-        monkeypatch.setattr(job, "LIMIT_S", 0.2)  # of this prompt alone: the load has one too
+        set_runner_limits(comfyui={"job_s": 0.2})  # of this prompt alone: the load has one too
         status, answer = await ask(adapter, steps=150)
         assert (status, answer["error"]["code"], server.running) == (504, "engine_timeout", None)
 
 
-async def test_a_server_that_goes_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_goes_away_is_said() -> None:
     contract = ComfyContract(step_s=0.05)
     async with aiohttp.ClientSession() as client:
         served = contract.serve()
         await served.__aenter__()
         adapter = ComfyUiEngine(comfy_plan(contract.url), client)
         await adapter.load(lambda _progress: None)
-        monkeypatch.setattr(job, "SILENT_S", 0.3)
+        set_runner_limits(comfyui={"silent_s": 0.3})
         asking = asyncio.create_task(ask(adapter, steps=150))
 
         async def is_running() -> bool:
@@ -398,13 +399,14 @@ async def test_a_server_without_the_node_for_it_reads_the_checkpoint_with_the_fi
         assert (await ask(adapter))[0] == 200
 
 
-async def test_memory_that_a_server_keeps_fails_the_unload_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_a_server_keeps_fails_the_unload_until_it_goes() -> None:
     async with loaded() as (adapter, server):
         server.keeps_memory = True
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, "FREE_LIMIT_S", 0.3)
-            with pytest.raises(EngineError, match="still holds 4096 MB"):
-                await adapter.unload(gently=True)
+        usual_s = limits().comfyui.free_s
+        set_runner_limits(comfyui={"free_s": 0.3})
+        with pytest.raises(EngineError, match="still holds 4096 MB"):
+            await adapter.unload(gently=True)
+        set_runner_limits(comfyui={"free_s": usual_s})
         server.keeps_memory = False
         await adapter.unload(gently=True)
         assert server.reserved < 2**26

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from runner.engines import child as engine_child
 from runner.engines.child import Child
 from runner.engines.port import Progress
 from runner.errors import EngineError
+from tests.fakes.limits import set_runner_limits
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -22,8 +22,8 @@ async def test_a_child_that_prints_something_else_than_its_answer_is_an_engine_e
     assert (child.pid, child.is_running) == (None, False)
 
 
-async def test_a_child_that_is_killed_before_it_has_said_why_is_told_by_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_child, "LAST_WORDS_S", 30.0)  # on a busy machine its end may be told later than that it is mute
+async def test_a_child_that_is_killed_before_it_has_said_why_is_told_by_how_it_ended() -> None:
+    set_runner_limits(engines={"last_words_s": 30.0})  # on a busy machine its end may be told later than that it is mute
     child = Child("silent")
 
     def kill_it(_progress: Progress) -> None:

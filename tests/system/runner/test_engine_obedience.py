@@ -12,10 +12,11 @@ import aiohttp
 import pytest
 
 from runner.engines.descendants import list_left, list_tree
-from runner.engines.llamacpp import UNKNOWN_BATCH_S, LlamaCpp
+from runner.engines.llamacpp import LlamaCpp
 from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError
+from runner.limits import limits
 from tests.system.runner.engine_cases_llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.system.runner.engine_suite import ask, chat_call, wait_until
 from tests.system.runner.gated_engine import GatedEngine
@@ -213,8 +214,8 @@ async def test_a_step_may_take_what_llama_cpp_itself_has_counted_and_much_before
     async with supervised() as supervisor:
         engine = supervisor.engine
         assert isinstance(engine, LlamaCpp)
-        assert engine.batch_s == UNKNOWN_BATCH_S
+        assert engine.batch_s == limits().engines.llama_batch_s
         assert await ask(engine, chat_call("tiny", QUESTION * 25, max_tokens=4))
         await engine.stats()
         seconds = float(re.findall(r"^llamacpp:prompt_seconds_total (\S+)", await engine.read_metrics(), re.MULTILINE)[0])
-        assert 0.1 * seconds < engine.batch_s < min(10 * seconds, UNKNOWN_BATCH_S)
+        assert 0.1 * seconds < engine.batch_s < min(10 * seconds, limits().engines.llama_batch_s)

@@ -19,12 +19,13 @@ import pytest_asyncio
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import Progress
-from runner.engines import child, llamacpp
+from runner.engines import llamacpp
 from runner.engines.child import gpu_environment
 from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
 from runner.engines.llamacpp_log import LoadLog
 from runner.engines.port import CHAT, MESSAGES, FlushRequest, FlushResult, FlushScope, Health
 from runner.errors import EngineError
+from tests.fakes.limits import set_runner_limits
 from tests.system.runner.engine_cases_llamacpp import QUESTION, tiny_plan
 from tests.system.runner.engine_suite import ask, assert_gone, assert_health, chat_call, process_tree
 from tests.system.runner.processes import eventually
@@ -39,10 +40,9 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patience() -> None:
     """Have time for what a child still has to say: on a busy machine the usual seconds pass too soon."""
-    monkeypatch.setattr(child, "LAST_WORDS_S", 30.0)
-    monkeypatch.setattr(llamacpp, "_LOG_LIMIT_S", 30.0)
+    set_runner_limits(engines={"last_words_s": 30.0, "llama_log_s": 30.0})
 
 
 def ignore(_progress: Progress) -> None:
@@ -165,7 +165,7 @@ async def test_a_load_that_is_cancelled_when_its_child_already_serves_leaves_no_
     client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llamacpp, "_CHILD", "tests.system.runner.late_log_child")
-    monkeypatch.setattr(llamacpp, "_LOG_LIMIT_S", 3600.0)
+    set_runner_limits(engines={"llama_log_s": 3600.0})
     monkeypatch.setattr(LoadLog, "read", lambda _log, _line: None)
     engine = LlamaCpp(tiny_plan(), client)
     loading = asyncio.create_task(engine.load(ignore))
@@ -197,10 +197,8 @@ async def test_a_context_of_no_given_length_is_the_models_own_where_that_is_shor
         await engine.unload(gently=True)
 
 
-async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(
-    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(child, "STOP_TIMEOUT_S", 3600.0)  # so that a deadlock of the engine's own is not ended by force
+async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client: aiohttp.ClientSession) -> None:
+    set_runner_limits(engines={"stop_s": 3600.0})  # so that a deadlock of the engine's own is not ended by force
     engine = LlamaCpp(tiny_plan(slots=1), client)
     handles = 0
     for number in range(12):

@@ -12,6 +12,7 @@ import pytest
 from runner.engines.port import CHAT, Health, Progress
 from runner.engines.tabbyapi import TabbyApiEngine
 from runner.errors import EngineError
+from tests.fakes.limits import set_runner_limits
 from tests.system.runner.engine_cases_tabbyapi import keys_in_environment, tabby_plan
 from tests.system.runner.engine_talk import ask_chat, client_session, json_call
 from tests.system.runner.scripted_engine import hold_port
@@ -89,8 +90,8 @@ async def test_a_cancelled_load_is_undone_when_the_server_has_finished_it() -> N
     assert server.loaded is None
 
 
-async def test_a_server_that_keeps_the_model_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.engines.tabbyapi.UNLOAD_LIMIT_S", 0.2)
+async def test_a_server_that_keeps_the_model_is_an_error() -> None:
+    set_runner_limits(engines={"tabby_unload_s": 0.2})
     with keys_in_environment():
         async with TabbyContract(keeps_model=True).serve() as server, client_session() as client:
             engine = TabbyApiEngine(tabby_plan(server.url), client)

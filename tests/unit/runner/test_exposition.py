@@ -8,7 +8,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from runner.engines.exposition import MAX_SHOWN_BYTES, MAX_SHOWN_SAMPLES, read_samples, show_series
+from runner.engines.exposition import read_samples, show_series
+from runner.limits import limits
 
 TEXT = """\
 # HELP e:running Requests that run.
@@ -68,7 +69,7 @@ def test_series_of_several_models_and_replicas_are_one_family_that_prometheus_re
         "vllm:num_requests_waiting nothing\n",
         "# TYPE vllm:num_requests_waiting poem\nvllm:num_requests_waiting 1\n",
         "secret_of_the_engine 1\nvllm:unheard_of 1\nvllm_requests_total 1\nmuster_runner_info 1\n",
-        WAITING + "#" * MAX_SHOWN_BYTES,
+        WAITING + "#" * limits().engines.shown_bytes,
     ],
 )
 def test_what_is_not_known_or_not_in_this_format_shows_nothing(text: str) -> None:
@@ -76,8 +77,10 @@ def test_what_is_not_known_or_not_in_this_format_shows_nothing(text: str) -> Non
 
 
 def test_one_engine_cannot_fill_the_page() -> None:
-    lines = "".join(f'vllm:request_success_total{{finished_reason="{n}"}} 1\n' for n in range(2 * MAX_SHOWN_SAMPLES))
+    lines = "".join(
+        f'vllm:request_success_total{{finished_reason="{n}"}} 1\n' for n in range(2 * limits().engines.shown_samples)
+    )
     text = "# TYPE vllm:request_success_total counter\n" + lines
     (first, second) = show_series([("a", 0, text + WAITING), ("b", 0, WAITING)])
-    assert len(first.samples) == MAX_SHOWN_SAMPLES
+    assert len(first.samples) == limits().engines.shown_samples
     assert [sample.labels["model"] for sample in second.samples] == ["b"]

@@ -11,8 +11,9 @@ import pytest
 
 from runner.definitions.plan import LoadPlan
 from runner.engines.vllm import command
-from runner.engines.vllm.command import CPU_KV_BYTES, MIB, OVERHEAD_BYTES, PYTHON_VARIABLE, build_command, build_environment
+from runner.engines.vllm.command import PYTHON_VARIABLE, build_command, build_environment
 from runner.errors import EngineError
+from runner.limits import MIB, limits
 
 SOCKET = Path("/run/s")
 
@@ -45,7 +46,7 @@ def test_a_plan_on_the_cpu_gets_a_bounded_cache_and_no_graphs(model: Path) -> No
     assert value(words, "--uds") == "/run/s"
     assert value(words, "--max-num-seqs") == "3"
     assert value(words, "--scheduling-policy") == "priority"
-    assert value(words, "--kv-cache-memory-bytes") == str(CPU_KV_BYTES)
+    assert value(words, "--kv-cache-memory-bytes") == str(limits().engines.vllm_cpu_kv_bytes)
     assert "--enforce-eager" in words
     assert "--enable-prefix-caching" in words
     assert not {"--port", "--host", "--api-key", "--trust-remote-code", "--enable-sleep-mode"} & set(words)
@@ -61,7 +62,7 @@ def test_a_plan_on_gpus_uses_them_all_and_leaves_the_cache_to_vllm(model: Path) 
 
 def test_a_budget_becomes_the_cache_that_the_weights_leave(model: Path) -> None:
     words = flags(plan_for(model, gpu_ids=(0,), budget_mb=4096))
-    assert int(value(words, "--kv-cache-memory-bytes")) == 4096 * MIB - 2 * MIB - OVERHEAD_BYTES
+    assert int(value(words, "--kv-cache-memory-bytes")) == 4096 * MIB - 2 * MIB - limits().engines.vllm_overhead_bytes
     # The share would otherwise be nine tenths of a card that others use as well.
     assert float(value(words, "--gpu-memory-utilization")) < 0.1
 

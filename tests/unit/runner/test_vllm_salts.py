@@ -9,9 +9,9 @@ from itertools import combinations
 import pytest
 
 from runner.engines.port import COMPLETIONS, Call, FlushRequest, FlushScope
-from runner.engines.vllm import salts as module
 from runner.engines.vllm.salts import Salts, seal_body
 from runner.errors import InvalidRequest
+from tests.fakes.limits import set_runner_limits
 
 ALPHA = Call("POST", COMPLETIONS, {}, b"{}", tenant="alpha")
 
@@ -62,8 +62,8 @@ def test_a_flush_changes_the_salts_it_names_and_no_others(request_: FlushRequest
     assert {name for name, call in calls.items() if salts.salt_for(call) != before[name]} == changed
 
 
-def test_memory_of_flushes_is_bounded_and_its_end_brings_no_salt_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_EPOCHS", 3)
+def test_memory_of_flushes_is_bounded_and_its_end_brings_no_salt_back() -> None:
+    set_runner_limits(engines={"vllm_epochs": 3})
     salts, seen = Salts(), set()
     for round_ in range(10):
         seen.add(salts.salt_for(ALPHA))

@@ -18,23 +18,21 @@ from runner.engines.children.textserver.generation import Generation, Task
 from runner.engines.children.textserver.model import TextModel
 from runner.engines.children.textserver.templates import ChatTemplate, read_template
 from runner.engines.children.web import Refusal, make_app, serve
+from runner.limits import limits
 from wire import clock
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
 SCOPE_HEADER = "x-prefix-scope"
 """Names what a prompt may share cached prefixes with; the adapter makes it of tenant and tag."""
-MAX_WAITING_COUNTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """``slots`` requests at once, ``max_waiting`` more in line. ``folder`` may hold a chat template."""
+    """``slots`` requests at once. ``folder`` may hold a chat template."""
 
     model_name: str
     key: str
     slots: int
     folder: Path
-    max_waiting: int = 64
     enable_thinking: bool | None = None
     """What the template is told where a request does not say; None = nothing."""
 
@@ -45,8 +43,8 @@ class TextServer:
     def __init__(self, model: TextModel, settings: ServerSettings) -> None:
         self._model = model
         self._settings = settings
-        self._slots = Slots(count=settings.slots, max_waiting=settings.max_waiting)
-        self._counting = Slots(count=1, max_waiting=MAX_WAITING_COUNTS)
+        self._slots = Slots(count=settings.slots, max_waiting=limits().children.waiting)
+        self._counting = Slots(count=1, max_waiting=limits().children.waiting_counts)
         """A thread of its own for those who only want to know how long a prompt is: it waits for no generation."""
         source = read_template(settings.folder)
         self._template = ChatTemplate(source, model.specials, settings.enable_thinking) if source is not None else None
@@ -58,7 +56,7 @@ class TextServer:
 
     def make(self) -> web.Application:
         """Return the application."""
-        app = make_app(key=self._settings.key, max_body_bytes=MAX_BODY_BYTES)
+        app = make_app(key=self._settings.key, max_body_bytes=limits().children.body_bytes)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/stats", self.stats)
         app.router.add_post("/flush", self.flush)

@@ -12,8 +12,6 @@ from runner.engines.children.textserver.model import Sampling
 from runner.engines.children.web import Refusal
 from wire.unreadable import UNREADABLE
 
-MAX_STOPS = 16
-
 Count = Annotated[int, Meta(ge=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 
@@ -37,7 +35,7 @@ class _Fields(msgspec.Struct, kw_only=True):
     repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     beam_size: Annotated[int, Meta(ge=1, le=16)] | None = None
     seed: int | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     max_tokens: Count | None = None
     ignore_eos: bool | None = None
     n: Literal[1] | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from runner.limits import limits
+
 REPLACEMENT = "\ufffd"
-MAX_BROKEN_TOKENS = 8
-"""A character has at most four bytes; so many tokens without a whole one are bytes that never make a character."""
 
 
 class Detokeniser:
@@ -18,6 +18,7 @@ class Detokeniser:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
+        self._broken_tokens = limits().children.broken_tokens
         self._ids: list[int] = []
         self._from = 0
         self._to = 0
@@ -27,7 +28,7 @@ class Detokeniser:
         self._ids.append(token)
         known = self._decode(self._ids[self._from : self._to])
         text = self._decode(self._ids[self._from :])
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._to < MAX_BROKEN_TOKENS:
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._to < self._broken_tokens:
             return ""
         self._from, self._to = self._to, len(self._ids)
         return text[len(known) :]
