@@ -12,14 +12,9 @@ from math import prod
 from pathlib import Path
 
 from runner.fit.cursor import HeaderCursor, corrupt
-from runner.fit.hf_config import MAX_LAYERS
 from runner.fit.shape import KvLayer, ModelShape
+from runner.limits import limits
 
-MAX_VARIABLES = 1 << 17
-MAX_NAME_BYTES = 1 << 12
-WHISPER_FRAMES = 1500
-_KEPT_BYTES = 8
-_CHUNK_BYTES = 1 << 12
 _TYPES = (("float32", 4), ("int8", 1), ("int16", 2), ("int32", 4), ("float16", 2), ("bfloat16", 2))
 _LAYER = re.compile(r"decoder/layer_(\d{1,4})/")
 
@@ -46,14 +41,14 @@ class Ct2Model:
 def read_ct2(path: Path) -> Ct2Model:
     """Read a ``model.bin``. Raises CorruptModel (a PyTorch file of the same name is told apart), OSError."""
     with path.open("rb", buffering=0) as file:
-        cursor = HeaderCursor(path, file, path.stat().st_size, chunk_bytes=_CHUNK_BYTES)
+        cursor = HeaderCursor(path, file, path.stat().st_size, chunk_bytes=limits().models.ct2_chunk_bytes)
         version = cursor.unsigned(4)
         if not 4 <= version <= 6:
             raise cursor.fail("it is no CTranslate2 model of binary version 4 to 6 (weights of PyTorch are not loaded)")
         spec = _name(cursor)
         cursor.unsigned(4)
         count = cursor.unsigned(4)
-        if count > MAX_VARIABLES:
+        if count > limits().models.tensors:
             raise cursor.fail(f"it claims {count} variables")
         variables = dict(_read_variable(cursor) for _ in range(count))
         return Ct2Model(path, spec, variables)
@@ -64,7 +59,7 @@ def shape_ct2(model: Ct2Model) -> ModelShape:
     is_whisper = model.spec == "WhisperSpec"
     numbers = {int(match[1]) for name in model.variables if (match := _LAYER.match(name))}
     layers = max(numbers) + 1 if numbers else 0
-    if layers > MAX_LAYERS:
+    if layers > limits().models.layers:
         raise corrupt(model.path, f"it claims {layers} layers")
     heads = _small(model, "decoder/num_heads") or 0
     # What belongs to a quantisation (scales) or is a setting (no dimensions) is no parameter of the network.
@@ -85,7 +80,7 @@ def shape_ct2(model: Ct2Model) -> ModelShape:
 
 def _name(cursor: HeaderCursor) -> str:
     length = cursor.unsigned(2)
-    if not 1 <= length <= MAX_NAME_BYTES:
+    if not 1 <= length <= limits().models.ct2_name_bytes:
         raise cursor.fail(f"a name in it is {length} bytes long")
     return cursor.text(length).rstrip("\0")
 
@@ -104,7 +99,7 @@ def _read_variable(cursor: HeaderCursor) -> tuple[str, Variable]:
     exact = prod(dims) * width
     if exact & 0xFFFFFFFF != size:
         raise cursor.fail(f"the variable {name[:80]!r} has {size} bytes, which do not fit its dimensions")
-    is_small = exact <= _KEPT_BYTES and prod(dims) == 1 and type_name.startswith("int")
+    is_small = exact <= 8 and prod(dims) == 1 and type_name.startswith("int")
     value = int.from_bytes(cursor.take(exact), "little", signed=True) if is_small else None
     if not is_small:
         cursor.skip(exact)
@@ -133,7 +128,7 @@ def _kv_layers(model: Ct2Model, layers: int, heads: int, *, is_whisper: bool) ->
         width = stated(layer, "head_dim") or even
         found.append(KvLayer(stated(layer, "num_heads_kv") or heads, width, width, stated(layer, "sliding_window")))
     if is_whisper:
-        found += [KvLayer(heads, even, even, fixed_tokens=WHISPER_FRAMES)] * layers
+        found += [KvLayer(heads, even, even, fixed_tokens=1500)] * layers
     return tuple(found)
 
 

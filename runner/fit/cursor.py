@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runner.errors import CorruptModel
-
-CHUNK_BYTES = 1 << 20
-MAX_TAKE_BYTES = 1 << 20
-MAX_WALK_BYTES = 1 << 28
-MAX_STRINGS = 1 << 22
+from runner.limits import limits
 
 
 def corrupt(path: Path, problem: str) -> CorruptModel:
@@ -24,7 +20,7 @@ class HeaderCursor:
     ``chunk_bytes`` are read at a time: few where the header lies scattered between data that are passed over.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, path: Path, file: BinaryIO, size: int, *, chunk_bytes: int) -> None:
         self.path = path
         self.size = size
         self._file = file
@@ -46,7 +42,7 @@ class HeaderCursor:
 
     def take(self, count: int) -> bytes:
         """Return the next ``count`` bytes."""
-        if count > MAX_TAKE_BYTES:
+        if count > limits().models.take_bytes:
             raise self.fail(f"a field of its header says it is {count} bytes long")
         self._fill(count)
         start = self._at
@@ -75,7 +71,7 @@ class HeaderCursor:
     def skip_strings(self, count: int, *, width: int = 8) -> None:
         """Pass over ``count`` strings, each behind its length of ``width`` bytes."""
         self._strings += count
-        if self._strings > MAX_STRINGS:
+        if self._strings > limits().models.strings:
             raise self.fail(f"it claims to hold {self._strings} strings")
         left = count
         while left:
@@ -102,7 +98,7 @@ class HeaderCursor:
             raise self.fail(f"it ends after {self.size} bytes, in the middle of its header")
         more = self._file.read(max(self._chunk_bytes, count - have))
         self._walked += len(more)
-        if self._walked > MAX_WALK_BYTES:
+        if self._walked > limits().models.walk_bytes:
             raise self.fail("its header does not end")
         self._chunk, self._at, self._chunk_start = self._chunk[self._at :] + more, 0, start
         if len(self._chunk) < count:

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.fit.cursor import HeaderCursor, corrupt
+from runner.limits import limits
 
 Value = int | float | str | bool | tuple[int | float | bool, ...]
 
-MAX_PAIRS = 1 << 16
-MAX_TENSORS = 1 << 17
-MAX_KEPT_ITEMS = 1 << 12
-MAX_PARTS = 1000
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -60,7 +57,7 @@ def part_paths(path: Path) -> tuple[Path, ...]:
     if match is None:
         return (path,)
     count = int(match["count"])
-    if not 1 <= int(match["number"]) <= count <= MAX_PARTS:
+    if not 1 <= int(match["number"]) <= count <= limits().models.parts:
         raise corrupt(path, "its name does not say which part of how many it is")
     return tuple(path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
 
@@ -78,7 +75,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 def _read_part(path: Path) -> GgufHeader:
     with path.open("rb", buffering=0) as file:
-        cursor = HeaderCursor(path, file, path.stat().st_size)
+        cursor = HeaderCursor(path, file, path.stat().st_size, chunk_bytes=limits().models.chunk_bytes)
         tensor_count, pair_count = _read_start(cursor)
         metadata: dict[str, Value] = {}
         lengths: dict[str, int] = {}
@@ -96,7 +93,7 @@ def _read_start(cursor: HeaderCursor) -> tuple[int, int]:
     if version not in {2, 3}:
         raise cursor.fail(f"its GGUF version is {version}, and 2 and 3 can be read (big-endian files cannot)")
     tensor_count, pair_count = cursor.unsigned(8), cursor.unsigned(8)
-    if tensor_count > MAX_TENSORS or pair_count > MAX_PAIRS:
+    if tensor_count > limits().models.tensors or pair_count > limits().models.pairs:
         raise cursor.fail(f"it claims {tensor_count} tensors and {pair_count} metadata entries")
     return tensor_count, pair_count
 
@@ -105,7 +102,7 @@ def _read_value(cursor: HeaderCursor, key: str, metadata: dict[str, Value], leng
     kind = cursor.unsigned(4)
     if kind == _STRING:
         length = cursor.unsigned(8)
-        if length > MAX_KEPT_ITEMS:  # a chat template, a licence
+        if length > limits().models.kept_items:  # a chat template, a licence
             cursor.skip(length)
         else:
             metadata[key] = cursor.text(length)
@@ -120,7 +117,7 @@ def _read_array(cursor: HeaderCursor, key: str, metadata: dict[str, Value], leng
     lengths[key] = count
     if kind == _STRING:
         cursor.skip_strings(count)
-    elif count <= MAX_KEPT_ITEMS:
+    elif count <= limits().models.kept_items:
         metadata[key] = _read_scalars(cursor, kind, count)
     else:
         cursor.skip(count * struct.calcsize(_scalar(cursor, kind)))

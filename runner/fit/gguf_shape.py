@@ -8,9 +8,8 @@ from collections import Counter
 from runner.fit.cursor import corrupt
 from runner.fit.gguf import GgufHeader
 from runner.fit.shape import KvLayer, ModelShape
+from runner.limits import limits
 
-MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 24
 FILE_TYPES = {
     0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 7: "q8_0", 8: "q5_0", 9: "q5_1", 10: "q2_k", 11: "q3_k_s", 12: "q3_k_m",
     13: "q3_k_l", 14: "q4_k_s", 15: "q4_k_m", 16: "q5_k_s", 17: "q5_k_m", 18: "q6_k", 19: "iq2_xxs", 20: "iq2_xs",
@@ -36,14 +35,14 @@ class _Keys:
             raise corrupt(header.path, "it does not name its architecture (general.architecture)")
         self.architecture = architecture
 
-    def number(self, name: str, *, most: int = MAX_WIDTH) -> int | None:
+    def number(self, name: str, *, most: int | None = None) -> int | None:
         """Return a number that is no array, None when the key is missing."""
         value = self.header.metadata.get(f"{self.architecture}.{name}")
         if isinstance(value, tuple) or value is None:
             return None
-        return self._check(name, value, most)
+        return self._check(name, value, limits().models.width if most is None else most)
 
-    def required(self, name: str, *, most: int = MAX_WIDTH) -> int:
+    def required(self, name: str, *, most: int | None = None) -> int:
         """Return a number that must be there."""
         value = self.number(name, most=most)
         if value is None:
@@ -58,7 +57,7 @@ class _Keys:
         items = value if isinstance(value, tuple) else (value,)
         if not items:
             return None
-        numbers = [self._check(name, item, MAX_WIDTH) for item in items]
+        numbers = [self._check(name, item, limits().models.width) for item in items]
         return [numbers[layer % len(numbers)] for layer in range(layers)]
 
     def _check(self, name: str, value: object, most: int) -> int:
@@ -72,7 +71,7 @@ class _Keys:
 def shape_gguf(header: GgufHeader) -> ModelShape:
     """Return the shape of the model in a GGUF. Raises CorruptModel when a number that it needs is missing or absurd."""
     keys = _Keys(header)
-    layers = keys.required("block_count", most=MAX_LAYERS)
+    layers = keys.required("block_count", most=limits().models.layers)
     heads = max(keys.per_layer("attention.head_count", layers) or [0])
     is_latent = keys.number("attention.key_length_mla") is not None
     return ModelShape(

@@ -10,10 +10,8 @@ import msgspec
 from runner.fit.cursor import corrupt
 from runner.fit.safetensors import TensorSums, sum_tensors, weight_files
 from runner.fit.shape import KvLayer, ModelShape
+from runner.limits import limits
 
-MAX_CONFIG_BYTES = 1 << 22
-MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 24
 SLIDING = {"sliding_attention", "chunked_attention", "local", "sliding"}
 ATTENDING = {"full_attention", "attention", "global", "hybrid"} | SLIDING
 RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm", "moe", "mlp"}
@@ -32,8 +30,9 @@ class Config:
         inner = fields.get("text_config") or fields.get("llm_config") or fields.get("language_config")
         self.fields: dict[str, Any] = inner if isinstance(inner, dict) else fields
 
-    def number(self, *names: str, most: int = MAX_WIDTH) -> int | None:
+    def number(self, *names: str, most: int | None = None) -> int | None:
         """Return the first of these fields that is set. Raises CorruptModel when it is no number in bounds."""
+        most = limits().models.width if most is None else most
         for name in names:
             value = self.fields.get(name)
             if value is None:
@@ -43,7 +42,7 @@ class Config:
             return value
         return None
 
-    def required(self, *names: str, most: int = MAX_WIDTH) -> int:
+    def required(self, *names: str, most: int | None = None) -> int:
         """Return the first of these fields; one of them must be set."""
         value = self.number(*names, most=most)
         if value is None:
@@ -55,14 +54,14 @@ class Config:
         for name in names:
             value = self.fields.get(name)
             if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-                return value[:MAX_LAYERS]
+                return value[: limits().models.layers]
         return None
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return a JSON object from a file. Raises CorruptModel, OSError."""
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise corrupt(path, f"it is larger than {MAX_CONFIG_BYTES} bytes")
+    if path.stat().st_size > limits().models.config_bytes:
+        raise corrupt(path, f"it is larger than {limits().models.config_bytes} bytes")
     try:
         fields = msgspec.json.decode(path.read_bytes())
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -80,7 +79,7 @@ def shape_folder(folder: Path) -> ModelShape:
         raise corrupt(config.path, "no .safetensors file lies beside it")
     sums = sum_tensors(files)
     method, bits = _quantization_method(config)
-    layers = config.required("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=MAX_LAYERS)
+    layers = config.required("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=limits().models.layers)
     packing = 32 // bits if bits and 0 < bits <= 16 else 1
     return ModelShape(
         format="exl3" if method == "exl3" else "safetensors",
@@ -156,7 +155,7 @@ def _kv_layers(config: Config, layers: int) -> tuple[KvLayer, ...]:
 def _kv_heads(config: Config, heads: int, layers: int) -> list[int]:
     listed = config.fields.get("num_kv_heads") or config.fields.get("num_key_value_heads")
     if isinstance(listed, list):
-        if len(listed) < layers or not all(isinstance(item, int) and 0 <= item <= MAX_WIDTH for item in listed):
+        if len(listed) < layers or not all(isinstance(item, int) and 0 <= item <= limits().models.width for item in listed):
             raise corrupt(config.path, "its list of key-value heads does not fit its layers")
         return listed[:layers]
     if config.fields.get("multi_query") is True and config.fields.get("new_decoder_architecture") is not True:
@@ -183,7 +182,7 @@ def _stated_kinds(config: Config, layers: int) -> list[str] | None:
         pattern = config.fields.get("hybrid_override_pattern")
         if not isinstance(pattern, str) or not pattern:
             return None
-        stated = ["attention" if letter == "*" else "mamba" for letter in pattern[:MAX_LAYERS]]
+        stated = ["attention" if letter == "*" else "mamba" for letter in pattern[: limits().models.layers]]
     kinds = ["sliding" if kind in SLIDING else "none" if kind in RECURRENT else "full" for kind in stated]
     return [kinds[layer % len(kinds)] for layer in range(layers)]
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from runner.definitions.plan import Observation
-
-MIB = 1024 * 1024
-NEWEST = 20
+from runner.limits import MIB, limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def learn_overhead(observations: Sequence[Observation], backend: str) -> Overhea
     be measured do not count.
     """
     ours = [seen for seen in observations if seen.backend == backend and seen.measured_bytes > 0]
-    newest = sorted(ours, key=lambda seen: seen.loaded_at)[-NEWEST:]
+    newest = sorted(ours, key=lambda seen: seen.loaded_at)[-limits().models.measured_loads :]
     if not newest:
         guess = FIRST_GUESSES.get(backend, UNKNOWN)
         return Overhead(guess.bytes, is_learnt=False, samples=0, reason=guess.reason)

@@ -12,10 +12,8 @@ from pathlib import Path
 import msgspec
 
 from runner.fit.cursor import corrupt
+from runner.limits import limits
 
-MAX_HEADER_BYTES = 1 << 25
-MAX_INDEX_BYTES = 1 << 25
-MAX_FILES = 2000
 INDEX_NAME = "model.safetensors.index.json"
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -69,19 +67,19 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 def sum_tensors(files: tuple[Path, ...]) -> TensorSums:
     """Add up the tensors of some files. Raises CorruptModel, OSError."""
     sums = TensorSums()
-    for path in files[:MAX_FILES]:
+    for path in files[: limits().models.files]:
         _add_file(path, sums)
     return sums
 
 
 def _read_index(path: Path) -> _Index:
-    if path.stat().st_size > MAX_INDEX_BYTES:
-        raise corrupt(path, f"it is larger than {MAX_INDEX_BYTES} bytes")
+    if path.stat().st_size > limits().models.safetensors_bytes:
+        raise corrupt(path, f"it is larger than {limits().models.safetensors_bytes} bytes")
     try:
         index = msgspec.json.decode(path.read_bytes(), type=_Index)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise corrupt(path, f"it is no index of tensors ({str(error)[:100]})") from None
-    if not index.weight_map or len(set(index.weight_map.values())) > MAX_FILES:
+    if not index.weight_map or len(set(index.weight_map.values())) > limits().models.files:
         raise corrupt(path, "it names no files, or too many")
     return index
 
@@ -93,8 +91,8 @@ def _read_header(path: Path) -> tuple[dict[str, msgspec.Raw], int]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise corrupt(path, f"it has {size} bytes, and its header alone should have {length}")
-        if length > MAX_HEADER_BYTES:
-            raise corrupt(path, f"its header of {length} bytes is larger than {MAX_HEADER_BYTES}")
+        if length > limits().models.safetensors_bytes:
+            raise corrupt(path, f"its header of {length} bytes is larger than {limits().models.safetensors_bytes}")
         raw = file.read(length)
     try:
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), size - 8 - length

@@ -9,10 +9,7 @@ from itertools import combinations
 
 from runner.fit.estimate import CACHE_TYPES, PAGE_TOKENS, Estimate, estimate
 from runner.fit.shape import ModelShape
-
-MIB = 1024 * 1024
-SEARCHED_SETS = 12
-"""Loaded models of which every set is tried; of more, the largest are taken first until it is enough."""
+from runner.limits import MIB, limits
 
 
 class SuggestionKind(StrEnum):
@@ -206,7 +203,7 @@ def _fewest(useful: list[tuple[str, int]], missing: int) -> tuple[tuple[str, int
     while freed < missing:
         freed += largest_first[count][1]
         count += 1
-    if len(useful) > SEARCHED_SETS:
+    if len(useful) > limits().models.searched_models:
         return tuple(largest_first[:count])
     enough = (entries for entries in combinations(useful, count) if sum(size for _, size in entries) >= missing)
     return min(enough, key=lambda entries: sum(size for _, size in entries))

@@ -19,15 +19,8 @@ from runner.ledger.rows import (
     StaleFence,
     TooManyOps,
 )
+from runner.limits import limits
 
-MAX_NONCES = 50_000
-MAX_OPS = 50_000
-MAX_SLOTS = 10_000
-MAX_DESIRED = 256
-NONCE_GRACE_S = 3600.0
-"""How long a nonce is kept beyond its token's life: a clock set back by less brings no token back."""
-OP_LIFE_S = 30 * 86_400.0
-"""How long an operation is kept at least beyond the last moment at which its approval could be used."""
 INTERRUPTED: dict[str, object] = {"state": "interrupted"}
 """The outcome of an operation in whose midst the program ended."""
 HOUR_S = 3600.0
@@ -49,11 +42,11 @@ def spend_nonce(connection: sqlite3.Connection, nonce: str, *, expires_at: float
     """Return whether the nonce is new, and remember it. Raises LedgerFull."""
     digest = hashlib.sha256(nonce.encode("utf-8", "surrogatepass")).digest()
     with transaction(connection):
-        connection.execute("DELETE FROM nonces WHERE expires_at < ?", (now - NONCE_GRACE_S,))
+        connection.execute("DELETE FROM nonces WHERE expires_at < ?", (now - limits().ledger.nonce_grace_s,))
         added = connection.execute("INSERT OR IGNORE INTO nonces VALUES (?, ?)", (digest, expires_at)).rowcount == 1
         if added:
             # Forgetting the oldest instead would let their tokens in again.
-            _refuse_beyond(connection, "SELECT count(*) FROM nonces", MAX_NONCES)
+            _refuse_beyond(connection, "SELECT count(*) FROM nonces", limits().ledger.nonces)
     return added
 
 
@@ -66,9 +59,11 @@ def begin_op(
     A repeated operation gets its recorded outcome whatever its fence: the first one may have been overtaken since.
     """
     with transaction(connection):
-        if connection.execute("SELECT count(*) FROM ops").fetchone()[0] > MAX_OPS // 2:
+        if connection.execute("SELECT count(*) FROM ops").fetchone()[0] > limits().ledger.ops // 2:
             # Only where room is needed: a clock that was set forward for a moment then makes nothing be forgotten.
-            connection.execute("DELETE FROM ops WHERE expires_at < ? AND outcome IS NOT NULL", (now - OP_LIFE_S,))
+            connection.execute(
+                "DELETE FROM ops WHERE expires_at < ? AND outcome IS NOT NULL", (now - limits().ledger.op_life_s,)
+            )
         found = connection.execute("SELECT uses, outcome, receipt FROM ops WHERE op_id = ?", (op_id,)).fetchone()
         if found is not None and found["outcome"] is None:
             return OpIsRunning()
@@ -93,10 +88,10 @@ def begin_op(
                 details.op_class, details.statement_digest, details.checkpoint, details.ends,
             ),
         )  # fmt: skip
-        _refuse_beyond(connection, "SELECT count(*) FROM ops", MAX_OPS)
-        _refuse_beyond(connection, "SELECT count(*) FROM fences", MAX_SLOTS)
+        _refuse_beyond(connection, "SELECT count(*) FROM ops", limits().ledger.ops)
+        _refuse_beyond(connection, "SELECT count(*) FROM fences", limits().ledger.fences)
         if details.adds_desired:  # refused before it is carried out: an outcome must always find its place
-            _refuse_beyond(connection, "SELECT count(*) + 1 FROM desired_models", MAX_DESIRED)
+            _refuse_beyond(connection, "SELECT count(*) + 1 FROM desired_models", limits().ledger.desired_models)
     return OpStarted()
 
 

@@ -11,12 +11,8 @@ from dataclasses import fields
 
 from runner.ledger.database import LedgerFull, transaction
 from runner.ledger.rows import CostRow, CostState
+from runner.limits import limits
 
-MAX_ROWS = 20_000
-MAX_MONTHS = 100_000
-YEARS_KEPT = 2
-"""Sums older than this are dropped."""
-MAX_AMOUNT_MICROS = 2**53
 _MONTH = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])")
 _FREE = (CostState.RELEASED, CostState.FAILED_BEFORE_SUBMIT)
 _COST_PLAIN = tuple(part.name for part in fields(CostRow) if part.name != "state")
@@ -30,8 +26,8 @@ def check_month(month: str) -> None:
 
 def check_amount(amount_micros: int) -> None:
     """Raise ValueError for an amount that is negative or absurd."""
-    if not 0 <= amount_micros <= MAX_AMOUNT_MICROS:
-        raise ValueError(f"an amount is between 0 and {MAX_AMOUNT_MICROS} millionths, not {amount_micros}")
+    if not 0 <= amount_micros <= limits().ledger.amount_micros:
+        raise ValueError(f"an amount is between 0 and {limits().ledger.amount_micros} millionths, not {amount_micros}")
 
 
 def reserve_cost(
@@ -54,10 +50,13 @@ def reserve_cost(
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (cost_id, tenant, model_id, month, CostState.RESERVED.value, amount_micros, amount_micros, now),
         )
-        connection.execute("DELETE FROM spendings WHERE month < ?", (f"{int(month[:4]) - YEARS_KEPT:04}{month[4:]}",))
+        connection.execute(
+            "DELETE FROM spendings WHERE month < ?", (f"{int(month[:4]) - limits().ledger.spending_years:04}{month[4:]}",)
+        )
         _add_spending(connection, tenant, month, amount_micros)
         connection.execute(
-            "DELETE FROM costs WHERE id <= (SELECT max(id) FROM costs) - ? AND state != ?", (MAX_ROWS, CostState.RESERVED.value)
+            "DELETE FROM costs WHERE id <= (SELECT max(id) FROM costs) - ? AND state != ?",
+            (limits().ledger.costs, CostState.RESERVED.value),
         )
     return True
 
@@ -121,5 +120,5 @@ def _add_spending(connection: sqlite3.Connection, tenant: str, month: str, amoun
         " ON CONFLICT DO UPDATE SET counted_micros = counted_micros + excluded.counted_micros",
         (tenant, month, amount_micros),
     )
-    if connection.execute("SELECT count(*) FROM spendings").fetchone()[0] > MAX_MONTHS:
-        raise LedgerFull(f"the ledger holds the spending of {MAX_MONTHS} tenants and months; name fewer tenants")
+    if connection.execute("SELECT count(*) FROM spendings").fetchone()[0] > limits().ledger.spendings:
+        raise LedgerFull(f"the ledger holds the spending of {limits().ledger.spendings} tenants and months; name fewer tenants")

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.errors import RunnerError
+from runner.limits import limits
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "ledger.sqlite3"
 LOCK_NAME = "ledger.lock"
 SCHEMA_VERSION = 3
-_BUSY_S = 5.0
 _COMPANIONS = ("", "-wal", "-shm")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -172,7 +172,7 @@ def _open_locked(path: Path, lock: int, now: float) -> Database:
 def _open_file(path: Path, lock: int, now: float) -> Database:
     _make_private(path)
     # Autocommit: transactions are begun and ended by name, in one place.
-    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+    connection = sqlite3.connect(path, timeout=limits().ledger.busy_s, isolation_level=None)
     connection.row_factory = sqlite3.Row
     try:
         connection.execute("PRAGMA journal_mode=WAL")

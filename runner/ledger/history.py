@@ -9,10 +9,8 @@ from dataclasses import fields
 from runner.definitions.plan import Observation
 from runner.ledger.database import transaction
 from runner.ledger.rows import TaskRow, TaskState
+from runner.limits import limits
 
-MAX_TASKS = 1000
-MAX_OBSERVATIONS = 5000
-MAX_OBSERVATIONS_OF_PLAN = 20
 _TASK_PLAIN = tuple(part.name for part in fields(TaskRow) if part.name not in {"state", "result"})
 _OBSERVED = tuple(part.name for part in fields(Observation))
 
@@ -20,7 +18,7 @@ INTERRUPTED = "the runner ended while the model was being loaded; load it again"
 
 
 def save_task(connection: sqlite3.Connection, task: TaskRow) -> None:
-    """Insert the task or replace what was known of it; beyond the newest ``MAX_TASKS``, ended ones are forgotten."""
+    """Insert the task or replace what was known of it; beyond the newest ``tasks`` of the limits, ended ones are forgotten."""
     values = (
         task.task_id, task.model_id, TaskState(task.state).value, task.stage, task.fraction, task.started_at,
         task.finished_at, task.error, json.dumps(task.result),
@@ -34,7 +32,7 @@ def save_task(connection: sqlite3.Connection, task: TaskRow) -> None:
         connection.execute(
             "DELETE FROM tasks WHERE state != ? AND task_id NOT IN"
             " (SELECT task_id FROM tasks ORDER BY started_at DESC, rowid DESC LIMIT ?)",
-            (TaskState.LOADING.value, MAX_TASKS),
+            (TaskState.LOADING.value, limits().ledger.tasks),
         )
 
 
@@ -60,7 +58,7 @@ def recent_tasks(connection: sqlite3.Connection, limit: int) -> list[TaskRow]:
 
 
 def add_observation(connection: sqlite3.Connection, seen: Observation) -> None:
-    """Remember what a load took; per model and plan the newest ``MAX_OBSERVATIONS_OF_PLAN`` are kept."""
+    """Remember what a load took; per model and plan the newest ``observations_of_plan`` are kept."""
     plan = (seen.backend, seen.model_id, seen.plan_key)
     sizes = (seen.weights_bytes, seen.kv_bytes, seen.measured_bytes, seen.load_s, seen.loaded_at)
     with transaction(connection):
@@ -72,9 +70,11 @@ def add_observation(connection: sqlite3.Connection, seen: Observation) -> None:
         connection.execute(
             "DELETE FROM observations WHERE id IN (SELECT id FROM observations WHERE backend = ? AND model_id = ?"
             " AND plan_key = ? ORDER BY id DESC LIMIT -1 OFFSET ?)",
-            (*plan, MAX_OBSERVATIONS_OF_PLAN),
+            (*plan, limits().ledger.observations_of_plan),
         )
-        connection.execute("DELETE FROM observations WHERE id <= (SELECT max(id) FROM observations) - ?", (MAX_OBSERVATIONS,))
+        connection.execute(
+            "DELETE FROM observations WHERE id <= (SELECT max(id) FROM observations) - ?", (limits().ledger.observations,)
+        )
 
 
 def read_observations(connection: sqlite3.Connection, backend: str, limit: int) -> list[Observation]:

@@ -19,13 +19,11 @@ from runner.definitions.plan import Observation
 from runner.ledger import approvals, costs, history, trust
 from runner.ledger.database import Database, LedgerError, open_database
 from runner.ledger.rows import CostRow, CostState, DesiredModel, OpDetails, OpRow, OpStart, OpStarted, PolicyRow, TaskRow
+from runner.limits import limits
 from wire import clock
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 1000
-ANSWER_S = 30.0
-"""A disk that takes longer is treated as gone; whatever was asked counts as not done, though it may be."""
 
 Result = TypeVar("Result")
 Clock = Callable[[], float]
@@ -55,7 +53,7 @@ class Ledger:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         opening = executor.submit(_open, directory, clock())
         try:
-            database = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(opening)), ANSWER_S)
+            database = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(opening)), limits().ledger.answer_s)
         except BaseException as error:
             opening.add_done_callback(_close_unwanted)
             executor.shutdown(wait=False)
@@ -72,7 +70,7 @@ class Ledger:
         self._is_closed = True
         self._executor.shutdown(wait=False)
         try:
-            await asyncio.wait_for(asyncio.shield(closing), ANSWER_S)
+            await asyncio.wait_for(asyncio.shield(closing), limits().ledger.answer_s)
         except (sqlite3.Error, TimeoutError) as error:
             log.warning("ledger did not close in order error=%r", error)
 
@@ -256,17 +254,17 @@ class Ledger:
 
     async def _run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
         try:
-            return await asyncio.wait_for(asyncio.shield(self._submit(job)), ANSWER_S)
+            return await asyncio.wait_for(asyncio.shield(self._submit(job)), limits().ledger.answer_s)
         except sqlite3.Error as error:
             raise LedgerError(f"the ledger cannot be used: {error}; look after the disk of the data directory") from None
         except TimeoutError:
-            raise LedgerError(f"the ledger did not answer within {ANSWER_S:g} s; look after the disk") from None
+            raise LedgerError(f"the ledger did not answer within {limits().ledger.answer_s:g} s; look after the disk") from None
 
     def _submit(self, job: Callable[[sqlite3.Connection], Result]) -> asyncio.Future[Result]:
         if self._is_closed:
             raise LedgerError("the ledger is closed; the box is stopping")
-        if self._waiting >= MAX_WAITING:
-            raise LedgerError(f"{MAX_WAITING} requests wait for the ledger; its disk is too slow")
+        if self._waiting >= limits().ledger.waiting:
+            raise LedgerError(f"{limits().ledger.waiting} requests wait for the ledger; its disk is too slow")
         self._waiting += 1
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: job(self._database.connection))
         future.add_done_callback(self._answered)

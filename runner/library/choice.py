@@ -12,9 +12,8 @@ from pathlib import PurePosixPath
 from runner.errors import DownloadFailed
 from runner.library.files import PICKLE_REASON, first_part, gguf_groups, is_pickle
 from runner.library.ids import SEGMENT
+from runner.limits import limits
 
-MAX_FILES = 2000
-MAX_SIDE_BYTES = 1 << 28
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 _NOT_NEEDED = ("adapter_", "consolidated", "README", "LICENSE")
 
@@ -78,11 +77,11 @@ def _with_sides(usable: Sequence[RemoteFile], weights: Sequence[str]) -> tuple[R
         if file.name.endswith(_SIDE_SUFFIXES)
         and str(PurePosixPath(file.name).parent).removeprefix(".") in folders
         and not PurePosixPath(file.name).name.startswith(_NOT_NEEDED)
-        and file.size_bytes <= MAX_SIDE_BYTES
+        and file.size_bytes <= limits().models.side_bytes
     ]
     chosen = [*sides, *(file for file in usable if file.name in set(weights))]
-    if len(chosen) > MAX_FILES:
-        raise DownloadFailed(f"The model has {len(chosen)} files, and {MAX_FILES} are the most that is fetched.")
+    if len(chosen) > limits().models.files:
+        raise DownloadFailed(f"The model has {len(chosen)} files, and {limits().models.files} are the most that is fetched.")
     return tuple(chosen)
 
 

@@ -22,13 +22,8 @@ from runner.library.files import (
     weight_names,
 )
 from runner.library.ids import is_model_id
+from runner.limits import limits
 from wire import clock
-
-MAX_DEPTH = 6
-MAX_FOLDERS = 5000
-MAX_FOUND = 2000
-SETTLED_S = 2.0
-"""A folder changed less than this ago may change again without its time stamp telling (coarse clocks of file systems)."""
 
 _GUESSES: dict[FolderKind, Backend] = {FolderKind.CTRANSLATE2: "ct2"}
 Fingerprint = tuple[tuple[str, int, int], ...]
@@ -54,8 +49,8 @@ ReadShape = Callable[[Path], Shape]
 class _Budget:
     """What is left of the bounds of one walk."""
 
-    folders: int = MAX_FOLDERS
-    found: int = MAX_FOUND
+    folders: int = field(default_factory=lambda: limits().models.folders)
+    found: int = field(default_factory=lambda: limits().models.found)
 
 
 @dataclass(slots=True)
@@ -93,7 +88,7 @@ class Scanner:
         for first, parts in gguf_groups((*listing.files, *listing.others)).items():
             budget.found -= 1
             yield self._inspect_gguf(folder, _join(model_id, first.removesuffix(".gguf")), first, parts, listing)
-        if depth < MAX_DEPTH:
+        if depth < limits().models.folder_depth:
             for name in listing.folders:
                 if not name.startswith((".", "models--")):
                     yield from self._walk(folder / name, _join(model_id, name), bounds, skip, depth + 1, budget)
@@ -106,7 +101,11 @@ class Scanner:
         listing = list_folder(folder, bounds)
         self._listings.pop(folder, None)
         # Where a link leads can change without a trace in the folder, so folders with links are looked at anew each time.
-        if not listing.has_links and clock.unix_s() - changed_ns / 1e9 > SETTLED_S and len(self._listings) < MAX_FOLDERS:
+        if (
+            not listing.has_links
+            and clock.unix_s() - changed_ns / 1e9 > limits().models.settled_s
+            and len(self._listings) < limits().models.folders
+        ):
             self._listings[folder] = (changed_ns, listing)
         return listing
 
@@ -141,7 +140,7 @@ class Scanner:
         else:
             backend = BACKENDS.get(shape.format, entry.backend)
             found = FoundModel(entry.model_id, entry.path, backend, size_bytes, shape.quantization)
-        if len(self._read) >= MAX_FOUND:  # of models long gone, most likely
+        if len(self._read) >= limits().models.found:  # of models long gone, most likely
             self._read.clear()
         self._read[entry.path] = (fingerprint, found)
         return found

@@ -14,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from runner.definitions.definition import Backend
+from runner.limits import limits
 
-MAX_FOLDER_ENTRIES = 5000
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PICKLE_REASON = "it has only pickle weights (.bin, .pt, .ckpt), which run code when opened; convert them to safetensors or GGUF"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -76,7 +76,7 @@ def list_folder(folder: Path, bounds: Path) -> Listing:
     links = 0
     with os.scandir(folder) as entries:
         for count, entry in enumerate(entries):
-            if count >= MAX_FOLDER_ENTRIES:
+            if count >= limits().models.folder_entries:
                 return Listing(
                     tuple(sorted(files)), tuple(sorted(folders)), tuple(sorted(others)), links > 0, is_complete=False
                 )
@@ -131,7 +131,7 @@ def is_pickle(name: str) -> bool:
 def unusable_entry(listing: Listing) -> str | None:
     """Return what is wrong with a model folder before any file of it is opened."""
     if not listing.is_complete:
-        return f"it has more than {MAX_FOLDER_ENTRIES} entries"
+        return f"it has more than {limits().models.folder_entries} entries"
     for name in listing.others:
         if not name.startswith("."):
             return f"{name[:80]} is no regular file, or a link that leads out of the model folder"

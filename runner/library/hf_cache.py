@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.library.ids import COMMIT, is_model_id
+from runner.limits import limits
 
 _PREFIX = "models--"
-MAX_REPOS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def cached_repos(root: Path) -> Iterator[RepoCache]:
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
     except OSError:
         return
-    for name in [name for name in names if name.startswith(_PREFIX)][:MAX_REPOS]:
+    for name in [name for name in names if name.startswith(_PREFIX)][: limits().models.cached_repos]:
         organisation, _, repository = name.removeprefix(_PREFIX).partition("--")
         repo_id = f"{organisation}/{repository}"
         if repository and is_model_id(repo_id):

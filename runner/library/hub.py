@@ -20,15 +20,12 @@ from runner.errors import DownloadFailed
 from runner.library.choice import RemoteFile, choose_files
 from runner.library.hf_cache import RepoCache
 from runner.library.hub_listing import Commit, ask_commit, file_url
-from runner.library.transfer import Patience, Transfer, read_digest, run_to_its_end
+from runner.library.transfer import Transfer, read_digest, run_to_its_end
+from runner.limits import limits
 from wire import clock
 
 PUBLIC_HUB = "https://huggingface.co"
 MB = 1_000_000
-REPORT_EVERY_S = 0.2
-RESERVE_BYTES = 64 * MB
-"""Left free on the disk, for everything else that lives there."""
-_READ_BUFFER_BYTES = 1 << 20
 
 
 def allow_listed(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -55,7 +52,7 @@ class _Meter:
     def count(self, size: int) -> None:
         self._done += size
         now = clock.monotonic()
-        if now - self._reported_at >= REPORT_EVERY_S or self._done >= self._total:
+        if now - self._reported_at >= limits().models.progress_gap_s or self._done >= self._total:
             self._reported_at = now
             share = min(1.0, self._done / self._total) if self._total else 1.0
             self._report(Progress(f"downloading ({self._done / MB:.1f} of {self._total / MB:.1f} MB)", share))
@@ -84,14 +81,12 @@ class Hub:
         token: str | None = None,
         is_allowed: Callable[[str], bool] = allow_listed(()),  # noqa: B008 (a pure function)
         free_bytes: Callable[[Path], int] = disk_free,
-        patience: Patience = Patience(),  # noqa: B008 (a frozen value)
     ) -> None:
         self._cache = cache
         self._endpoint = endpoint.rstrip("/")
         self._token = token
         self._is_allowed = is_allowed
         self._free_bytes = free_bytes
-        self._patience = patience
         self._running: dict[tuple[str, str, str | None], _Shared] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -144,7 +139,12 @@ class Hub:
         async with lock:
             report(Progress("asking the hub", 0.0))
             commit = await asyncio.to_thread(
-                ask_commit, repo_id, revision, endpoint=self._endpoint, token=self._token, timeout_s=self._patience.connect_s
+                ask_commit,
+                repo_id,
+                revision,
+                endpoint=self._endpoint,
+                token=self._token,
+                timeout_s=limits().models.hub_connect_s,
             )
             chosen = choose_files(repo_id, commit.files, wanted)
             cache = RepoCache(self._cache, repo_id)
@@ -163,10 +163,10 @@ class Hub:
         unique = list({file.digest: file for file in chosen}.values())
         meter = _Meter(sum(file.size_bytes for file in unique), report)
         missing = [file for file in unique if not await self._has(cache, file, meter)]
-        async with aiohttp.ClientSession(read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False) as http:
+        async with aiohttp.ClientSession(read_bufsize=limits().models.hub_chunk_bytes, auto_decompress=False) as http:
             transfers = [
                 (file, Transfer(http, file_url(self._endpoint, cache.repo_id, commit.sha, file.name), file,
-                                cache.blob(file.digest), token=self._token, patience=self._patience))
+                                cache.blob(file.digest), token=self._token))
                 for file in missing
             ]  # fmt: skip
             self._check_room(cache, transfers)
@@ -193,10 +193,11 @@ class Hub:
             partial = transfer.partial_path
             needed += file.size_bytes - (min(partial.stat().st_size, file.size_bytes) if partial.is_file() else 0)
         free = self._free_bytes(cache.folder)
-        if needed and needed + RESERVE_BYTES > free:
+        reserve_bytes = limits().models.reserve_bytes
+        if needed and needed + reserve_bytes > free:
             raise DownloadFailed(
-                f"{cache.repo_id} needs {(needed + RESERVE_BYTES) / MB:.0f} MB on the disk of {self._cache} "
-                f"({RESERVE_BYTES // MB} MB are left free) and {free / MB:.0f} MB are free. Make room there, or set HF_HOME to "
+                f"{cache.repo_id} needs {(needed + reserve_bytes) / MB:.0f} MB on the disk of {self._cache} "
+                f"({reserve_bytes // MB} MB are left free) and {free / MB:.0f} MB are free. Make room there, or set HF_HOME to "
                 "a larger disk."
             )
 

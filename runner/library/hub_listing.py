@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from runner.errors import DownloadFailed
 from runner.library.choice import RemoteFile
 from runner.library.ids import COMMIT
+from runner.limits import limits
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-MAX_LISTED = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def ask_commit(repo_id: str, revision: str | None, *, endpoint: str, token: str 
             "HF_HUB_OFFLINE."
         ) from None
     siblings = info.siblings or []
-    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha) or len(siblings) > MAX_LISTED:
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha) or len(siblings) > limits().models.listed_files:
         raise DownloadFailed(f"The answer of the hub at {endpoint} about {repo_id} cannot be understood.")
     files = [_read_file(entry.rfilename, entry.size, entry.blob_id, entry.lfs) for entry in siblings]
     return Commit(info.sha, tuple(file for file in files if file is not None))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from runner.errors import InvalidRequest
+from runner.limits import limits
 
-MAX_ID_CHARS = 200
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=:-]*", re.ASCII)
 _REPO_SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}", re.ASCII)
 WHISPER_SIZES = {
@@ -24,7 +24,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 
 def is_model_id(text: str) -> bool:
     """Return whether it is ``name``, ``org/name`` or a longer relative path of plain segments, at most 200 characters."""
-    if not 1 <= len(text) <= MAX_ID_CHARS or ".." in text:
+    if not 1 <= len(text) <= limits().models.id_chars or ".." in text:
         return False
     return all(SEGMENT.fullmatch(segment) for segment in text.split("/"))
 
@@ -34,7 +34,7 @@ def check_model_id(text: str) -> tuple[str, ...]:
     if not is_model_id(text):
         raise InvalidRequest(
             "A model id is org/name, or a path below the model folder: letters, digits and _ . + @ = : - in parts "
-            f"separated by single slashes, no '..', at most {MAX_ID_CHARS} characters.",
+            f"separated by single slashes, no '..', at most {limits().models.id_chars} characters.",
             param="modelId",
         )
     return tuple(text.split("/"))
@@ -49,6 +49,6 @@ def split_repo_id(segments: tuple[str, ...]) -> tuple[str, str] | None:
 
 def check_revision(text: str) -> str:
     """Return a revision: a branch, a tag or a commit. Raises InvalidRequest."""
-    if len(text) > MAX_ID_CHARS or ".." in text or not _REVISION.fullmatch(text):
+    if len(text) > limits().models.id_chars or ".." in text or not _REVISION.fullmatch(text):
         raise InvalidRequest("A revision is a branch, a tag or a commit of the repository.", param="revision")
     return text

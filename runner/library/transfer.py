@@ -9,7 +9,6 @@ import os
 import threading
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO, ParamSpec, TypeVar
@@ -19,27 +18,15 @@ import aiohttp
 
 from runner.errors import DownloadFailed
 from runner.library.choice import RemoteFile
+from runner.limits import limits
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Count = Callable[[int], None]
 """Is told how many bytes have come (negative: how many were for nothing)."""
 
-CHUNK_BYTES = 1 << 20
-WINDOW_BYTES = 1 << 34
-"""Most bytes of one request: what delivers files for the hub refuses whole files above 50 GB."""
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 _TRANSIENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds, and how often in a row a transfer may break without a byte in between."""
-
-    connect_s: float = 10.0
-    silence_s: float = 30.0
-    first_pause_s: float = 0.5
-    attempts: int = 6
 
 
 class _Broken(Exception):
@@ -72,7 +59,7 @@ class Digest:
         """Take in a file from its beginning and return its size; ends early, with what it has, once ``stop`` is set."""
         size = 0
         with path.open("rb") as file:
-            while not stop.is_set() and (data := file.read(CHUNK_BYTES)):
+            while not stop.is_set() and (data := file.read(limits().models.hub_chunk_bytes)):
                 self._hash.update(data)
                 size += len(data)
         return size
@@ -100,14 +87,12 @@ class Transfer:
     ``token`` goes to the host of ``url`` only, never to where that redirects.
     """
 
-    def __init__(
-        self, http: aiohttp.ClientSession, url: str, file: RemoteFile, target: Path, *, token: str | None, patience: Patience
-    ) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, file: RemoteFile, target: Path, *, token: str | None) -> None:
         self._http = http
         self._url = url
         self._file = file
         self._target = target
-        self._patience = patience
+        self._limits = limits().models
         self._digest = Digest(file)
         self._done = 0
         self._headers = {"Accept-Encoding": "identity"}
@@ -147,12 +132,12 @@ class Transfer:
             if self._done == self._file.size_bytes:
                 break
             breaks = 1 if self._done > before else breaks + 1
-            if breaks >= self._patience.attempts:
+            if breaks >= self._limits.hub_tries:
                 raise DownloadFailed(
                     f"The transfer of {self._file.name} broke {breaks} times in a row ({reason[:200]}). What has come is kept: "
                     "try again to go on from there."
                 )
-            await asyncio.sleep(self._patience.first_pause_s * 2 ** min(breaks - 1, 5))
+            await asyncio.sleep(self._limits.hub_pause_first_s * 2 ** min(breaks - 1, 5))
         self._check_digest(count)
 
     def _check_digest(self, count: Count) -> None:
@@ -172,9 +157,11 @@ class Transfer:
 
     async def _receive(self, sink: BinaryIO, count: Count) -> None:
         """Fetch up to one window. Raises _Broken when it is to be tried again."""
-        last = min(self._done + WINDOW_BYTES, self._file.size_bytes) - 1
+        last = min(self._done + self._limits.hub_window_bytes, self._file.size_bytes) - 1
         headers = self._headers | {"Range": f"bytes={self._done}-{last}"}
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._patience.connect_s, sock_read=self._patience.silence_s)
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._limits.hub_connect_s, sock_read=self._limits.hub_silence_s
+        )
         async with self._http.get(self._url, headers=headers, timeout=timeout, proxy=_proxy_for(self._url)) as response:
             self._check_status(response)
             if response.status == HTTPStatus.OK and self._done:  # the whole file, whatever we asked for

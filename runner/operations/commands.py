@@ -13,6 +13,7 @@ import msgspec
 from runner.definitions.settings import SettingsChange
 from runner.errors import InvalidRequest, OpTokenRefused, RequestRefused, RunnerError, Unavailable
 from runner.ledger import LedgerError, OpRow
+from runner.limits import limits
 from runner.operations.bodies import FlushBody, LoadBody, ReloadBody, Reply, UnloadBody
 from runner.operations.gate import REFUSED, OperationRunning
 from runner.operations.tasks import Operations
@@ -22,10 +23,6 @@ from wire.optoken import Operation, OpTokenError, read_token
 
 log = logging.getLogger(__name__)
 
-MAX_TRACKED = 64
-"""Operations whose followers are remembered; of those that ended, the ledger knows more."""
-STATUS_GAP_S = 1.0
-"""How an operation goes on is told at most this often; a new stage and the end always are."""
 TOKEN_FIELD = "verifiedOpToken"  # noqa: S105  # the name of a field
 RECEIPT_FIELD = "receipt"
 
@@ -80,7 +77,7 @@ class Commands:
             answer(known.status)
             return
         if not self._make_room():
-            words = f"{MAX_TRACKED} operations are under way on this box; send it again when one has ended."
+            words = f"{limits().operations.tracked} operations are under way on this box; send it again when one has ended."
             answer(_refused(command, Unavailable.code, words))
             return
         tracked = self._tracked[key] = _Tracked(_running(command), {answer})
@@ -93,13 +90,13 @@ class Commands:
         if known is not None:
             known.answers.add(answer)
             answer(known.status)
-        elif len(self._queries) < MAX_TRACKED:
+        elif len(self._queries) < limits().operations.tracked:
             self._queries.add(task := asyncio.create_task(self._look_up(query, answer)))
             task.add_done_callback(self._queries.discard)
 
     def _make_room(self) -> bool:
         """Return whether one more can be tracked; the oldest that has ended makes way."""
-        if len(self._tracked) < MAX_TRACKED:
+        if len(self._tracked) < limits().operations.tracked:
             return True
         ended = next((key for key, each in self._tracked.items() if each.is_over), None)
         if ended is None:
@@ -182,9 +179,9 @@ class Commands:
         """Tell how a load goes on until it has ended."""
         told_at, told_stage = float("-inf"), None
         while (view := self._operations.view(task_id)) is not None:
-            left_s = told_at + STATUS_GAP_S - clock.monotonic()
+            left_s = told_at + limits().operations.status_gap_s - clock.monotonic()
             if view.stage != told_stage or left_s <= 0:
-                told_at, told_stage, left_s = clock.monotonic(), view.stage, STATUS_GAP_S
+                told_at, told_stage, left_s = clock.monotonic(), view.stage, limits().operations.status_gap_s
                 status = _running(command, stage=view.stage)
                 status.fraction = None if view.fraction is None else round(view.fraction, 3)
                 status.eta_s = None if view.eta_s is None else round(view.eta_s, 1)

@@ -17,6 +17,7 @@ from cryptography.exceptions import InvalidSignature
 
 from runner.errors import RunnerError
 from runner.ledger import DesiredModel, Ledger, LedgerError
+from runner.limits import limits
 from runner.operations.bodies import LoadBody
 from runner.operations.governance import Governance
 from runner.operations.identity import Identity
@@ -27,10 +28,6 @@ from wire.optoken.approval import ApprovalError, decode_bytes, read_statement
 log = logging.getLogger(__name__)
 
 PARAM = "keepLoaded"
-PAUSES_S = (5.0, 30.0, 120.0)
-"""Between attempts to load a model again; after the last of them the runner stops trying until it is started again."""
-MAX_UNFINISHED = 3
-"""Attempts in a row in whose midst the program ended. A model that takes the runner down with it must not do so for ever."""
 RECLAIMED_FACT = "reclaimed"
 _DOMAIN = b"desired-model/v1\x00"
 
@@ -82,7 +79,7 @@ class DesiredState:
 
     def __init__(
         self, ledger: Ledger, governance: Governance, load: Callable[[LoadBody], Awaitable[Mapping[str, object]]], *,
-        min_signers: int, on_change: Callable[[], None], pauses_s: Sequence[float] = PAUSES_S,
+        min_signers: int, on_change: Callable[[], None], pauses_s: Sequence[float] | None = None,
         clock: Callable[[], float] = clock.unix_s,
     ) -> None:  # fmt: skip
         self._ledger = ledger
@@ -90,7 +87,9 @@ class DesiredState:
         self._load = load
         self._min_signers = min_signers
         self._on_change = on_change
-        self._pauses_s = pauses_s
+        bounds = limits().operations
+        usual = (bounds.load_pause_first_s, bounds.load_pause_second_s, bounds.load_pause_last_s)
+        self._pauses_s = usual if pauses_s is None else pauses_s
         self._clock = clock
         self._one_at_a_time = asyncio.Lock()
         self._reclaimed_by: dict[str, bool] = {}
@@ -189,7 +188,7 @@ class DesiredState:
 
     async def _find_body(self, model: DesiredModel) -> LoadBody | None:
         """Return with what a model is loaded again; None when it is not to be, which is its problem then."""
-        if model.unfinished >= MAX_UNFINISHED:
+        if model.unfinished >= limits().operations.unfinished:
             times = f"{model.unfinished} times in a row"
             self._give_up(model, f"the runner ended {times} while it loaded it; have it approved again to retry")
             return None

@@ -11,6 +11,7 @@ from typing import Protocol
 from runner.errors import OperationInterrupted, RequestRefused, RunnerError, Unavailable
 from runner.ledger import Ledger, LedgerError, OpRow
 from runner.ledger.approvals import INTERRUPTED
+from runner.limits import limits
 from runner.operations.bodies import Reply
 from runner.operations.desired_state import seal_accepted
 from runner.operations.gate import Admitted, Gate, OperationRunning
@@ -21,9 +22,6 @@ from wire.optoken import Operation
 from wire.optoken.receipt import Outcome
 
 log = logging.getLogger(__name__)
-
-CLOSE_S = 10.0
-"""How long what is being carried out may go on when the runner is told to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class Executions:
     async def close(self) -> None:
         """Let what is being carried out go on for a while, then cut it off."""
         if self._governed:
-            _, late = await asyncio.wait(self._governed, timeout=CLOSE_S)
+            _, late = await asyncio.wait(self._governed, timeout=limits().operations.close_s)
             for each in late:
                 each.cancel()
             await asyncio.gather(*late, return_exceptions=True)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.limits import limits
 from runner.operations.private_files import read_private, remove_private, write_private
 from wire.optoken.approval import policy_words
 
@@ -16,8 +17,6 @@ FORGET_NAME = "forget-policy"
 _CONSONANTS, _VOWELS = "bdfghjklmnprstvz", "aiou"
 _LETTERS = (_CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS)
 _WORD = re.compile("".join(f"[{letters}]" for letters in _LETTERS))
-_WORD_COUNT = 12
-_SHOWN_CHARS = 20
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -31,8 +30,9 @@ def parse_fingerprint(parts: Sequence[str]) -> str:
         return words[0]
     for number, word in enumerate(words, start=1):
         if not _WORD.fullmatch(word) and len(words) > 1:
-            raise ValueError(f"word {number}, {word[:_SHOWN_CHARS]!r}, cannot be one of a fingerprint: {_find_fault(word)}")
-    if len(words) != _WORD_COUNT or not all(map(_WORD.fullmatch, words)):
+            shown = word[: limits().operations.word_chars]
+            raise ValueError(f"word {number}, {shown!r}, cannot be one of a fingerprint: {_find_fault(word)}")
+    if len(words) != 12 or not all(map(_WORD.fullmatch, words)):
         given = f"{len(words)} words were given" if len(words) != 1 else f"{len(words[0])} characters were given"
         raise ValueError(f"a fingerprint is twelve words of five letters, or 64 hexadecimal digits; {given}. Type all of it")
     return "-".join(words)

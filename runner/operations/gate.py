@@ -25,6 +25,7 @@ from runner.ledger import (
     StaleFence,
     TooManyOps,
 )
+from runner.limits import limits
 from runner.operations.desired_state import PARAM, Accepted
 from runner.operations.keys import KeyRing
 from runner.operations.receipts import Booked
@@ -45,7 +46,6 @@ from wire.optoken import (
 log = logging.getLogger(__name__)
 
 REFUSED = "The operation token was not accepted. The log of this box says why; then ask for a new token."
-KEY_READ_S = 10.0
 LIMIT_REASON = "operation_limit"
 """What an operation is counted under that its token permits and this box's own limits do not."""
 
@@ -202,7 +202,7 @@ class Gate:
             raise OperationsDisabled(f"Operations are disabled: {rules.disabled}.")
         try:
             async with self._reading:
-                keys = await asyncio.wait_for(asyncio.to_thread(self._keys.read), KEY_READ_S)
+                keys = await asyncio.wait_for(asyncio.to_thread(self._keys.read), limits().operations.key_read_s)
         except TimeoutError:
             raise Unavailable("The key file of this box cannot be read in time, so no operation is carried out.") from None
         return Verifier(

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.errors import OperationsDisabled
+from runner.limits import limits
 from wire.optoken import MIN_KEY_BYTES
 
 log = logging.getLogger(__name__)
 
 KEY_SUFFIX = ".key"
-MAX_KEY_BYTES = 4096
-MAX_KEYS = 16
 _KID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -66,8 +65,8 @@ class KeyRing:
         if not is_folder:
             return [self._path]
         found = [path for path in self._path.iterdir() if path.suffix == KEY_SUFFIX and _KID.fullmatch(path.stem)]
-        if len(found) > MAX_KEYS:
-            raise UnusableKey(f"more than {MAX_KEYS} keys in {self._path}")
+        if len(found) > limits().operations.keys:
+            raise UnusableKey(f"more than {limits().operations.keys} keys in {self._path}")
         return sorted(found)
 
     def _load(self, stamps: tuple[_Stamp, ...], *, is_folder: bool) -> Mapping[str, bytes]:
@@ -95,12 +94,12 @@ def read_key(path: Path) -> bytes:
     """Return the key in a file. Raises UnusableKey; the text names the file and never shows its content."""
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_KEY_BYTES + 1)
+            content = file.read(limits().operations.key_bytes + 1)
     except OSError as error:
         raise UnusableKey(_describe(path, error)) from None
     key = content.removesuffix(b"\n").removesuffix(b"\r")
-    if len(content) > MAX_KEY_BYTES:
-        raise UnusableKey(f"the key file {path} has more than {MAX_KEY_BYTES} bytes")
+    if len(content) > limits().operations.key_bytes:
+        raise UnusableKey(f"the key file {path} has more than {limits().operations.key_bytes} bytes")
     if not key:
         raise UnusableKey(f"the key file {path} is empty")
     if len(key) < MIN_KEY_BYTES:

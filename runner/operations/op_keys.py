@@ -7,13 +7,11 @@ import secrets
 from itertools import pairwise
 from pathlib import Path
 
+from runner.limits import limits
 from runner.operations.keys import KEY_SUFFIX, read_key
 from runner.operations.private_files import sync_folder, write_private
 
 FOLDER_NAME = "op-keys"
-OVERLAP_S = 86_400
-"""How long a key is good after the next one was made: tokens and the control plane may be that late."""
-MAX_VALID = 8
 _KID = re.compile(r"(\d{10})-[0-9a-f]{4}")
 
 
@@ -46,7 +44,7 @@ class OpKeys:
         """Make another key and return its id; those before it are good for a day more. Raises TooManyKeys and OSError."""
         self.drop_retired(now)
         kids = self.list_kids()
-        if len(kids) >= MAX_VALID:
+        if len(kids) >= limits().operations.op_keys:
             raise TooManyKeys(f"{len(kids)} keys are valid, the most there may be; the oldest is dropped within a day")
         # Above the newest even when the clock was set back, since the order of the ids is that of their age.
         return self._make(max(int(now), _made_at(kids[-1]) + 1 if kids else 0))
@@ -54,7 +52,9 @@ class OpKeys:
     def drop_retired(self, now: float) -> list[str]:
         """Remove every key whose successor was made a day ago; return their ids. Raises OSError."""
         kids = self.list_kids()
-        retired = [kid for kid, successor in pairwise(kids) if _made_at(successor) + OVERLAP_S <= now]
+        retired = [
+            kid for kid, successor in pairwise(kids) if _made_at(successor) + limits().operations.op_key_overlap_s <= now
+        ]
         for kid in retired:
             self._path(kid).unlink(missing_ok=True)
         if retired:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from runner.definitions.settings import SettingsChange
 from runner.engines.port import FlushOutcome
 from runner.errors import RequestRefused, RunnerError
+from runner.limits import MIB
 from runner.pool import LoadResult
 from runner.serving.refusal import refusal_fields
-
-MIB = 1024 * 1024
 
 
 def load_result(result: LoadResult) -> dict[str, object]:

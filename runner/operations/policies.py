@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runner.ledger import Ledger, PolicyRow
+from runner.limits import limits
 from runner.operations.fingerprint import fingerprint_matches
 from wire.optoken.approval import (
     ApprovalError,
@@ -22,7 +23,6 @@ from wire.optoken.approval import (
 
 log = logging.getLogger(__name__)
 
-MAX_OFFERED = 64
 WAITING = "waiting for ./muster trust on the box: a person must confirm the fingerprint of the first policy there"
 ANOTHER = "the first policy offered is not the one whose fingerprint was confirmed on the box"
 FORGOTTEN = "forgotten on the box by its owner; waiting for ./muster trust there"
@@ -72,7 +72,7 @@ class PolicyStore:
     async def offer(self, offered: Sequence[Mapping[str, object]]) -> bool:
         """Take over what follows the pinned policy; return whether anything changed. Raises LedgerError."""
         async with self._lock:
-            self._offered = list(offered[:MAX_OFFERED])
+            self._offered = list(offered[: limits().operations.policies])
             return await self._judge()
 
     async def reconsider(self) -> bool:

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-MAX_BYTES = 4096
+from runner.limits import limits
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -30,11 +30,11 @@ def read_private(path: Path) -> bytes | None:
     """Return the content of a file, None when there is none. Raises OSError, and ValueError beyond 4096 bytes."""
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+            content = file.read(limits().operations.key_bytes + 1)
     except FileNotFoundError:
         return None
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{path} has more than {MAX_BYTES} bytes")
+    if len(content) > limits().operations.key_bytes:
+        raise ValueError(f"{path} has more than {limits().operations.key_bytes} bytes")
     return content
 
 

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from runner.limits import limits
 from runner.operations.keys import UnusableKey, read_key
 from wire import clock
 from wire.ids import new_uuid7
 from wire.optoken import Binding, Grant, Level, NotCanonical, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
-
-LIFE_S = 300
 
 EPILOG = """\
 An L1 token covers every member of the request body: give each as --param NAME=VALUE (modelId comes from --model). A value that
@@ -58,7 +57,7 @@ def make_token(options: argparse.Namespace, key: bytes) -> dict[str, object]:
         params_digest=params_digest(params),
         op_id=options.op_id or new_uuid7().hex,
         fence=options.fence or clock.unix_ms(),
-        expires_at=now + LIFE_S,
+        expires_at=now + limits().operations.signed_life_s,
         kid=options.kid,
     )
     return sign_l1(key, grant, binding)

@@ -15,11 +15,12 @@ from runner.definitions.settings import SettingsChange
 from runner.engines.port import FlushRequest, FlushResult, FlushScope
 from runner.errors import InvalidRequest, RunnerError, Unavailable, UnknownTask, WrongState
 from runner.ledger import Ledger, LedgerError, OpRow, TaskRow, TaskState
+from runner.limits import MIB, limits
 from runner.operations.bodies import FlushBody, LoadBody, ReloadBody, Reply, UnloadBody
 from runner.operations.desired_state import PARAM
 from runner.operations.executions import CUT_OFF, Begun, Ending, Executions
 from runner.operations.gate import Gate
-from runner.operations.outcomes import MIB, failure_fields, flush_fields, load_result, reload_fields
+from runner.operations.outcomes import failure_fields, flush_fields, load_result, reload_fields
 from runner.operations.receipts import Clerk
 from runner.pool import LoadOrder, Model, ModelState, Pool
 from wire import clock
@@ -27,10 +28,6 @@ from wire.optoken import Operation
 
 log = logging.getLogger(__name__)
 
-TASK_SAVE_GAP_S = 1.0
-"""Progress is written to the ledger at most this often; a new stage and the last word always are."""
-MAX_LOADS = 8
-"""Loads under way at once."""
 
 Done = TypeVar("Done")
 OnBegin = Callable[[], None]
@@ -235,8 +232,8 @@ class Operations:
         return {**shown, **row.result, "startedAt": int(row.started_at)}
 
     async def _start_load(self, body: LoadBody, overrides: Mapping[str, object]) -> Reply | Begun:
-        if len(self._running) + self._starting >= MAX_LOADS:
-            raise WrongState(f"{MAX_LOADS} loads are under way; wait for one to end.")
+        if len(self._running) + self._starting >= limits().operations.loads:
+            raise WrongState(f"{limits().operations.loads} loads are under way; wait for one to end.")
         self._starting += 1
         try:
             return await self._begin_load(body, overrides)
@@ -294,7 +291,7 @@ class Operations:
             row = replace(before, stage=progress.stage, fraction=progress.fraction)
             self._tasks[task_id] = row
             self._tell_news(task_id)
-            if row.stage != before.stage or clock.monotonic() - saved_at >= TASK_SAVE_GAP_S:
+            if row.stage != before.stage or clock.monotonic() - saved_at >= limits().operations.task_save_gap_s:
                 saved_at = clock.monotonic()
                 saves.add(save := asyncio.create_task(self._save(row)))
                 save.add_done_callback(saves.discard)

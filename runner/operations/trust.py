@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.ledger import FILE_NAME
+from runner.limits import limits
 from runner.operations import fingerprint
 from runner.operations.governance import BOX_FACT
 from runner.operations.op_keys import FOLDER_NAME, OpKeys, TooManyKeys
@@ -24,7 +25,6 @@ from wire import clock
 from wire.optoken.approval import ApprovalError, Policy, policy_words, read_policy
 
 SOON = "A running box takes it over within 5 seconds."
-_WAIT_S = 5.0
 
 EPILOG = """\
 The fingerprint is that of the first policy. Get it from an approver, not from the control plane that it protects you from: that
@@ -145,7 +145,7 @@ def read_known(data: Path) -> Known:
     path = data / FILE_NAME
     if not path.is_file():
         return Known()
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_WAIT_S)) as connection:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=limits().ledger.busy_s)) as connection:
         if connection.execute("PRAGMA user_version").fetchone()[0] < 2:
             return Known()  # of an earlier version of this program, which pinned nothing
         facts = dict(connection.execute("SELECT name, value FROM facts"))

@@ -11,6 +11,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from runner.ledger import Ledger
+from runner.limits import limits
 from runner.operations.identity import Identity
 from wire.auditlog import AuditLogError, Checkpoint, LogKey, open_note, to_bytes, to_text, verify_consistency
 from wire.bridge import CheckpointOffer
@@ -18,8 +19,6 @@ from wire.bridge import CheckpointOffer
 log = logging.getLogger(__name__)
 
 FACT = "witness"
-MAX_PROOF_HASHES = 128
-MAX_NOTE_CHARS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +106,8 @@ class Witness:
             return "" if checkpoint.root == seen.root else f"another root over the same {seen.size} entries"
         if offer.old_size != seen.size:
             return ""
-        if len(offer.proof) > MAX_PROOF_HASHES:
-            raise AuditLogError(f"a proof of more than {MAX_PROOF_HASHES} hashes")
+        if len(offer.proof) > limits().operations.proof_hashes:
+            raise AuditLogError(f"a proof of more than {limits().operations.proof_hashes} hashes")
         proof = [to_bytes(each) for each in offer.proof]
         holds = verify_consistency(
             old=seen.size, size=checkpoint.size, old_root=seen.root, new_root=checkpoint.root, proof=proof
@@ -122,8 +121,8 @@ class Witness:
 
 
 def _read_note(note: str, log_keys: Sequence[str]) -> Checkpoint:
-    if len(note) > MAX_NOTE_CHARS:
-        raise AuditLogError(f"a note of more than {MAX_NOTE_CHARS} characters")
+    if len(note) > limits().operations.note_chars:
+        raise AuditLogError(f"a note of more than {limits().operations.note_chars} characters")
     return open_note(note, [LogKey.parse(text) for text in log_keys], _holds)
 
 

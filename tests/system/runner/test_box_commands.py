@@ -17,13 +17,13 @@ import pytest
 
 from runner.definitions.plan import Progress
 from runner.errors import EngineError
-from runner.operations import commands as commands_module
 from runner.operations.commands import Commands
 from runner.operations.gate import Gate, GateRules
 from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import Pool
+from tests.fakes.limits import set_runner_limits
 from tests.system.runner.gated_engine import GatedEngine
 from tests.system.runner.governed_box import FINAL, enrol
 from tests.system.runner.processes import eventually
@@ -134,10 +134,8 @@ async def test_every_gateway_that_sent_or_asked_hears_the_end_and_the_engine_loa
     assert len(desk.bench.engines) == 1
 
 
-async def test_a_stage_is_told_at_once_and_progress_within_it_after_a_pause(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commands_module, "STATUS_GAP_S", 0.3)
+async def test_a_stage_is_told_at_once_and_progress_within_it_after_a_pause(desk: Desk) -> None:
+    set_runner_limits(operations={"status_gap_s": 0.3})
     desk.hold_loads()
     ear = Ear()
     began = time.monotonic()
@@ -159,8 +157,8 @@ async def test_a_stage_is_told_at_once_and_progress_within_it_after_a_pause(
     assert (await ear.end()).state == "succeeded"
 
 
-async def test_a_new_stage_does_not_wait_for_its_second(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands_module, "STATUS_GAP_S", 3600.0)
+async def test_a_new_stage_does_not_wait_for_its_second(desk: Desk) -> None:
+    set_runner_limits(operations={"status_gap_s": 3600.0})
     desk.hold_loads()
     ear = Ear()
     desk.commands.take(desk.command(modelId="a"), ear)
@@ -214,10 +212,8 @@ async def test_a_load_that_fails_is_certified_as_failed(desk: Desk) -> None:
     assert read_receipt(end.receipt, desk.public_key).outcome == "failed"
 
 
-async def test_more_commands_than_can_be_followed_are_refused_until_one_has_ended(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commands_module, "MAX_TRACKED", 1)
+async def test_more_commands_than_can_be_followed_are_refused_until_one_has_ended(desk: Desk) -> None:
+    set_runner_limits(operations={"tracked": 1})
     desk.hold_loads()
     first, second = Ear(), Ear()
     desk.commands.take(desk.command(modelId="a"), first)

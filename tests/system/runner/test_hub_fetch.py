@@ -14,14 +14,13 @@ from runner.definitions.plan import Progress
 from runner.errors import DownloadFailed, InvalidRequest
 from runner.fit import read_shape
 from runner.library import Hub, Library, allow_listed
-from runner.library.transfer import Patience
+from tests.fakes.limits import set_runner_limits
 from tests.system.runner.hub_server import COMMIT, HubServer, serve_hub
 from tests.system.runner.processes import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
 TINY = Path(__file__).resolve().parents[3] / "runner" / "tiny" / "muster-tiny-q8_0.gguf"
-QUICK = Patience(connect_s=30, silence_s=30, first_pause_s=0.01, attempts=3)
 REPO = "acme/tiny"
 SECRET = "hf_" + "s" * 20
 
@@ -53,8 +52,14 @@ def make_server(files: dict[str, bytes] | None = None, **faults: object) -> HubS
     return server
 
 
+@pytest.fixture(autouse=True)
+def quick_pauses() -> None:
+    """Have a transfer that breaks go on at once, and be given up after three times; with time for a busy machine."""
+    set_runner_limits(models={"hub_connect_s": 30.0, "hub_pause_first_s": 0.01, "hub_tries": 3})
+
+
 def make_hub(server: HubServer, home: Path, **options: object) -> Hub:
-    return Hub(home / "hub", endpoint=server.url, patience=QUICK, **options)  # type: ignore[arg-type]  # the options by name
+    return Hub(home / "hub", endpoint=server.url, **options)  # type: ignore[arg-type]  # the options by name
 
 
 def ignore(_: Progress) -> None:
@@ -158,7 +163,7 @@ async def test_after_breaking_again_and_again_it_fails_and_the_next_fetch_goes_o
         assert 0 < kept <= 120_000
 
         seen = len(server.seen)
-        folder = await Hub(tmp_path / "hub", endpoint=server.url, patience=QUICK).fetch(REPO, report=ignore)
+        folder = await Hub(tmp_path / "hub", endpoint=server.url).fetch(REPO, report=ignore)
 
     assert (folder / "model.safetensors").read_bytes() == files["model.safetensors"]
     ranges = [entry.range for entry in server.seen[seen:] if entry.path.startswith("/cdn/")]
@@ -344,7 +349,7 @@ async def test_a_revision_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_hub_that_does_not_answer_is_named_with_what_to_check(tmp_path: Path) -> None:
-    hub = Hub(tmp_path / "hub", endpoint="http://127.0.0.1:9", patience=QUICK)
+    hub = Hub(tmp_path / "hub", endpoint="http://127.0.0.1:9")
     with pytest.raises(DownloadFailed, match=r"127\.0\.0\.1:9 cannot be asked .* HF_ENDPOINT"):
         await hub.fetch(REPO, report=ignore)
 

@@ -27,12 +27,14 @@ from runner.errors import (
     WrongState,
 )
 from runner.ledger import FILE_NAME, Ledger, TaskState
+from runner.limits import limits
 from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
 from runner.operations.gate import Gate, GateRules
 from runner.operations.receipts import Clerk
-from runner.operations.tasks import MAX_LOADS, Operations
+from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import ModelState, Pool
+from tests.fakes.limits import set_runner_limits
 from tests.system.runner.gated_engine import GatedEngine
 from tests.system.runner.processes import eventually
 from tests.system.runner.test_pool_lifecycle import assembled, find, write_models
@@ -257,10 +259,8 @@ async def test_an_operation_cut_off_by_the_end_of_the_box_is_interrupted_and_not
     assert desk.bench.engines[0].steps.count("flush") == 1
 
 
-async def test_an_operation_that_the_box_cancels_on_its_way_out_is_recorded_as_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runner.operations.executions.CLOSE_S", 0.05)
+async def test_an_operation_that_the_box_cancels_on_its_way_out_is_recorded_as_interrupted(tmp_path: Path) -> None:
+    set_runner_limits(operations={"close_s": 0.05})
     op_id = new_uuid7().hex
     async with desk_of(tmp_path, level=Level.L1) as desk:
         await desk.finish(await desk.load("a"))
@@ -395,15 +395,15 @@ async def test_a_download_that_fails_evicts_nothing(desk: Desk) -> None:
 
 
 async def test_no_more_loads_than_the_limit_run_even_when_they_come_at_once(tmp_path: Path) -> None:
-    names = [f"m{number}" for number in range(MAX_LOADS + 4)]
+    names = [f"m{number}" for number in range(limits().operations.loads + 4)]
     write_models(tmp_path / "models", *names)
     async with desk_of(tmp_path) as desk:
         desk.bench.prepare = lambda engine: engine.may_load.clear()
         replies = await asyncio.gather(*(desk.load(name, maxContextLength=256) for name in names), return_exceptions=True)
         begun = [reply for reply in replies if isinstance(reply, Reply)]
         refused = [reply for reply in replies if isinstance(reply, WrongState)]
-        assert (len(begun), len(refused)) == (MAX_LOADS, 4)
-        await eventually(lambda: len(desk.bench.engines) == MAX_LOADS, "they have begun")
+        assert (len(begun), len(refused)) == (limits().operations.loads, 4)
+        await eventually(lambda: len(desk.bench.engines) == limits().operations.loads, "they have begun")
         for engine in desk.bench.engines:
             engine.may_load.set()
         assert {(await desk.finish(reply))["status"] for reply in begun} == {"completed"}

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from runner.errors import ConfigError
+from runner.limits import limits
 from runner.operations.identity import FILE_NAME, load_identity
 from runner.operations.keys import KeyRing
-from runner.operations.op_keys import MAX_VALID, OVERLAP_S, OpKeys, TooManyKeys
+from runner.operations.op_keys import OpKeys, TooManyKeys
 from tests.unit.runner.ledger_files import T0
 from wire.optoken import owns_runner_id
 
@@ -56,10 +57,10 @@ def test_a_renewed_key_leaves_the_old_one_valid_for_a_day(tmp_path: Path) -> Non
     (old,) = keys.list_kids()
     new = keys.renew(T0 + 1000)
     assert keys.list_kids() == [old, new]
-    assert keys.drop_retired(T0 + 1000 + OVERLAP_S - 1) == []
-    assert keys.drop_retired(T0 + 1000 + OVERLAP_S) == [old]
+    assert keys.drop_retired(T0 + 1000 + limits().operations.op_key_overlap_s - 1) == []
+    assert keys.drop_retired(T0 + 1000 + limits().operations.op_key_overlap_s) == [old]
     assert keys.list_kids() == [new]
-    assert keys.drop_retired(T0 + 100 * OVERLAP_S) == [], "the newest is never dropped"
+    assert keys.drop_retired(T0 + 100 * limits().operations.op_key_overlap_s) == [], "the newest is never dropped"
 
 
 def test_the_newest_key_is_the_last_one_even_when_the_clock_was_set_back(tmp_path: Path) -> None:
@@ -72,11 +73,11 @@ def test_the_newest_key_is_the_last_one_even_when_the_clock_was_set_back(tmp_pat
 
 def test_keys_cannot_pile_up(tmp_path: Path) -> None:
     keys = OpKeys(tmp_path)
-    for _ in range(MAX_VALID):
+    for _ in range(limits().operations.op_keys):
         keys.renew(T0)
     with pytest.raises(TooManyKeys):
         keys.renew(T0)
-    assert keys.renew(T0 + 2 * OVERLAP_S) in keys.list_kids()
+    assert keys.renew(T0 + 2 * limits().operations.op_key_overlap_s) in keys.list_kids()
 
 
 def test_files_that_the_box_did_not_make_are_not_handed_over(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import pytest
 from runner.config.values import OperationsConfig
 from runner.errors import InvalidRequest, OpTokenRefused, WrongState
 from runner.ledger import DesiredModel, Ledger
+from runner.limits import limits
 from runner.operations.bodies import LoadBody
 from runner.operations.desired_state import (
-    MAX_UNFINISHED,
     Accepted,
     DesiredState,
     NotDesired,
@@ -324,7 +324,7 @@ async def test_one_model_that_fails_does_not_keep_another_from_loading(tmp_path:
 async def test_a_model_that_takes_the_runner_down_with_it_is_not_tried_for_ever(tmp_path: Path) -> None:
     async with node_in(tmp_path) as node:
         model = await node.accept()
-        for _ in range(MAX_UNFINISHED):
+        for _ in range(limits().operations.unfinished):
             await node.ledger.count_unfinished(model, has_ended=False)
         await node.state.restore()
         assert node.bodies == []

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from runner.errors import OperationsDisabled, OpTokenRefused, Unavailable
-from runner.ledger import FILE_NAME, Ledger, approvals
+from runner.ledger import FILE_NAME, Ledger
 from runner.operations.gate import REFUSED, Admitted, Gate, GateRules, OperationRunning
+from tests.fakes.limits import set_runner_limits
 from tests.unit.runner.ledger_files import T0, Clock
 from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
 
@@ -240,10 +241,8 @@ async def test_a_refused_token_spends_nothing(key_file: Path, tmp_path: Path, ca
         await admit(gate, l1())
 
 
-async def test_a_full_ledger_refuses(
-    key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(approvals, "MAX_NONCES", 1)
+async def test_a_full_ledger_refuses(key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    set_runner_limits(ledger={"nonces": 1})
     async with opened(key_file, tmp_path / "data") as gate:
         await admit(gate, l0())
         assert await refused(gate, l0(nonce="second-nonce"), caplog) == "ledger_full"

@@ -19,6 +19,8 @@ from runner.ledger import (
     StaleFence,
     approvals,
 )
+from runner.limits import limits
+from tests.fakes.limits import set_runner_limits
 from tests.unit.runner.ledger_files import T0, Clock, opened
 
 EXPIRES = T0 + 300
@@ -56,7 +58,7 @@ async def test_a_nonce_is_remembered_for_longer_than_its_token_lives(tmp_path: P
     clock = Clock()
     async with opened(tmp_path, clock) as ledger:
         assert await ledger.spend_nonce("n-1", expires_at=EXPIRES)
-        clock.now = EXPIRES + approvals.NONCE_GRACE_S
+        clock.now = EXPIRES + limits().ledger.nonce_grace_s
         assert not await ledger.spend_nonce("n-1", expires_at=EXPIRES)
         clock.now += 1
         assert await ledger.spend_nonce("n-2", expires_at=clock.now)
@@ -71,9 +73,8 @@ async def test_nonces_are_not_kept_in_clear(tmp_path: Path) -> None:
     assert b"a-nonce-to-look-for" not in read_all(tmp_path)
 
 
-async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(approvals, "MAX_NONCES", 3)
-    monkeypatch.setattr(approvals, "MAX_OPS", 1)
+async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"nonces": 3, "ops": 1})
     clock = Clock()
     async with opened(tmp_path, clock) as ledger:
         for number in range(3):
@@ -81,7 +82,7 @@ async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path, monke
         with pytest.raises(LedgerFull):
             await ledger.spend_nonce("n-3", expires_at=EXPIRES)
         assert not await ledger.spend_nonce("n-0", expires_at=EXPIRES)
-        clock.now = EXPIRES + approvals.NONCE_GRACE_S + 1
+        clock.now = EXPIRES + limits().ledger.nonce_grace_s + 1
         assert await ledger.spend_nonce("n-3", expires_at=EXPIRES)
         assert await begin(ledger) == OpStarted()
         with pytest.raises(LedgerFull):

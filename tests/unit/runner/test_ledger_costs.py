@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.ledger import CostState, Ledger, LedgerFull, costs
+from runner.ledger import CostState, Ledger, LedgerFull
+from tests.fakes.limits import set_runner_limits
 from tests.unit.runner.ledger_files import T0, Clock, opened
 
 MONTH = "2026-11"
@@ -119,8 +120,8 @@ async def test_a_cancelled_caller_leaves_nothing_reserved(tmp_path: Path) -> Non
         assert [row.state for row in await ledger.cost_rows(10)] == [CostState.RELEASED]
 
 
-async def test_old_rows_go_and_the_sum_and_what_is_reserved_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "MAX_ROWS", 5)
+async def test_old_rows_go_and_the_sum_and_what_is_reserved_stay(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"costs": 5})
     async with opened(tmp_path) as ledger:
         pending = await reserved(ledger, 1)
         for _ in range(20):
@@ -130,8 +131,8 @@ async def test_old_rows_go_and_the_sum_and_what_is_reserved_stay(tmp_path: Path,
         assert await ledger.spent("t", MONTH) == 201
 
 
-async def test_sums_of_bygone_years_go_and_others_are_never_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "MAX_MONTHS", 2)
+async def test_sums_of_bygone_years_go_and_others_are_never_forgotten(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"spendings": 2})
     async with opened(tmp_path) as ledger:
         await reserve(ledger, 1, month="2024-10")
         await reserve(ledger, 2, month="2024-11")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.ledger import FILE_NAME, DesiredModel, Ledger, LedgerFull, OpDetails, OpStarted, approvals
+from runner.limits import limits
 from tests.unit.runner.ledger_files import T0, opened
 
 DONE: dict[str, object] = {"state": "succeeded"}
@@ -142,7 +143,7 @@ async def test_desired_models_cannot_pile_up(tmp_path: Path) -> None:
     async with opened(tmp_path):
         pass
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        rows = [(f"m{number}",) for number in range(approvals.MAX_DESIRED)]
+        rows = [(f"m{number}",) for number in range(limits().ledger.desired_models)]
         db.executemany("INSERT INTO desired_models VALUES (?, 1, x'00', x'00', 0)", rows)
     async with opened(tmp_path) as ledger:
         with pytest.raises(LedgerFull):

@@ -14,6 +14,7 @@ import pytest
 from runner.ledger import FILE_NAME, Ledger, LedgerError
 from runner.ledger import ledger as ledger_module
 from runner.ledger.database import LOCK_NAME
+from tests.fakes.limits import set_runner_limits
 from tests.unit.runner.ledger_files import T0, Clock, opened
 
 
@@ -170,8 +171,8 @@ async def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest
         assert await ledger.spent("t", "2026-11") == 0
 
 
-async def test_the_queue_in_front_of_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "MAX_WAITING", 5)
+async def test_the_queue_in_front_of_the_file_is_bounded(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"waiting": 5})
     release = threading.Event()
     async with opened(tmp_path) as ledger:
         blocked = asyncio.create_task(ledger._run(lambda _: release.wait(30)))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from runner.definitions.plan import Observation
 from runner.ledger import TaskRow, TaskState, history
+from tests.fakes.limits import set_runner_limits
 from tests.unit.runner.ledger_files import T0, opened
 
 TASK = TaskRow(
@@ -56,8 +55,8 @@ async def test_unfinished_tasks_are_interrupted_and_finished_ones_are_not(tmp_pa
         assert await ledger.interrupt_tasks(T0 + 60) == []
 
 
-async def test_the_newest_tasks_are_kept_and_running_ones_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MAX_TASKS", 3)
+async def test_the_newest_tasks_are_kept_and_running_ones_always(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"tasks": 3})
     done = replace(TASK, state=TaskState.COMPLETED)
     async with opened(tmp_path) as ledger:
         await ledger.save_task(TASK)
@@ -87,9 +86,8 @@ async def test_the_last_load_of_the_same_plan_is_the_expected_time(tmp_path: Pat
         assert await ledger.last_load_s("m", "k") == 2.5
 
 
-async def test_observations_are_bounded_per_plan_and_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MAX_OBSERVATIONS_OF_PLAN", 3)
-    monkeypatch.setattr(history, "MAX_OBSERVATIONS", 10)
+async def test_observations_are_bounded_per_plan_and_in_all(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"observations_of_plan": 3, "observations": 10})
     async with opened(tmp_path) as ledger:
         await ledger.add_observation(replace(SEEN, plan_key="seldom", load_s=7.0))
         for number in range(9):
