@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.exchange import Ask
+from conformance.limits import LIMITS
 from conformance.report import format_json, format_summary, format_table
-from conformance.running import SIMULTANEOUS, run_rows
+from conformance.running import run_rows
 from conformance.table import Row, Surface, list_rows
 from conformance.target import EMBEDDINGS, IMAGES, MODELS, RERANK, TRANSCRIPTIONS, Target
 from conformance.verdicts import Finding, Verdict, Violation
 
 KEY_VARIABLE = "MUSTER_API_KEY"
-_CANNOT_RUN = 2
 _OTHER_MODELS = {"embeddings": EMBEDDINGS, "rerank": RERANK, "audio": TRANSCRIPTIONS, "images": IMAGES}
 _EPILOG = f"""\
 The key may also be in {KEY_VARIABLE}. Exit status: 0 nothing failed, 1 something failed, 2 nothing could be checked.
@@ -85,7 +85,9 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the findings there as well")
     parser.add_argument("--list", action="store_true", help="print the requirements and leave")
-    parser.add_argument("--jobs", type=int, default=SIMULTANEOUS, metavar="N", help="requests at a time (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=LIMITS.simultaneous, metavar="N", help="requests at a time (default: %(default)s)"
+    )
     parser.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="for one answer (default: %(default)g)")
     parser.add_argument(
         "--silence-s",
@@ -179,7 +181,7 @@ class _Progress:
 
 def _cannot_run(words: str) -> int:
     print(f"cannot check: {words}", file=sys.stderr)
-    return _CANNOT_RUN
+    return 2
 
 
 if __name__ == "__main__":

@@ -17,13 +17,8 @@ from urllib.parse import urlsplit
 import h11
 
 from conformance.fields import Field, read_json
+from conformance.limits import LIMITS
 from conformance.verdicts import Violation
-
-CONNECT_S = 5.0
-"""Connect time-out of the official SDKs."""
-_CLOSING_S = 30.0
-_REFUSED_WITHIN_S = 30.0
-_READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +90,7 @@ class Connection:
         """Connect to the server at ``base_url``. Raises OSError, TimeoutError."""
         parts = urlsplit(base_url)
         is_tls = parts.scheme == "https"
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(LIMITS.connect_s):
             reader, writer = await asyncio.open_connection(
                 parts.hostname, parts.port or (443 if is_tls else 80), ssl=ssl.create_default_context() if is_tls else None
             )
@@ -126,7 +121,7 @@ class Connection:
         data = self._http.send(h11.Request(method=ask.method, target=ask.path, headers=headers)) or b""
         self._writer.write(data + (self._http.send(h11.Data(data=ask.body)) or b""))
         answer = Answer(ask)
-        async with asyncio.timeout(_REFUSED_WITHIN_S):
+        async with asyncio.timeout(LIMITS.refused_s):
             await self._record(answer, time.monotonic(), None)
         return answer.status, answer.headers, answer.body
 
@@ -162,7 +157,7 @@ class Connection:
                 event = self._http.next_event()
                 if event is h11.NEED_DATA:
                     self._keep_acks_back()
-                    self._http.receive_data(await self._reader.read(_READ_BYTES))
+                    self._http.receive_data(await self._reader.read(LIMITS.read_bytes))
                     continue
             except (h11.RemoteProtocolError, ConnectionError, ssl.SSLError):
                 return None
@@ -188,7 +183,7 @@ class Connection:
     async def sees_close(self) -> bool:
         """Return whether the server closes the connection now."""
         try:
-            async with asyncio.timeout(_CLOSING_S):
+            async with asyncio.timeout(LIMITS.close_s):
                 return await self._reader.read(1) == b""
         except TimeoutError:
             return False
@@ -199,5 +194,5 @@ class Connection:
         """Close our side, in the middle of an answer if need be."""
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(LIMITS.connect_s):
                 await self._writer.wait_closed()

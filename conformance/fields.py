@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any  # JSON of the server under test
 
+from conformance.limits import LIMITS
 from conformance.verdicts import Violation
-
-_SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Field:
     def shown(self) -> str:
         """The value as short JSON for a person."""
         text = json.dumps(self.value, ensure_ascii=False)
-        return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+        return text if len(text) <= LIMITS.shown_chars else text[: LIMITS.shown_chars - 1] + "…"
 
     @property
     def is_null(self) -> bool:
@@ -111,7 +110,7 @@ def read_json(data: bytes | str, what: str) -> Field:
     try:
         return Field(json.loads(data, parse_constant=_refuse_constant), what)
     except ValueError as error:
-        shown = data[:_SHOWN]
+        shown = data[: LIMITS.shown_chars]
         raise Violation(f"{what} is not JSON: {shown!r} ({error})") from None
 
 

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from conformance.limits import LIMITS
 from conformance.table import Row
 from conformance.verdicts import Finding, Verdict
 
 _WIDTHS = {"surface": 12, "requirement": 68, "clients": 36}
 _DETAIL_INDENT = " " * 14
-_DETAIL_WIDTH = 130
 
 
 def format_table(rows: Sequence[Row], findings: Sequence[Finding]) -> str:
@@ -37,7 +37,11 @@ def _format_row(row: Row, finding: Finding) -> list[str]:
     if finding.detail:
         mark = f"{_DETAIL_INDENT}→ "
         lines += textwrap.wrap(
-            finding.detail, _DETAIL_WIDTH, initial_indent=mark, subsequent_indent=_DETAIL_INDENT + "  ", break_on_hyphens=False
+            finding.detail,
+            LIMITS.line_chars,
+            initial_indent=mark,
+            subsequent_indent=_DETAIL_INDENT + "  ",
+            break_on_hyphens=False,
         )
     return lines
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from conformance.exchange import Answer
+from conformance.limits import LIMITS
 from conformance.rows.audio_images import transcribe
 from conformance.table import Row, Surface
 from conformance.target import (
@@ -25,9 +26,6 @@ from conformance.target import (
 )  # fmt: skip
 from conformance.verdicts import Finding, NotApplicable, Verdict, Violation
 
-SIMULTANEOUS = 4
-_ROW_PATIENCE = 3
-"""A row may ask several times; so many times the time-out of one answer ends it."""
 _OPTIONAL = frozenset({Surface.COMPLETIONS, Surface.EMBEDDINGS, Surface.RERANK, Surface.AUDIO, Surface.IMAGES})
 """Surfaces that hang on what the model is for: one that refuses them is no fault of the server."""
 _CHANCE = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
@@ -39,7 +37,7 @@ async def run_rows(
     rows: Sequence[Row],
     *,
     required: Iterable[Surface] = (),
-    simultaneous: int = SIMULTANEOUS,
+    simultaneous: int = LIMITS.simultaneous,
     on_finding: Callable[[Finding], None] = lambda finding: None,
     engine: Target | None = None,
 ) -> list[Finding]:
@@ -72,7 +70,7 @@ async def _judge(target: Target, row: Row, presence: _Presence) -> tuple[Verdict
     if row.needs_script and not target.scripted:
         return Verdict.SKIPPED, "needs the scripted engine (--scripted)"
     try:
-        async with asyncio.timeout(_ROW_PATIENCE * target.timeout_s):
+        async with asyncio.timeout(LIMITS.row_answers * target.timeout_s):
             if row.needs is not None:
                 await presence.require(row.needs)
             await row.check(target)

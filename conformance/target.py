@@ -12,6 +12,7 @@ from typing import Any  # request bodies are JSON
 from conformance.events import Stream, read_stream
 from conformance.exchange import Answer, Ask, Connection
 from conformance.fields import Field
+from conformance.limits import LIMITS
 from conformance.verdicts import NotApplicable, Violation
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -21,8 +22,6 @@ TRANSCRIPTIONS, IMAGES, MODELS = "/v1/audio/transcriptions", "/v1/images/generat
 ANTHROPIC_VERSION = "2023-06-01"
 ANTHROPIC_PATHS = frozenset({MESSAGES, COUNT_TOKENS})
 PROMPT = "Say hello in a few words."
-TOKENS = 24
-"""Enough for an answer, few enough for a slow machine."""
 
 
 @dataclass
@@ -95,20 +94,26 @@ class Target:
     def chat_body(self, prompt: str = PROMPT, /, **more: Any) -> dict[str, Any]:
         """Return a chat completion request; ``more`` replaces or adds fields."""
         messages = [{"role": "user", "content": prompt}]
-        return {"model": self.model_for(CHAT), "messages": messages, "max_tokens": TOKENS, **more}
+        return {"model": self.model_for(CHAT), "messages": messages, "max_tokens": LIMITS.answer_tokens, **more}
 
     def completion_body(self, prompt: object = "Once upon a time", /, **more: Any) -> dict[str, Any]:
         """Return a completion request."""
-        return {"model": self.model_for(COMPLETIONS), "prompt": prompt, "max_tokens": TOKENS, **more}
+        return {"model": self.model_for(COMPLETIONS), "prompt": prompt, "max_tokens": LIMITS.answer_tokens, **more}
 
     def messages_body(self, prompt: str = PROMPT, /, **more: Any) -> dict[str, Any]:
         """Return a Messages request."""
         messages = [{"role": "user", "content": prompt}]
-        return {"model": self.model_for(MESSAGES), "max_tokens": TOKENS, "messages": messages, **more}
+        return {"model": self.model_for(MESSAGES), "max_tokens": LIMITS.answer_tokens, "messages": messages, **more}
 
     def responses_body(self, prompt: object = PROMPT, /, **more: Any) -> dict[str, Any]:
         """Return a Responses request."""
-        return {"model": self.model_for(RESPONSES), "input": prompt, "max_output_tokens": TOKENS, "store": False, **more}
+        return {
+            "model": self.model_for(RESPONSES),
+            "input": prompt,
+            "max_output_tokens": LIMITS.answer_tokens,
+            "store": False,
+            **more,
+        }
 
     async def chat(self, prompt: str = PROMPT, /, **more: Any) -> Answer:
         """Send a chat completion."""

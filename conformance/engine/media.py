@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any  # answers are JSON
 
 from conformance.engine.chat import CREATED
+from conformance.limits import LIMITS
 
 Json = dict[str, Any]
-DIMENSIONS = 8
 TRANSCRIPT = "Good morning, dear llama."
 PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\nscripted").decode()
 
@@ -20,7 +20,7 @@ PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\nscripted").decode()
 def embed(body: Mapping[str, Any]) -> Json:
     """Return a vector for each input: little-endian float32 in base64 when asked, else numbers."""
     inputs = _list_inputs(body.get("input"))
-    length = int(body.get("dimensions") or DIMENSIONS)
+    length = int(body.get("dimensions") or LIMITS.dimensions)
     vectors = [make_vector(text, length) for text in inputs]
     if body.get("encoding_format") == "base64":
         shown: list[Any] = [base64.b64encode(struct.pack(f"<{length}f", *vector)).decode() for vector in vectors]
@@ -35,7 +35,7 @@ def embed(body: Mapping[str, Any]) -> Json:
     }
 
 
-def make_vector(text: object, length: int = DIMENSIONS) -> list[float]:
+def make_vector(text: object, length: int = LIMITS.dimensions) -> list[float]:
     """Return numbers that a float32 holds exactly and that differ from input to input."""
     seed = zlib.crc32(json.dumps(text).encode())
     return [((seed >> index) % 64) / 64 for index in range(length)]

@@ -25,15 +25,11 @@ from conformance.engine.native import (
 )
 from conformance.engine.script import Script, find_prompt, read_script
 from conformance.engine.speech import Speech, compose
+from conformance.limits import LIMITS
 
 Json = dict[str, Any]
 Whole = Callable[[Speech, Script, Mapping[str, Any]], Json]
 Streamed = Callable[[Speech, Script, Mapping[str, Any]], Iterator[Json]]
-MAX_BODY_BYTES = 256 * 1024 * 1024
-_BREAK_AFTER = 2
-"""Pieces of a stream before what breaks it."""
-_ENDLESS_PIECES = 10_000
-"""At 20 ms each: more than anybody waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ class ScriptedEngine:
 
     def application(self) -> web.Application:
         """Return the server's routes."""
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application = web.Application(client_max_size=LIMITS.engine_body_bytes)
         application.router.add_get("/health", self._health)
         application.router.add_get("/v1/models", self._models)
         for path in (CHAT, COMPLETIONS, *sorted(self.native)):
@@ -153,7 +149,7 @@ class ScriptedEngine:
         key = script.argument("endless")
         self.endless[key] = "here"
 
-        chunks = voice.streamed(Speech(pieces=("on ",) * _ENDLESS_PIECES), script, body)
+        chunks = voice.streamed(Speech(pieces=("on ",) * LIMITS.endless_pieces), script, body)
         try:
             await asyncio.sleep(script.seconds("slow"))
             if not body.get("stream"):
@@ -173,7 +169,7 @@ class ScriptedEngine:
             await self._write(response, script, frame_event(chunk, script, name=chunk["type"] if voice.names_events else ""))
             if number == 0 and "pause" in script:
                 await asyncio.sleep(script.seconds("pause"))
-            if number + 1 == _BREAK_AFTER and script.arguments.keys() & {"cut", "error_in_stream", "garbage"}:
+            if number + 1 == LIMITS.broken_after and script.arguments.keys() & {"cut", "error_in_stream", "garbage"}:
                 return await self._break_off(request, response, voice, script, body)
             if pace_s:
                 await asyncio.sleep(pace_s)
@@ -192,7 +188,7 @@ class ScriptedEngine:
         if "garbage" in script:
             await response.write(b"data: {not JSON\n\n")
         else:
-            error = voice.failed(_BREAK_AFTER, body)
+            error = voice.failed(LIMITS.broken_after, body)
             await self._write(response, script, frame_event(error, script, name=error["type"] if voice.names_events else ""))
         await response.write_eof()
         return response

@@ -12,7 +12,6 @@ from conformance.verdicts import NotApplicable
 QUESTION = "What is the weather in Paris?"
 _FREE = (QUESTION, "Is it cold in Rome? Use the tool.")
 _NAMED = ("What time is it in Paris?", "Call get_time for Rome.", "I fly to Rome now: how late is it there?", "Paris, time.")
-MAX_CALL_TOKENS = 200
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from conformance.engine.failures import REASON
 from conformance.events import DONE, list_payloads
 from conformance.exchange import Answer
 from conformance.fields import Field
+from conformance.limits import LIMITS
 from conformance.readers.chat import read_chat
 from conformance.table import requirement
 from conformance.target import CHAT, Target, require_ok, require_status, require_stream
 from conformance.verdicts import Violation
 
 ERROR_KEYS = ("message", "type", "param", "code")
-_HEARD_WITHIN_S = 30.0
 
 
 async def _broken(target: Target, directives: str) -> tuple[Answer, Field]:
@@ -167,11 +167,11 @@ async def leave_stream(target: Target, path: str, body: Callable[[str], dict[str
 
 async def _must_hear(target: Target, key: str) -> None:
     if not await _wait_for(target, key, "left"):
-        raise Violation(f"the engine still works {_HEARD_WITHIN_S:g} s after its client has left")
+        raise Violation(f"the engine still works {LIMITS.heard_s:g} s after its client has left")
 
 
 async def _wait_for(target: Target, key: str, state: str) -> bool:
-    deadline = time.monotonic() + _HEARD_WITHIN_S
+    deadline = time.monotonic() + LIMITS.heard_s
     while time.monotonic() < deadline:
         answer = await target.send_fresh(target.ask_json(CHAT, target.chat_body(f"[[gone:{key}]]")))
         if require_ok(answer)["choices"][0]["message"]["content"].value == state:

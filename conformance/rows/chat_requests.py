@@ -7,14 +7,13 @@ import json
 from typing import Any  # request bodies are JSON
 
 from conformance.fields import Field, read_json
+from conformance.limits import LIMITS
 from conformance.rows.chat_tools import TOOLS
 from conformance.table import requirement
 from conformance.target import CHAT, PROMPT, Target, require_ok
 from conformance.verdicts import Violation
 
 PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
-LARGE_IMAGE_BYTES = 6 * 1024 * 1024
-LONG_TEXT_CHARS = 60_000
 
 
 async def _echo(target: Target, **fields: Any) -> Field:
@@ -116,7 +115,7 @@ async def _nulls(target: Target) -> None:
     needs_script=True,
 )
 async def _large(target: Target) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * LARGE_IMAGE_BYTES}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * LIMITS.image_bytes}}
     turns = [{"role": "user", "content": [{"type": "text", "text": PROMPT}, image]}]
     require_ok(await target.chat(messages=turns))
 
@@ -128,7 +127,7 @@ async def _large(target: Target) -> None:
     needs_script=True,
 )
 async def _long(target: Target) -> None:
-    text = "An instruction to an agent. " * (LONG_TEXT_CHARS // 28)
+    text = "An instruction to an agent. " * (LIMITS.text_chars // 28)
     require_ok(await target.chat(messages=[{"role": "system", "content": text}, {"role": "user", "content": PROMPT}]))
 
 

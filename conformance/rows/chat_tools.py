@@ -9,8 +9,9 @@ from conformance.engine.speech import ARGUMENTS, CALL_ID, NASTY, OTHER_ARGUMENTS
 from conformance.events import list_payloads
 from conformance.exchange import Answer
 from conformance.fields import Field
+from conformance.limits import LIMITS
 from conformance.readers.chat import Call, read_chat, require_end
-from conformance.rows.calling import CHAT_NAMED, MAX_CALL_TOKENS, QUESTION, Go, list_goes, no_call
+from conformance.rows.calling import CHAT_NAMED, QUESTION, Go, list_goes, no_call
 from conformance.table import requirement
 from conformance.target import Target, require_ok, require_script_or_skip, require_stream
 from conformance.verdicts import Violation
@@ -33,7 +34,7 @@ EXPECTED = [(TOOL, "".join(ARGUMENTS)), (OTHER_TOOL, "".join(OTHER_ARGUMENTS))]
 
 async def _ask(target: Target, go: Go, *, stream: bool) -> Answer:
     choice = go.choose(free="required", named=CHAT_NAMED)
-    answer = await target.chat(go.prompt, tools=TOOLS, stream=stream, max_tokens=MAX_CALL_TOKENS, tool_choice=choice)
+    answer = await target.chat(go.prompt, tools=TOOLS, stream=stream, max_tokens=LIMITS.call_tokens, tool_choice=choice)
     require_script_or_skip(target, answer, "tools")
     return answer
 

@@ -8,12 +8,12 @@ import struct
 from conformance.engine.media import make_vector
 from conformance.exchange import Answer
 from conformance.fields import Field
+from conformance.limits import LIMITS
 from conformance.table import requirement
 from conformance.target import EMBEDDINGS, RERANK, Target, require_ok, require_script_or_skip
 from conformance.verdicts import Violation
 
 _TEXTS = ["a llama on a hill", "the price of tea"]
-_TOLERANCE = 1e-5
 
 
 async def _embed(target: Target, given: object, **more: object) -> Answer:
@@ -69,7 +69,7 @@ async def _base64(target: Target) -> None:
     require_script_or_skip(target, answer, "base64")
     data = base64.b64decode(require_ok(answer)["data"][0]["embedding"].text())
     packed = struct.unpack(f"<{len(data) // 4}f", data)
-    if len(packed) != len(plain) or any(abs(a - b) > _TOLERANCE for a, b in zip(packed, plain, strict=True)):
+    if len(packed) != len(plain) or any(abs(a - b) > LIMITS.tolerance for a, b in zip(packed, plain, strict=True)):
         raise Violation(f"base64 gives {packed[:3]}…, float {plain[:3]}…")
 
 

@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable
 
 from conformance.exchange import Answer, Ask, Connection
 from conformance.fields import Field
+from conformance.limits import LIMITS
 from conformance.readers.messages import check_error
 from conformance.table import Surface, add_row, requirement
 from conformance.target import CHAT, MESSAGES, MODELS, RESPONSES, Target, require_status
 from conformance.verdicts import Violation
 
-_HUGE_BYTES = 300 * 1024 * 1024
 _WRONG_KEY = "sk-this-key-is-nobodys-0000000000000000"
 
 
@@ -135,7 +135,7 @@ async def _too_large(target: Target, path: str) -> None:
     connection = await Connection.open(target.base_url)
     ask = target.ask_json(path, b"{" + b" " * 4096)
     try:
-        status, headers, body = await connection.send_head(ask, claimed_bytes=_HUGE_BYTES)
+        status, headers, body = await connection.send_head(ask, claimed_bytes=LIMITS.claimed_bytes)
     finally:
         await connection.close()
     _check(Answer.of(ask, status, headers, body), path, 413, "invalid_request_error", "request_too_large")

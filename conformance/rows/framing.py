@@ -12,17 +12,13 @@ from typing import Any  # request bodies are JSON
 from conformance.engine.speech import TEXT
 from conformance.events import DONE, Stream, check_event_data, check_whole_writes, read_stream
 from conformance.exchange import Answer, Ask, Connection
+from conformance.limits import LIMITS
 from conformance.readers.chat import read_chat, read_completion
 from conformance.readers.messages import read_messages
 from conformance.readers.responses import read_responses
 from conformance.table import Surface, add_row, requirement
 from conformance.target import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Target, require_status, require_stream
 from conformance.verdicts import Violation
-
-KEEP_ALIVE_WITHIN_S = 10.0
-_NAGLE_GAP_S = 0.030
-"""A delayed ACK takes 40 ms; the engine says something every 5."""
-_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +201,7 @@ def _list_signs(answer: Answer) -> list[bool]:
 def _check_gaps(target: Target, times_s: Sequence[float]) -> None:
     """Check that no silence was too long, where the engine's was long enough to tell."""
     longest_s = max(after - before for before, after in pairwise(times_s))
-    if longest_s > KEEP_ALIVE_WITHIN_S and target.silence_s > KEEP_ALIVE_WITHIN_S:
+    if longest_s > LIMITS.keep_alive_s and target.silence_s > LIMITS.keep_alive_s:
         raise Violation(f"nothing came for {longest_s:.1f} s")
 
 
@@ -237,7 +233,7 @@ def _check_keep_alives(streaming: Streaming, stream: Stream) -> None:
 )  # fmt: skip
 async def _no_delay(target: Target) -> None:
     gaps = []
-    for _ in range(_TRIES):
+    for _ in range(LIMITS.gap_tries):
         connection = await Connection.open(target.base_url)
         connection.keeps_acks_back = True
         try:
@@ -247,7 +243,7 @@ async def _no_delay(target: Target) -> None:
         require_stream(answer)
         times = [write.at_s for write in answer.writes]
         gaps.append(statistics.median(after - before for before, after in pairwise(times)))
-    if min(gaps) > _NAGLE_GAP_S:
+    if min(gaps) > LIMITS.gap_s:
         raise Violation(f"pieces that the engine says every 5 ms arrive every {min(gaps) * 1000:.0f} ms")
 
 

@@ -7,8 +7,9 @@ from typing import Any  # request bodies are JSON
 
 from conformance.engine.speech import ARGUMENTS, CALL_ID, TOOL
 from conformance.fields import Field, read_json
+from conformance.limits import LIMITS
 from conformance.readers.messages import check_error, read_messages
-from conformance.rows.chat_requests import LONG_TEXT_CHARS, PIXEL
+from conformance.rows.chat_requests import PIXEL
 from conformance.rows.chat_tools import TOOLS
 from conformance.rows.messages_whole import ANTHROPIC_TOOLS, find_blocks
 from conformance.table import requirement
@@ -285,7 +286,7 @@ async def _native(target: Target) -> None:
 
 @requirement("messages.request.long", "a system prompt of 60 KB is taken", clients="Claude Code", needs_script=True)
 async def _long(target: Target) -> None:
-    require_ok(await target.messages(system="An instruction to an agent. " * (LONG_TEXT_CHARS // 28)))
+    require_ok(await target.messages(system="An instruction to an agent. " * (LIMITS.text_chars // 28)))
 
 
 @requirement(

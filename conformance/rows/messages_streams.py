@@ -22,8 +22,9 @@ from conformance.engine.speech import (
 )  # fmt: skip
 from conformance.events import Event, list_payloads
 from conformance.fields import Field, read_json
+from conformance.limits import LIMITS
 from conformance.readers.messages import MessageStream, check_usage, read_messages, require_end
-from conformance.rows.calling import MAX_CALL_TOKENS, MESSAGES_NAMED, list_goes, no_call
+from conformance.rows.calling import MESSAGES_NAMED, list_goes, no_call
 from conformance.rows.messages_whole import ANTHROPIC_TOOLS
 from conformance.table import requirement
 from conformance.target import PROMPT, Target, require_script_or_skip, require_stream
@@ -161,7 +162,7 @@ async def _cached(target: Target) -> None:
 
 async def _calls(target: Target, directive: str) -> list[tuple[str, str, object]]:
     """Return id, name and input of the calls of a stream that ended well."""
-    more = {"tools": ANTHROPIC_TOOLS, "max_tokens": MAX_CALL_TOKENS}
+    more = {"tools": ANTHROPIC_TOOLS, "max_tokens": LIMITS.call_tokens}
     for go in list_goes(target, directive):
         choice = go.choose(free={"type": "any"}, named=MESSAGES_NAMED)
         answer = await target.messages(go.prompt, tool_choice=choice, stream=True, **more)

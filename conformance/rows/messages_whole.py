@@ -16,8 +16,9 @@ from conformance.engine.speech import (
     TOOL,
 )  # fmt: skip
 from conformance.fields import Field, read_json
+from conformance.limits import LIMITS
 from conformance.readers.messages import STOP_REASONS, check_message_head, check_usage
-from conformance.rows.calling import MAX_CALL_TOKENS, MESSAGES_NAMED, list_goes, no_call
+from conformance.rows.calling import MESSAGES_NAMED, list_goes, no_call
 from conformance.rows.chat_tools import TOOLS
 from conformance.table import requirement
 from conformance.target import PROMPT, Target, require_ok, require_script_or_skip
@@ -118,7 +119,7 @@ async def _cached(target: Target) -> None:
 
 async def _called(target: Target, directive: str) -> tuple[Field, list[Field]]:
     """Return a whole answer and its calls."""
-    more = {"tools": ANTHROPIC_TOOLS, "max_tokens": MAX_CALL_TOKENS}
+    more = {"tools": ANTHROPIC_TOOLS, "max_tokens": LIMITS.call_tokens}
     for go in list_goes(target, directive):
         choice = go.choose(free={"type": "any"}, named=MESSAGES_NAMED)
         answer = await target.messages(go.prompt, tool_choice=choice, **more)

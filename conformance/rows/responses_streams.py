@@ -19,8 +19,9 @@ from conformance.engine.speech import (
 )  # fmt: skip
 from conformance.events import DONE, Event, list_payloads
 from conformance.fields import Field
+from conformance.limits import LIMITS
 from conformance.readers.responses import LAST_EVENTS, ResponseStream, read_responses, require_end
-from conformance.rows.calling import MAX_CALL_TOKENS, RESPONSES_NAMED, list_goes, no_call
+from conformance.rows.calling import RESPONSES_NAMED, list_goes, no_call
 from conformance.rows.responses_whole import FLAT_TOOLS
 from conformance.table import requirement
 from conformance.target import PROMPT, Target, require_script_or_skip, require_stream
@@ -166,7 +167,7 @@ def _has_whole_call(said: ResponseStream) -> bool:
 
 async def _calls(target: Target, directive: str) -> list[tuple[str, str, str]]:
     """Return id, name and arguments of the calls of a stream that ended well."""
-    more = {"tools": FLAT_TOOLS, "max_output_tokens": MAX_CALL_TOKENS}
+    more = {"tools": FLAT_TOOLS, "max_output_tokens": LIMITS.call_tokens}
     for go in list_goes(target, directive):
         choice = go.choose(free="required", named=RESPONSES_NAMED)
         answer = await target.responses(go.prompt, stream=True, tool_choice=choice, **more)

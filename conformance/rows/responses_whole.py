@@ -18,8 +18,9 @@ from conformance.engine.speech import (
     TOOL,
 )  # fmt: skip
 from conformance.fields import Field
+from conformance.limits import LIMITS
 from conformance.readers.responses import OBJECT_KEYS, check_item, check_usage
-from conformance.rows.calling import MAX_CALL_TOKENS, RESPONSES_NAMED, list_goes, no_call
+from conformance.rows.calling import RESPONSES_NAMED, list_goes, no_call
 from conformance.rows.chat_tools import TOOLS
 from conformance.table import requirement
 from conformance.target import PROMPT, Target, require_ok, require_script_or_skip
@@ -126,7 +127,7 @@ async def _message(target: Target) -> None:
 
 
 async def _called(target: Target, directive: str) -> Field:
-    more = {"tools": FLAT_TOOLS, "max_output_tokens": MAX_CALL_TOKENS}
+    more = {"tools": FLAT_TOOLS, "max_output_tokens": LIMITS.call_tokens}
     for go in list_goes(target, directive):
         choice = go.choose(free="required", named=RESPONSES_NAMED)
         answer = await target.responses(go.prompt, tool_choice=choice, **more)
