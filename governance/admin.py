@@ -11,18 +11,20 @@ from django.http import HttpRequest, HttpResponse
 from unfold.widgets import UnfoldAdminTextInputWidget
 
 from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
+from core.limits import limits
 from governance.audit.reading import check_entry
 from governance.checkpoints import read_status
 from governance.models import AdminToken, AuditEvent, WebhookEndpoint
-from governance.services import MAX_NAME_CHARS, create_admin_token, revoke_admin_token
-from governance.services.webhooks import MAX_WEBHOOK_NAME_CHARS, add_webhook, remove_webhook
-from governance.webhooks import MAX_URL_CHARS
+from governance.services import create_admin_token, revoke_admin_token
+from governance.services.webhooks import add_webhook, remove_webhook
 
 
 class AdminTokenForm(forms.Form):
     """What is asked for a new admin token."""
 
-    name = forms.CharField(max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it")
+    name = forms.CharField(
+        max_length=limits().governance.token_name_chars, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
+    )
 
 
 def _revoke(token: AdminToken, actor: str, values: Values) -> str:
@@ -78,10 +80,10 @@ class AdminTokenAdmin(CreatingAdmin):
 class WebhookForm(forms.Form):
     """What is asked for a new webhook."""
 
-    name = forms.CharField(max_length=MAX_WEBHOOK_NAME_CHARS, widget=UnfoldAdminTextInputWidget)
+    name = forms.CharField(max_length=limits().governance.webhook_name_chars, widget=UnfoldAdminTextInputWidget)
     url = forms.CharField(
         label="Address",
-        max_length=MAX_URL_CHARS,
+        max_length=limits().governance.webhook_url_chars,
         widget=UnfoldAdminTextInputWidget,
         help_text="https://…, or http://… on this machine or a private network. It is not shown again.",
     )

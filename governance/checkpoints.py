@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -17,6 +18,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from django.db.models import Count, Max, Q
 
+from core.limits import limits
 from governance.audit import record_event
 from governance.audit.reading import Tail, check_tail, log_size, read_entries_of, read_hashes
 from governance.errors import GovernanceError
@@ -25,12 +27,7 @@ from wire import auditlog, clock
 from wire.auditlog import PROOF_FORMAT, AuditLogError, Checkpoint, Frontier, LogKey, leaf_hash
 from wire.contract import ErrorCode
 
-CHECKPOINT_ENTRIES = 1000
-CHECKPOINT_AGE = timedelta(minutes=5)
-"""A checkpoint is due when so many entries are new, or any is and the last one is so old."""
-MAX_ALARMS_PER_HOUR = 10
-"""Of one box. A stolen one may sign whatever it likes, and must not fill a log from which nothing is ever removed."""
-_HASH_BYTES = 32
+_HASH_BYTES = hashlib.sha256().digest_size
 _ACTOR = "system:audit"
 
 
@@ -103,15 +100,17 @@ def checkpoint_if_due(*, now: datetime | None = None) -> AuditCheckpoint | None:
     at = now or clock.now()
     last, size = latest_checkpoint(), log_size()
     fresh = size - (last.size if last else 0)
-    is_due = fresh >= CHECKPOINT_ENTRIES or (fresh > 0 and (last is None or at - last.made_at >= CHECKPOINT_AGE))
+    is_due = fresh >= limits().governance.checkpoint_entries or (
+        fresh > 0 and (last is None or at - last.made_at >= timedelta(seconds=limits().governance.checkpoint_age_s))
+    )
     return make_checkpoint(now=at) if is_due else None
 
 
 def is_first_due(*, now: datetime) -> bool:
-    """Return whether a log must have its first checkpoint by now: that is made CHECKPOINT_AGE after its first event at most."""
+    """Return whether a log must have its first checkpoint by now, at most ``checkpoint_age_s`` after its first event."""
     first = AuditEvent.objects.order_by("pk").values_list("at", flat=True).first()
-    is_young = first is not None and timedelta() <= now - first < 2 * CHECKPOINT_AGE
-    return not is_young or log_size() >= CHECKPOINT_ENTRIES
+    is_young = first is not None and timedelta() <= now - first < 2 * timedelta(seconds=limits().governance.checkpoint_age_s)
+    return not is_young or log_size() >= limits().governance.checkpoint_entries
 
 
 def make_checkpoint(*, now: datetime) -> AuditCheckpoint | None:
@@ -176,7 +175,8 @@ def record_witness(
     kept under, or in the form of earlier releases that names nobody, kept under ``node_name``; ``public_key``: its Ed25519 key,
     32 raw bytes or SubjectPublicKeyInfo. ``note``: the checkpoint as the log signed it; a box that can show none
     proves nothing, unless the log has one of that size and root. A log that is shorter or another is an event
-    ``audit.witness_alarm``, once for each statement and at most MAX_ALARMS_PER_HOUR times for a box. Raises InvalidWitness.
+    ``audit.witness_alarm``, once for each statement and at most ``audit_alarms_per_hour`` times for a box.
+    Raises InvalidWitness.
     """
     seen = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
     is_possible = 0 <= size < 1 << 63 and len(root) == _HASH_BYTES
@@ -261,7 +261,7 @@ def check_signature(public_key: bytes, message: bytes, signature: bytes) -> bool
 def _has_told_enough(node_name: str, public_key: bytes) -> bool:
     since = clock.now() - timedelta(hours=1)
     told = WitnessStatement.objects.filter(Q(node_name=node_name) | Q(public_key=public_key), alarm=True, heard_at__gt=since)
-    return told.count() >= MAX_ALARMS_PER_HOUR
+    return told.count() >= limits().governance.audit_alarms_per_hour
 
 
 def _require(is_known: bool, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+from core.limits import limits
 from governance import services
 from governance.errors import ApprovalRefused, InvalidProposal
 from governance.models import Operation, PolicyVersion
@@ -174,8 +175,10 @@ class AdminTokenMint(_Local):
         """Return the request: {"name"}."""
         _require_only(params, "name")
         name = params.get("name")
-        if not isinstance(name, str) or not 1 <= len(name.strip()) <= services.MAX_NAME_CHARS:
-            raise InvalidProposal(f"Give the token a name of 1 to {services.MAX_NAME_CHARS} characters.", param="name")
+        if not isinstance(name, str) or not 1 <= len(name.strip()) <= limits().governance.token_name_chars:
+            raise InvalidProposal(
+                f"Give the token a name of 1 to {limits().governance.token_name_chars} characters.", param="name"
+            )
         return Request(_require_control_plane(targets), {"name": name.strip()})
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:

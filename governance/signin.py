@@ -20,6 +20,7 @@ from django.db import transaction
 from django.http import HttpRequest
 from django.urls import reverse
 
+from core.limits import limits
 from governance.audit import record_event
 from governance.errors import SignInRefused
 from governance.services.approver_keys import list_passkey_ids
@@ -34,10 +35,6 @@ ASSURANCE = "muster_assurance"
 SIGNED_IN_AT = "muster_signed_in_at"
 SEEN_AT = "muster_seen_at"
 CHALLENGE = "muster_challenge"
-IDLE_S = 30 * 60
-LONGEST_S = 12 * 3600
-SEEN_EVERY_S = 60
-CHALLENGE_S = 300
 FOLLOWS = "X-Muster-Follow"
 _MAY_ACT = "_muster_may_act"
 """Attribute of a request: whom ``may_act`` was asked of, and its answer."""
@@ -125,7 +122,7 @@ def keep_session(request: HttpRequest, *, now: float) -> bool:
         logout(request)
         return False
     seen_at = request.session.get(SEEN_AT)
-    if isinstance(seen_at, int) and now - seen_at > SEEN_EVERY_S and FOLLOWS not in request.headers:
+    if isinstance(seen_at, int) and now - seen_at > limits().governance.session_seen_s and FOLLOWS not in request.headers:
         request.session[SEEN_AT] = int(now)
     return True
 
@@ -145,15 +142,15 @@ def _is_alive(session: SessionBase, *, now: float) -> bool:
     opened_at, seen_at = session.get(SIGNED_IN_AT), session.get(SEEN_AT)
     if not (isinstance(opened_at, int) and isinstance(seen_at, int)):
         return True  # opened by a program and not by a person; the cookie's age bounds it
-    return now - seen_at <= IDLE_S and now - opened_at <= LONGEST_S
+    return now - seen_at <= limits().governance.session_idle_s and now - opened_at <= limits().governance.session_max_s
 
 
 def give_challenge(request: HttpRequest, purpose: str) -> bytes:
-    """Return 32 random bytes that the browser must sign within CHALLENGE_S. The newest one counts, once, for ``purpose``."""
+    """Return 32 random bytes for the browser to sign within ``challenge_s``. The newest one counts, once, for ``purpose``."""
     challenge = secrets.token_bytes(32)
     request.session[CHALLENGE] = {"of": purpose, "bytes": encode_bytes(challenge), "at": int(clock.unix_s())}
     if not request.user.is_authenticated:
-        request.session.set_expiry(CHALLENGE_S)
+        request.session.set_expiry(limits().governance.challenge_s)
     return challenge
 
 
@@ -163,7 +160,9 @@ def take_challenge(request: HttpRequest, purpose: str) -> bytes:
     if given is not None:
         # Saved before anything is verified: an answer that makes us fail must not be worth a second try.
         request.session.save()
-    is_good = isinstance(given, dict) and given["of"] == purpose and clock.unix_s() - given["at"] <= CHALLENGE_S
+    is_good = (
+        isinstance(given, dict) and given["of"] == purpose and clock.unix_s() - given["at"] <= limits().governance.challenge_s
+    )
     if not is_good:
         raise SignInRefused("That took too long, or was done in another window. Try again.")
     return decode_bytes(given["bytes"])

@@ -11,8 +11,6 @@ from wire import clock
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 from wire.optoken.approval import Statement
 
-TOKEN_LIFE_S = 300
-
 
 def mint_token(
     signer: Signer, statement: Statement, proofs: Sequence[Mapping[str, object]], *, use: int, fence: int, expires_at: int

@@ -16,12 +16,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from core.limits import limits
 from governance.errors import GovernanceError
 
 SIGNATURE_HEADER = "X-Muster-Signature"
-MAX_URL_CHARS = 300
-TIMEOUT_S = 10.0
-LOOKUP_TIMEOUT_S = 3.0
 _PORTS = {"http": 80, "https": 443}
 _METADATA = {ipaddress.ip_address(text) for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")}
 """Where clouds answer with credentials, beside the link-local addresses."""
@@ -57,8 +55,13 @@ def parse_webhook_url(url: str) -> Target:
         port = parts.port or _PORTS.get(parts.scheme, 0)
     except ValueError:
         raise _refusal("has no host and port that can be read") from None
-    if len(url) > MAX_URL_CHARS or not url.isascii() or not url.strip().isprintable() or " " in url.strip():
-        raise _refusal(f"must be at most {MAX_URL_CHARS} ASCII characters without blanks")
+    if (
+        len(url) > limits().governance.webhook_url_chars
+        or not url.isascii()
+        or not url.strip().isprintable()
+        or " " in url.strip()
+    ):
+        raise _refusal(f"must be at most {limits().governance.webhook_url_chars} ASCII characters without blanks")
     if parts.scheme not in _PORTS or not parts.hostname:
         raise _refusal("must start with https://, or with http:// for an address on this machine or a private network")
     if parts.username is not None or parts.fragment:
@@ -80,7 +83,7 @@ def sign_body(secret: str, body: bytes, *, at: int) -> str:
 
 
 def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
-    """Post ``body`` once; blocks for at most about TIMEOUT_S for each phase. Raises DeliveryFailed unless answered with 2xx.
+    """Post ``body`` once; each phase blocks for about ``webhook_s`` at most. Raises DeliveryFailed unless answered with 2xx.
 
     The host is resolved once, and the address that was checked is the one dialled. Redirects are not followed.
     """
@@ -99,13 +102,13 @@ def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
         SIGNATURE_HEADER: sign_body(secret, body, at=at),
     }
     try:
-        with httpx.Client(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
+        with httpx.Client(timeout=limits().governance.webhook_s, follow_redirects=False, trust_env=False) as client:
             extensions = {"sni_hostname": target.host}
             request = client.build_request("POST", dialled, content=body, headers=headers, extensions=extensions)
             answer = client.send(request, stream=True)  # what it says beside the status is nobody's business
             answer.close()
     except httpx.TimeoutException:
-        raise DeliveryFailed(f"no answer within {TIMEOUT_S:g} s") from None
+        raise DeliveryFailed(f"no answer within {limits().governance.webhook_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DeliveryFailed(f"cannot be reached ({type(error).__name__})") from None
     if not answer.is_success:
@@ -120,10 +123,10 @@ def _resolve(target: Target) -> str:
     # The resolver of the C library has no time-out that we control, so it runs where we can stop waiting.
     lookup = _LOOKUPS.submit(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
     try:
-        found = lookup.result(timeout=LOOKUP_TIMEOUT_S)
+        found = lookup.result(timeout=limits().governance.webhook_lookup_s)
     except LookupTimeout:
         lookup.cancel()
-        raise DeliveryFailed(f"the name server did not answer within {LOOKUP_TIMEOUT_S:g} s") from None
+        raise DeliveryFailed(f"the name server did not answer within {limits().governance.webhook_lookup_s:g} s") from None
     except (OSError, UnicodeError):
         raise DeliveryFailed("the host name cannot be resolved") from None
     addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))

@@ -9,17 +9,12 @@ from typing import Any
 
 from rest_framework import serializers
 
+from core.limits import limits
 from governance.services import ApproverChoice
 from governance.states import ApprovalState
 from wire.ids import parse_id
 from wire.optoken.approval import MAX_APPROVERS, MAX_KEYS_EACH, MAX_TARGETS, MAX_TEXT_CHARS
 
-MAX_LIMIT = 200
-DEFAULT_LIMIT = 50
-MAX_USES = 1000
-MAX_INT = 2_147_483_647
-"""Largest value of a PostgreSQL integer column."""
-MAX_ID = 2**63 - 1
 EARLIEST, LATEST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
 """Times beyond these are typing errors, and arithmetic with them may leave the calendar."""
 
@@ -93,7 +88,11 @@ class ProposalForm(Form):
     not_before = Moment(required=False, allow_null=True, default=None, help_text="Left out: now")
     not_after = Moment(required=False, allow_null=True, default=None, help_text="Left out: as long as the class allows")
     max_uses = WholeNumber(
-        required=False, default=1, min_value=1, max_value=MAX_USES, help_text="More than 1: a standing approval"
+        required=False,
+        default=1,
+        min_value=1,
+        max_value=limits().governance.operation_uses,
+        help_text="More than 1: a standing approval",
     )
     stops_on_failure = Flag(required=False, default=True, help_text="Whether targets behind a failed one are skipped")
     reviews = Text(
@@ -148,7 +147,7 @@ class ApproverForm(Form):
     username = Text(max_length=150)
     groups = serializers.ListField(child=Text(max_length=60), required=False, default=list, max_length=32)
     key_ids = serializers.ListField(
-        child=WholeNumber(min_value=1, max_value=MAX_ID),
+        child=WholeNumber(min_value=1, max_value=limits().governance.api_id),
         min_length=1,
         max_length=MAX_KEYS_EACH,
         help_text="Keys of this person",
@@ -181,18 +180,22 @@ class ListForm(serializers.Serializer[Any]):  # Any: a form has no model
     state = serializers.ChoiceField(choices=[state.value for state in ApprovalState], required=False)
     operation = serializers.CharField(max_length=40, required=False)
     requested_by = serializers.CharField(max_length=200, required=False, help_text="A user name, or token:<name>#<key id>")
-    limit = serializers.IntegerField(min_value=1, max_value=MAX_LIMIT, required=False, default=DEFAULT_LIMIT)
+    limit = serializers.IntegerField(
+        min_value=1, max_value=limits().governance.api_page_max_rows, required=False, default=limits().governance.api_page_rows
+    )
     cursor = serializers.CharField(max_length=80, required=False, help_text="next_cursor of the page before")
 
 
 class ChainForm(serializers.Serializer[Any]):  # Any: a form has no model
     """Query of ``GET /policy/chain``."""
 
-    after = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, default=0, help_text="The version held")
+    after = serializers.IntegerField(
+        min_value=0, max_value=limits().governance.api_integer, required=False, default=0, help_text="The version held"
+    )
 
 
 class ConsistencyForm(serializers.Serializer[Any]):  # Any: a form has no model
     """Query of ``GET /audit/consistency``."""
 
-    old = serializers.IntegerField(min_value=0, max_value=MAX_ID, help_text="Entries of the older log")
-    new = serializers.IntegerField(min_value=0, max_value=MAX_ID, help_text="Entries of the newer log")
+    old = serializers.IntegerField(min_value=0, max_value=limits().governance.api_id, help_text="Entries of the older log")
+    new = serializers.IntegerField(min_value=0, max_value=limits().governance.api_id, help_text="Entries of the newer log")

@@ -9,13 +9,11 @@ from datetime import UTC, datetime, timedelta
 from django.db.models import Q
 from rest_framework.exceptions import ValidationError
 
+from core.limits import limits
 from governance.models import Operation
 from governance.services import OperationSummary, summarise
 
-MAX_KEY_CHARS = 120
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_CURSOR_BYTES = 24
-_LATEST_US = 2**53
 
 
 def list_operations(
@@ -45,8 +43,10 @@ def read_key(text: str | None) -> str | None:
     """Return an idempotency key as it is. Raises ValidationError."""
     if text is None:
         return None
-    if not (1 <= len(text) <= MAX_KEY_CHARS and text.isascii() and text.isprintable()):
-        raise ValidationError({"Idempotency-Key": [f"Give 1 to {MAX_KEY_CHARS} visible ASCII characters."]})
+    if not (1 <= len(text) <= limits().governance.idempotency_key_chars and text.isascii() and text.isprintable()):
+        raise ValidationError(
+            {"Idempotency-Key": [f"Give 1 to {limits().governance.idempotency_key_chars} visible ASCII characters."]}
+        )
     return text
 
 
@@ -61,6 +61,6 @@ def _read_cursor(text: str) -> tuple[datetime, uuid.UUID]:
     except ValueError:
         raw = b""
     micros = int.from_bytes(raw[:8])
-    if len(raw) != _CURSOR_BYTES or micros > _LATEST_US:
+    if len(raw) != 24 or micros > 2**53:  # a time and an id
         raise ValidationError({"cursor": ["Give the next_cursor of a page of this list."]})
     return _EPOCH + timedelta(microseconds=micros), uuid.UUID(bytes=raw[8:])

@@ -10,10 +10,11 @@ from rest_framework import status
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from core.limits import limits
 from governance.api.access import GovernanceView, find_owner, get_caller, read_op_id
 from governance.api.answers import EvidenceSerializer, OperationSerializer, PageSerializer, ReceiptListSerializer
 from governance.api.forms import ListForm, ProposalForm
-from governance.api.listing import MAX_KEY_CHARS, list_operations, read_key
+from governance.api.listing import list_operations, read_key
 from governance.api.schema import OP_ID, PROPOSAL, describe_bytes, describe_refusals
 from governance.errors import OperationNotFound
 from governance.models import Operation
@@ -40,7 +41,8 @@ class OperationListView(GovernanceView):
         parameters=[
             OpenApiParameter(
                 "Idempotency-Key", str, OpenApiParameter.HEADER,
-                description=f"Up to {MAX_KEY_CHARS} visible ASCII characters; again with the same request: the same answer",
+                description=f"Up to {limits().governance.idempotency_key_chars} visible ASCII characters; again with the "
+                "same request: the same answer",
             )
         ],
         examples=[PROPOSAL],

@@ -10,11 +10,10 @@ from typing import IO, Any, NoReturn
 from rest_framework.exceptions import ParseError, ValidationError
 from rest_framework.parsers import BaseParser
 
+from core.limits import limits
 from governance.errors import GovernanceError
 from wire.contract import ErrorCode
 from wire.optoken.canonical import MAX_INTEGER
-
-MAX_BODY_BYTES = 1024 * 1024
 
 
 class BodyTooLarge(GovernanceError):
@@ -36,9 +35,9 @@ class StrictJsonParser(BaseParser):
         parser_context: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return the value. Raises BodyTooLarge (413), ParseError and ValidationError (400), which names the field."""
-        raw = stream.read(MAX_BODY_BYTES + 1)
-        if len(raw) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"The body is larger than {MAX_BODY_BYTES} bytes.")
+        raw = stream.read(limits().governance.api_body_bytes + 1)
+        if len(raw) > limits().governance.api_body_bytes:
+            raise BodyTooLarge(f"The body is larger than {limits().governance.api_body_bytes} bytes.")
         try:
             value = json.loads(
                 raw.decode(), object_pairs_hook=_read_object, parse_float=_Unsignable, parse_constant=_Unsignable

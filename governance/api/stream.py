@@ -27,6 +27,7 @@ from rest_framework.request import Request
 from rest_framework.views import APIView
 
 from core.hints import HINT_GROUP
+from core.limits import limits
 from governance.api.access import read_op_id
 from governance.errors import GovernanceError
 from governance.models import Operation
@@ -36,11 +37,6 @@ from governance.states import FINAL_APPROVALS, FINAL_RUNS, ApprovalState, RunSta
 from wire import clock
 from wire.contract import ErrorCode
 
-MAX_STREAMS = 32
-"""Of one process. Each looks at the rows every few seconds."""
-RETRY_S = 5
-LOOK_TIMEOUT_S = 10.0
-LAYER_TIMEOUT_S = 2.0
 _HEARTBEAT = b": still here\n\n"
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -57,16 +53,7 @@ class TooManyStreams(GovernanceError):
     code = ErrorCode.TOO_MANY_OPEN
     status = HTTPStatus.SERVICE_UNAVAILABLE.value
     retryable = True
-    retry_after_s = RETRY_S
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How often a stream looks and speaks, in seconds. ``pause_s``: at least between two looks, in a storm of hints too."""
-
-    poll_s: float = 2.0
-    pause_s: float = 0.25
-    heartbeat_s: float = 10.0
+    retry_after_s = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +67,10 @@ class Status:
 class StatusStream:
     """The events of one operation for one client. It counts as open until it ends, is closed or is dropped."""
 
-    def __init__(self, request: HttpRequest, op_id: uuid.UUID, *, pace: Pace = Pace()) -> None:
+    def __init__(self, request: HttpRequest, op_id: uuid.UUID) -> None:
         self._request = request
         self._op_id = op_id
-        self._pace = pace
+        self._limits = limits().governance
         self._bell = asyncio.Event()
         _open.add(self)
 
@@ -98,7 +85,7 @@ class StatusStream:
         finally:
             self.close()
             listener.cancel()
-            await asyncio.wait({listener}, timeout=LAYER_TIMEOUT_S)
+            await asyncio.wait({listener}, timeout=limits().governance.stream_layer_s)
 
     def close(self) -> None:
         """Give the place free; called by Django as well when the response ends before its first byte."""
@@ -115,11 +102,11 @@ class StatusStream:
                 seen, quiet_since = status, clock.monotonic()
             if status.is_final:
                 return
-            await asyncio.sleep(self._pace.pause_s)
+            await asyncio.sleep(self._limits.stream_pause_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pace.poll_s - self._pace.pause_s):
+                async with asyncio.timeout(self._limits.stream_poll_s - self._limits.stream_pause_s):
                     await self._bell.wait()
-            if clock.monotonic() - quiet_since >= self._pace.heartbeat_s:
+            if clock.monotonic() - quiet_since >= self._limits.stream_heartbeat_s:
                 if not await _in_database(partial(_is_still_admitted, self._request)):
                     return
                 yield _HEARTBEAT
@@ -132,7 +119,7 @@ class StatusStream:
             return
         channel = None
         try:
-            async with asyncio.timeout(LAYER_TIMEOUT_S):
+            async with asyncio.timeout(limits().governance.stream_layer_s):
                 channel = await layer.new_channel()
                 await layer.group_add(HINT_GROUP, channel)
             while True:
@@ -144,7 +131,7 @@ class StatusStream:
         finally:
             if channel is not None:
                 with suppress(OSError, RedisError, TimeoutError):
-                    async with asyncio.timeout(LAYER_TIMEOUT_S):
+                    async with asyncio.timeout(limits().governance.stream_layer_s):
                         await layer.group_discard(HINT_GROUP, channel)
 
 
@@ -164,9 +151,9 @@ async def stream_events(request: HttpRequest, op_id: str) -> HttpResponse | Stre
         return _render(error)
     if isinstance(admitted, HttpResponse):
         return admitted
-    if len(_open) >= MAX_STREAMS:
-        text = f"{MAX_STREAMS} streams are open, which is all this process keeps; try again in {RETRY_S} s."
-        return _render(TooManyStreams(text))
+    if len(_open) >= limits().governance.stream_max:
+        most, wait_s = limits().governance.stream_max, TooManyStreams.retry_after_s
+        return _render(TooManyStreams(f"{most} streams are open, which is all this process keeps; try again in {wait_s} s."))
     return StreamingHttpResponse(StatusStream(request, admitted), content_type="text/event-stream", headers=_HEADERS)
 
 
@@ -249,9 +236,9 @@ def _print_event(status: Status) -> bytes:
 
 
 async def _in_database(look: Any) -> Any:  # Any: Channels ships no types
-    """Return what ``look`` returns. Raises OperationalError when that takes LOOK_TIMEOUT_S, and what ``look`` raises."""
+    """Return what ``look`` returns. Raises OperationalError when that takes ``stream_look_s``, and what ``look`` raises."""
     try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S):
+        async with asyncio.timeout(limits().governance.stream_look_s):
             return await database_sync_to_async(look, thread_sensitive=False, executor=_threads)()
     except TimeoutError:
         raise OperationalError("the database did not answer in time") from None

@@ -10,13 +10,12 @@ from datetime import timedelta
 
 from django.db import transaction
 
+from core.limits import limits
 from governance.models import AuditEvent
 from wire import clock
 from wire.optoken.canonical import canonical_bytes
 
 Detail = Mapping[str, object]
-MAX_EVENTS_PER_HOUR = 20
-"""Of one action by one box. A stolen box may say what it likes, and must not fill a log from which nothing is removed."""
 
 
 def record_event(*, actor: str, action: str, target: str, detail: Detail | None = None, op_id: str = "") -> AuditEvent:
@@ -35,12 +34,12 @@ def record_event(*, actor: str, action: str, target: str, detail: Detail | None 
 
 
 def record_word(*, actor: str, action: str, target: str, detail: Detail | None = None, op_id: str = "") -> AuditEvent | None:
-    """Write one event about what a box said, unless it caused MAX_EVENTS_PER_HOUR of the kind already: then return None.
+    """Write one event about what a box said, unless it caused ``audit_events_per_hour`` of the kind already: then return None.
 
     Otherwise as ``record_event``.
     """
     since = clock.now() - timedelta(hours=1)
     said = AuditEvent.objects.filter(action=action, actor=actor, at__gt=since).count()
-    if said >= MAX_EVENTS_PER_HOUR:
+    if said >= limits().governance.audit_events_per_hour:
         return None
     return record_event(actor=actor, action=action, target=target, detail=detail, op_id=op_id)

@@ -12,6 +12,7 @@ from typing import Any
 
 from django.db import connection, transaction
 
+from core.limits import limits
 from governance.models import AuditEvent
 from wire.auditlog import Entry, Record, Seal, Stray, Witness, entry_hash
 
@@ -26,9 +27,6 @@ _STRAYS = """
 SELECT event.id FROM governance_auditevent AS event
 WHERE NOT EXISTS (SELECT FROM governance_auditentry AS entry WHERE entry.event_id = event.id) ORDER BY event.id
 """
-_ROWS_AT_ONCE = 2000
-TAIL_ENTRIES = 1000
-"""How much of the end of the log a page checks while somebody waits."""
 
 Row = tuple[Any, ...]
 """Columns of a query; what they are stands in its text."""
@@ -93,10 +91,10 @@ def read_entries_of(op_id: str) -> list[Entry]:
         return [_make_entry(row) for row in cursor.fetchall()]
 
 
-def check_tail(entries: int = TAIL_ENTRIES) -> Tail:
+def check_tail() -> Tail:
     """Check the last entries against each other and against the columns of their events."""
     with connection.cursor() as cursor:
-        cursor.execute(f"{_ENTRIES} ORDER BY entry.seq DESC LIMIT %s", [entries])
+        cursor.execute(f"{_ENTRIES} ORDER BY entry.seq DESC LIMIT %s", [limits().governance.audit_tail_entries])
         tail = [_make_entry(row) for row in reversed(cursor.fetchall())]
     if not tail:
         return Tail(0, 0, None)
@@ -140,7 +138,7 @@ def _make_witness(size: int, row: list[Any]) -> Witness:  # Any: columns, see _W
 def _stream(query: str, *values: int) -> Iterator[Row]:
     with connection.chunked_cursor() as cursor:
         cursor.execute(query, values)
-        while rows := cursor.fetchmany(_ROWS_AT_ONCE):
+        while rows := cursor.fetchmany(limits().governance.audit_read_rows):
             yield from rows
 
 

@@ -1,12 +1,6 @@
 """Every change to what governance keeps, and what others read of it. Pages, APIs, tasks and other apps come through here."""
 
-from governance.services.admin_tokens import (
-    MAX_NAME_CHARS,
-    claim_admin_token,
-    create_admin_token,
-    revoke_admin_token,
-    verify_admin_token,
-)
+from governance.services.admin_tokens import claim_admin_token, create_admin_token, revoke_admin_token, verify_admin_token
 from governance.services.decisions import approve, reject, withdraw
 from governance.services.evidence import policy_chain, read_evidence
 from governance.services.freezes import freeze, lift_freeze, name_freeze, read_freeze
@@ -37,7 +31,6 @@ from governance.services.standing import use_approval
 from governance.services.values import DecisionView, Inbox, OperationSummary, OperationView, Proposer, RunView
 
 __all__ = [
-    "MAX_NAME_CHARS",
     "ApproverChoice",
     "DecisionView",
     "Inbox",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from django.db import DatabaseError, transaction
 from django.db.models import Q
 
+from core.limits import limits
 from core.throttle import AuthThrottle
 from governance.audit import record_event
 from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged, TooManyWrongTokens
@@ -25,9 +26,7 @@ from wire.credentials import CredentialKind, digest_credential, mint_credential,
 if TYPE_CHECKING:
     from core.models import User
 
-MAX_NAME_CHARS = 80
 MINT = "admin-token-mint"
-TOUCH_EVERY = timedelta(minutes=1)
 _NO_DIGEST = bytes(32)
 
 
@@ -75,8 +74,8 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
 
 def _mint(*, name: str, actor: str, owner: User | None, operation: Operation | None) -> tuple[AdminToken, str]:
     cleaned = name.strip()
-    if not cleaned or len(cleaned) > MAX_NAME_CHARS:
-        raise InvalidName(f"Give the token a name of 1 to {MAX_NAME_CHARS} characters.", param="name")
+    if not cleaned or len(cleaned) > limits().governance.token_name_chars:
+        raise InvalidName(f"Give the token a name of 1 to {limits().governance.token_name_chars} characters.", param="name")
     minted = mint_credential(CredentialKind.ADMIN)
     token = AdminToken.objects.create(
         name=cleaned, keyid=minted.keyid, digest=minted.digest, owner_id=owner.pk if owner else None, minted_by=operation
@@ -122,9 +121,9 @@ def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
 
 def _touch(token: AdminToken) -> None:
     now = clock.now()
-    if token.last_used_at is not None and now - token.last_used_at < TOUCH_EVERY:
+    if token.last_used_at is not None and now - token.last_used_at < timedelta(seconds=limits().governance.token_use_s):
         return
-    due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - TOUCH_EVERY)
+    due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - timedelta(seconds=limits().governance.token_use_s))
     with contextlib.suppress(DatabaseError):  # who reads needs no database that takes writes
         AdminToken.objects.filter(due, pk=token.pk).update(last_used_at=now)
     token.last_used_at = now

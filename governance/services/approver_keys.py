@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from django.db import IntegrityError, transaction
 
+from core.limits import limits
 from governance.audit import record_event
 from governance.errors import GovernanceError, InvalidName, InvalidProposal, NotPermitted
 from governance.models import ApproverKey
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from core.models import User
 
 LINE_WORD = "ed25519"
-KEYID_CHARS = 32
-MAX_LABEL_CHARS = 80
 Kind = ApproverKey.Kind
 
 
@@ -159,7 +158,7 @@ def add_key_file(*, user: User, line: str, label: str = "", is_break_glass: bool
     key = ApproverKey(
         user_id=user.pk,
         kind=Kind.ED25519,
-        keyid=thumbprint[:KEYID_CHARS],
+        keyid=thumbprint[:32],
         public_key=encode_bytes(spki),
         thumbprint=thumbprint,
         label=check_label(label or name),
@@ -209,8 +208,8 @@ def read_public_line(line: str) -> tuple[bytes, str]:
 def check_label(label: str) -> str:
     """Return a name for a key. Raises InvalidName."""
     text = label.strip()
-    if not (0 < len(text) <= MAX_LABEL_CHARS and text.isprintable()):
-        raise InvalidName(f"A key needs a name of 1 to {MAX_LABEL_CHARS} characters.", param="label")
+    if not (0 < len(text) <= limits().governance.key_label_chars and text.isprintable()):
+        raise InvalidName(f"A key needs a name of 1 to {limits().governance.key_label_chars} characters.", param="label")
     return text
 
 

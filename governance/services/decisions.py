@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from django.db import transaction
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from governance.errors import ApprovalRefused, NotPermitted, StateChanged
 from governance.models import ApproverKey, Decision, Operation, OperationRun
@@ -19,7 +20,6 @@ from governance.services.evidence import count_rejections, find_new_policy, find
 from governance.services.finishing import ring
 from governance.services.lookup import find_operation, hold_policies, is_current, move_approval, require_state
 from governance.services.reviews import explain_own_review
-from governance.services.runs import LEASE
 from governance.services.transitions import (
     drop_void,
     end_operation,
@@ -42,8 +42,6 @@ from wire.optoken.approval import (
 
 if TYPE_CHECKING:
     from core.models import User
-
-MAX_COMMENT_CHARS = 500
 
 
 @transaction.atomic
@@ -73,7 +71,7 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
     _require_not_withdrawn(operation, key, proof)
     Decision.objects.create(
         operation=operation, person=user, person_name=user.get_username(), is_approval=True, key=key, proof=dict(proof),
-        brought_by=brought_by, comment=comment.strip()[:MAX_COMMENT_CHARS],
+        brought_by=brought_by, comment=comment.strip()[:limits().governance.decision_comment_chars],
     )  # fmt: skip
     ApproverKey.objects.filter(pk=key.pk).update(last_used_at=now)
     record_event(
@@ -107,7 +105,11 @@ def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
         raise NotPermitted("You asked for this; cancel it instead.", param="op_id")
     _withdraw_own(operation, user)
     Decision.objects.create(
-        operation=operation, person=user, person_name=user.get_username(), is_approval=False, comment=why[:MAX_COMMENT_CHARS]
+        operation=operation,
+        person=user,
+        person_name=user.get_username(),
+        is_approval=False,
+        comment=why[: limits().governance.decision_comment_chars],
     )
     record_event(
         actor=f"user:{user.get_username()}", action="operation.reject", target=operation.printed_id, op_id=operation.printed_id
@@ -176,7 +178,7 @@ def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[Operat
     planned = [
         OperationRun(
             operation=operation, target=target, use=use, position=position, started_by=started_by,
-            due_at=due_at + (LEASE if position else timedelta()),
+            due_at=due_at + (timedelta(seconds=limits().governance.run_lease_s) if position else timedelta()),
         )
         for position, target in enumerate(read_stored(operation).targets)
     ]  # fmt: skip

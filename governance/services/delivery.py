@@ -13,29 +13,22 @@ from django.core.mail import EmailMessage
 from django.db import transaction
 from django.db.models import F, Q
 
+from core.limits import limits
 from governance.models import Notice
 from governance.services.notice_text import Message, write_message
 from governance.webhooks import DeliveryFailed, post_notice
 from wire import clock
 from wire.optoken.approval import ApprovalError
 
-LEASE = timedelta(seconds=60)
-"""Longer than one attempt can take; whoever claims a notice and dies leaves it to the next after that."""
-FIRST_PAUSE = timedelta(seconds=30)
-LONGEST_PAUSE = timedelta(hours=1)
-GIVE_UP_AFTER = timedelta(hours=24)
-BUDGET_S = 30.0
-_MAX_ERROR_CHARS = 300
-
 logger = logging.getLogger(__name__)
 
 
 def deliver_due(limit: int = 50) -> int:
-    """Send up to ``limit`` notices that are due; return how many got through. Begins none after BUDGET_S seconds.
+    """Send up to ``limit`` notices that are due; return how many got through. Begins none after ``notice_budget_s``.
 
     Safe to run several times at once, also while another process dies in the middle: then a notice may arrive twice.
     """
-    sent, until = 0, clock.monotonic() + BUDGET_S
+    sent, until = 0, clock.monotonic() + limits().governance.notice_budget_s
     for _ in range(limit):
         notice = _claim() if clock.monotonic() < until else None
         if notice is None:
@@ -52,7 +45,9 @@ def _claim() -> Notice | None:
         found = open_rows.select_for_update(skip_locked=True).order_by("due_at").values_list("pk", flat=True).first()
         if found is None:
             return None
-        Notice.objects.filter(pk=found).update(lease_until=now + LEASE, attempt=F("attempt") + 1)
+        Notice.objects.filter(pk=found).update(
+            lease_until=now + timedelta(seconds=limits().governance.notice_lease_s), attempt=F("attempt") + 1
+        )
     return Notice.objects.select_related("operation__policy", "person", "webhook").get(pk=found)
 
 
@@ -95,8 +90,11 @@ def _send_mail(notice: Notice, message: Message) -> None:
 
 def _note_failure(notice: Notice, why: str) -> None:
     now = clock.now()
-    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(notice.attempt - 1, 10))
-    if now + pause - notice.created_at > GIVE_UP_AFTER:
+    pause = min(
+        timedelta(seconds=limits().governance.notice_pause_max_s),
+        timedelta(seconds=limits().governance.notice_pause_s) * 2 ** min(notice.attempt - 1, 10),
+    )
+    if now + pause - notice.created_at > timedelta(seconds=limits().governance.notice_give_up_s):
         _finish(notice, given_up_at=now, last_error=why)
         logger.error("notice_given_up notice=%s event=%s reason=%s", notice.pk, notice.event, why)
         return
@@ -106,4 +104,4 @@ def _note_failure(notice: Notice, why: str) -> None:
 def _finish(notice: Notice, *, last_error: str, **changes: datetime) -> bool:
     """Write how an attempt ended, unless its lease ran out and another one has begun meanwhile."""
     mine = Notice.objects.filter(pk=notice.pk, attempt=notice.attempt, sent_at=None, given_up_at=None)
-    return bool(mine.update(lease_until=None, last_error=last_error[:_MAX_ERROR_CHARS], **changes))
+    return bool(mine.update(lease_until=None, last_error=last_error[: limits().governance.notice_error_chars], **changes))

@@ -13,16 +13,17 @@ from django.db import connection, transaction
 from django.db.models import Max
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.errors import GovernanceError
 from governance.models import Freeze, Operation, OperationRun
 from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, find_kind
 from governance.services.evidence import find_new_policy, find_policy, is_stopped_by_failure, list_proofs, read_stored
-from governance.services.finishing import DISPATCH_RETRY_S, finish, postpone
+from governance.services.finishing import finish, postpone
 from governance.services.lookup import hold_policies, is_current
 from governance.services.reviews import explain_unreviewed
 from governance.services.transitions import audit_run, drop_void, end_operation, skip_runs, tell_when_over
 from governance.states import ApprovalEvent, ApprovalState, RunEvent, RunState, next_run
-from governance.tokens import TOKEN_LIFE_S, mint_token
+from governance.tokens import mint_token
 from wire import clock
 from wire.optoken.approval import (
     BREAK_GLASS,
@@ -42,7 +43,6 @@ UNFREEZE = "unfreeze"
 NOT_FROZEN = frozenset({UNFREEZE, POLICY_CHANGE})
 """What a freeze lets pass: its own end, and taking a stolen key out of the policy before that."""
 _FENCE_LOCK = 0x6D73_666E
-_FENCE_AHEAD_MS = 86_400_000
 _IN_FLIGHT = [RunState.DISPATCHED.value, RunState.EXECUTING.value, RunState.UNKNOWN.value]
 
 
@@ -62,7 +62,7 @@ def dispatch(run: OperationRun, operation: Operation) -> None:
         _end_unsent(run, operation, ApprovalEvent.BLOCK, reason, code="policy_changed", notice="blocked")
         return
     if (wait := _find_hindrance(run, operation)) is not None:
-        postpone(run, DISPATCH_RETRY_S, message=wait)
+        postpone(run, limits().governance.run_retry_s, message=wait)
         return
     if operation.dispatched_at is None or operation.max_uses > 1:
         drop_void(operation)
@@ -82,7 +82,7 @@ def _send(run: OperationRun, operation: Operation, statement: Statement) -> None
         run.fence = _next_fence()
     order = _make_order(kind, run, operation, statement)
     if order is None:
-        postpone(run, DISPATCH_RETRY_S, message=f"{run.target} takes no operations at the moment")
+        postpone(run, limits().governance.run_retry_s, message=f"{run.target} takes no operations at the moment")
         return
     try:
         with transaction.atomic():
@@ -129,7 +129,7 @@ def _make_order(kind: OperationKind, run: OperationRun, operation: Operation, st
     token, expires_at = "", 0
     if signer is not None:
         assert run.fence is not None
-        expires_at = min(int(clock.unix_s()) + TOKEN_LIFE_S, statement.not_after)
+        expires_at = min(int(clock.unix_s()) + limits().governance.op_token_s, statement.not_after)
         token = mint_token(signer, statement, proofs, use=run.use, fence=run.fence, expires_at=expires_at)
     return RunOrder(
         run_id=run.pk, op_id=statement.op_id, use=run.use, operation=statement.operation, target=run.target,
@@ -219,7 +219,7 @@ def _next_fence() -> int:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_FENCE_LOCK])
     last = OperationRun.objects.aggregate(last=Max("fence"))["last"] or 0
     now_ms = clock.unix_ms()
-    if last > now_ms + _FENCE_AHEAD_MS:
+    if last > now_ms + limits().governance.fence_ahead_ms:
         # Boxes refuse a fence that lies more than a week ahead of their clock.
         logger.error("fence_ahead hours=%d; the clock was wrong once, see that it is right", (last - now_ms) // 3_600_000)
     return int(max(last + 1, now_ms))

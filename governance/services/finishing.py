@@ -12,6 +12,7 @@ from django.db import transaction
 from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.models import OperationRun
 from governance.services.evidence import is_stopped_by_failure
 from governance.services.transitions import audit_run, skip_runs, tell, tell_when_over
@@ -19,9 +20,6 @@ from governance.states import FINAL_RUNS, RunEvent, RunState, next_run
 from wire import clock
 
 logger = logging.getLogger("muster.governance")
-
-DISPATCH_RETRY_S = 5.0
-MAX_MESSAGE_CHARS = 500
 
 
 def ring(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
@@ -45,7 +43,7 @@ def ring(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
 def postpone(run: OperationRun, wait_s: float, *, message: str) -> None:
     """Look at a locked run again later, and say why. It was not heard of: ``updated_at`` stays."""
     due_at = clock.now() + timedelta(seconds=wait_s)
-    text = message[:MAX_MESSAGE_CHARS]
+    text = message[: limits().governance.run_message_chars]
     OperationRun.objects.filter(pk=run.pk).update(due_at=due_at, message=text, fence=run.fence)
     if text != run.message:
         publish_hint("operations", str(run.operation_id))
@@ -64,7 +62,7 @@ def finish(
     """Move a run on that is locked together with its operation; what waits for it is woken or skipped, and people are told."""
     now = clock.now()
     new = next_run(RunState(run.state), event)
-    run.state, run.code, run.message = new.value, code[:80], message[:MAX_MESSAGE_CHARS]
+    run.state, run.code, run.message = new.value, code[:80], message[: limits().governance.run_message_chars]
     run.result = dict(result) if result else run.result
     run.receipt, run.receipt_key = receipt or run.receipt, receipt_key or run.receipt_key
     run.ended_at = now if new in FINAL_RUNS else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from django.db import IntegrityError, transaction
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from governance.errors import Frozen, NotPermitted, StateChanged
 from governance.models import Freeze, Operation
@@ -17,8 +18,6 @@ from wire import clock
 
 if TYPE_CHECKING:
     from core.models import User
-
-MAX_REASON_CHARS = 300
 
 
 def read_freeze() -> Freeze | None:
@@ -40,7 +39,7 @@ def freeze(*, user: User, reason: str) -> Freeze:
         raise NotPermitted("Only approvers of the active policy can freeze.")
     try:
         with transaction.atomic():
-            row = Freeze.objects.create(frozen_by=name, reason=reason.strip()[:MAX_REASON_CHARS])
+            row = Freeze.objects.create(frozen_by=name, reason=reason.strip()[: limits().governance.freeze_reason_chars])
     except IntegrityError:
         raise Frozen("Everything is frozen already.") from None
     record_event(actor=f"user:{name}", action="freeze", target="control-plane")

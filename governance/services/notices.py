@@ -12,6 +12,7 @@ from django.db import connection, transaction
 from django.db.models import Q
 
 from core.hints import UNREADABLE_KEY
+from core.limits import limits
 from governance.audit import record_event
 from governance.models import AuditEvent, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
 from wire import clock
@@ -24,7 +25,6 @@ NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "e
 """These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
 FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed", "messages_unreadable"})
 """What is told of a node, or of Valkey, as its audit event says."""
-UNREADABLE_EVERY = timedelta(hours=1)
 _UNREADABLE_LOCK = 0x6D73_6773_756E_7264
 """Key of an advisory lock: of two looks at once the second one sees what the first has told."""
 
@@ -55,14 +55,14 @@ def notify_of_event(audited: AuditEvent, event: str, *, usernames: Iterable[str]
 def notify_of_unreadable(total: int, *, now: datetime) -> bool:
     """Tell every approver, and every webhook, that workers set ``total`` messages aside so far.
 
-    False when nothing is new, or they were told within UNREADABLE_EVERY.
+    False when nothing is new, or they were told within notice_unreadable_s.
     """
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_UNREADABLE_LOCK])
         last = AuditEvent.objects.filter(action="messages.set_aside").last()
         if total == (0 if last is None else last.detail["total"]):
             return False
-        if total == 0 or (last is not None and now - last.at < UNREADABLE_EVERY):
+        if total == 0 or (last is not None and now - last.at < timedelta(seconds=limits().governance.notice_unreadable_s)):
             return False
         event = record_event(actor="system:worker", action="messages.set_aside", target=UNREADABLE_KEY, detail={"total": total})
         notify_of_event(event, "messages_unreadable", usernames=_list_concerned(None, "messages_unreadable"))

@@ -11,6 +11,7 @@ import pyotp
 import segno
 from django.db import transaction
 
+from core.limits import limits
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
 from governance.models import OneTimePassword
@@ -18,10 +19,6 @@ from wire import clock
 
 if TYPE_CHECKING:
     from core.models import User
-
-STEPS_OFF = 1
-"""How many steps of 30 s the clock of a telephone may be wrong, either way."""
-DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +80,14 @@ def remove_app(*, user: User, actor: str) -> None:
 def find_step(secret: str, code: str, *, now: datetime, after: int) -> int | None:
     """Return the time step whose code this is, if it is near ``now`` and later than the step ``after``; else None."""
     digits = code.replace(" ", "")
-    if len(digits) != DIGITS or not (digits.isascii() and digits.isdigit()):
+    if len(digits) != 6 or not (digits.isascii() and digits.isdigit()):
         return None
     app = pyotp.TOTP(secret)
     current = app.timecode(now)
     found = None
-    for step in range(current - STEPS_OFF, current + STEPS_OFF + 1):
+    for step in range(
+        current - limits().governance.one_time_password_steps, current + limits().governance.one_time_password_steps + 1
+    ):
         if hmac.compare_digest(app.generate_otp(step), digits) and step > after:
             found = step
     return found

@@ -41,6 +41,7 @@ from webauthn.helpers.structs import (
     UserVerificationRequirement,
 )
 
+from core.limits import limits
 from governance.errors import GovernanceError, SignInRefused
 from wire.optoken.approval import ApprovalError, load_public_key
 
@@ -50,8 +51,6 @@ ALGORITHMS = [
     COSEAlgorithmIdentifier.RSASSA_PKCS1_v1_5_SHA_256,
 ]
 """In the order of preference. The last is all that older Windows Hello has."""
-TIMEOUT_MS = 120_000
-MAX_KEYID_CHARS = 300
 SITE_NAME = "Muster"
 
 Answer = Mapping[str, Any]
@@ -134,7 +133,7 @@ def ask_for_new(*, person_id: int, name: str, full_name: str, known: Sequence[st
         user_id=salted_hmac("governance.passkeys", str(person_id), algorithm="sha256").digest(),
         user_display_name=full_name or name,
         challenge=challenge,
-        timeout=TIMEOUT_MS,
+        timeout=limits().governance.passkey_ms,
         authenticator_selection=AuthenticatorSelectionCriteria(
             resident_key=ResidentKeyRequirement.REQUIRED,
             require_resident_key=True,
@@ -151,7 +150,7 @@ def ask_who(*, challenge: bytes) -> Options:
     options = generate_authentication_options(
         rp_id=read_site().rp_id,
         challenge=challenge,
-        timeout=TIMEOUT_MS,
+        timeout=limits().governance.passkey_ms,
         user_verification=UserVerificationRequirement.REQUIRED,
     )
     return options_to_json_dict(options)
@@ -174,7 +173,7 @@ def verify_new(answer: Answer, *, challenge: bytes) -> NewPasskey:
     except (*_UNREADABLE, ApprovalError):
         raise SignInRefused("This passkey could not be verified. Reload the page and try again.") from None
     keyid = bytes_to_base64url(made.credential_id)
-    if len(keyid) > MAX_KEYID_CHARS:
+    if len(keyid) > limits().governance.passkey_id_chars:
         raise SignInRefused("The id of this passkey is too long to be kept. Use another device or security key.")
     return NewPasskey(
         keyid=keyid,
@@ -245,4 +244,6 @@ def _read_transports(answer: Answer) -> tuple[str, ...]:
 def read_keyid(answer: Answer) -> str:
     """Return which key an answer says it is by; "" when it says none."""
     keyid = answer.get("id")
-    return keyid if isinstance(keyid, str) and len(keyid) <= MAX_KEYID_CHARS and "\x00" not in keyid else ""
+    return (
+        keyid if isinstance(keyid, str) and len(keyid) <= limits().governance.passkey_id_chars and "\x00" not in keyid else ""
+    )

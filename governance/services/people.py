@@ -16,6 +16,7 @@ from django.db import transaction
 from django.db.models import Exists
 from django.http import HttpRequest
 
+from core.limits import limits
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
 from governance.models import ApproverKey, Invitation, PolicyVersion
@@ -27,7 +28,6 @@ from wire import clock
 if TYPE_CHECKING:
     from core.models import User
 
-MAX_INVITATION_HOURS = 24 * 14
 PASSKEY_REFUSAL = "This passkey was not accepted. Use another one, or ask an administrator for an invitation."
 
 logger = logging.getLogger(__name__)
@@ -115,12 +115,12 @@ def sign_in_by_passkey(answer: Mapping[str, Any], *, challenge: bytes) -> User:
 def create_invitation(*, user: User, actor: str, hours: int = 72) -> tuple[Invitation, str]:
     """Return a new invitation and its token, which is stored nowhere. Earlier ones of the person end.
 
-    Raises NotPermitted for somebody who is switched off or a life outside 1 to MAX_INVITATION_HOURS.
+    Raises NotPermitted for somebody who is switched off or a life outside 1 to invitation_max_hours.
     """
     if not user.is_active:
         raise NotPermitted("This person is switched off. Switch the account on first.")
-    if not 1 <= hours <= MAX_INVITATION_HOURS:
-        raise NotPermitted(f"An invitation lives 1 to {MAX_INVITATION_HOURS} hours.", param="hours")
+    if not 1 <= hours <= limits().governance.invitation_max_hours:
+        raise NotPermitted(f"An invitation lives 1 to {limits().governance.invitation_max_hours} hours.", param="hours")
     now = clock.now()
     Invitation.objects.filter(user_id=user.pk, used_at__isnull=True, expires_at__gt=now).update(expires_at=now)
     text = secrets.token_urlsafe(32)

@@ -12,6 +12,7 @@ from django.contrib.auth import get_user_model
 from django.db import transaction
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from governance.checkpoints import log_public_key
 from governance.errors import InvalidProposal, NoPolicy
@@ -23,7 +24,6 @@ from wire.ids import new_uuid7
 from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, decode_bytes, read_policy
 from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy
 
-POLICY_LIFE = timedelta(days=730)
 SOLO: Mapping[str, object] = {"solo": True, "threshold": 1}
 """What makes a class one that its requester may approve alone. Never the default."""
 
@@ -86,7 +86,7 @@ def draft_policy(
             version=found[1].ref.version + 1 if found else 1,
             previous=found[1].ref.sha256 if found else "",
             issued_at=int(now.timestamp()),
-            expires_at=int((expires_at or now + POLICY_LIFE).timestamp()),
+            expires_at=int((expires_at or now + timedelta(seconds=limits().governance.policy_life_s)).timestamp()),
             origins=[f"{origin.scheme}://{origin.netloc}"],
             rp_ids=[origin.hostname or "localhost"],
             log_keys=[log_public_key()] if settings.GOVERNANCE_LOG_KEY else [],

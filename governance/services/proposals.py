@@ -11,6 +11,7 @@ from django.db import IntegrityError, connection, transaction
 from django.db.models import Q
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from governance.errors import InvalidProposal, NotPermitted, StateChanged, TooManyOpen
 from governance.models import Operation, PolicyVersion
@@ -25,11 +26,6 @@ from wire.ids import format_id, new_uuid7, parse_id
 from wire.optoken.approval import BREAK_GLASS, POLICY_CHANGE, ApprovalError, Policy, find_class
 from wire.optoken.proposal import build_statement
 
-MAX_OPEN = 20
-"""Open operations of one requester."""
-MAX_PER_HOUR = 60
-MAX_REASON_CHARS = 1000
-MAX_AHEAD = timedelta(days=30)
 OWNERLESS = "token:"
 _PROPOSER_LOCK = 0x6D73_7072
 
@@ -119,8 +115,8 @@ def add_operation(
 ) -> Operation:
     """Build the statement and store it, inside the caller's transaction. Raises InvalidProposal naming the field at fault."""
     why = reason.strip()
-    if not why or len(why) > MAX_REASON_CHARS:
-        raise InvalidProposal(f"Say why, in 1 to {MAX_REASON_CHARS} characters.", param="reason")
+    if not why or len(why) > limits().governance.operation_reason_chars:
+        raise InvalidProposal(f"Say why, in 1 to {limits().governance.operation_reason_chars} characters.", param="reason")
     rules = policy.classes.get(op_class)
     if rules is None or operation not in rules.operations:
         fitting = sorted(name for name, found in policy.classes.items() if operation in found.operations)
@@ -134,8 +130,11 @@ def add_operation(
         )
     now = clock.now()
     opens_at = max(not_before or now, now - timedelta(seconds=1))
-    if opens_at > now + MAX_AHEAD:
-        raise InvalidProposal(f"The window must begin within {MAX_AHEAD.days} days.", param="not_before")
+    if opens_at > now + timedelta(seconds=limits().governance.operation_ahead_s):
+        raise InvalidProposal(
+            f"The window must begin within {timedelta(seconds=limits().governance.operation_ahead_s).days} days.",
+            param="not_before",
+        )
     life_end = now + timedelta(seconds=rules.life_s)
     closes_at = not_after or opens_at + timedelta(seconds=rules.usable_s)
     if closes_at <= max(opens_at, now):
@@ -232,10 +231,12 @@ def require_few(proposer: Proposer) -> None:
     """Raise TooManyOpen when somebody has too much open, or asks too often."""
     own = Operation.objects.filter(requested_by=proposer.name)
     is_open = Q(state=ApprovalState.PENDING.value) | Q(state=ApprovalState.APPROVED.value, dispatched_at=None)
-    if own.filter(is_open).count() >= MAX_OPEN:
-        raise TooManyOpen(f"You have {MAX_OPEN} open operations; cancel some or wait until they are decided.")
-    if own.filter(requested_at__gte=clock.now() - timedelta(hours=1)).count() >= MAX_PER_HOUR:
-        raise TooManyOpen(f"You asked for {MAX_PER_HOUR} operations within an hour; wait a little.")
+    if own.filter(is_open).count() >= limits().governance.operation_open:
+        raise TooManyOpen(
+            f"You have {limits().governance.operation_open} open operations; cancel some or wait until they are decided."
+        )
+    if own.filter(requested_at__gte=clock.now() - timedelta(hours=1)).count() >= limits().governance.operation_per_hour:
+        raise TooManyOpen(f"You asked for {limits().governance.operation_per_hour} operations within an hour; wait a little.")
 
 
 def _find_reviewed(operation: str, targets: Sequence[str], reviews: uuid.UUID | None) -> Operation | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from django.db.models import Exists, OuterRef, Q
 
+from core.limits import limits
 from governance.errors import UnknownOperation
 from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun, PolicyVersion
 from governance.registry import Description, FindsUndone, Impact, Line, Undone, find_kind
@@ -36,10 +37,6 @@ from wire.optoken.approval import (
 if TYPE_CHECKING:
     from core.models import User
 
-ASSERTION_MS = 300_000
-MAX_RECEIPT_BYTES = 16_384
-RECENT = timedelta(days=2)
-PAGE = 100
 _RUN_ORDER = [
     RunState.UNKNOWN, RunState.EXECUTING, RunState.DISPATCHED, RunState.QUEUED, RunState.FAILED, RunState.RESOLVED,
     RunState.SKIPPED, RunState.SUCCEEDED,
@@ -54,9 +51,9 @@ def read_inbox(user: User) -> Inbox:
     pending = Q(state=ApprovalState.PENDING.value)
     has_open_run = Exists(OperationRun.objects.filter(operation=OuterRef("pk"), ended_at=None))
     is_usable = Q(state=ApprovalState.APPROVED.value, not_after__gt=now) & (Q(dispatched_at=None) | Q(max_uses__gt=1))
-    shown = has_open_run | is_usable | Q(decided_at__gte=now - RECENT)
-    waiting = list(_with_parts(Operation.objects.filter(pending))[:PAGE])
-    rows = [*waiting, *_with_parts(Operation.objects.filter(shown).exclude(pending))[:PAGE]]
+    shown = has_open_run | is_usable | Q(decided_at__gte=now - timedelta(seconds=limits().governance.page_recent_s))
+    waiting = list(_with_parts(Operation.objects.filter(pending))[: limits().governance.page_rows])
+    rows = [*waiting, *_with_parts(Operation.objects.filter(shown).exclude(pending))[: limits().governance.page_rows]]
     to_approve, mine, others = [], [], []
     policies: dict[int, Policy] = {}
     for operation in rows:
@@ -85,7 +82,9 @@ def summarise(operations: Iterable[Operation]) -> list[OperationSummary]:
 
 def count_waiting_for(user: User) -> int:
     """Return how many operations wait for this person."""
-    pending = _with_parts(Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()))[:PAGE]
+    pending = _with_parts(Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()))[
+        : limits().governance.page_rows
+    ]
     policies: dict[int, Policy] = {}
     name = user.get_username()
     return sum(o.requested_by != name and _may_decide(o, name, policies) for o in pending)
@@ -287,7 +286,7 @@ def _make_assertion(statement: Statement, policy: Policy, user: User | None) -> 
         "rpId": min(policy.rp_ids),
         "allowCredentials": [{"type": "public-key", "id": key.keyid, "transports": list(key.transports)} for key in passkeys],
         "userVerification": "required",
-        "timeout": ASSERTION_MS,
+        "timeout": limits().governance.passkey_decision_ms,
     }
 
 
@@ -313,7 +312,7 @@ def _show_run(run: OperationRun) -> RunView:
 def _decode_receipt(text: str) -> Mapping[str, object] | None:
     """Return what a receipt says, without a look at its signature: for showing."""
     try:
-        members = read_canonical(decode_bytes(text), limit=MAX_RECEIPT_BYTES).get("receipt") if text else None
+        members = read_canonical(decode_bytes(text), limit=limits().governance.receipt_bytes).get("receipt") if text else None
     except ApprovalError:
         return None
     return members if isinstance(members, dict) else None

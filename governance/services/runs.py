@@ -20,10 +20,11 @@ from django.db import transaction
 from django.db.models.fields.json import KeyTextTransform
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.models import OperationRun
 from governance.services.dispatching import dispatch
 from governance.services.evidence import read_stored
-from governance.services.finishing import MAX_MESSAGE_CHARS, finish, ring
+from governance.services.finishing import finish, ring
 from governance.services.lookup import find_operation, lock_run
 from governance.services.transitions import audit_run
 from governance.states import FINAL_RUNS, ApprovalState, RunEvent, RunState, next_run, sources_of
@@ -32,13 +33,6 @@ from wire.optoken.approval import ApprovalError
 
 logger = logging.getLogger("muster.governance")
 
-LEASE = timedelta(seconds=10)
-"""After this a run that somebody took and did not move on is due again."""
-LOOK_AGAIN = timedelta(minutes=5)
-"""How soon a dispatched run is looked at again: only to give it up. The box is asked by whoever holds its socket."""
-SILENCE_LIMIT = timedelta(hours=24)
-"""A box that says nothing for so long after the window is given up; the run ends as resolved, with that said."""
-LONGEST_PAUSE_S = 30.0
 _WORKER = f"{socket.gethostname()}:{os.getpid()}"[:80]
 
 
@@ -68,7 +62,9 @@ def _take(run_id: uuid.UUID | None) -> uuid.UUID | None:
     found = (due if run_id is None else due.filter(pk=run_id)).order_by("due_at", "position").first()
     if found is None:
         return None
-    OperationRun.objects.filter(pk=found.pk).update(due_at=now + LEASE, lease_owner=_WORKER)
+    OperationRun.objects.filter(pk=found.pk).update(
+        due_at=now + timedelta(seconds=limits().governance.run_lease_s), lease_owner=_WORKER
+    )
     return found.pk
 
 
@@ -84,10 +80,10 @@ def _move_on(run_id: uuid.UUID) -> None:
     now = clock.now()
     if state is RunState.QUEUED:
         dispatch(run, operation)
-    elif now > max(operation.not_after, run.updated_at) + SILENCE_LIMIT:
+    elif now > max(operation.not_after, run.updated_at) + timedelta(seconds=limits().governance.run_silence_s):
         _give_up(run)
     else:
-        OperationRun.objects.filter(pk=run.pk).update(due_at=now + LOOK_AGAIN)
+        OperationRun.objects.filter(pk=run.pk).update(due_at=now + timedelta(seconds=limits().governance.run_look_again_s))
 
 
 def _give_up(run: OperationRun) -> None:
@@ -144,9 +140,9 @@ def requeue_run(*, run_id: uuid.UUID, reason: str) -> bool:
     run = lock_run(run_id)
     if run is None or RunState(run.state) not in sources_of(RunEvent.REQUEUE):
         return False
-    wait_s = min(LONGEST_PAUSE_S, 0.5 * 2 ** min(run.attempt, 6))
+    wait_s = min(limits().governance.run_pause_max_s, 0.5 * 2 ** min(run.attempt, 6))
     run.state = next_run(RunState(run.state), RunEvent.REQUEUE).value
-    run.message, run.due_at = reason[:MAX_MESSAGE_CHARS], clock.now() + timedelta(seconds=wait_s)
+    run.message, run.due_at = reason[: limits().governance.run_message_chars], clock.now() + timedelta(seconds=wait_s)
     run.save(update_fields=["state", "message", "due_at", "updated_at"])
     audit_run(run, run.operation, "operation.run.queued", {"attempt": run.attempt})
     publish_hint("operations", str(run.operation_id))

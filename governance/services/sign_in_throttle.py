@@ -14,15 +14,13 @@ from django.db import transaction
 from django.db.models import F, Q
 from django.utils.crypto import salted_hmac
 
+from core.limits import limits
 from governance.errors import SignInRefused
 from governance.models import SignInFailure
 from wire import clock
 
 REFUSAL = "The name, password or code is not right, or there were too many tries. Wait a minute and try again."
 """One text for every cause: it tells nobody which names exist."""
-FORGET_AFTER = timedelta(hours=1)
-KNOWN_FOR = timedelta(days=30)
-"""How long an address counts as one of a name after it signed in well from there."""
 ANY = ""
 """In the place of a name or an address: counted over all of them."""
 
@@ -87,7 +85,9 @@ def forgive(*, name: str, address: str) -> None:
 
 def sweep_failures(*, now: datetime) -> int:
     """Delete what no longer counts; return how many rows that were."""
-    past = SignInFailure.objects.filter(last_at__lt=now - FORGET_AFTER).exclude(signed_in_at__gt=now - KNOWN_FOR)
+    past = SignInFailure.objects.filter(last_at__lt=now - timedelta(seconds=limits().governance.sign_in_forget_s)).exclude(
+        signed_in_at__gt=now - timedelta(seconds=limits().governance.sign_in_known_s)
+    )
     deleted, _ = past.delete()
     return deleted
 
@@ -97,7 +97,9 @@ def _hide(name: str, *, of: str = "name") -> str:
 
 
 def _is_known(hidden: str, address: str) -> bool:
-    good = SignInFailure.objects.filter(name=hidden, address=address, signed_in_at__gt=clock.now() - KNOWN_FOR)
+    good = SignInFailure.objects.filter(
+        name=hidden, address=address, signed_in_at__gt=clock.now() - timedelta(seconds=limits().governance.sign_in_known_s)
+    )
     return good.exists()
 
 
@@ -106,7 +108,7 @@ def _book(name: str, address: str, pace: Pace) -> int:
     row, _ = SignInFailure.objects.select_for_update().get_or_create(
         name=name, address=address, defaults={"count": 0, "last_at": now}
     )
-    count = 0 if now - row.last_at > FORGET_AFTER else row.count
+    count = 0 if now - row.last_at > timedelta(seconds=limits().governance.sign_in_forget_s) else row.count
     if now < row.last_at + pace.wait(count):
         raise SignInRefused(REFUSAL)
     row.count, row.last_at = count + 1, now

@@ -12,6 +12,7 @@ from django.db import transaction
 from django.db.models import Exists, F, Max, OuterRef, Q, QuerySet
 from django.db.models.functions import Coalesce
 
+from core.limits import limits
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from governance.services.lookup import take_operation
 from governance.services.reviews import list_unreviewed
@@ -19,9 +20,6 @@ from governance.services.transitions import drop_void, end_operation, tell
 from governance.states import OPEN_RUNS, ApprovalEvent, ApprovalState
 from wire import clock
 
-WARN_AT_PERCENT = (90, 50)
-REVIEW_WITHIN = timedelta(hours=24)
-BATCH = 100
 _OPEN = [state.value for state in OPEN_RUNS]
 _UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
 
@@ -80,7 +78,7 @@ def _end_each(rows: QuerySet[Operation], event: ApprovalEvent, *, notice: str, r
 def _each(rows: QuerySet[Operation], change: Callable[[Operation], bool]) -> int:
     """Change every operation that is among the rows still once it is locked; returns how many were."""
     changed = 0
-    for op_id in list(rows.order_by("requested_at").values_list("pk", flat=True)[:BATCH]):
+    for op_id in list(rows.order_by("requested_at").values_list("pk", flat=True)[: limits().governance.sweep_batch]):
         with transaction.atomic():
             operation = take_operation(op_id)
             # An approval may have been counted between the look and the lock.
@@ -92,10 +90,11 @@ def _each(rows: QuerySet[Operation], change: Callable[[Operation], bool]) -> int
 def _warn() -> int:
     """Remind at half and at nine tenths of the time that an operation may wait."""
     now, warned = clock.now(), 0
-    waiting = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=now, warned_percent__lt=90)
-    for operation in waiting.order_by("expires_at")[:BATCH]:
+    warnings = (limits().governance.approval_last_warning_percent, limits().governance.approval_warning_percent)
+    waiting = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=now, warned_percent__lt=warnings[0])
+    for operation in waiting.order_by("expires_at")[: limits().governance.sweep_batch]:
         passed = (now - operation.requested_at) / (operation.expires_at - operation.requested_at) * 100
-        reached = next((percent for percent in WARN_AT_PERCENT if passed >= percent), 0)
+        reached = next((percent for percent in warnings if passed >= percent), 0)
         if reached <= operation.warned_percent:
             continue
         with transaction.atomic():
@@ -110,9 +109,11 @@ def _warn() -> int:
 
 def _claim_reviews() -> int:
     """Remind everyone once of a break-glass that nobody reviewed within a day."""
-    due = list_unreviewed().filter(dispatched_at__lte=clock.now() - REVIEW_WITHIN, warned_percent__lt=100)
+    due = list_unreviewed().filter(
+        dispatched_at__lte=clock.now() - timedelta(seconds=limits().governance.review_s), warned_percent__lt=100
+    )
     claimed = 0
-    for operation in due[:BATCH]:
+    for operation in due[: limits().governance.sweep_batch]:
         with transaction.atomic():
             if Operation.objects.filter(pk=operation.pk, warned_percent__lt=100).update(warned_percent=100):
                 tell(operation, "review_overdue")

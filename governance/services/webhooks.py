@@ -6,13 +6,11 @@ import secrets
 
 from django.db import transaction
 
+from core.limits import limits
 from governance.audit import record_event
 from governance.models import Notice, WebhookEndpoint
 from governance.webhooks import InvalidWebhook, parse_webhook_url
 from wire import clock
-
-MAX_WEBHOOK_NAME_CHARS = 80
-_SECRET_BYTES = 32
 
 
 @transaction.atomic
@@ -22,10 +20,12 @@ def add_webhook(*, name: str, url: str, actor: str) -> tuple[WebhookEndpoint, st
     The name of a webhook that was removed may be used again. Raises InvalidWebhook.
     """
     cleaned = name.strip()
-    if not cleaned or len(cleaned) > MAX_WEBHOOK_NAME_CHARS or not cleaned.isprintable():
-        raise InvalidWebhook(f"Give the webhook a name of 1 to {MAX_WEBHOOK_NAME_CHARS} printable characters.", param="name")
+    if not cleaned or len(cleaned) > limits().governance.webhook_name_chars or not cleaned.isprintable():
+        raise InvalidWebhook(
+            f"Give the webhook a name of 1 to {limits().governance.webhook_name_chars} printable characters.", param="name"
+        )
     target = parse_webhook_url(url)
-    secret = f"whsec_{secrets.token_urlsafe(_SECRET_BYTES)}"
+    secret = f"whsec_{secrets.token_urlsafe(32)}"
     values = {"url": url.strip(), "secret": secret, "is_active": True}
     endpoint, is_new = WebhookEndpoint.objects.select_for_update().get_or_create(name=cleaned, defaults=values)
     if not is_new:
@@ -44,7 +44,7 @@ def remove_webhook(*, name: str, actor: str) -> WebhookEndpoint:
     """Post nothing there any more, what waits included; doing so again changes nothing. Raises InvalidWebhook."""
     endpoint = WebhookEndpoint.objects.select_for_update().filter(name=name.strip()).first()
     if endpoint is None:
-        raise InvalidWebhook(f"There is no webhook {name.strip()[:MAX_WEBHOOK_NAME_CHARS]!r}.", param="name")
+        raise InvalidWebhook(f"There is no webhook {name.strip()[: limits().governance.webhook_name_chars]!r}.", param="name")
     if endpoint.is_active:
         endpoint.is_active = False
         endpoint.save(update_fields=["is_active"])

@@ -14,6 +14,7 @@ from django.urls import reverse
 from django.utils.dateparse import parse_datetime
 from django.views.decorators.http import require_POST, require_safe
 
+from core.limits import limits
 from governance import services
 from governance.errors import ApprovalRefused, OperationNotFound
 from governance.services import OperationView
@@ -23,8 +24,6 @@ from governance.views.operation_parts import describe_live, render_live
 from wire.ids import format_id
 from wire.optoken.approval import decode_bytes
 
-HISTORY_PAGE = 50
-MAX_PROOF_BYTES = 16 * 1024
 TIMES = ("requestedAt", "notBefore", "notAfter")
 
 
@@ -47,9 +46,9 @@ def show_inbox(request: HttpRequest) -> HttpResponse:
 def show_history(request: HttpRequest) -> HttpResponse:
     """Show what was asked for, newest first; ``?before=`` is the time that an earlier page ended with."""
     before = read_time(request.GET.get("before", ""))
-    found = services.read_history(before=before, limit=HISTORY_PAGE + 1)
-    page = found[:HISTORY_PAGE]
-    older = page[-1].requested_at.isoformat() if len(found) > HISTORY_PAGE else ""
+    found = services.read_history(before=before, limit=limits().governance.history_rows + 1)
+    page = found[: limits().governance.history_rows]
+    older = page[-1].requested_at.isoformat() if len(found) > limits().governance.history_rows else ""
     context = {"section": "history", "operations": page, "older": older, "is_later": before is not None}
     return render_page(request, "approvals/history.html", context)
 
@@ -118,7 +117,7 @@ def approve(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
 
 def _read_proof(request: HttpRequest) -> tuple[dict[str, object], str]:
     try:
-        body = json.loads(request.body) if len(request.body) <= MAX_PROOF_BYTES else None
+        body = json.loads(request.body) if len(request.body) <= limits().governance.proof_body_bytes else None
     except (ValueError, RecursionError):
         body = None
     proof = body.get("proof") if isinstance(body, dict) else None

@@ -14,8 +14,9 @@ from django.shortcuts import render
 from django.urls import reverse
 from django.views.decorators.http import require_http_methods, require_POST
 
+from core.limits import limits
 from governance.errors import GovernanceError, NotPermitted
-from governance.services.approver_keys import MAX_LABEL_CHARS, KeyView, add_key_file, enrol_passkey, list_keys, revoke_key
+from governance.services.approver_keys import KeyView, add_key_file, enrol_passkey, list_keys, revoke_key
 from governance.services.one_time_password import begin_app, confirm_app, has_app, remove_app
 from governance.services.passkeys import verify_new
 from governance.services.people import Assurance, may_enrol
@@ -42,7 +43,9 @@ class KeyFileForm(forms.Form):
     """The public line of a key file."""
 
     public = forms.CharField(label="Public line", max_length=400, help_text="What ./muster keys show prints.")
-    label = forms.CharField(label="Name", max_length=MAX_LABEL_CHARS, required=False, help_text="Empty: the name in the line.")
+    label = forms.CharField(
+        label="Name", max_length=limits().governance.key_label_chars, required=False, help_text="Empty: the name in the line."
+    )
 
 
 class CodeForm(forms.Form):

@@ -12,11 +12,11 @@ from typing import Any, cast
 from django import forms
 from django.http import QueryDict
 
+from core.limits import limits
 from governance.registry import OffersChoices, OperationKind
 from wire.optoken.approval import MAX_TARGETS
 
 PARAM_PREFIX = "param-"
-MAX_REASON_CHARS = 1000
 FieldSpec = Mapping[str, Any]  # Any: what each member holds is said at governance.registry.Choices
 BY_HAND: FieldSpec = {"name": "", "label": "Parameters", "kind": "json", "required": False, "help": "A JSON object."}
 
@@ -26,7 +26,7 @@ class ProposalForm(forms.Form):
 
     reason = forms.CharField(
         label="Why?",
-        max_length=MAX_REASON_CHARS,
+        max_length=limits().governance.operation_reason_chars,
         widget=forms.Textarea({"rows": 3}),
         help_text="Approvers read this. Its digest is signed; the text itself is not part of the log.",
     )

@@ -15,6 +15,7 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
+from core.limits import limits
 from governance.errors import GovernanceError, SignInRefused
 from governance.services.approver_keys import list_passkey_ids
 from governance.services.passkeys import PasskeysUnavailable, ask_for_new, ask_who, read_site, verify_new
@@ -31,7 +32,6 @@ from governance.views.content_policy import with_strict_policy
 if TYPE_CHECKING:
     from core.models import User
 
-MAX_ANSWER_BYTES = 64 * 1024
 SIGN_IN = "sign-in"
 
 
@@ -178,7 +178,7 @@ def refuse(refusal: GovernanceError) -> JsonResponse:
 def read_body(request: HttpRequest) -> Mapping[str, Any]:
     """Return the JSON object that a script of ours sent. Raises SignInRefused for anything else."""
     try:
-        body = json.loads(request.body) if len(request.body) <= MAX_ANSWER_BYTES else None
+        body = json.loads(request.body) if len(request.body) <= limits().governance.sign_in_body_bytes else None
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):

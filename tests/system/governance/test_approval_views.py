@@ -21,6 +21,7 @@ from governance.models import Operation
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState
 from governance.views.operation_parts import describe_proof
+from tests.fakes.limits import set_limits
 from tests.system.governance.team import Member, Team, make_governed, make_team, propose_token
 from wire.optoken.approval import canonical, digest_words, policy_words, verify_bundle
 from wire.optoken.proposal import DEFAULT_CLASSES
@@ -405,8 +406,8 @@ def test_a_freeze_is_on_every_page(team: Team, operation: Operation) -> None:
     assert "Only approvers" in outsider.post(reverse("approvals:freeze"), {"reason": "x"}).content.decode()
 
 
-def test_history_goes_back_page_by_page(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("governance.views.approvals.HISTORY_PAGE", 2)
+def test_history_goes_back_page_by_page(team: Team) -> None:
+    set_limits(governance={"history_rows": 2})
     for number in range(3):
         propose_token(team[0], params={"name": f"t{number}"})
     client, path, seen = sign_in(team[1].user), reverse("approvals:history"), []

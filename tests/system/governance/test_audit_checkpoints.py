@@ -12,9 +12,8 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
+from core.limits import limits
 from governance.checkpoints import (
-    CHECKPOINT_ENTRIES,
-    MAX_ALARMS_PER_HOUR,
     AuditLogBroken,
     InvalidWitness,
     UnknownSize,
@@ -104,12 +103,12 @@ def test_a_checkpoint_is_due_after_enough_entries_or_enough_time() -> None:
     assert later is not None
     assert (first.size, later.size) == (1, 3)
     assert checkpoint_if_due(now=NOW + timedelta(days=1)) is None
-    append_at_once(CHECKPOINT_ENTRIES - 1)
+    append_at_once(limits().governance.checkpoint_entries - 1)
     assert checkpoint_if_due(now=NOW + timedelta(minutes=6)) is None
     append(1)
     full = checkpoint_if_due(now=NOW + timedelta(minutes=6))
     assert full is not None
-    assert full.size == 3 + CHECKPOINT_ENTRIES
+    assert full.size == 3 + limits().governance.checkpoint_entries
 
 
 def test_a_checkpoint_reads_only_what_is_new() -> None:
@@ -250,9 +249,9 @@ def test_a_statement_that_the_box_did_not_sign_counts_for_nothing() -> None:
 def test_a_stolen_box_cannot_fill_the_log_with_alarms() -> None:
     append(3)
     make()
-    for number in range(1000, 1000 + MAX_ALARMS_PER_HOUR + 3):
+    for number in range(1000, 1000 + limits().governance.audit_alarms_per_hour + 3):
         assert tell(number, bytes(32), note=sign_note(number, bytes(32))) is WitnessStatus.BEHIND
-    assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == MAX_ALARMS_PER_HOUR
+    assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == limits().governance.audit_alarms_per_hour
     assert tell(3, root_at(3)) is WitnessStatus.OK
     assert WitnessStatement.objects.filter(alarm=False).count() == 1
 

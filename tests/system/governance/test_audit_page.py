@@ -12,7 +12,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from pytest_django import Settings
 
-from governance.audit.reading import TAIL_ENTRIES
+from core.limits import limits
 from governance.checkpoints import make_checkpoint
 from governance.models import AuditEvent, WitnessStatement
 from tests.system.governance.audit_rows import LOG_KEY, append, append_at_once, tamper
@@ -76,7 +76,7 @@ def test_an_edited_row_is_told_on_the_list_and_on_its_page(boss: Client) -> None
 
 
 def test_a_page_reads_only_the_end_of_a_long_log(boss: Client) -> None:
-    append_at_once(TAIL_ENTRIES + 5)
+    append_at_once(limits().governance.audit_tail_entries + 5)
     with CaptureQueriesContext(connection) as queries:
         assert "Entries 6 to 1,005 verified" in read_list(boss)
     scans = [query["sql"] for query in queries if "governance_auditentry AS entry" in query["sql"]]

@@ -15,12 +15,14 @@ import pytest
 from channels.db import database_sync_to_async
 from django.test import RequestFactory
 
+from core.limits import limits
 from governance import services
-from governance.api.stream import MAX_STREAMS, Pace, StatusStream
+from governance.api.stream import StatusStream
 from governance.errors import StateChanged
 from governance.models import Operation
 from governance.services.dispatching import _FENCE_LOCK
 from tests.fakes.control_process import ServerProcess, serve_control
+from tests.fakes.limits import set_limits
 from tests.system.governance.audit_rows import raw_connection
 from tests.system.governance.team import Team, make_team, propose_token
 from wire.ids import format_id, new_uuid7
@@ -148,7 +150,7 @@ def test_streams_are_bounded_and_those_who_leave_make_room(client: httpx.Client,
     files = process.num_fds()
     followed: list[Iterator[dict[str, Any]]] = []  # an iterator that is dropped closes its connection
     with ExitStack() as open_streams:
-        for _ in range(MAX_STREAMS):
+        for _ in range(limits().governance.stream_max):
             answer = open_streams.enter_context(client.stream("GET", path_of(operation)))
             followed.append(read_events(answer))
             assert next(followed[-1])["state"] == "pending"
@@ -164,7 +166,8 @@ def test_streams_are_bounded_and_those_who_leave_make_room(client: httpx.Client,
 async def test_silence_is_filled_and_a_revoked_token_ends_it(team: Team, token: str) -> None:
     operation = await database_sync_to_async(propose_token)(team[0])
     request = RequestFactory().get("/", headers={"authorization": f"Bearer {token}"})
-    stream = StatusStream(request, operation.pk, pace=Pace(poll_s=0.05, pause_s=0.01, heartbeat_s=0.2))
+    set_limits(governance={"stream_poll_s": 0.05, "stream_pause_s": 0.01, "stream_heartbeat_s": 0.2})
+    stream = StatusStream(request, operation.pk)
     async with asyncio.timeout(WITHIN_S):
         chunks = aiter(stream)
         assert (await anext(chunks)).startswith(b"event: status\ndata: {")

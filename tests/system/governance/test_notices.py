@@ -22,10 +22,11 @@ from django.urls import reverse
 from django.utils import timezone
 from pytest_django.fixtures import Settings
 
+from core.limits import limits
 from core.models import User
 from governance import services
 from governance.models import AuditEvent, Notice, Operation, WebhookEndpoint
-from governance.services.delivery import GIVE_UP_AFTER, LEASE, deliver_due
+from governance.services.delivery import deliver_due
 from governance.services.notices import NOTICE_EVENTS, notify
 from governance.services.webhooks import add_webhook, remove_webhook
 from governance.webhooks import SIGNATURE_HEADER, DeliveryFailed, InvalidWebhook, parse_webhook_url, post_notice
@@ -250,7 +251,7 @@ def test_what_does_not_get_through_is_tried_again_later_and_says_why(waiting: No
 
 
 def test_after_a_day_it_is_given_up_with_the_reason_kept(waiting: Notice) -> None:
-    age(waiting, GIVE_UP_AFTER)
+    age(waiting, timedelta(seconds=limits().governance.notice_give_up_s))
     deliver_due()
     waiting.refresh_from_db()
     assert waiting.given_up_at
@@ -267,7 +268,7 @@ def test_a_redirect_is_not_followed(waiting: Notice, receiver: Receiver) -> None
 
 
 def test_what_another_process_is_sending_is_left_alone_until_its_lease_is_over(waiting: Notice, receiver: Receiver) -> None:
-    Notice.objects.update(lease_until=timezone.now() + LEASE)
+    Notice.objects.update(lease_until=timezone.now() + timedelta(seconds=limits().governance.notice_lease_s))
     assert deliver_due() == 0
     assert receiver.got == []
     Notice.objects.update(lease_until=timezone.now() - timedelta(seconds=1))

@@ -12,14 +12,14 @@ import pytest
 from django.db import connection, transaction
 from django.utils import timezone
 
+from core.limits import limits
 from core.models import User
 from governance import services
 from governance.errors import GovernanceError, TooManyOpen
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
-from governance.services import runs
-from governance.services.proposals import MAX_OPEN
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunState
+from tests.fakes.limits import set_limits
 from tests.rings.contract.waiting import wait_until
 from tests.system.governance.fake_box import fake_boxes, propose_load
 from tests.system.governance.team import Team, make_due, make_governed, make_key, propose_token
@@ -33,9 +33,9 @@ def team() -> Team:
 
 
 @pytest.fixture(autouse=True)
-def long_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+def long_lease() -> None:
     """Let nobody take over from a worker that only stands still, as the machine may."""
-    monkeypatch.setattr(runs, "LEASE", timedelta(minutes=10))
+    set_limits(governance={"run_lease_s": 600.0})
 
 
 def at_once(*jobs: Callable[[], object]) -> list[object]:
@@ -220,7 +220,7 @@ def sweep_repeatedly() -> None:
 
 
 def test_a_requester_who_asks_from_many_windows_stays_under_the_cap(team: Team) -> None:
-    for number in range(MAX_OPEN - 1):
+    for number in range(limits().governance.operation_open - 1):
         propose_token(team[0], params={"name": f"t{number}"})
     answers = at_once(*[lambda: propose_token(team[0])] * 5)
     assert sum(isinstance(answer, TooManyOpen) for answer in answers) == 4

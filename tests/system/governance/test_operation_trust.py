@@ -18,6 +18,7 @@ from governance.services import Proposer
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.clock import shift_clock
+from tests.fakes.limits import set_limits
 from tests.system.governance.fake_box import FakeBox, fake_boxes, propose_load
 from tests.system.governance.team import Team, make_due, make_governed, make_key, make_team, propose_token
 from tests.unit.wire.passkeys import SoftPasskey
@@ -320,10 +321,8 @@ def test_a_review_that_was_only_asked_for_is_reminded_of(box: FakeBox, emergency
 # Lists and records
 
 
-def test_what_waits_stays_on_the_list_however_much_is_done(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    from governance.services import reading
-
-    monkeypatch.setattr(reading, "PAGE", 5)
+def test_what_waits_stays_on_the_list_however_much_is_done(team: Team) -> None:
+    set_limits(governance={"page_rows": 5})
     waiting = propose_token(team[0], reason="waits")
     ended = set()
     for number in range(6):

@@ -21,12 +21,13 @@ from django.db import connection
 from django.test import Client
 from django.utils import timezone
 
+from core.limits import limits
 from core.models import User
 from governance.errors import SignInRefused
 from governance.models import ApproverKey, AuditEvent, Invitation, OneTimePassword, PolicyVersion, SignInFailure
 from governance.services.passkeys import KnownPasskey, verify_known
 from governance.services.people import create_invitation
-from governance.services.sign_in_throttle import ANYWHERE_PACE, KNOWN_FOR, NAME_PACE, REFUSAL, _hide, sweep_failures
+from governance.services.sign_in_throttle import ANYWHERE_PACE, NAME_PACE, REFUSAL, _hide, sweep_failures
 from tests.system.governance.device import Device
 from tests.unit.wire.passkeys import USER_PRESENT, PrivateKey, SoftPasskey
 from tests.unit.wire.policies import make_people, make_policy
@@ -559,9 +560,13 @@ def test_an_address_is_known_for_its_days_and_for_its_name_alone(ada: User) -> N
         be_wrong_again(name=_hide(name), address="")
     assert by_password(Client(), name="bob").status_code == 403
     assert by_password(Client()).status_code == 302
-    assert sweep_failures(now=timezone.now() + KNOWN_FOR - timedelta(seconds=9)) > 0
+    assert (
+        sweep_failures(now=timezone.now() + timedelta(seconds=limits().governance.sign_in_known_s) - timedelta(seconds=9)) > 0
+    )
     assert SignInFailure.objects.filter(name=_hide("ada"), address=HERE).exists()
-    SignInFailure.objects.filter(name=_hide("ada"), address=HERE).update(signed_in_at=timezone.now() - KNOWN_FOR)
+    SignInFailure.objects.filter(name=_hide("ada"), address=HERE).update(
+        signed_in_at=timezone.now() - timedelta(seconds=limits().governance.sign_in_known_s)
+    )
     by_password(Client(REMOTE_ADDR="198.51.100.1"), password="wrong")
     be_wrong_again(name=_hide("ada"), address="")
     assert by_password(Client()).status_code == 403

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
+from core.limits import limits
 from governance import services
-from governance.audit import MAX_EVENTS_PER_HOUR
 from governance.checkpoints import consistency
 from governance.models import AuditCheckpoint
 from nodes.consumers import courier
@@ -44,27 +44,27 @@ def sent() -> Sent:
 def test_a_box_that_changes_what_it_says_all_the_time_fills_neither_the_log_nor_the_keys() -> None:
     rig = Identity()
     node = make_box(rig)
-    for turn in range(MAX_EVENTS_PER_HOUR + 15):
+    for turn in range(limits().governance.audit_events_per_hour + 15):
         keys = {f"k{turn}.{n}": encode_bytes(secrets.token_bytes(32)) for n in range(4)}
         tell(node, Identity().tell(op_keys=keys, clock_ms=now_ms() + (10**7 if turn % 2 else 0)))
         tell(node, rig.tell(level=""))
     for action in ("node.op_key_new", "node.key_changed", "node.clock_skew", "node.governance_refused"):
-        assert 1 <= len(audited(action)) <= MAX_EVENTS_PER_HOUR, action
+        assert 1 <= len(audited(action)) <= limits().governance.audit_events_per_hour, action
     assert NodeOpKey.objects.filter(node=node).count() <= MAX_RETIRED_KEYS + 8
 
 
 def test_another_box_is_recorded_while_one_floods() -> None:
     loud, quiet = make_box(Identity("loud")), make_box(Identity("quiet"))
-    for _ in range(MAX_EVENTS_PER_HOUR + 5):
+    for _ in range(limits().governance.audit_events_per_hour + 5):
         tell(loud, Identity("loud").tell())
     tell(quiet, Identity("quiet").tell())
     assert [event.actor for event in audited("node.key_changed")].count("node:quiet") == 1
 
 
 def test_a_forged_receipt_that_is_sent_again_and_again_is_recorded_a_few_times(sent: Sent) -> None:
-    for _ in range(MAX_EVENTS_PER_HOUR + 5):
+    for _ in range(limits().governance.audit_events_per_hour + 5):
         sent.say("succeeded", receipt="AAAA", result={"n": secrets.token_hex(4)})
-    assert len(audited("operation.receipt_invalid")) == MAX_EVENTS_PER_HOUR
+    assert len(audited("operation.receipt_invalid")) == limits().governance.audit_events_per_hour
 
 
 # Identity
