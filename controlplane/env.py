@@ -131,8 +131,11 @@ def read_limits() -> Limits:
         told: dict[str, float] = {}
         for bound in list_bounds(values):
             if bound.setting and read_text(bound.setting):
-                read = read_int if isinstance(bound.default, int) else read_float
-                told[bound.name] = read(bound.setting, 0, minimum=bound.minimum) * bound.factor
+                if isinstance(bound.default, int):
+                    value: float = read_int(bound.setting, 0, minimum=int(bound.minimum))
+                else:
+                    value = read_float(bound.setting, 0.0, minimum=bound.minimum)
+                told[bound.name] = value * bound.factor
         chosen = replace(chosen, **{section.name: replace(values, **told)})
     return chosen
 

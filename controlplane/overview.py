@@ -15,13 +15,14 @@ from django.urls import reverse
 
 from controlplane.templatetags.muster import print_duration
 from core.hints import read_unreadable
+from core.limits import limits
 from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_models, read_expiring_keys, read_gateways
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
 from gateway.services.waiting import MAX_WAITING_MODELS, Wait, WaitingModel, explain_waits, read_waits
 from governance.services import active_policy
 from nodes.operations.lost_models import LostModel, find_lost_models
 from nodes.services.overview import FleetOverview, NodeHealth, read_fleet
-from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS, Freshness
+from nodes.states import Freshness
 from wire import clock
 from wire.contract import NodeStatus
 
@@ -309,8 +310,8 @@ def _find_alarms(facts: Facts) -> Iterable[Problem]:
 def _find_wrong_clocks(facts: Facts) -> Iterable[Problem]:
     for node in _online(facts):
         skew_ms = node.clock_skew_ms or 0
-        if abs(skew_ms) > SKEW_WARNING_MS:
-            is_beyond = abs(skew_ms) > SKEW_LIMIT_MS
+        if abs(skew_ms) > limits().nodes.clock_skew_warning_ms:
+            is_beyond = abs(skew_ms) > limits().nodes.clock_skew_ms
             side = "behind" if skew_ms > 0 else "ahead"
             advice = "No operation is sent to it until its clock is set." if is_beyond else "Set its clock, for example by NTP."
             what = f"The clock of {node.name} is {print_duration(abs(skew_ms) / 1000)} {side}."

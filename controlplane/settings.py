@@ -20,7 +20,6 @@ from controlplane.env import (
 from core.limits import install
 from gateway.values import Limits, RequestOutcome, Timeouts
 from governance.states import ApprovalState, RunState
-from nodes.states import HealthPolicy, SocketPolicy
 from wire.client_address import TrustedProxies
 from wire.contract import NodeMode, NodeStatus, RequestState
 from wire.engine_errors import MAX_QUOTE_CHARS
@@ -298,20 +297,8 @@ TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
 CANARY_INTERVAL_S = read_float("MUSTER_CANARY_INTERVAL_S", 300.0, minimum=1.0)
 REQUEST_RETENTION_DAYS = read_int("MUSTER_REQUEST_RETENTION_DAYS", 30, minimum=1)
 
-NODE_HEALTH = HealthPolicy(
-    heartbeat_interval_s=read_float("MUSTER_HEARTBEAT_INTERVAL_S", 5.0, minimum=0.1),
-    stale_after_s=read_float("MUSTER_STALE_AFTER_S", 10.0, minimum=0.1),
-    offline_after_s=read_float("MUSTER_OFFLINE_AFTER_S", 15.0, minimum=0.1),
-    bridge_ping_interval_s=read_float("MUSTER_BRIDGE_PING_INTERVAL_S", 15.0, minimum=0.1),
-    bridge_pong_window_s=read_float("MUSTER_BRIDGE_PONG_WINDOW_S", 45.0, minimum=0.1),
-    reclaim_grace_s=read_float("MUSTER_RECLAIM_GRACE_S", 15.0),
-    drain_timeout_s=read_float("MUSTER_DRAIN_TIMEOUT_S", 120.0),
-)
-NODE_SOCKETS = SocketPolicy(
-    auth_failures=read_int("MUSTER_WORKER_AUTH_FAILURES", 3, minimum=1),
-    auth_block_s=read_float("MUSTER_WORKER_AUTH_BLOCK_S", 0.25),
-    allow_query_secret=read_bool("MUSTER_ALLOW_QUERY_SECRET", default=True),
-)
+# Whether a node may show its secret in the URL of its socket, as old workers do.
+NODE_ALLOW_QUERY_SECRET = read_bool("MUSTER_ALLOW_QUERY_SECRET", default=True)
 # Nodes that register a URL are called only on these hosts or networks ("private" = every private network); loopback needs the
 # second switch.
 NODE_DIRECT_HOSTS = read_list("MUSTER_DIRECT_HOSTS")

@@ -135,6 +135,267 @@ class GovernanceLimits:
 class NodeLimits:
     """Links to nodes, what nodes report, and commands to them."""
 
+    # Signs of life, drains, rivals and clocks
+    heartbeat_interval_s: float = bound(
+        5.0,
+        "s",
+        "A node that reports over REST is told to report this often.",
+        setting="MUSTER_HEARTBEAT_INTERVAL_S",
+        minimum=0.1,
+    )
+    stale_after_s: float = bound(
+        10.0, "s", "A node that said nothing for so long gets no new request.", setting="MUSTER_STALE_AFTER_S", minimum=0.1
+    )
+    offline_after_s: float = bound(
+        15.0, "s", "A node that said nothing for so long is offline.", setting="MUSTER_OFFLINE_AFTER_S", minimum=0.1
+    )
+    bridge_ping_interval_s: float = bound(
+        15.0,
+        "s",
+        "A bridge v1 worker is pinged: its answer is its only sign of life.",
+        setting="MUSTER_BRIDGE_PING_INTERVAL_S",
+        minimum=0.1,
+    )
+    bridge_pong_window_s: float = bound(
+        45.0,
+        "s",
+        "A bridge v1 worker that answered no ping for so long is offline.",
+        setting="MUSTER_BRIDGE_PONG_WINDOW_S",
+        minimum=0.1,
+    )
+    reclaim_grace_s: float = bound(
+        15.0, "s", "Requests that still run on a node that its owner took back are ended.", setting="MUSTER_RECLAIM_GRACE_S"
+    )
+    drain_timeout_s: float = bound(
+        120.0,
+        "s",
+        "Requests that still run on a drained node are ended, unless the drain named a time of its own.",
+        setting="MUSTER_DRAIN_TIMEOUT_S",
+    )
+    drain_timeout_max_s: float = bound(86_400.0, "s", "A drain that asks for a longer time is refused.")
+    drain_deadline_kept_s: float = bound(
+        30.0, "s", "The sweep forgets the deadline of a drain this long after it: a gateway that looks late still finds it."
+    )
+    drain_reason_chars: int = bound(200, "characters", "A longer reason for a drain or a cordon is refused.")
+    rows_blind_s: float = bound(
+        6.0,
+        "s",
+        "Without rows for so long a gateway believes no age of a heartbeat; nodes then get the same time to write theirs.",
+    )
+    named_in_metrics: int = bound(256, "nodes", "Further nodes share the series named `others`.")
+    rival_heard_s: float = bound(15.0, "s", "What another gateway heard of a node counts no longer.")
+    rival_audit_s: float = bound(3_600.0, "s", "A further rival of a node within it makes no audit entry.")
+    rival_shown_s: float = bound(86_400.0, "s", "Pages no longer show that another runner asked for the node.")
+    former_instances: int = bound(
+        16, "instances", "The oldest instance of a node is forgotten; it would be taken for a new one."
+    )
+    clock_skew_warning_ms: int = bound(
+        60_000, "ms", "A node whose clock is further off is shown as a problem: tokens are judged by it."
+    )
+    clock_skew_ms: int = bound(
+        240_000, "ms", "A node whose clock is further off is sent no operation: it would refuse a token of five minutes."
+    )
+
+    # Sockets of nodes
+    handshake_timeout_s: float = bound(10.0, "s", "A socket that did not register is closed.")
+    max_message_bytes: int = bound(64 * MIB, "bytes", "A longer frame of a node closes its socket with 1009.")
+    max_models: int = bound(256, "models", "Further models of a node are dropped.")
+    max_name_chars: int = bound(120, "characters", "A longer name of a node is cut.")
+    max_model_name_chars: int = bound(200, "characters", "A model with a longer name is dropped.")
+    max_concurrent_cap: int = bound(1_024, "requests", "A node that says it can run more gets so many at once.")
+    auth_failures: int = bound(
+        3,
+        "failures",
+        "An address that failed so often to sign in waits `auth_block_s`.",
+        setting="MUSTER_WORKER_AUTH_FAILURES",
+        minimum=1,
+    )
+    auth_block_s: float = bound(0.25, "s", "An address that was blocked may try again.", setting="MUSTER_WORKER_AUTH_BLOCK_S")
+    max_unregistered: int = bound(
+        64, "sockets", "Further sockets of one address that have not registered are refused, except with a good credential."
+    )
+    socket_buffer_bytes: int = bound(256 * MIB, "bytes", "A node whose line has so much waiting is disconnected with 1011.")
+    socket_full_bytes: int = bound(
+        32 * MIB,
+        "bytes",
+        "A node whose line has so much waiting gets no new request: recordings are large, and some lines are slow.",
+    )
+    socket_write_s: float = bound(15.0, "s", "A node that takes no byte for so long is disconnected with 1011.")
+    socket_close_s: float = bound(2.0, "s", "A gateway that stops ends what it still writes about its nodes.")
+    control_frame_chars: int = bound(
+        2 * MIB, "characters", "A longer text frame of a muster v1 session closes its socket with 1002."
+    )
+    bridge_held_chars: int = bound(
+        64 * 1024, "characters", "The beginning of a bridge v1 answer is passed on although it may still be an error."
+    )
+    bridge_forgotten_streams: int = bound(
+        4_096, "streams", "The oldest stream that is over is forgotten; a late frame of it is then a protocol error."
+    )
+
+    # Links that gateways open over HTTP
+    http_head_bytes: int = bound(64 * 1024, "bytes", "A longer head of an answer ends the attempt as an error of the node.")
+    http_refusal_bytes: int = bound(16 * 1024, "bytes", "A longer body of a refusal is not read for its error code.")
+    http_tenant_chars: int = bound(128, "characters", "A longer name of a tenant is cut and ends in a part of its hash.")
+    full_retry_s: float = bound(5.0, "s", "A full node that names no time is asked again.")
+    full_retry_max_s: float = bound(60.0, "s", "A full node that names a later time is asked again.")
+    unspoken_s: float = bound(600.0, "s", "An endpoint that a node said it does not answer is tried there again.")
+
+    # Ejection of replicas that fail or are slow
+    ejection_base_s: float = bound(10.0, "s", "The first ejection of a replica ends; each further one lasts twice as long.")
+    ejection_max_s: float = bound(300.0, "s", "An ejection lasts no longer; after so long without one the next is a first one.")
+    ejection_answers: int = bound(16, "answers", "The oldest answer of a replica is forgotten.")
+    ejection_memory_s: float = bound(600.0, "s", "An older answer of a replica no longer counts.")
+    ejection_faults: int = bound(
+        5,
+        "answers",
+        "With so many faults, and half of its answers, a replica may be ejected; so many good answers make a mean.",
+    )
+    ejection_fewer: int = bound(
+        8,
+        "times",
+        "A replica is ejected only if the better half of the other nodes fails its callers so many times more rarely.",
+    )
+    ejection_probes: int = bound(3, "answers", "After so many good answers to probes a replica is back.")
+    ejection_slow_factor: float = bound(
+        8.0, "times", "An answer that takes so many times what the other nodes take is slow: GPUs that people own differ."
+    )
+    ejection_slow_s: float = bound(1.0, "s", "An answer that takes no longer is never slow.")
+    ejection_slow_s_per_byte: float = bound(0.001, "s", "A stream that needs no more for a byte is never slow.")
+    ejection_mean_weight: float = bound(0.2, "part", "The newest answer counts so much in the moving mean of a replica.")
+    ejection_probe_pause_s: float = bound(1.0, "s", "A replica on trial gets its next probe.")
+    ejection_forget_s: float = bound(
+        3_600.0, "s", "What is known of a replica that gets no request is forgotten, and a further ejection is news again."
+    )
+    ejection_links: int = bound(10, "links", "A node that linked so often within `ejection_links_s` is ejected as unsteady.")
+    ejection_links_s: float = bound(60.0, "s", "An older link of a node no longer counts against it.")
+    ejection_shown_s: float = bound(300.0, "s", "An ejection that is over is no longer shown as being tried.")
+
+    # What a node may say of itself: text is cut, numbers are brought into their range, what is beyond a count is dropped
+    report_gpus: int = bound(32, "GPUs", "Further GPUs are dropped.")
+    report_replicas: int = bound(256, "replicas", "Further replicas are dropped.")
+    report_available: int = bound(512, "models", "Further models that could be loaded are dropped.")
+    report_endpoints: int = bound(32, "endpoints", "Further endpoints of a replica are dropped.")
+    report_models: int = bound(32, "models", "Further models of a memory report are dropped.")
+    report_constraints: int = bound(
+        32, "members", "Further fields of a load, limits of a field and words of a limit are dropped."
+    )
+    report_constraints_bytes: int = bound(
+        16_384, "bytes", "Longer constraints of a model are dropped; an engine with twenty fields has a fifth of it."
+    )
+    report_name_chars: int = bound(200, "characters", "A longer name is cut.")
+    report_word_chars: int = bound(40, "characters", "A longer word is cut.")
+    report_detail_chars: int = bound(300, "characters", "A longer detail of a replica is cut.")
+    report_error_chars: int = bound(500, "characters", "A longer error is cut.")
+    report_limit_chars: int = bound(200, "characters", "A longer limit of a field of a load is cut.")
+    report_path_chars: int = bound(100, "characters", "An endpoint with a longer path is dropped.")
+    report_load: int = bound(1_000_000, "requests", "A greater count of requests or replicas is brought down to it.")
+    report_mb: int = bound(2**25, "MiB", "A larger memory is brought down to it: the sum over all GPUs still fits the column.")
+    report_context_tokens: int = bound(10**9, "tokens", "A longer context is brought down to it.")
+    report_duration_ms: int = bound(10**9, "ms", "A longer duration is brought down to it.")
+    report_eta_s: float = bound(1e6, "s", "A later estimate is brought down to it.")
+    report_unix_ms: int = bound(10**15, "ms", "A later point in time is brought down to it.")
+    report_clock_ms: int = bound(2**47, "ms", "A node whose clock is later counts as having this time.")
+    report_temperature_c: float = bound(1_000.0, "°C", "A higher temperature is brought down to it.")
+    report_power_w: float = bound(100_000.0, "W", "A higher power is brought down to it.")
+    report_integer: int = bound(
+        2**31 - 1,
+        "",
+        "A greater number is brought down to it, or refused where an operator gives it: it is the largest of a column.",
+    )
+    report_exact_integer: int = bound(2**53 - 1, "", "A greater number is brought down to it: beyond it browsers round.")
+    status_stage_chars: int = bound(200, "characters", "A longer stage of a run is cut.")
+    status_code_chars: int = bound(80, "characters", "A longer error code of a run is cut.")
+    status_message_chars: int = bound(500, "characters", "A longer message of a run is cut.")
+    status_result_bytes: int = bound(64 * 1024, "bytes", "A longer result of a run is dropped, and the run says so.")
+    status_receipt_chars: int = bound(8 * 1024, "characters", "A longer receipt is dropped.")
+    witness_note_chars: int = bound(8 * 1024, "characters", "A longer note of a witness is dropped.")
+    witness_alarm_chars: int = bound(300, "characters", "A longer alarm of a witness, or error of a policy, is cut.")
+    op_id_chars: int = bound(64, "characters", "A longer id of an operation or a key is dropped.")
+    runner_id_chars: int = bound(200, "characters", "A longer runner id is dropped.")
+    public_key_chars: int = bound(400, "characters", "A longer public key is dropped.")
+    op_key_chars: int = bound(128, "characters", "A longer key or signature is dropped.")
+    digest_chars: int = bound(64, "characters", "A longer digest is dropped.")
+    op_keys: int = bound(8, "keys", "All but the newest op keys of a node are dropped.")
+    retired_op_keys: int = bound(16, "keys", "Older retired keys of a node are deleted: they sign nothing any more.")
+    op_key_bytes: int = bound(64, "bytes", "A longer key that an operator gives for a node is refused.")
+    op_key_id_chars: int = bound(64, "characters", "A longer id of a key that an operator gives is refused.")
+
+    # Credentials and names
+    credential_name_chars: int = bound(80, "characters", "A longer name of a credential is refused.")
+    credential_nodes: int = bound(10_000, "nodes", "A credential for more nodes is refused.")
+    credential_use_s: float = bound(60.0, "s", "The use of a credential is stored again.")
+    name_tries: int = bound(64, "names", "An enrolment whose name so many live workers have is refused.")
+
+    # Nodes that are called at their URL
+    url_chars: int = bound(300, "characters", "A longer URL of a node is refused.")
+    lookup_s: float = bound(3.0, "s", "A URL whose name is not resolved by then cannot be reached.")
+    api_key_chars: int = bound(512, "characters", "A longer API key of a node is refused.")
+    direct_concurrency: int = bound(
+        1, "requests", "An agent that says nothing of it gets so many at once: in contract v1 a node answers one at a time."
+    )
+    probe_s: float = bound(3.0, "s", "A node that did not answer a probe cannot be reached.")
+    probe_answered_s: float = bound(29.0, "s", "A node that answered its probe is probed again.")
+    probe_silent_s: float = bound(
+        4.0, "s", "A node that did not answer its probe, or that tells its capabilities, is probed again."
+    )
+    probe_answer_bytes: int = bound(MIB, "bytes", "A longer answer to a probe counts as none.")
+    probe_error_chars: int = bound(300, "characters", "A longer error of a probe is cut.")
+    probe_batch: int = bound(100, "nodes", "Further nodes that are due wait for the next round of probes.")
+    probe_threads: int = bound(16, "nodes", "Further nodes of a round of probes wait for a thread.")
+
+    # Commands to nodes
+    courier_sweep_s: float = bound(2.0, "s", "Gateways look for commands to their nodes, with a hint or without.")
+    courier_hint_pause_s: float = bound(
+        0.1,
+        "s",
+        "Hints are followed again: a storm of them costs ten looks a second at most, and a single one is followed at once.",
+    )
+    courier_policy_s: float = bound(30.0, "s", "Gateways look which nodes hold an old policy.")
+    courier_checkpoint_s: float = bound(10.0, "s", "Gateways look which nodes have not seen the newest audit checkpoint.")
+    courier_progress_s: float = bound(1.0, "s", "The progress of a run is stored again.")
+    courier_retry_s: float = bound(1.0, "s", "A round that the database failed is tried again.")
+    courier_statuses_per_node: int = bound(
+        64, "operations", "What a node says of further operations is dropped; it is asked about them again."
+    )
+    courier_statuses: int = bound(256, "operations", "What nodes said of further operations waits for the next round.")
+    courier_reports_per_node: int = bound(
+        8,
+        "reports",
+        "Further reports of a node that wait are dropped; the node says it again when it registers.",
+    )
+    courier_proofs: int = bound(8, "proofs", "Nodes that need a further consistency proof wait for the next round.")
+    courier_policies: int = bound(
+        16, "policies", "A node that is further behind says so again and gets the next ones; a policy has up to 64 KiB."
+    )
+    command_quiet_s: float = bound(5.0, "s", "A node that was given a command and says nothing is asked about it.")
+    command_token_margin_s: float = bound(
+        5.0, "s", "An op token that holds no longer is not sent, for it could expire on the way; the run gets a new one."
+    )
+    command_batch: int = bound(500, "commands", "Further open commands wait for the next look.")
+    command_unheard_s: float = bound(
+        2.0, "s", "A node that says it never heard of a command is believed; an earlier answer may be about the token before."
+    )
+    command_away_retry_s: float = bound(10.0, "s", "An operation for a node that is away is tried again.")
+    call_poll_s: float = bound(1.0, "s", "A node that is called at its URL is asked again how its load goes.")
+    call_s: float = bound(
+        10.0, "s", "A call that is not answered by then has failed; after twice as long its task counts as lost."
+    )
+    call_unattended_s: float = bound(5.0, "s", "A command that nobody touched for so long has lost its task and gets another.")
+    call_answer_bytes: int = bound(256 * 1024, "bytes", "A call with a longer answer has failed.")
+    call_batch: int = bound(100, "commands", "Further commands without a task wait for the next look.")
+    call_task_s: int = bound(30, "s", "A worker drops a task for a call that waited longer; the next look makes another.")
+
+    # Operations on nodes, and their pages
+    operation_targets: int = bound(64, "nodes", "An operation for more nodes is refused.")
+    operation_text_chars: int = bound(200, "characters", "A longer text parameter is refused.")
+    operation_overrides: int = bound(64, "members", "A parameter object with more members is refused.")
+    offered_models: int = bound(200, "models", "Further models are not in the list of the form; their names are typed.")
+    listed_names: int = bound(3, "names", "Further names in a sentence are counted instead.")
+    shown_models: int = bound(40, "models", "Further models that a node could load are counted instead.")
+    reload_failed_again_s: float = bound(
+        600.0, "s", "A node that names another moment in each of its reports makes a further notice."
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayLimits:

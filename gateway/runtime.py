@@ -82,7 +82,6 @@ class GatewayRuntime:
         self.registry = LinkRegistry()
         self.keeper = LinkKeeper(
             self.registry,
-            health=settings.NODE_HEALTH,
             gateway_id=self.gateway_id,
             connect_s=self.timeouts.upstream_connect_s,
         )
@@ -114,8 +113,6 @@ class GatewayRuntime:
         self.workers = WorkerEndpoint(
             registry=self.registry,
             keeper=self.keeper,
-            sockets=settings.NODE_SOCKETS,
-            health=settings.NODE_HEALTH,
             gateway_id=self.gateway_id,
             advertised_gateways=settings.GATEWAY_ADVERTISED_URLS,
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 
+from core.limits import limits
 from nodes.errors import AddressRefused, AddressUnresolvable
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolver = Callable[[str, int], Sequence[str]]
 
-MAX_URL_CHARS = 300
-LOOKUP_TIMEOUT_S = 3.0
 PARAM = "public_base_url"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 # Split by hand: urllib forgives what HTTP clients then read in another way.
@@ -169,8 +168,8 @@ def parse_policy(hosts: Sequence[str], *, allow_loopback: bool) -> AddressPolicy
 
 def parse_direct_url(url: str) -> DirectUrl:
     """Take a URL apart, refusing every form that two programs could read differently. Raises AddressRefused."""
-    if len(url) > MAX_URL_CHARS:
-        raise _refusal(f"is longer than {MAX_URL_CHARS} characters")
+    if len(url) > limits().nodes.url_chars:
+        raise _refusal(f"is longer than {limits().nodes.url_chars} characters")
     match = _URL_RE.match(url)
     if match is None or match["scheme"].lower() not in _DEFAULT_PORTS:
         raise _refusal("must start with http:// or https://")
@@ -200,7 +199,7 @@ def check_addresses(url: DirectUrl, addresses: Sequence[str], policy: AddressPol
 
 
 def resolve_direct_target(url: str, *, policy: AddressPolicy | None = None, resolver: Resolver | None = None) -> DirectTarget:
-    """Return where to connect for ``url`` under ``policy`` (None = the settings). Blocks for at most LOOKUP_TIMEOUT_S.
+    """Return where to connect for ``url`` under ``policy`` (None = the settings). Blocks for at most ``lookup_s``.
 
     Raises AddressRefused (fix the URL or the allow-list) and AddressUnresolvable (may pass).
     """
@@ -270,11 +269,11 @@ def _look_up(url: DirectUrl, resolver: Resolver) -> Sequence[str]:
     # The resolver of the C library has no time-out of its own that we control, so it runs where we can stop waiting.
     lookup = _LOOKUPS.submit(resolver, url.host, url.port)
     try:
-        return lookup.result(timeout=LOOKUP_TIMEOUT_S)
+        return lookup.result(timeout=limits().nodes.lookup_s)
     except LookupTimeout:
         lookup.cancel()
         raise AddressUnresolvable(
-            f"{PARAM}: the name server did not answer for {url.host} within {LOOKUP_TIMEOUT_S:.0f} s.", param=PARAM
+            f"{PARAM}: the name server did not answer for {url.host} within {limits().nodes.lookup_s:.0f} s.", param=PARAM
         ) from None
     except (OSError, UnicodeError) as error:
         raise AddressUnresolvable(f"{PARAM}: {url.host} cannot be resolved ({type(error).__name__}).", param=PARAM) from None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import uuid
 
-from django.conf import settings
 from drf_spectacular.utils import extend_schema
 from rest_framework.permissions import IsAuthenticated
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from core.limits import limits
 from nodes.authentication import CredentialHolder, NodeTokenAuthentication
 from nodes.errors import NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState
@@ -64,7 +64,7 @@ class RegisterView(NodeView):
                 "node_id": registered.node.printed_id,
                 "status": registered.status.value,
                 "accepted_model": registration.current_model,
-                "heartbeat_interval_sec": _plain_number(settings.NODE_HEALTH.heartbeat_interval_s),
+                "heartbeat_interval_sec": _plain_number(limits().nodes.heartbeat_interval_s),
                 "reachable": not registered.unreachable,
                 "unreachable_reason": registered.unreachable or None,
             }

@@ -9,13 +9,13 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error
 from django.utils.module_loading import import_string
 
+from core.limits import NodeLimits, limits
 from nodes.addresses import parse_policy
-from nodes.states import HealthPolicy
 
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
     """Return what is wrong with the settings that start with ``NODE_``."""
-    return [*_check_model_check(), *_check_traffic(), *_check_direct_hosts(), *_check_health(settings.NODE_HEALTH)]
+    return [*_check_model_check(), *_check_traffic(), *_check_direct_hosts(), *_check_health(limits().nodes)]
 
 
 def _check_model_check() -> list[CheckMessage]:
@@ -64,7 +64,7 @@ def _check_direct_hosts() -> list[CheckMessage]:
     return []
 
 
-def _check_health(policy: HealthPolicy) -> list[CheckMessage]:
+def _check_health(policy: NodeLimits) -> list[CheckMessage]:
     problems: list[CheckMessage] = []
     if not policy.heartbeat_interval_s < policy.stale_after_s <= policy.offline_after_s:
         problems.append(

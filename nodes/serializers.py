@@ -8,17 +8,14 @@ from typing import Any
 
 from rest_framework import serializers
 
+from core.limits import limits
 from nodes.models import Node, NodePresence
 from nodes.services import Heartbeat, Registration, is_drained, judge_status
 from nodes.services.clock import clock_of
 from nodes.services.ejections import list_ejections
 from nodes.services.health import explain_unreachable
-from nodes.services.registry import MAX_API_KEY_CHARS
 from wire.contract import NodeMode, NodeStatus
 
-MAX_INT = 2_147_483_647
-"""Largest value of a PostgreSQL integer column."""
-MAX_CONCURRENT = 1024
 STATUSES = [status.value for status in NodeStatus]
 MODES = [mode.value for mode in NodeMode]
 
@@ -42,19 +39,21 @@ class RegisterSerializer(serializers.Serializer[Registration]):
         help_text="Where the gateway reaches the box over HTTP; absent for a box that dials in",
     )
     gpu_name = serializers.CharField(max_length=200, required=False, allow_blank=True, default="")
-    vram_total_mb = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None)
+    vram_total_mb = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
+    )
     current_model = serializers.CharField(max_length=200)
     agent_version = serializers.CharField(max_length=60, required=False, allow_blank=True, default="")
     max_concurrent = serializers.IntegerField(
         min_value=1,
-        max_value=MAX_CONCURRENT,
+        max_value=limits().nodes.max_concurrent_cap,
         required=False,
         allow_null=True,
         default=None,
         help_text="Requests the node takes at once; 1 when it never said",
     )
     api_key = serializers.CharField(
-        max_length=MAX_API_KEY_CHARS,
+        max_length=limits().nodes.api_key_chars,
         required=False,
         allow_blank=True,
         allow_null=True,
@@ -89,11 +88,17 @@ class HeartbeatSerializer(serializers.Serializer[Heartbeat]):
     status = serializers.ChoiceField(choices=STATUSES)
     mode = serializers.ChoiceField(choices=MODES, required=False, allow_null=True, default=None)
     gpu_util_percent = serializers.FloatField(min_value=0, max_value=100, required=False, allow_null=True, default=None)
-    vram_used_mb = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None)
-    vram_free_mb = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, allow_null=True, default=None)
+    vram_used_mb = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
+    )
+    vram_free_mb = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
+    )
     spare_score = serializers.FloatField(min_value=-1e9, max_value=1e9, required=False, allow_null=True, default=None)
     is_accepting_jobs = serializers.BooleanField(required=False, allow_null=True, default=None)
-    active_request_count = serializers.IntegerField(min_value=0, max_value=MAX_INT, required=False, default=0)
+    active_request_count = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, default=0
+    )
     last_local_error = serializers.CharField(
         required=False, allow_null=True, allow_blank=True, default="", max_length=20_000, trim_whitespace=False
     )

@@ -1,4 +1,4 @@
-"""Health of a node as a pure function of what is known about it, and the numbers that govern it.
+"""Health of a node as a pure function of what is known about it, and of the limits that govern it.
 
 Source: node and gateway contract v1, "Heartbeat Staleness Rules"; one table for every kind of link.
 """
@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
+from core.limits import NodeLimits
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
-MAX_REPORTED_LOAD = 1_000_000
-"""A box may say anything of itself, and what it says goes to the database."""
 POOL_RESPONSES = "/v1/pool/responses"
 """Where a box of ours answers llm-pool's form of /v1/responses, for any chat model."""
 SPOKEN_THROUGH = {"/v1/messages": "/v1/chat/completions", "/v1/responses": "/v1/chat/completions"}
@@ -28,42 +27,6 @@ TOKENIZE = "/v1/tokenize"
 
 BINARY_ENDPOINTS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """API paths whose bodies hold a file; bridge v1 carries text alone."""
-
-
-SKEW_WARNING_MS = 60_000
-"""A box's clock that is further off is an alarm: tokens are judged by it."""
-SKEW_LIMIT_MS = 240_000
-"""Beyond it a token of five minutes would be refused anyway, so none is sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthPolicy:
-    """Seconds. ``bridge_*`` is for bridge v1 workers, whose only sign of life is the answer to our ping."""
-
-    heartbeat_interval_s: float = 5.0
-    stale_after_s: float = 10.0
-    offline_after_s: float = 15.0
-    bridge_ping_interval_s: float = 15.0
-    bridge_pong_window_s: float = 45.0
-    reclaim_grace_s: float = 15.0
-    drain_timeout_s: float = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class SocketPolicy:
-    """Limits on worker sockets."""
-
-    handshake_timeout_s: float = 10.0
-    max_message_bytes: int = 64 * 1024 * 1024
-    max_models: int = 256
-    max_name_chars: int = 120
-    max_model_name_chars: int = 200
-    max_concurrent_cap: int = 1024
-    auth_failures: int = 3
-    auth_block_s: float = 0.25
-    max_unregistered: int = 64
-    """Sockets of one address between upgrade and registration; those with a good credential are let in beyond it."""
-    allow_query_secret: bool = True
 
 
 class Freshness(StrEnum):
@@ -117,14 +80,14 @@ class Availability:
     obstacle: Obstacle | None
 
 
-def judge_availability(facts: NodeFacts, policy: HealthPolicy) -> Availability:
+def judge_availability(facts: NodeFacts, policy: NodeLimits) -> Availability:
     """Return whether a node may get new work, and if not why. What it says of itself may be overridden."""
     freshness = judge_freshness(facts.age_s, policy, protocol=facts.protocol)
     status = _judge_status(facts, freshness)
     return Availability(status, freshness, _find_obstacle(facts, freshness, status))
 
 
-def judge_freshness(age_s: float | None, policy: HealthPolicy, *, protocol: str) -> Freshness:
+def judge_freshness(age_s: float | None, policy: NodeLimits, *, protocol: str) -> Freshness:
     """Return the freshness of a sign of life ``age_s`` seconds old (None = never seen)."""
     stale_after_s, offline_after_s = freshness_windows(policy, protocol=protocol)
     if age_s is None or age_s >= offline_after_s:
@@ -207,7 +170,7 @@ class DrainCount:
     active: int
 
 
-def freshness_windows(policy: HealthPolicy, *, protocol: str) -> tuple[float, float]:
+def freshness_windows(policy: NodeLimits, *, protocol: str) -> tuple[float, float]:
     """Return (stale after, offline after) in seconds for a box that speaks ``protocol`` (empty = REST heartbeats).
 
     A bridge v1 worker gives a sign of life only when pinged, so for it both are the pong window.

@@ -7,11 +7,10 @@ import uuid
 
 from celery import shared_task
 
-from nodes.commands.direct import POLL_S, call_direct_box, find_unattended
+from core.limits import limits
+from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.operations.lost_models import tell_failed_reloads
 from nodes.services import probe_direct_nodes, sweep_presence
-
-CALL_EXPIRES_S = 30
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +40,11 @@ def probe_direct() -> None:
 def call_box(run_id: str) -> None:
     """Take the command for a box that is called over HTTP one step further. Idempotent; two at once do the work of one."""
     if call_direct_box(uuid.UUID(run_id)):
-        call_box.apply_async(args=[run_id], countdown=POLL_S, expires=CALL_EXPIRES_S)
+        call_box.apply_async(args=[run_id], countdown=limits().nodes.call_poll_s, expires=limits().nodes.call_task_s)
 
 
 @shared_task(name="nodes.tasks.ring_direct_boxes")  # type: ignore[untyped-decorator]  # Celery ships no types
 def ring_direct_boxes() -> None:
     """Take up the commands whose own ring, or whose worker, was lost."""
     for run_id in find_unattended():
-        call_box.apply_async(args=[str(run_id)], expires=CALL_EXPIRES_S)
+        call_box.apply_async(args=[str(run_id)], expires=limits().nodes.call_task_s)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from core.limits import NodeLimits
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS, ApprovalState, RunState
-from nodes.states import Freshness, HealthPolicy, NodeFacts, judge_availability
+from nodes.states import Freshness, NodeFacts, judge_availability
 from runner.pool.states import TRANSITIONS, ModelState
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, NodeStatus
 
@@ -62,7 +63,7 @@ def _requests() -> str:
 
 
 def _nodes() -> str:
-    rows, policy = [], HealthPolicy()
+    rows, policy = [], NodeLimits()
     for freshness, reported, held_back in itertools.product(Freshness, NodeStatus, (False, True)):
         ages = {Freshness.FRESH: 0.0, Freshness.STALE: policy.stale_after_s, Freshness.OFFLINE: policy.offline_after_s}
         facts = NodeFacts(

@@ -23,11 +23,11 @@ class Bound:
     unit: str
     then: str
     setting: str = ""
-    minimum: int = 0
+    minimum: float = 0
     factor: int = 1
 
 
-def bound(default: Value, unit: str, then: str, *, setting: str = "", minimum: int = 0, factor: int = 1) -> Value:
+def bound(default: Value, unit: str, then: str, *, setting: str = "", minimum: float = 0, factor: int = 1) -> Value:
     """Declare a field of a frozen dataclass of limits. ``unit``: ``s``, ``ms``, ``bytes``, ``characters``, ``requests`` …"""
     said = Bound("", default, unit, then, setting, minimum, factor)
     value: Value = dataclasses.field(default=default, metadata={_KEY: said})

@@ -12,6 +12,7 @@ from django.conf import settings
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
+from core.limits import limits
 from gateway.client import Receive, Scope, Send
 from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
@@ -116,7 +117,7 @@ def make_config(app: GatewayApp, *, host: str, port: int, timeouts: Timeouts) ->
         backlog=_BACKLOG,
         timeout_keep_alive=int(timeouts.keep_alive_s),
         timeout_graceful_shutdown=5,
-        ws_max_size=settings.NODE_SOCKETS.max_message_bytes,
+        ws_max_size=limits().nodes.max_message_bytes,
         ws_per_message_deflate=False,
         ws_ping_interval=20.0,
         ws_ping_timeout=40.0,

@@ -14,6 +14,7 @@ from django.urls import reverse
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget
 
 from core.admin_pages import ChangeLink, Offer, RowChange, ShowingAdmin, Values, column
+from core.limits import limits
 from governance.services import active_policy
 from nodes.models import Node, NodePresence, ProviderState, Reach
 from nodes.services import (
@@ -37,8 +38,6 @@ from nodes.services.clock import clock_of, with_clock
 from nodes.services.ejections import list_ejections
 from nodes.services.health import explain_unreachable
 from nodes.services.lifecycle import EVICT, FORCED_DRAIN
-from nodes.services.registry import MAX_API_KEY_CHARS
-from nodes.states import SKEW_LIMIT_MS, SKEW_WARNING_MS
 from wire import clock
 from wire.contract import NodeMode, NodeStatus
 
@@ -56,8 +55,6 @@ STATUS_COLOURS = {
     "drained": "primary",
 }
 """By the words of the contract, and ours for a draining node on which nothing runs."""
-
-_RIVAL_SHOWN_S = 86_400.0
 
 
 class DrainForm(forms.Form):
@@ -109,7 +106,7 @@ class ApiKeyForm(forms.Form):
 
     api_key = forms.CharField(
         label="API key",
-        max_length=MAX_API_KEY_CHARS,
+        max_length=limits().nodes.api_key_chars,
         required=False,
         strip=False,
         widget=forms.PasswordInput(attrs={"autocomplete": "off"}),
@@ -398,8 +395,12 @@ class NodeAdmin(ShowingAdmin):
     @column("Duplicate node")
     def show_rival(self, node: Node) -> str:
         """Return that another box asked for this one's name, until a day after it did so last."""
-        age_s = (clock.now() - node.rival_seen_at).total_seconds() if node.rival_seen_at is not None else _RIVAL_SHOWN_S
-        if age_s >= _RIVAL_SHOWN_S:
+        age_s = (
+            (clock.now() - node.rival_seen_at).total_seconds()
+            if node.rival_seen_at is not None
+            else limits().nodes.rival_shown_s
+        )
+        if age_s >= limits().nodes.rival_shown_s:
             return "-"
         whence = node.rival_address or "an unknown address"
         return f"refused {describe_age(age_s)}, from {whence}: give it another name or its own credential"
@@ -432,9 +433,9 @@ class NodeAdmin(ShowingAdmin):
         if node.clock_skew_ms is None:
             return "-"
         words = f"{abs(node.clock_skew_ms) / 1000:.1f} s {'behind' if node.clock_skew_ms > 0 else 'ahead'}"
-        if abs(node.clock_skew_ms) > SKEW_LIMIT_MS:
+        if abs(node.clock_skew_ms) > limits().nodes.clock_skew_ms:
             return f"{words}: no operation is sent to it"
-        return f"{words}: set it" if abs(node.clock_skew_ms) > SKEW_WARNING_MS else words
+        return f"{words}: set it" if abs(node.clock_skew_ms) > limits().nodes.clock_skew_warning_ms else words
 
     @column("Connected")
     def show_connected(self, node: Node) -> str:

@@ -11,16 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from core.limits import limits
 from governance.services import read_freeze, requeue_run
 from nodes.commands.rows import park_command
 from nodes.models import NodeCommand
 from wire import clock
 
-QUIET_FOR = timedelta(seconds=5)
-"""A box that was given a command and says nothing for so long is asked."""
-TOKEN_MARGIN = timedelta(seconds=5)
-"""A token that holds no longer than this is not sent: it could expire on the way."""
-MAX_COMMANDS = 500
 _OPEN = (NodeCommand.State.WAITING, NodeCommand.State.SENT, NodeCommand.State.RUNNING)
 
 
@@ -61,7 +57,9 @@ def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UU
     if read_freeze() is not None:
         open_ones = open_ones.exclude(state=NodeCommand.State.WAITING)
     deliveries: list[Delivery] = []
-    for row in open_ones.exclude(state=NodeCommand.State.WAITING, token="").order_by("created_at")[:MAX_COMMANDS]:
+    for row in open_ones.exclude(state=NodeCommand.State.WAITING, token="").order_by("created_at")[
+        : limits().nodes.command_batch
+    ]:
         delivery = _plan(row, since=linked[row.node_id], now=now, gateway_id=gateway_id)
         if delivery is not None:
             deliveries.append(delivery)
@@ -73,14 +71,14 @@ def _plan(row: NodeCommand, *, since: datetime, now: datetime, gateway_id: uuid.
         return _plan_first(row, now=now, gateway_id=gateway_id)
     # What was sent over a socket of ours that is gone may never have arrived. Of another gateway's sockets nothing is known.
     is_cut_off = row.gateway_id == gateway_id and row.updated_at < since
-    if not is_cut_off and now - row.updated_at < QUIET_FOR:
+    if not is_cut_off and now - row.updated_at < timedelta(seconds=limits().nodes.command_quiet_s):
         return None
     mine = NodeCommand.objects.filter(pk=row.pk, state=row.state, updated_at=row.updated_at)
     return Ask(row.node_id, row.op_id, row.use) if mine.update(gateway_id=gateway_id, updated_at=now) else None
 
 
 def _plan_first(row: NodeCommand, *, now: datetime, gateway_id: uuid.UUID) -> Send | None:
-    if row.token_expires_at is None or row.token_expires_at - now <= TOKEN_MARGIN:
+    if row.token_expires_at is None or row.token_expires_at - now <= timedelta(seconds=limits().nodes.command_token_margin_s):
         requeue_run(run_id=row.pk, reason="its token ran out before the box could be reached")
         park_command(row)
         return None

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 from django.db.models import Q
 
+from core.limits import limits
 from governance.states import RunEvent
 from nodes.addresses import build_request, resolve_direct_target
-from nodes.commands.delivery import TOKEN_MARGIN
 from nodes.commands.statuses import TRY_AGAIN_CODES, finish_command, lose_run, note_running, send_back
 from nodes.errors import NodeError
 from nodes.models import Node, NodeCommand, Reach
@@ -25,13 +25,6 @@ from nodes.session import clean_result
 from wire import clock
 from wire.optoken.canonical import TOKEN_MEMBER
 
-POLL_S = 1.0
-CALL_TIMEOUT_S = 10.0
-UNATTENDED_AFTER = timedelta(seconds=5)
-"""A command that nobody touched for so long has lost its task; longer than a call may take is ``_CALL_LOST_AFTER``."""
-_CALL_LOST_AFTER = timedelta(seconds=2 * CALL_TIMEOUT_S)
-_MAX_ANSWER_BYTES = 256 * 1024
-_MAX_BATCH = 100
 _PATHS = {"model-load": "/v1/models/load", "model-unload": "/v1/models/unload", "cache-flush": "/v1/cache/flush"}
 _SPENT_CODES = frozenset({"op_token_refused", "op_token_expired"})
 
@@ -52,14 +45,19 @@ class BoxSilent(Exception):
 def find_unattended() -> list[uuid.UUID]:
     """Return the commands of boxes called over HTTP that no task looks after any more."""
     now = clock.now()
-    waiting = Q(state=NodeCommand.State.WAITING, updated_at__lte=now - UNATTENDED_AFTER) & ~Q(token="")
-    begun = Q(state__in=[NodeCommand.State.SENT, NodeCommand.State.RUNNING], updated_at__lte=now - _CALL_LOST_AFTER)
+    waiting = Q(
+        state=NodeCommand.State.WAITING, updated_at__lte=now - timedelta(seconds=limits().nodes.call_unattended_s)
+    ) & ~Q(token="")
+    begun = Q(
+        state__in=[NodeCommand.State.SENT, NodeCommand.State.RUNNING],
+        updated_at__lte=now - timedelta(seconds=2 * limits().nodes.call_s),
+    )
     rows = NodeCommand.objects.filter(waiting | begun, node__reach=Reach.DIRECT).order_by("updated_at")
-    return list(rows.values_list("pk", flat=True)[:_MAX_BATCH])
+    return list(rows.values_list("pk", flat=True)[: limits().nodes.call_batch])
 
 
 def call_direct_box(run_id: uuid.UUID) -> bool:
-    """Take one command one step further: hand it over, or ask how its load goes. Return whether to call again in POLL_S.
+    """Take one command one step further: hand it over, or ask how its load goes. Return whether to call again.
 
     Two tasks for one command do the work of one: each step is claimed first.
     """
@@ -87,7 +85,9 @@ def _claim(row: NodeCommand, *, state: str) -> bool:
 
 
 def _hand_over(row: NodeCommand) -> bool:
-    if row.token_expires_at is None or row.token_expires_at - clock.now() <= TOKEN_MARGIN:
+    if row.token_expires_at is None or row.token_expires_at - clock.now() <= timedelta(
+        seconds=limits().nodes.command_token_margin_s
+    ):
         send_back(row, "its token ran out before the box could be reached")
         return False
     if not _claim(row, state=NodeCommand.State.SENT):
@@ -184,7 +184,7 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
     except NodeError as error:
         raise BoxSilent(error.message, was_sent=False) from None
     try:
-        with httpx.Client(timeout=CALL_TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
+        with httpx.Client(timeout=limits().nodes.call_s, follow_redirects=False, trust_env=False) as client:
             response = client.send(build_request(client, target, method, path, api_key=api_key, body=body), stream=True)
             try:
                 raw = _read(response)
@@ -205,10 +205,10 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
 
 def _read(response: httpx.Response) -> bytes:
     raw = bytearray()
-    until = clock.monotonic() + CALL_TIMEOUT_S
+    until = clock.monotonic() + limits().nodes.call_s
     for piece in response.iter_bytes():
         raw += piece
-        if len(raw) > _MAX_ANSWER_BYTES or clock.monotonic() > until:
+        if len(raw) > limits().nodes.call_answer_bytes or clock.monotonic() > until:
             raise httpx.ReadError("the answer is too long, or too slow")
     return bytes(raw)
 

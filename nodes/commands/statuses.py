@@ -13,6 +13,7 @@ from datetime import timedelta
 
 from django.db import transaction
 
+from core.limits import limits
 from governance.audit import record_word
 from governance.services import finish_run, note_progress, requeue_run
 from governance.services.lookup import find_operation
@@ -29,8 +30,6 @@ FINAL_STATES = frozenset({"succeeded", "failed", "refused", "interrupted"})
 TRY_AGAIN_CODES = frozenset({"unavailable", "busy", "leaving", "op_token_expired", "operation_running", "operation_limit"})
 """Refusals that say nothing against the operation: it is sent again, with a new token."""
 RECEIPT_INVALID = "receipt_invalid"
-JUST_SENT = timedelta(seconds=2)
-"""An answer that comes sooner may be about the token before."""
 
 logger = logging.getLogger("muster.nodes")
 
@@ -144,7 +143,11 @@ def _take_unknown(row: NodeCommand) -> None:
     if row.state == NodeCommand.State.RUNNING:
         # It had begun there, and the box forgot: nobody can tell how far it came.
         lose_run(row, result={})
-    elif row.state == NodeCommand.State.SENT and row.sent_at is not None and clock.now() - row.sent_at >= JUST_SENT:
+    elif (
+        row.state == NodeCommand.State.SENT
+        and row.sent_at is not None
+        and clock.now() - row.sent_at >= timedelta(seconds=limits().nodes.command_unheard_s)
+    ):
         send_back(row, "the box never heard of it")
 
 

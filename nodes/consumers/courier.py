@@ -18,6 +18,7 @@ from itertools import islice
 from django.db import DatabaseError, DataError, InterfaceError
 
 from core.db.threads import run_upkeep
+from core.limits import limits
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
 from governance.services import policy_chain
@@ -26,22 +27,6 @@ from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.services.governance import take_report
 from wire import bridge, clock
-
-SWEEP_S = 2.0
-WAKE_PAUSE_S = 0.1
-"""A storm of hints costs ten looks a second at most; a single one is followed at once."""
-POLICY_EVERY_S = 30.0
-CHECKPOINT_EVERY_S = 10.0
-PROGRESS_EVERY_S = 1.0
-RETRY_S = 1.0
-MAX_STATUSES_A_BOX = 64
-"""Operations of which one box may speak at once; it is asked about any other again."""
-MAX_STATUSES_A_ROUND = 256
-MAX_REPORTS_A_BOX = 8
-"""What one box said of how it decides and is not stored yet; of every box one is stored a round."""
-MAX_PROOFS_A_ROUND = 8
-MAX_POLICIES_A_FRAME = 16
-"""A policy has up to 64 KiB; a box that is further behind says so again and gets the next ones."""
 
 logger = logging.getLogger("muster.nodes")
 
@@ -68,6 +53,7 @@ class Courier:
     """Delivers to the boxes on the sockets of this process, and takes down what they say."""
 
     def __init__(self, registry: LinkRegistry, *, gateway_id: uuid.UUID) -> None:
+        self._limits = limits().nodes
         self._registry = registry
         self._gateway_id = gateway_id
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
@@ -93,7 +79,10 @@ class Courier:
         """Note where an operation stands on a box; the newest word counts, and a last word stays the last."""
         key = (link.node_id, status.op_id, status.use)
         before = self._statuses.get(key)
-        if before is None and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= MAX_STATUSES_A_BOX:
+        if (
+            before is None
+            and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= self._limits.courier_statuses_per_node
+        ):
             logger.error("node.status_dropped node=%s; the box is asked again", link.node_name)
             return
         if before is not None and before.state in FINAL_STATES and status.state not in FINAL_STATES:
@@ -105,7 +94,7 @@ class Courier:
         """Note how a box decides now."""
         link.governance = report.governance
         waiting = self._reports.setdefault(link.node_id, deque())
-        if len(waiting) >= MAX_REPORTS_A_BOX:
+        if len(waiting) >= self._limits.courier_reports_per_node:
             logger.error("node.report_dropped node=%s; it says so again when it registers", link.node_name)
             return
         waiting.append(_Report(link.node_id, report, clock.unix_ms()))
@@ -135,20 +124,20 @@ class Courier:
                 await self._offer_checkpoints()
             except (DatabaseError, InterfaceError, OSError) as error:
                 logger.warning("node.courier_waits error=%s", type(error).__name__)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._limits.courier_retry_s)
 
     def _rest_s(self) -> float:
         """Return how long nothing is due by the clock."""
         now = clock.monotonic()
-        due = [self._looked_at["commands"] + SWEEP_S]
-        due += [self._looked_at[topic] + WAKE_PAUSE_S for topic in self._woken]
-        due += [self._written_at.get(key, 0.0) + PROGRESS_EVERY_S for key in self._statuses]
+        due = [self._looked_at["commands"] + self._limits.courier_sweep_s]
+        due += [self._looked_at[topic] + self._limits.courier_hint_pause_s for topic in self._woken]
+        due += [self._written_at.get(key, 0.0) + self._limits.courier_progress_s for key in self._statuses]
         return max(0.02, min(due) - now)
 
     def _is_due(self, topic: str, every_s: float) -> bool:
         """Whether to look at the rows of a topic now; saying so counts as the look."""
         now = clock.monotonic()
-        if now - self._looked_at[topic] < (WAKE_PAUSE_S if topic in self._woken else every_s):
+        if now - self._looked_at[topic] < (self._limits.courier_hint_pause_s if topic in self._woken else every_s):
             return False
         self._looked_at[topic] = now
         self._woken.discard(topic)
@@ -159,9 +148,9 @@ class Courier:
         due = (
             (key, status)
             for key, status in self._statuses.items()
-            if status.state != "running" or now - self._written_at.get(key, 0.0) >= PROGRESS_EVERY_S
+            if status.state != "running" or now - self._written_at.get(key, 0.0) >= self._limits.courier_progress_s
         )
-        return dict(islice(due, MAX_STATUSES_A_ROUND))
+        return dict(islice(due, self._limits.courier_statuses))
 
     async def _store_statuses(self) -> None:
         due = self._due_statuses()
@@ -173,7 +162,7 @@ class Courier:
             if self._statuses.get(key) is status:  # else the box has said something newer meanwhile
                 del self._statuses[key]
             self._written_at[key] = now
-        self._written_at = {key: at for key, at in self._written_at.items() if now - at < PROGRESS_EVERY_S}
+        self._written_at = {key: at for key, at in self._written_at.items() if now - at < self._limits.courier_progress_s}
 
     def due_reports(self) -> list[_Report]:
         """Return the oldest report of every box."""
@@ -190,7 +179,7 @@ class Courier:
             self._bell.set()
 
     async def _deliver(self) -> None:
-        if not self._is_due("commands", SWEEP_S):
+        if not self._is_due("commands", self._limits.courier_sweep_s):
             return
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         if not linked:
@@ -217,7 +206,7 @@ class Courier:
                 link.send_message(bridge.OpQuery(op_id=delivery.op_id, use=delivery.use))
 
     async def _offer_policies(self) -> None:
-        if not self._is_due("policy", POLICY_EVERY_S):
+        if not self._is_due("policy", self._limits.courier_policy_s):
             return
         versions = {link: link.governance.policy_version for link in self._governed_links() if link.governance is not None}
         if not versions:
@@ -228,11 +217,11 @@ class Courier:
         for link, version in versions.items():
             if version < newest and link.offered_policy != (version, newest) and not link.closed:
                 link.offered_policy = (version, newest)
-                following = chain[version - oldest :][:MAX_POLICIES_A_FRAME]
+                following = chain[version - oldest :][: self._limits.courier_policies]
                 link.send_message(bridge.PolicyOffer(policies=following))
 
     async def _offer_checkpoints(self) -> None:
-        if not self._is_due("checkpoints", CHECKPOINT_EVERY_S):
+        if not self._is_due("checkpoints", self._limits.courier_checkpoint_s):
             return
         sizes = {link: _witnessed(link) for link in self._governed_links() if _is_witness(link)}
         newest = await run_upkeep(_read_checkpoint) if sizes else None
@@ -244,7 +233,7 @@ class Courier:
             if (size, root) != (newest.size, newest.root) and link.offered_size != newest.size
         }
         # A box says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
-        wanted = sorted(set(due.values()), reverse=True)[:MAX_PROOFS_A_ROUND]
+        wanted = sorted(set(due.values()), reverse=True)[: self._limits.courier_proofs]
         proofs = await run_upkeep(_prove, wanted, newest.size) if wanted else {}
         for link, size in due.items():
             proof = proofs.get(size)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
+from django.conf import settings
 from django.db import DatabaseError, InterfaceError
 
 from core.db.threads import run_in_database, run_upkeep
+from core.limits import limits
 from core.throttle import AuthThrottle
 from nodes import services
 from nodes.consumers.courier import Courier
@@ -31,15 +33,11 @@ from nodes.metrics import AUTH_FAILURES
 from nodes.models import NodeCredential
 from nodes.services import sessions
 from nodes.session import ModeRequested
-from nodes.states import HealthPolicy, SocketPolicy
 from wire import clock
 from wire.contract import NodeMode
 from wire.credentials import digest_credential
 
 logger = logging.getLogger("muster.nodes")
-
-CLOSE_S = 2.0
-"""How long a gateway that stops waits for what it still writes about its nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +56,16 @@ class WorkerEndpoint:
         *,
         registry: LinkRegistry,
         keeper: LinkKeeper,
-        sockets: SocketPolicy,
-        health: HealthPolicy,
         gateway_id: uuid.UUID,
         advertised_gateways: list[str],
     ) -> None:
         self.registry = registry
         self.keeper = keeper
-        self.sockets = sockets
-        self.health = health
+        self.limits = limits().nodes
         self.gateway_id = gateway_id
         self.advertised_gateways = advertised_gateways
         self.throttle = AuthThrottle(
-            failures=sockets.auth_failures, block_s=sockets.auth_block_s, read_digests=services.read_credential_digests
+            failures=self.limits.auth_failures, block_s=self.limits.auth_block_s, read_digests=services.read_credential_digests
         )
         self._unregistered: Counter[str] = Counter()
         """Sockets by address, from the upgrade until they have registered or are closed."""
@@ -141,7 +136,7 @@ class WorkerEndpoint:
     async def close(self) -> None:
         """Wait a moment for what is still written about the nodes, then end it. The gateway stops."""
         if self._beside:
-            await asyncio.wait(list(self._beside), timeout=CLOSE_S)
+            await asyncio.wait(list(self._beside), timeout=self.limits.socket_close_s)
         for task in list(self._beside):
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
@@ -151,7 +146,7 @@ class WorkerEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one socket until it closes. Raises TooManySockets instead of taking the upgrade."""
         address = str((scope.get("client") or ("unknown", 0))[0])
-        if self._unregistered[address] >= self.sockets.max_unregistered and not await self._is_known(scope):
+        if self._unregistered[address] >= self.limits.max_unregistered and not await self._is_known(scope):
             AUTH_FAILURES.labels("too_many").inc()
             raise TooManySockets("Too many sockets of this address have yet to register; try again in a second.")
         with ExitStack() as unregistered:
@@ -222,7 +217,7 @@ class WorkerEndpoint:
         bearer = str(headers.get(b"authorization", b"").decode("latin-1"))
         if bearer.lower().startswith("bearer "):
             return bearer[7:].strip()
-        return _query(scope, "worker_secret") if self.sockets.allow_query_secret else ""
+        return _query(scope, "worker_secret") if settings.NODE_ALLOW_QUERY_SECRET else ""
 
 
 def _query(scope: Scope, name: str) -> str:

@@ -91,7 +91,7 @@ class BoxSession:
         self._is_broken = False
         self.address = address
         self.credential = credential
-        self.protocol = ServerSession(endpoint.sockets)
+        self.protocol = ServerSession(endpoint.limits)
         self.link: RelayLink | None = None
         self.epoch = 0
         self.close_reason = "the socket closed"
@@ -100,7 +100,7 @@ class BoxSession:
     async def run(self, receive: Receive) -> None:
         """Register, then serve frames until the socket closes."""
         try:
-            async with asyncio.timeout(self.endpoint.sockets.handshake_timeout_s):
+            async with asyncio.timeout(self.endpoint.limits.handshake_timeout_s):
                 first = await receive()
             if first["type"] != "websocket.receive":
                 return
@@ -164,7 +164,7 @@ class BoxSession:
         link.peer_address = self.address
         link.provider = link.policy.provider = self.credential.provider.name
         link.credential_id = self.credential.pk
-        health = self.endpoint.health
+        health = self.endpoint.limits
         if self.protocol.speaks_muster:
             link.stale_after_s, link.offline_after_s = health.stale_after_s, health.offline_after_s
         else:
@@ -216,7 +216,7 @@ class BoxSession:
         )
         if self.protocol.speaks_muster:
             ack.node_id = ack.worker_id
-            ack.heartbeat_interval_s = self.endpoint.health.heartbeat_interval_s
+            ack.heartbeat_interval_s = self.endpoint.limits.heartbeat_interval_s
             ack.window_bytes = DEFAULT_WINDOW_BYTES
             ack.gateways = self.endpoint.advertised_gateways
             ack.accepting = not (opened.cordoned or opened.draining or opened.mode == NodeMode.SPARE_OFF.value)
@@ -284,7 +284,7 @@ class BoxSession:
         """The owner at the box decides: give it no work, or work again, from now on; write it down beside."""
         link.policy.reclaimed = effect.mode == NodeMode.SPARE_OFF.value
         if link.policy.reclaimed:
-            link.policy.drain_deadline_at = clock.monotonic() + self.endpoint.health.reclaim_grace_s
+            link.policy.drain_deadline_at = clock.monotonic() + self.endpoint.limits.reclaim_grace_s
         elif not link.policy.draining:
             link.policy.drain_deadline_at = None
         self.endpoint.registry.announce(link)

@@ -15,24 +15,8 @@ from enum import StrEnum
 from statistics import median
 from typing import Protocol
 
+from core.limits import limits
 from nodes.links.port import Link, LinkCondition
-
-BASE_S, MAX_S = 10.0, 300.0
-"""The first ejection, and the longest; each one doubles, and so long without one makes the next the first again."""
-_REMEMBERED = 16
-"""Answers of a replica that are remembered, none longer than _MEMORY_S: at least _FAULTS of them and half have to be faults."""
-_MEMORY_S = 600.0
-_FAULTS = 5
-_FEWER = 8
-"""So many times more rarely the better half of the other nodes has to fail the callers whom a replica fails."""
-_PROBES = 3
-"""Good answers to probes after which a replica is back."""
-_SLOW_FACTOR = 8.0
-"""GPUs that people own differ: a slow answer takes so many times what the other nodes take, and more than _FLOORS."""
-_WEIGHT = 0.2
-_PROBE_PAUSE_S = 1.0
-_FORGET_S = 3600.0
-_CONNECTS, _CONNECTS_S = 10, 60.0
 
 
 class Fault(StrEnum):
@@ -76,8 +60,6 @@ class _Unheard:
 _UNHEARD = _Unheard()
 _FIRST_BYTE, _WHOLE, _PACE = range(3)
 """What is measured: seconds to the first byte of a stream, to a whole answer, and seconds a byte of a stream."""
-_FLOOR_S, _FLOOR_PACE = 1.0, 0.001
-"""What is faster is never slow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,14 +89,16 @@ class Ejection:
         """The request that tried it gave its slot back; how it was answered is judged apart."""
         if self.is_probing:
             self.is_probing = False
-            self.until = max(self.until, now + _PROBE_PAUSE_S)
+            self.until = max(self.until, now + limits().nodes.ejection_probe_pause_s)
 
 
 @dataclass(slots=True, eq=False)
 class Standing:
     """What is remembered of a replica. ``outcomes``: when, whose request, and what was wrong with the answer."""
 
-    outcomes: deque[tuple[float, uuid.UUID, Fault | None]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    outcomes: deque[tuple[float, uuid.UUID, Fault | None]] = field(
+        default_factory=lambda: deque(maxlen=limits().nodes.ejection_answers)
+    )
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])
     means: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     """Of each measure, moving averages of good answers."""
@@ -148,6 +132,7 @@ class Ejections:
     """Judges the nodes linked here. ``links_for``: the links of a model; ``on_eject`` is called with each new ejection."""
 
     def __init__(self, links_for: Callable[[str], Sequence[Link]]) -> None:
+        self._limits = limits().nodes
         self._links_for = links_for
         self._held: dict[Key, Ejection] = {}
         self._standings: dict[Key, Standing] = {}
@@ -223,9 +208,9 @@ class Ejections:
 
     def note_connect(self, node_id: uuid.UUID, now: float) -> None:
         """Take that a node connected; one that does so all the time gets no new requests until it stays."""
-        connects = self._connects.setdefault(node_id, deque(maxlen=_CONNECTS))
+        connects = self._connects.setdefault(node_id, deque(maxlen=self._limits.ejection_links))
         connects.append(now)
-        if len(connects) == _CONNECTS and now - connects[0] <= _CONNECTS_S:
+        if len(connects) == self._limits.ejection_links and now - connects[0] <= self._limits.ejection_links_s:
             self._eject((node_id, ""), Fault.UNSTEADY, now)
 
     def note_canary(self, link: Link, model: str, *, is_right: bool, until: float, now: float) -> None:
@@ -242,13 +227,13 @@ class Ejections:
         """Judge what takes too long, let go of what is over; return the links that may get work again."""
         for standing in list(self._standings.values()):
             for trial in list(standing.open):
-                if now - trial.began <= _FLOOR_S:
+                if now - trial.began <= self._limits.ejection_slow_s:
                     break  # the oldest is first
                 if not trial.is_judged and self._measure(trial, standing, now, is_whole=False):
                     self._take(trial, standing, Fault.SLOW, now)
         for ejection in self:
             is_over = ejection.fault in {Fault.UNSTEADY, Fault.WRONG} and now >= ejection.until
-            if is_over or now - ejection.until > _FORGET_S:
+            if is_over or now - ejection.until > self._limits.ejection_forget_s:
                 self._readmit(ejection, now)
         self._keep_half()
         self._forget(now)
@@ -273,25 +258,33 @@ class Ejections:
         if not trial.is_streaming:
             waited_s = now - trial.began
             if is_whole:
-                _learn(standing, _WHOLE, waited_s)
-            return waited_s > _FLOOR_S and waited_s > _SLOW_FACTOR * self._typical(trial, _WHOLE)
+                self._learn(standing, _WHOLE, waited_s)
+            return waited_s > self._limits.ejection_slow_s and waited_s > self._limits.ejection_slow_factor * self._typical(
+                trial, _WHOLE
+            )
         waited_s = (now if first is None else first) - trial.began
         if is_whole:
-            _learn(standing, _FIRST_BYTE, waited_s)
-        if waited_s > _FLOOR_S and waited_s > _SLOW_FACTOR * self._typical(trial, _FIRST_BYTE):
+            self._learn(standing, _FIRST_BYTE, waited_s)
+        if waited_s > self._limits.ejection_slow_s and waited_s > self._limits.ejection_slow_factor * self._typical(
+            trial, _FIRST_BYTE
+        ):
             return True
         if first is None or not received or answer.was_blocked:
             return False
         streamed_s = now - first
         pace = streamed_s / received
         if is_whole:
-            _learn(standing, _PACE, pace)
-        return pace > _FLOOR_PACE and streamed_s > _FLOOR_S and pace > _SLOW_FACTOR * self._typical(trial, _PACE)
+            self._learn(standing, _PACE, pace)
+        return (
+            pace > self._limits.ejection_slow_s_per_byte
+            and streamed_s > self._limits.ejection_slow_s
+            and pace > self._limits.ejection_slow_factor * self._typical(trial, _PACE)
+        )
 
     def _typical(self, trial: Trial, measure: int) -> float:
         """Return what the other nodes of the model take; infinite while too little is known of them."""
         others = self._others(trial.link.node_id, trial.model)
-        known = [one.means[measure] for one in others if one.counts[measure] >= _FAULTS]
+        known = [one.means[measure] for one in others if one.counts[measure] >= self._limits.ejection_faults]
         return median(known) if known else math.inf
 
     def _others(self, node_id: uuid.UUID, model: str) -> list[Standing]:
@@ -315,24 +308,28 @@ class Ejections:
                 self._eject(key, fault, now)
                 return
             held.passes, held.until = held.passes + 1, now
-            if held.passes >= _PROBES:
+            if held.passes >= self._limits.ejection_probes:
                 self._readmit(held, now)
 
     def _is_outlier(self, key: Key, standing: Standing, now: float) -> bool:
-        recent = [one for one in standing.outcomes if now - one[0] <= _MEMORY_S]
+        recent = [one for one in standing.outcomes if now - one[0] <= self._limits.ejection_memory_s]
         callers = {caller for _at, caller, fault in recent if fault is not None}
         faults = sum(fault is not None for _at, _caller, fault in recent)
-        if faults < _FAULTS or 2 * faults < len(recent):
+        if faults < self._limits.ejection_faults or 2 * faults < len(recent):
             return False
         met = []
         for other in self._others(*key):
-            answers = [fault for at, caller, fault in other.outcomes if caller in callers and now - at <= _MEMORY_S]
+            answers = [
+                fault
+                for at, caller, fault in other.outcomes
+                if caller in callers and now - at <= self._limits.ejection_memory_s
+            ]
             if answers:
                 met.append((sum(fault is not None for fault in answers), len(answers)))
         met.sort(key=lambda pair: pair[0] / pair[1])
         better = met[: (len(met) + 1) // 2]
         bad, count = sum(bad for bad, _count in better), sum(count for _bad, count in better)
-        return count - bad >= _FAULTS and _FEWER * bad * len(recent) <= faults * count
+        return count - bad >= self._limits.ejection_faults and self._limits.ejection_fewer * bad * len(recent) <= faults * count
 
     def _may_eject(self, node_id: uuid.UUID, model: str, now: float) -> bool:
         """At most half of the nodes that could serve the model, so never the last one."""
@@ -343,13 +340,17 @@ class Ejections:
 
     def _eject(self, key: Key, fault: Fault, now: float, *, until: float | None = None) -> None:
         standing, before = self._standings.setdefault(key, Standing()), self._held.get(key)
-        if before is None and now - standing.back_at > MAX_S:
+        if before is None and now - standing.back_at > self._limits.ejection_max_s:
             standing.times = 0
         standing.times += 1
         standing.heard_at = now
         standing.outcomes.clear()
-        until = now + min(MAX_S, BASE_S * 2.0 ** min(standing.times - 1, 9)) if until is None else until
-        is_news = now - standing.told_at > _FORGET_S or (before is not None and before.is_news)
+        until = (
+            now + min(self._limits.ejection_max_s, self._limits.ejection_base_s * 2.0 ** min(standing.times - 1, 9))
+            if until is None
+            else until
+        )
+        is_news = now - standing.told_at > self._limits.ejection_forget_s or (before is not None and before.is_news)
         since = before.since if before is not None and before.fault is fault else now
         self._held[key] = Ejection(*key, fault, since, until, is_news=is_news)
         if is_news:
@@ -370,21 +371,24 @@ class Ejections:
             held = [one for one in self._held.values() if one.model == model and one.node_id in nodes]
             held = sorted((one for one in held if one.fault is not Fault.WRONG), key=lambda one: one.until)
             for ejection in held[: max(0, len(held) - len(nodes) // 2)]:
-                ejection.until = min(ejection.until, ejection.since + BASE_S)
+                ejection.until = min(ejection.until, ejection.since + self._limits.ejection_base_s)
 
     def _forget(self, now: float) -> None:
         idle = [
             key
             for key, standing in self._standings.items()
-            if not standing.open and key not in self._held and now - standing.heard_at > _FORGET_S
+            if not standing.open and key not in self._held and now - standing.heard_at > self._limits.ejection_forget_s
         ]
         for key in idle:
             del self._standings[key]
-        for node_id in [node_id for node_id, connects in self._connects.items() if now - connects[-1] > _CONNECTS_S]:
+        for node_id in [
+            node_id for node_id, connects in self._connects.items() if now - connects[-1] > self._limits.ejection_links_s
+        ]:
             del self._connects[node_id]
 
-
-def _learn(standing: Standing, measure: int, value: float) -> None:
-    means, counts = standing.means, standing.counts
-    means[measure] = means[measure] + _WEIGHT * (value - means[measure]) if counts[measure] else value
-    counts[measure] += 1
+    def _learn(self, standing: Standing, measure: int, value: float) -> None:
+        means, counts = standing.means, standing.counts
+        means[measure] = (
+            means[measure] + self._limits.ejection_mean_weight * (value - means[measure]) if counts[measure] else value
+        )
+        counts[measure] += 1

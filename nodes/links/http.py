@@ -10,8 +10,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from http import HTTPStatus
 from urllib.parse import quote
 
+from core.limits import limits
 from nodes.links.http1 import Connection, ConnectionPool
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import OpenRequest
@@ -26,15 +28,10 @@ USAGE_COMMENT = b": muster-usage "
 """Begins the last event of a peer's answer: a comment with the token counts, which never reaches the client."""
 END_HEADER = "x-muster-end"
 """A peer gateway's word for why it could not start a stream: ``busy`` or ``gone``."""
-_UNAVAILABLE = 503
-_MAX_TENANT_CHARS = 128
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _SECONDS_RE = re.compile(r"[0-9]{1,9}\Z")
 _QUEUE_FULL = "queue_full"
 """The error code of the model-runner API for a node whose own queue is full."""
-_MAX_REFUSAL_BYTES = 16 * 1024
-_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 5.0, 60.0
-"""When a full node is asked again if it does not say so in seconds, and the longest that it is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +167,7 @@ class HttpStream:
             kind = EndKind.BUSY if refusal == "busy" else EndKind.LINK_LOST
             self.sink.on_end(LinkEnd(kind=kind, message="the other gateway could not start it", retryable=True))
             return
-        if status == _UNAVAILABLE and not self._link.is_peer:
+        if status == HTTPStatus.SERVICE_UNAVAILABLE and not self._link.is_peer:
             self._refusal_head = headers
             return
         if headers.get("content-type", "").startswith("text/event-stream"):
@@ -187,7 +184,7 @@ class HttpStream:
             self._connection.pause()
         if self._refusal_head is not None:
             self._refusal += data
-            if len(self._refusal) > _MAX_REFUSAL_BYTES:
+            if len(self._refusal) > limits().nodes.http_refusal_bytes:
                 self._pass_refusal()
             return
         kept = self._reader.feed(data) if self._reader is not None else data
@@ -227,7 +224,9 @@ class HttpStream:
         """Pass on a 503 for another reason than a full queue, as any other answer."""
         head, self._refusal_head = self._refusal_head, None
         body, self._refusal = self._refusal, b""
-        self.sink.on_head(_UNAVAILABLE, {k: v for k, v in (head or {}).items() if k not in _DROPPED_RESPONSE_HEADERS})
+        self.sink.on_head(
+            HTTPStatus.SERVICE_UNAVAILABLE, {k: v for k, v in (head or {}).items() if k not in _DROPPED_RESPONSE_HEADERS}
+        )
         if body:
             self.sink.on_data(body)
 
@@ -345,7 +344,9 @@ def _is_queue_full(body: bytes) -> bool:
 
 def _read_retry_after(text: str) -> float:
     """Return ``Retry-After`` in seconds, within bounds; dates are not read."""
-    return min(max(1.0, float(text)), _MAX_RETRY_AFTER_S) if _SECONDS_RE.match(text) else _RETRY_AFTER_S
+    return (
+        min(max(1.0, float(text)), limits().nodes.full_retry_max_s) if _SECONDS_RE.match(text) else limits().nodes.full_retry_s
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -355,10 +356,10 @@ def _spell_tenant(name: str) -> str:
     Other characters are percent-encoded; of a name that is too long then the end is a part of its hash.
     """
     text = quote(name, safe=_PRINTABLE)
-    if len(text) <= _MAX_TENANT_CHARS:
+    if len(text) <= limits().nodes.http_tenant_chars:
         return text
     mark = hashlib.sha256(name.encode()).hexdigest()[:12]
-    return f"{text[: _MAX_TENANT_CHARS - len(mark) - 1]}~{mark}"
+    return f"{text[: limits().nodes.http_tenant_chars - len(mark) - 1]}~{mark}"
 
 
 def _write_name(name: str) -> str:

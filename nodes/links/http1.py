@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import httptools
 
-_MAX_HEADER_BYTES = 64 * 1024
+from core.limits import limits
 
 
 class ResponseHandler(Protocol):
@@ -34,6 +34,7 @@ class Connection(asyncio.Protocol):
     """One connection to an upstream. ``on_idle`` is called when it can carry another request."""
 
     def __init__(self, on_idle: Callable[[Connection], None], on_gone: Callable[[Connection], None]) -> None:
+        self._head_limit = limits().nodes.http_head_bytes
         self._on_idle = on_idle
         self._on_gone = on_gone
         self._transport: asyncio.Transport | None = None
@@ -119,7 +120,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect one header."""
         self._header_bytes += len(name) + len(value)
-        if self._header_bytes > _MAX_HEADER_BYTES:
+        if self._header_bytes > self._head_limit:
             raise httptools.HttpParserError("response headers are too large")
         key = name.decode("latin-1").lower()
         text = value.decode("latin-1")

@@ -16,22 +16,19 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from core.limits import limits
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.states import DrainCount, HealthPolicy, NodeFacts, NodeRow, judge_availability
+from nodes.states import DrainCount, NodeFacts, NodeRow, judge_availability
 from wire import bridge, clock
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import format_id
 
 logger = logging.getLogger("muster.nodes")
 
-_BLIND_S = 6.0
-"""Without rows for so long nothing is known of heartbeats; as long afterwards boxes get to write those they could not."""
 
-MAX_NAMED_NODES = 256
-"""Nodes with series of their own, named by name and id because names may repeat; the rest share the name ``others``."""
 _OTHERS = ("others", "")
 _MIB = 1024 * 1024
 _NODE = ("node", "node_id")
@@ -41,9 +38,9 @@ _GPU = (*_NODE, "gpu")
 class LinkKeeper:
     """Applies node rows to links: policy, drains, fencing, and the links that are called over HTTP."""
 
-    def __init__(self, registry: LinkRegistry, *, health: HealthPolicy, gateway_id: uuid.UUID, connect_s: float) -> None:
+    def __init__(self, registry: LinkRegistry, *, gateway_id: uuid.UUID, connect_s: float) -> None:
         self.registry = registry
-        self.health = health
+        self._limits = limits().nodes
         self.gateway_id = gateway_id
         self.rows: dict[uuid.UUID, NodeRow] = {}
         self.known_models: frozenset[str] = frozenset()
@@ -71,8 +68,8 @@ class LinkKeeper:
         """
         now = clock.monotonic()
         self._read_at = now if read_at is None else read_at
-        if now - self._applied_at > _BLIND_S:
-            self._believed_at = now + _BLIND_S
+        if now - self._applied_at > self._limits.rows_blind_s:
+            self._believed_at = now + self._limits.rows_blind_s
         self._applied_at = now
         self.rows = {row.node_id: row for row in rows}
         self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
@@ -125,7 +122,7 @@ class LinkKeeper:
                 cordoned=row.cordoned,
                 is_accepting_jobs=row.is_accepting_jobs,
             )
-            status = judge_availability(facts, self.health).status
+            status = judge_availability(facts, self._limits).status
             counts[status] += row.provider_state != "deleted"
         return counts
 
@@ -148,7 +145,7 @@ class LinkKeeper:
 
     def _is_blind(self, now: float) -> bool:
         """Whether silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there."""
-        return now - self._applied_at > _BLIND_S or now < self._believed_at
+        return now - self._applied_at > self._limits.rows_blind_s or now < self._believed_at
 
     def _apply_row(self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]) -> None:
         link = self.registry.get(row.node_id)
@@ -198,7 +195,7 @@ class LinkKeeper:
     def _wanted_target(
         self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]
     ) -> HttpTarget | None:
-        if row.heartbeat_age_s is None or row.heartbeat_age_s >= self.health.offline_after_s:
+        if row.heartbeat_age_s is None or row.heartbeat_age_s >= self._limits.offline_after_s:
             return None
         if row.is_direct:
             return target
@@ -211,7 +208,7 @@ class LinkKeeper:
         link.max_concurrent = max(1, row.max_concurrent)
         link.contexts, link.engines = row.contexts, row.engines
         link.last_seen = clock.awake() - (row.heartbeat_age_s or 0.0)
-        link.stale_after_s, link.offline_after_s = self.health.stale_after_s, self.health.offline_after_s
+        link.stale_after_s, link.offline_after_s = self._limits.stale_after_s, self._limits.offline_after_s
         if row.is_direct:
             status = row.reported_status
             link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else row.unreachable
@@ -269,7 +266,7 @@ class LinkKeeper:
             link.close("worker heartbeat timed out")
             return
         muster = link.session.speaks_muster
-        interval = self.health.heartbeat_interval_s if muster else self.health.bridge_ping_interval_s
+        interval = self._limits.heartbeat_interval_s if muster else self._limits.bridge_ping_interval_s
         if now - link.last_ping_at >= interval:
             link.last_ping_at = now
             link.send_message(bridge.Ping(timestamp_unix_ms=clock.unix_ms()))
@@ -296,7 +293,7 @@ class FleetGauges(Collector):
             rest = [0, 0]
             for index, link in enumerate(sorted(self.keeper.registry, key=lambda link: link.node_id)):
                 running = min(link.load, link.max_concurrent)
-                if index >= MAX_NAMED_NODES:
+                if index >= limits().nodes.named_in_metrics:
                     rest = [rest[0] + link.max_concurrent, rest[1] + running]
                     continue
                 name = [link.node_name, format_id("node", link.node_id)]

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from core.limits import limits
 from nodes.session import OpenRequest
-from nodes.states import AS_IT_IS, BINARY_ENDPOINTS, MAX_REPORTED_LOAD, POOL_RESPONSES, SPOKEN_THROUGH
+from nodes.states import AS_IT_IS, BINARY_ENDPOINTS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
 from wire.bridge import GpuInfo
 from wire.frames import End
@@ -212,7 +213,7 @@ class Link:
 
     def report_load(self, load: int) -> None:
         """Take the box's own count of running requests."""
-        self.external_load = min(max(0, load - self.active), MAX_REPORTED_LOAD)
+        self.external_load = min(max(0, load - self.active), limits().nodes.report_load)
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> Stream:
         """Start a request on the box. The caller holds a slot."""

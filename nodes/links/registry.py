@@ -5,13 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from core.limits import limits
 from nodes.links.ejections import Ejections
 from nodes.links.port import EndKind, Link, Listener
 from nodes.metrics import EJECTIONS
 from nodes.states import TOKENIZE
 from wire import clock
-
-_UNSPOKEN_S = 600.0
 
 
 class LinkRegistry:
@@ -62,7 +61,7 @@ class LinkRegistry:
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
         """Remember for a while that a box does not know a path on which it was asked for a model: its engine may be updated."""
-        link.unspoken[model, endpoint] = self._clock() + _UNSPOKEN_S
+        link.unspoken[model, endpoint] = self._clock() + limits().nodes.unspoken_s
         self._answering.clear()
 
     def served_models(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
+from core.limits import limits
 from core.outbox import AsgiMessage, AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import (
@@ -28,10 +29,6 @@ _END_KINDS = {
     "busy": EndKind.BUSY,
     "timeout": EndKind.TIMEOUT,
 }
-_SOCKET_BUFFER_BYTES = 256 * 1024 * 1024
-_FULL_SOCKET_BYTES = 32 * 1024 * 1024
-"""While this much waits for the box's line it gets nothing new: recordings are large, and some lines are slow."""
-_SOCKET_WRITE_TIMEOUT_S = 15.0
 
 
 class RelayStream:
@@ -106,12 +103,13 @@ class RelayLink(Link):
         self.drain_then_close = False
         self.is_farewell_stored = False
         """Whether the database knows that this link is over."""
+        self._full_bytes = limits().nodes.socket_full_bytes
         self._kick = kick
         self._streams: dict[int, RelayStream] = {}
         self.outbox = Outbox(
             send,
-            limit_bytes=_SOCKET_BUFFER_BYTES,
-            timeout_s=_SOCKET_WRITE_TIMEOUT_S,
+            limit_bytes=limits().nodes.socket_buffer_bytes,
+            timeout_s=limits().nodes.socket_write_s,
             on_stuck=lambda reason: kick(1011, reason),
             on_drained=on_drained,
         )
@@ -123,7 +121,7 @@ class RelayLink(Link):
     @property
     def has_clear_line(self) -> bool:
         """Whether little waits for the box's line."""
-        return self.outbox.waiting_bytes < _FULL_SOCKET_BYTES
+        return self.outbox.waiting_bytes < self._full_bytes
 
     def take_register(self, message: bridge.Register) -> None:
         """Take what the box said of itself when it came; what only muster v1 has is left out of a bridge v1 session."""

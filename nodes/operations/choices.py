@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from core.limits import limits
 from governance.registry import Choices
 from nodes.models import Node, ProviderState
-from nodes.operations.params import KEEP, MAX_TEXT_CHARS, SCOPES
+from nodes.operations.params import KEEP, SCOPES
 from nodes.operations.targets import Target
 from nodes.services import describe_box, judge_status
 from nodes.services.clock import clock_of, with_clock
 from wire.contract import NodeStatus
 
-MAX_OFFERED = 200
-"""Models in one list. Beyond that the name is typed."""
-_MAX_NAMED = 3
 _SCOPE_LABELS = {"all": "everything", "model": "one model", "tenant": "one tenant", "tag": "what carries a tag"}
 
 Option = tuple[str, str]
@@ -102,8 +100,8 @@ def _label(box: Target, *, is_remote: bool) -> str:
     if is_remote:
         words.append(_level(box.node))
     loaded = sorted(box.loaded)
-    beyond = f" and {len(loaded) - _MAX_NAMED} more" if len(loaded) > _MAX_NAMED else ""
-    words.append(f"has {', '.join(loaded[:_MAX_NAMED])}{beyond} loaded" if loaded else "nothing loaded")
+    beyond = f" and {len(loaded) - limits().nodes.listed_names} more" if len(loaded) > limits().nodes.listed_names else ""
+    words.append(f"has {', '.join(loaded[: limits().nodes.listed_names])}{beyond} loaded" if loaded else "nothing loaded")
     return f"{box.node.name}: {' · '.join(words)}"
 
 
@@ -135,7 +133,7 @@ def _loaded_places(boxes: list[Target]) -> dict[str, list[str]]:
 
 
 def _can_be_signed(name: str) -> bool:
-    return 0 < len(name) <= MAX_TEXT_CHARS and name.isprintable() and name == name.strip()
+    return 0 < len(name) <= limits().nodes.operation_text_chars and name.isprintable() and name == name.strip()
 
 
 def _offer_models(places: dict[str, list[str]], *, blank: str = "Choose…") -> dict[str, object]:
@@ -155,6 +153,6 @@ def _offer_eviction(boxes: list[Target]) -> dict[str, object]:
 
 
 def _name_places(places: dict[str, list[str]]) -> Iterator[Option]:
-    for model, where in sorted(places.items())[:MAX_OFFERED]:
-        beyond = f" and {len(where) - _MAX_NAMED} more" if len(where) > _MAX_NAMED else ""
-        yield model, f"{model} ({', '.join(where[:_MAX_NAMED])}{beyond})"
+    for model, where in sorted(places.items())[: limits().nodes.offered_models]:
+        beyond = f" and {len(where) - limits().nodes.listed_names} more" if len(where) > limits().nodes.listed_names else ""
+        yield model, f"{model} ({', '.join(where[: limits().nodes.listed_names])}{beyond})"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from django.conf import settings
-
+from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from nodes.models import Node
@@ -60,14 +59,14 @@ class NodeDrain(_Holding):
 
     def choices(self) -> Choices:
         """Return what the page that proposes offers: the boxes, and how long what runs may take."""
-        usual = f"0 interrupts them at once; a plain drain gives {settings.NODE_HEALTH.drain_timeout_s:.0f} s."
+        usual = f"0 interrupts them at once; a plain drain gives {limits().nodes.drain_timeout_s:.0f} s."
         field = {"name": "timeout_s", "label": "Seconds for requests that run", "kind": "number", "help": usual}
         bounds = {"min": DRAIN_FIELDS["timeout_s"].least, "max": DRAIN_FIELDS["timeout_s"].most}
         return offer(list_boxes(), is_remote=False, params=[{**field, **bounds}])
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
         """Return the request in words."""
-        usual = f"{settings.NODE_HEALTH.drain_timeout_s:.0f} s in a plain drain"
+        usual = f"{limits().nodes.drain_timeout_s:.0f} s in a plain drain"
         lines = [Line("Node", ", ".join(targets)), Line("Time for requests that run", f"{params.get('timeout_s')} s", usual)]
         return Description(f"Drain {_name_all(targets)} by force", lines)
 

@@ -9,11 +9,11 @@ from functools import lru_cache
 from django.conf import settings
 from django.utils.module_loading import import_string
 
+from core.limits import limits
 from governance.registry import Impact
 from governance.services import last_run
 from nodes.operations.targets import Target, hinders
 from nodes.services.boxes import ReplicaView
-from nodes.states import SKEW_WARNING_MS
 from wire.contract import NodeStatus
 
 OK, CAUTION, DANGER = "ok", "caution", "danger"
@@ -36,7 +36,7 @@ def judge_reach(target: Target) -> Iterator[Impact]:
         yield Impact(DANGER, f"{node.name} contradicts the audit log: {node.witness_alarm}.")
     if node.policy_version and node.policy_error:
         yield Impact(CAUTION, f"{node.name} refused a newer policy: {node.policy_error}.")
-    if node.clock_skew_ms is not None and not problem and abs(node.clock_skew_ms) > SKEW_WARNING_MS:
+    if node.clock_skew_ms is not None and not problem and abs(node.clock_skew_ms) > limits().nodes.clock_skew_warning_ms:
         yield Impact(CAUTION, f"The clock of {node.name} is {abs(node.clock_skew_ms) // 1000} s off.")
 
 

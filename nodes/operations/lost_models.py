@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 from django.db import transaction
 from django.utils import timezone
 
+from core.limits import limits
 from governance.audit import record_event
 from governance.audit.reading import find_last_event, find_last_event_at
 from governance.services import LastRun, list_last_successes
@@ -26,8 +27,6 @@ from wire.ids import format_id
 
 LOAD, UNLOAD = "model-load", "model-unload"
 RELOAD_FAILED = "node.reload-failed"
-TELL_AGAIN_AFTER = timedelta(minutes=10)
-"""A node that names another moment in each of its reports fills no mailbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,10 @@ def _tell(lost: LostModel) -> bool:
     # The row lock makes "not told yet" and "told" one step: two sweeps at once tell of a failure once.
     node = Node.objects.select_for_update(of=("self",)).get(pk=lost.node_id)
     told = find_last_event(action=RELOAD_FAILED, target=node.printed_id, detail={"model": lost.model})
-    if told is not None and (told.detail.get("gave_up_ms") == lost.gave_up_ms or clock.now() - told.at < TELL_AGAIN_AFTER):
+    if told is not None and (
+        told.detail.get("gave_up_ms") == lost.gave_up_ms
+        or clock.now() - told.at < timedelta(seconds=limits().nodes.reload_failed_again_s)
+    ):
         return False
     detail = {"name": node.name, "model": lost.model, "reason": lost.reason, "gave_up_ms": lost.gave_up_ms}
     event = record_event(

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
+from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer, Undone
 from nodes.commands import Command, put_command
@@ -28,9 +29,6 @@ from nodes.services import judge_status
 from nodes.services.clock import read_clock
 from nodes.services.direct_calls import ring_direct_box
 from wire.contract import NodeStatus
-
-AWAY_RETRY_S = 10.0
-_MAX_NAMED = 3
 
 
 class _BoxOperation:
@@ -75,9 +73,9 @@ class _BoxOperation:
         """Put the command where a gateway finds it; a box called over HTTP is called by a task."""
         node = find_signed(order.target)
         if node is None:
-            return NotNow(f"{order.target} is no node that is known here", retry_s=AWAY_RETRY_S)
+            return NotNow(f"{order.target} is no node that is known here", retry_s=limits().nodes.command_away_retry_s)
         if problem := hinders(node) or _is_away(node):
-            return NotNow(problem, retry_s=AWAY_RETRY_S)
+            return NotNow(problem, retry_s=limits().nodes.command_away_retry_s)
         put_command(
             Command(
                 run_id=order.run_id,
@@ -120,7 +118,7 @@ class ModelLoad(_BoxOperation):
         unable = _find_unable(request.targets, lambda node: node.keeps_models) if _is_kept(request.params) else []
         if unable:
             raise InvalidProposal(
-                f"{', '.join(unable[:_MAX_NAMED])} has not said that it can keep a model loaded: the runner there is of an "
+                f"{_join_first(unable)} has not said that it can keep a model loaded: the runner there is of an "
                 "older version, works at level L0, or is called over HTTP. Update it, or ask for the load alone.", param=KEEP,
             )  # fmt: skip
         return request
@@ -264,7 +262,7 @@ class SettingsReload(_BoxOperation):
         unable = _find_unable(request.targets, lambda node: node.reloads_settings and node.reach != Reach.DIRECT.value)
         if unable:
             raise InvalidProposal(
-                f"{', '.join(unable[:_MAX_NAMED])} has not said that it can reload its settings by an approval: the runner "
+                f"{_join_first(unable)} has not said that it can reload its settings by an approval: the runner "
                 "there is of an older version, has no data folder, or is called over HTTP. Update it, or have its owner reload "
                 "them on the node.", param="targets",
             )  # fmt: skip
@@ -295,6 +293,10 @@ class SettingsReload(_BoxOperation):
             )
 
 
+def _join_first(names: Sequence[str]) -> str:
+    return ", ".join(names[: limits().nodes.listed_names])
+
+
 def _find_unable(targets: Sequence[str], is_able: Callable[[Node], bool]) -> list[str]:
     """Return the names of the signed nodes that have not said that they know what is asked for."""
     return [node.name for node in map(find_signed, targets) if node is not None and not is_able(node)]
@@ -317,10 +319,10 @@ def _now_of(found: Sequence[Target], model: object) -> str:
     holding = [target.node.name for target in found if model in target.loaded]
     if not holding:
         return "not loaded"
-    return "loaded" if len(found) == 1 else f"loaded on {', '.join(holding[:_MAX_NAMED])}"
+    return "loaded" if len(found) == 1 else f"loaded on {_join_first(holding)}"
 
 
 def _name_boxes(targets: Sequence[str]) -> str:
-    names = [name_of(target) for target in targets[:_MAX_NAMED]]
-    beyond = f" and {len(targets) - _MAX_NAMED} more" if len(targets) > _MAX_NAMED else ""
+    names = [name_of(target) for target in targets[: limits().nodes.listed_names]]
+    beyond = f" and {len(targets) - limits().nodes.listed_names} more" if len(targets) > limits().nodes.listed_names else ""
     return ", ".join(names) + beyond

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from core.limits import limits
 from governance.errors import InvalidProposal
 from wire.optoken.approval import ApprovalError, canonical
 
-MAX_TEXT_CHARS = 200
-MAX_NUMBER = 2**31 - 1
 SCOPES = ("all", "model", "tenant", "tag")
 _NEEDED_BY_SCOPE = {"model": "modelId", "tenant": "tenantId", "tag": "tag"}
-_MAX_OVERRIDES = 64
 KEEP = "keepLoaded"
 """Of a load: the node loads the model again by itself after every restart."""
 
@@ -22,12 +20,12 @@ Kind = Literal["text", "number", "truth", "object"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One member. ``least`` and ``most`` bound a number."""
+    """One member. ``least`` and ``most`` bound a number; None = the largest of a column."""
 
     kind: Kind
     is_required: bool = False
     least: int = 1
-    most: int = MAX_NUMBER
+    most: int | None = None
 
 
 LOAD_FIELDS: Mapping[str, Field] = {
@@ -88,9 +86,15 @@ def clean_flush(params: Mapping[str, object]) -> dict[str, object]:
 def _clean_value(name: str, value: object, field: Field) -> object:
     match field.kind:
         case "text":
-            if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS or not value.isprintable() or value != value.strip():
+            if (
+                not isinstance(value, str)
+                or len(value) > limits().nodes.operation_text_chars
+                or not value.isprintable()
+                or value != value.strip()
+            ):
+                most = limits().nodes.operation_text_chars
                 raise InvalidProposal(
-                    f"{name} must be printable text of at most {MAX_TEXT_CHARS} characters, without outer blanks.", param=name
+                    f"{name} must be printable text of at most {most} characters, without outer blanks.", param=name
                 )
         case "number":
             _check_number(name, value, field)
@@ -98,8 +102,10 @@ def _clean_value(name: str, value: object, field: Field) -> object:
             if not isinstance(value, bool):
                 raise InvalidProposal(f"{name} must be true or false.", param=name)
         case "object":
-            if not isinstance(value, Mapping) or len(value) > _MAX_OVERRIDES:
-                raise InvalidProposal(f"{name} must be an object of at most {_MAX_OVERRIDES} members.", param=name)
+            if not isinstance(value, Mapping) or len(value) > limits().nodes.operation_overrides:
+                raise InvalidProposal(
+                    f"{name} must be an object of at most {limits().nodes.operation_overrides} members.", param=name
+                )
             _refuse_floats(name, value)
             return dict(value)
     return value
@@ -107,8 +113,9 @@ def _clean_value(name: str, value: object, field: Field) -> object:
 
 def _check_number(name: str, value: object, field: Field) -> None:
     _refuse_floats(name, value)
-    if isinstance(value, bool) or not isinstance(value, int) or not field.least <= value <= field.most:
-        raise InvalidProposal(f"{name} must be a whole number from {field.least} to {field.most}.", param=name)
+    most = limits().nodes.report_integer if field.most is None else field.most
+    if isinstance(value, bool) or not isinstance(value, int) or not field.least <= value <= most:
+        raise InvalidProposal(f"{name} must be a whole number from {field.least} to {most}.", param=name)
 
 
 def _refuse_floats(name: str, value: object) -> None:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from core.limits import limits
 from governance.errors import InvalidProposal
 from nodes.errors import NodeError, NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState
@@ -13,11 +14,8 @@ from nodes.services import judge_status
 from nodes.services.boxes import BoxView, describe_box
 from nodes.services.clock import read_clock
 from nodes.services.overview import find_node_id
-from nodes.states import SKEW_LIMIT_MS
 from wire.contract import NodeStatus
 from wire.ids import parse_id
-
-MAX_TARGETS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +52,10 @@ def clean_targets(targets: Sequence[str], *, is_remote: bool) -> tuple[str, ...]
                 param="targets",
             )
         found[node.runner_id if is_remote else node.printed_id] = None
-    if not 1 <= len(found) <= MAX_TARGETS:
-        raise InvalidProposal(f"Name 1 to {MAX_TARGETS} nodes, each by its runner id, its id or its name.", param="targets")
+    if not 1 <= len(found) <= limits().nodes.operation_targets:
+        raise InvalidProposal(
+            f"Name 1 to {limits().nodes.operation_targets} nodes, each by its runner id, its id or its name.", param="targets"
+        )
     return tuple(found)
 
 
@@ -91,7 +91,7 @@ def hinders(node: Node) -> str:
         return f"{node.name} takes no operations from here: {node.policy_error or 'it named no level'}"
     if node.op_level == "L2" and not node.policy_version:
         return f"{node.name} has no approval policy pinned; run ./muster trust on it"
-    if node.clock_skew_ms is not None and abs(node.clock_skew_ms) > SKEW_LIMIT_MS:
+    if node.clock_skew_ms is not None and abs(node.clock_skew_ms) > limits().nodes.clock_skew_ms:
         return f"the clock of {node.name} is {abs(node.clock_skew_ms) // 1000} s off; set it, then have the node reconnect"
     return ""
 

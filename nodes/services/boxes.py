@@ -10,15 +10,14 @@ from datetime import datetime
 from typing import TypeVar
 
 import msgspec
-from django.conf import settings
 
+from core.limits import limits
 from nodes.models import Node, NodePresence, ProviderState
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import heartbeat_age_s
 from nodes.states import Freshness, judge_freshness
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
 
-SHOWN_AVAILABLE = 40
 _LOADED, _FAILED = "loaded", "failed"
 _CHANGING = ("loading", "unloading")
 _STATES = (_LOADED, *_CHANGING, _FAILED)
@@ -118,7 +117,7 @@ def describe_box(node: Node, *, now: datetime) -> BoxView:
     """Return the view of a box whose presence was loaded with it."""
     presence: NodePresence = getattr(node, "presence", None) or NodePresence(node=node)
     age_s = heartbeat_age_s(presence, now=now)
-    freshness = judge_freshness(age_s, settings.NODE_HEALTH, protocol=presence.protocol)
+    freshness = judge_freshness(age_s, limits().nodes, protocol=presence.protocol)
     replicas = [_view_replica(replica) for replica in _read_replicas(presence)]
     gpus = _convert(presence.gpus, list[GpuInfo]) or _guess_gpus(node, presence)
     available = [str(name) for name in presence.available_models or ()]
@@ -129,8 +128,8 @@ def describe_box(node: Node, *, now: datetime) -> BoxView:
         loaded=_of_state(replicas, _LOADED),
         changing=_of_state(replicas, *_CHANGING),
         failed=_of_state(replicas, _FAILED),
-        available=tuple(available[:SHOWN_AVAILABLE]),
-        available_beyond=max(0, len(available) - SHOWN_AVAILABLE),
+        available=tuple(available[: limits().nodes.shown_models]),
+        available_beyond=max(0, len(available) - limits().nodes.shown_models),
         memory=draw_memory(memory, gpus),
         facts=tuple(_view_facts(facts) for facts in (memory.models or ())) if memory is not None else (),
         gpus=tuple(gpus),

@@ -9,15 +9,13 @@ from django.db import transaction
 from django.db.models import Q
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from nodes.errors import BadRequest, CredentialNotFound, NodeNotFound, ProviderNotFound
 from nodes.models import Node, NodeCredential, Provider, ProviderState
 from wire import clock
 from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential
 
-MAX_NAME_CHARS = 80
-MAX_NODES_PER_CREDENTIAL = 10_000
-TOUCH_EVERY = timedelta(minutes=1)
 _NO_DIGEST = bytes(32)
 
 
@@ -31,10 +29,10 @@ def create_credential(
     Raises BadRequest, ProviderNotFound, NodeNotFound.
     """
     cleaned = name.strip()
-    if not cleaned or len(cleaned) > MAX_NAME_CHARS:
-        raise BadRequest(f"Give the credential a name of 1 to {MAX_NAME_CHARS} characters.", param="name")
-    if not 1 <= max_nodes <= MAX_NODES_PER_CREDENTIAL:
-        raise BadRequest(f"max_nodes must be between 1 and {MAX_NODES_PER_CREDENTIAL}.", param="max_nodes")
+    if not cleaned or len(cleaned) > limits().nodes.credential_name_chars:
+        raise BadRequest(f"Give the credential a name of 1 to {limits().nodes.credential_name_chars} characters.", param="name")
+    if not 1 <= max_nodes <= limits().nodes.credential_nodes:
+        raise BadRequest(f"max_nodes must be between 1 and {limits().nodes.credential_nodes}.", param="max_nodes")
     provider = Provider.objects.filter(name=provider_name).exclude(state=ProviderState.DELETED).first()
     if provider is None:
         raise ProviderNotFound(f"There is no provider {provider_name!r}; create it first.", param="provider_name")
@@ -101,9 +99,11 @@ def _find_bound_node(node_id: uuid.UUID | None, provider: Provider) -> Node | No
 
 def _touch(credential: NodeCredential) -> None:
     now = clock.now()
-    if credential.last_used_at is not None and now - credential.last_used_at < TOUCH_EVERY:
+    if credential.last_used_at is not None and now - credential.last_used_at < timedelta(
+        seconds=limits().nodes.credential_use_s
+    ):
         return
-    due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - TOUCH_EVERY)
+    due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - timedelta(seconds=limits().nodes.credential_use_s))
     # updated_at stays: use is not a change that anyone must reload.
     NodeCredential.objects.filter(due, pk=credential.pk).update(last_used_at=now)
     credential.last_used_at = now

@@ -9,8 +9,9 @@ from django.conf import settings
 from django.db import transaction
 from django.utils.module_loading import import_string
 
+from core.limits import limits
+
 TASK_NAME = "nodes.tasks.call_box"
-RING_EXPIRES_S = 30
 
 logger = logging.getLogger("muster.nodes")
 
@@ -23,7 +24,9 @@ def ring_direct_box(run_id: uuid.UUID) -> None:
         from kombu.exceptions import KombuError
 
         try:
-            import_string(settings.TASK_APP).send_task(TASK_NAME, args=[str(run_id)], expires=RING_EXPIRES_S, retry=False)
+            import_string(settings.TASK_APP).send_task(
+                TASK_NAME, args=[str(run_id)], expires=limits().nodes.call_task_s, retry=False
+            )
         except (OSError, KombuError, CeleryError) as error:
             logger.warning("command_not_rung run=%s error=%s; the sweep takes it up", run_id, type(error).__name__)
 

@@ -11,13 +11,12 @@ from django.db import transaction
 from django.db.models import Q
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from governance.services.notices import notify_of_event
 from nodes.models import NodePresence
 from nodes.services.clock import read_clock
 
-_SHOWN_AFTER = timedelta(minutes=5)
-"""An ejection that is over is shown as being tried for so long; after that nobody sends the node anything to try."""
 _REASONS = {
     "failed": "it failed requests that other nodes answered",
     "slow": "it answers much more slowly than other nodes",
@@ -90,7 +89,7 @@ def list_ejections(presence: NodePresence | None, *, now: datetime) -> list[Show
 
 
 def _is_shown(entry: dict[str, str], now: datetime) -> bool:
-    return datetime.fromisoformat(entry["until"]) > now - _SHOWN_AFTER
+    return datetime.fromisoformat(entry["until"]) > now - timedelta(seconds=limits().nodes.ejection_shown_s)
 
 
 def _show(entry: dict[str, str], now: datetime) -> ShownEjection:

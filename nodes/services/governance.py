@@ -15,23 +15,18 @@ from django.db import connection, transaction
 from django.db.models import Q
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event, record_word
 from governance.checkpoints import WitnessStatus, record_witness
 from governance.errors import GovernanceError
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach
-from nodes.states import SKEW_WARNING_MS
 from wire import clock
 from wire.bridge import BoxGovernance, GovernanceReport
 from wire.optoken import MIN_KEY_BYTES
 from wire.optoken.approval import ApprovalError, decode_bytes
 from wire.optoken.identity import owns_runner_id
 
-MAX_SECRET_BYTES = 64
-MAX_KID_CHARS = 64
-MAX_RETIRED_KEYS = 16
-"""Of one box; older ones are deleted. They sign nothing any more."""
-_MAX_SKEW_MS = 2**31 - 1
 _CERTIFIED = re.compile(r"#[a-z2-7]{26}\Z")
 """The end of a runner id that was made from a key: at any level only the holder of that key has it."""
 
@@ -152,10 +147,13 @@ def _check_given(node: Node, *, kid: str, secret: str, level: str, runner_id: st
         raise BadRequest("This box dials in and makes its own keys; only boxes called over HTTP take one.", param="node_id")
     if level not in {"L0", "L1"}:
         raise BadRequest("level must be L0 or L1: at L2 a box makes its own keys.", param="level")
-    if len(kid) > MAX_KID_CHARS or not kid.isprintable() or (level == "L1" and not kid):
-        raise BadRequest(f"kid must be the key's id on the box, 1 to {MAX_KID_CHARS} characters; L0 needs none.", param="kid")
-    if not MIN_KEY_BYTES <= len(secret.encode()) <= MAX_SECRET_BYTES:
-        raise BadRequest(f"The key must have {MIN_KEY_BYTES} to {MAX_SECRET_BYTES} bytes.", param="secret")
+    if len(kid) > limits().nodes.op_key_id_chars or not kid.isprintable() or (level == "L1" and not kid):
+        raise BadRequest(
+            f"kid must be the key's id on the box, 1 to {limits().nodes.op_key_id_chars} characters; L0 needs none.",
+            param="kid",
+        )
+    if not MIN_KEY_BYTES <= len(secret.encode()) <= limits().nodes.op_key_bytes:
+        raise BadRequest(f"The key must have {MIN_KEY_BYTES} to {limits().nodes.op_key_bytes} bytes.", param="secret")
     if len(runner_id) > 200 or not runner_id.isprintable():
         raise BadRequest("runner_id must be at most 200 printable characters.", param="runner_id")
 
@@ -204,7 +202,11 @@ def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
         logger.error("node.key_changed node=%s", node.name)
         _record(node, "node.key_changed", {"old_runner_id": node.runner_id, "runner_id": said.runner_id})
     _note_step_back(node, said)
-    skew_ms = max(-_MAX_SKEW_MS, min(heard_ms - said.clock_ms, _MAX_SKEW_MS)) if said.clock_ms else None
+    skew_ms = (
+        max(-limits().nodes.report_integer, min(heard_ms - said.clock_ms, limits().nodes.report_integer))
+        if said.clock_ms
+        else None
+    )
     if _is_skewed(skew_ms) and not _is_skewed(node.clock_skew_ms):
         logger.error("node.clock_skew node=%s skew_ms=%d", node.name, skew_ms)
         _record(node, "node.clock_skew", {"skew_ms": skew_ms})
@@ -244,7 +246,7 @@ def _store_keys(node: Node, said: BoxGovernance) -> None:
     if gone.update(retired_at=clock.now()):
         publish_hint("nodes", str(node.pk))
     retired = NodeOpKey.objects.filter(node=node, retired_at__isnull=False).order_by("-retired_at", "-pk")
-    oldest = list(retired.values_list("pk", flat=True)[MAX_RETIRED_KEYS : MAX_RETIRED_KEYS + 100])
+    oldest = list(retired.values_list("pk", flat=True)[limits().nodes.retired_op_keys : limits().nodes.retired_op_keys + 100])
     if oldest:
         NodeOpKey.objects.filter(pk__in=oldest).delete()
 
@@ -254,11 +256,11 @@ def _read_secret(text: str) -> bytes | None:
         secret = decode_bytes(text)
     except ApprovalError:
         return None
-    return secret if MIN_KEY_BYTES <= len(secret) <= MAX_SECRET_BYTES else None
+    return secret if MIN_KEY_BYTES <= len(secret) <= limits().nodes.op_key_bytes else None
 
 
 def _is_skewed(skew_ms: int | None) -> bool:
-    return skew_ms is not None and abs(skew_ms) > SKEW_WARNING_MS
+    return skew_ms is not None and abs(skew_ms) > limits().nodes.clock_skew_warning_ms
 
 
 def _record(node: Node, action: str, detail: dict[str, object]) -> None:

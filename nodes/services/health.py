@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
-from django.conf import settings
 from django.db.models import Case, CharField, F, Q, Value, When
 from django.db.models.functions import Now
 
+from core.limits import limits
 from nodes.models import Node, NodePresence, ProviderState, Reach
 from nodes.states import Availability, NodeFacts, freshness_windows, judge_availability
 from wire.bridge import BRIDGE_V1
@@ -29,7 +29,7 @@ def read_availability(node: Node, presence: NodePresence | None, *, now: datetim
         is_enabled=is_enabled,
         is_drained=is_drained(node, presence),
     )
-    return judge_availability(facts, settings.NODE_HEALTH)
+    return judge_availability(facts, limits().nodes)
 
 
 def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) -> NodeStatus:
@@ -55,8 +55,8 @@ def explain_unreachable(node: Node, presence: NodePresence | None) -> str:
 
 def status_expression(*, now: datetime | Now) -> Case:
     """Return ``judge_status`` as SQL over Node, for filters. A test holds the two together."""
-    _, rest_s = freshness_windows(settings.NODE_HEALTH, protocol="")
-    _, bridge_s = freshness_windows(settings.NODE_HEALTH, protocol=BRIDGE_V1)
+    _, rest_s = freshness_windows(limits().nodes, protocol="")
+    _, bridge_s = freshness_windows(limits().nodes, protocol=BRIDGE_V1)
     answers = Q(reach=Reach.DIRECT.value, presence__probed_at__isnull=False, presence__probe_error="") & ~Q(public_base_url="")
     is_bridge = Q(presence__protocol=BRIDGE_V1)
     offline = (

@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from django.conf import settings
 from django.db import transaction
 from django.db.models import Q
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from governance.registry import RunOrder
 from governance.services import require_approval
@@ -23,8 +23,6 @@ from nodes.services.clock import read_clock
 from nodes.services.drains import begin_stop, end_stop
 from wire.contract import NodeMode
 
-MAX_REASON_CHARS = 200
-MAX_DRAIN_TIMEOUT_S = 86_400.0
 FORCED_DRAIN, EVICT = "node-drain", "node-evict"
 
 Changes = dict[str, object]
@@ -49,12 +47,14 @@ def drain_node(
     Less time than the setting is a forced drain: ``order`` is then the approved run that it belongs to. A second drain replaces
     deadline and reason. Raises NodeNotFound, BadRequest, NeedsApproval.
     """
-    limit_s = settings.NODE_HEALTH.drain_timeout_s if timeout_s is None else timeout_s
-    if not 0 <= limit_s <= MAX_DRAIN_TIMEOUT_S:
-        raise BadRequest(f"timeout_s must be between 0 and {MAX_DRAIN_TIMEOUT_S:.0f} seconds.", param="timeout_s")
-    if limit_s < settings.NODE_HEALTH.drain_timeout_s:
+    limit_s = limits().nodes.drain_timeout_s if timeout_s is None else timeout_s
+    if not 0 <= limit_s <= limits().nodes.drain_timeout_max_s:
+        raise BadRequest(
+            f"timeout_s must be between 0 and {limits().nodes.drain_timeout_max_s:.0f} seconds.", param="timeout_s"
+        )
+    if limit_s < limits().nodes.drain_timeout_s:
         is_eviction = order is not None and order.operation == EVICT
-        usual = f"the same without a time of your own (--timeout, timeout_s) gives {settings.NODE_HEALTH.drain_timeout_s:.0f} s"
+        usual = f"the same without a time of your own (--timeout, timeout_s) gives {limits().nodes.drain_timeout_s:.0f} s"
         require_approval(
             EVICT if is_eviction else FORCED_DRAIN, order=order, instead=f"A plain drain needs none: {usual} to what runs."
         )  # fmt: skip
@@ -93,7 +93,7 @@ def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str, sai
     older than the mode in force changes nothing. Raises NodeNotFound, BadRequest.
     """
     now = read_clock()
-    deadline, said_at = now + timedelta(seconds=settings.NODE_HEALTH.reclaim_grace_s), now - timedelta(seconds=said_age_s)
+    deadline, said_at = now + timedelta(seconds=limits().nodes.reclaim_grace_s), now - timedelta(seconds=said_age_s)
     is_newest = Q(mode_said_at=None) | Q(mode_said_at__lte=said_at)
     is_void = not Node.objects.filter(is_newest, pk=node_id).update(mode_said_at=said_at)
 
@@ -132,8 +132,8 @@ def _change(node_id: uuid.UUID, action: str, actor: str, decide: Callable[[Node]
 
 
 def _checked_reason(reason: str) -> str:
-    if len(reason) > MAX_REASON_CHARS:
-        raise BadRequest(f"reason must have at most {MAX_REASON_CHARS} characters.", param="reason")
+    if len(reason) > limits().nodes.drain_reason_chars:
+        raise BadRequest(f"reason must have at most {limits().nodes.drain_reason_chars} characters.", param="reason")
     return reason
 
 

@@ -13,12 +13,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import msgspec
-from django.conf import settings
 from django.db import transaction
 from django.db.models import F, Q
 from django.db.models.functions import Now
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from nodes.addresses import DirectTarget, build_request, resolve_direct_target
 from nodes.errors import NodeError
@@ -30,13 +30,6 @@ from wire.contract import NodeStatus
 if TYPE_CHECKING:
     import httpx
 
-_PROBE_TIMEOUT_S = 3.0
-MAX_ERROR_CHARS = 300
-_MAX_BODY_BYTES = 1024 * 1024
-_BATCH = 100
-_AT_ONCE = 16
-ANSWERED_S, SILENT_S = 29.0, 4.0
-"""After so many seconds a node that answered is called again, and one that did not or that tells its capabilities."""
 NO_ANSWER = "it took the connection and did not answer in time"
 _CAPABILITIES, _MODELS = "/v1/capabilities", "/v1/models"
 
@@ -54,16 +47,18 @@ class ProbeResult:
 def probe_direct_nodes() -> int:
     """Call the nodes that are due, those longest not called first; return how many did not answer.
 
-    One that tells its capabilities, and one that did not answer, is due after SILENT_S, any other after ANSWERED_S. At most
-    _BATCH are called, _AT_ONCE at a time.
+    One that tells its capabilities, and one that did not answer, is due after ``probe_silent_s``, any other after
+    ``probe_answered_s``. At most ``probe_batch`` are called, ``probe_threads`` at a time.
     """
     now = clock.now()
-    is_due = Q(presence__probed_at=None) | Q(presence__probed_at__lte=now - timedelta(seconds=ANSWERED_S))
+    is_due = Q(presence__probed_at=None) | Q(presence__probed_at__lte=now - timedelta(seconds=limits().nodes.probe_answered_s))
     is_soon = ~Q(presence__probe_error="") | Q(presence__capabilities_at__isnull=False)
-    is_due |= is_soon & Q(presence__probed_at__lte=now - timedelta(seconds=SILENT_S))
+    is_due |= is_soon & Q(presence__probed_at__lte=now - timedelta(seconds=limits().nodes.probe_silent_s))
     nodes = Node.objects.filter(is_due, reach=Reach.DIRECT, presence__isnull=False).exclude(public_base_url="")
-    due = list(nodes.select_related("presence").order_by(F("presence__probed_at").asc(nulls_first=True))[:_BATCH])
-    with ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="probe") as pool:
+    due = list(
+        nodes.select_related("presence").order_by(F("presence__probed_at").asc(nulls_first=True))[: limits().nodes.probe_batch]
+    )
+    with ThreadPoolExecutor(max_workers=limits().nodes.probe_threads, thread_name_prefix="probe") as pool:
         results = list(pool.map(probe_node, due))
     for node, result in zip(due, results, strict=True):
         _store(node, result)
@@ -78,7 +73,7 @@ def _store(node: Node, result: ProbeResult) -> None:
     same = NodePresence.objects.filter(
         node_id=node.pk, probed_at=presence.probed_at
     )  # registering again may have called it since
-    if not same.update(probed_at=clock.now(), probe_error=error[:MAX_ERROR_CHARS]):
+    if not same.update(probed_at=clock.now(), probe_error=error[: limits().nodes.probe_error_chars]):
         return
     is_news = bool(error) != bool(presence.probe_error)
     if result.said is not None:
@@ -138,8 +133,8 @@ def probe_node(node: Node) -> ProbeResult:
     except NodeError as error:
         return ProbeResult(error=error.message)
     try:
-        with httpx.Client(timeout=_PROBE_TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
-            status, body = _get(client, target, _CAPABILITIES, api_key=api_key, max_bytes=_MAX_BODY_BYTES)
+        with httpx.Client(timeout=limits().nodes.probe_s, follow_redirects=False, trust_env=False) as client:
+            status, body = _get(client, target, _CAPABILITIES, api_key=api_key, max_bytes=limits().nodes.probe_answer_bytes)
             if status == httpx.codes.OK:
                 return ProbeResult(said=_read(node, body))
             if status not in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.UNAUTHORIZED):
@@ -147,7 +142,7 @@ def probe_node(node: Node) -> ProbeResult:
     except httpx.ReadTimeout:
         return ProbeResult(error=NO_ANSWER)
     except httpx.TimeoutException:
-        return ProbeResult(error=f"no connection within {_PROBE_TIMEOUT_S:g} s")
+        return ProbeResult(error=f"no connection within {limits().nodes.probe_s:g} s")
     except httpx.HTTPError as error:
         return ProbeResult(error=f"{type(error).__name__}: {error}")
     if api_key and status == httpx.codes.UNAUTHORIZED:
@@ -157,7 +152,7 @@ def probe_node(node: Node) -> ProbeResult:
 
 def _read(node: Node, body: bytes) -> Capabilities | None:
     try:
-        return read_capabilities(body, policy=settings.NODE_SOCKETS, gpu_name=node.gpu_name)
+        return read_capabilities(body, policy=limits().nodes, gpu_name=node.gpu_name)
     except ValueError as error:
         logger.warning("node.capabilities_unreadable node=%s error=%s", node.name, error)
         return None
@@ -171,13 +166,13 @@ def _get(client: httpx.Client, target: DirectTarget, path: str, *, api_key: str,
     try:
         if not max_bytes or response.status_code != httpx.codes.OK:
             return response.status_code, b""
-        raw, until = bytearray(), clock.monotonic() + _PROBE_TIMEOUT_S
+        raw, until = bytearray(), clock.monotonic() + limits().nodes.probe_s
         for piece in response.iter_raw():
             raw += piece
             if len(raw) > max_bytes:
                 raise httpx.ReadError(f"GET {path} answers with more than {max_bytes} bytes")
             if clock.monotonic() > until:
-                raise httpx.ReadTimeout(f"GET {path} was not answered in full within {_PROBE_TIMEOUT_S:g} s")
+                raise httpx.ReadTimeout(f"GET {path} was not answered in full within {limits().nodes.probe_s:g} s")
         return response.status_code, bytes(raw)
     finally:
         response.close()

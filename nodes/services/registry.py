@@ -14,6 +14,7 @@ from django.db import transaction
 from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from nodes.addresses import resolve_direct_target
 from nodes.errors import (
@@ -29,15 +30,9 @@ from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reac
 from nodes.services.clock import read_clock
 from nodes.services.health import explain_unreachable, judge_status, should_drain
 from nodes.services.lifecycle import set_mode
-from nodes.services.probe import MAX_ERROR_CHARS as MAX_PROBE_ERROR_CHARS
 from nodes.services.probe import ProbeResult, probe_node, store_capabilities
 from wire import clock
 from wire.contract import NodeMode, NodeStatus
-
-DEFAULT_DIRECT_CONCURRENCY = 1
-"""Requests at once for an agent that says nothing of it: contract v1 has one node serve one model, one request at a time."""
-MAX_ERROR_CHARS = 500
-MAX_API_KEY_CHARS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +114,7 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
         node, is_new = claim_node(credential=credential, name=registration.node_name)
         presence, _ = NodePresence.objects.get_or_create(node=node)
         if probed is not None:
-            presence.probed_at, presence.probe_error = clock.now(), probed.error[:MAX_PROBE_ERROR_CHARS]
+            presence.probed_at, presence.probe_error = clock.now(), probed.error[: limits().nodes.probe_error_chars]
             presence.save(update_fields=["probed_at", "probe_error"])
         changed = _apply(node, registration, is_new=is_new, is_connected=presence.connected)
         if changed:
@@ -220,7 +215,7 @@ def _apply(node: Node, registration: Registration, *, is_new: bool, is_connected
     if is_direct or not is_connected:
         wanted["model_names"] = [registration.current_model]
     if registration.max_concurrent is not None or is_new:
-        wanted["max_concurrent"] = registration.max_concurrent or DEFAULT_DIRECT_CONCURRENCY
+        wanted["max_concurrent"] = registration.max_concurrent or limits().nodes.direct_concurrency
     changed = [name for name, value in wanted.items() if getattr(node, name) != value]
     for name in changed:
         setattr(node, name, wanted[name])
@@ -250,9 +245,10 @@ def _opens_to(sealed: str, text: str) -> bool:
 
 
 def _check_api_key(text: str) -> None:
-    if len(text) > MAX_API_KEY_CHARS or not all("!" <= letter <= "~" for letter in text):
+    if len(text) > limits().nodes.api_key_chars or not all("!" <= letter <= "~" for letter in text):
         raise BadRequest(
-            f"api_key must be at most {MAX_API_KEY_CHARS} printable ASCII characters without spaces.", param="api_key"
+            f"api_key must be at most {limits().nodes.api_key_chars} printable ASCII characters without spaces.",
+            param="api_key",
         )
 
 
@@ -285,7 +281,7 @@ def _store(presence: NodePresence, heartbeat: Heartbeat, now: datetime) -> None:
     presence.vram_used_mb = heartbeat.vram_used_mb
     presence.vram_free_mb = heartbeat.vram_free_mb
     presence.spare_score = heartbeat.spare_score
-    presence.last_error = heartbeat.last_local_error[:MAX_ERROR_CHARS]
+    presence.last_error = heartbeat.last_local_error[: limits().nodes.report_error_chars]
     presence.observed_at = heartbeat.observed_at
     if not presence.connected:
         # Its last session may have been bridge v1, which is judged by another window.

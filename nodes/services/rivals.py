@@ -16,15 +16,11 @@ from uuid import UUID
 from django.db.models.functions import Now
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from nodes.models import Node, NodePresence
 from wire import clock
 from wire.bridge import Register
-
-REMEMBERED_INSTANCES = 16
-LIVE_S = 15
-"""What another gateway heard of a box counts for so long."""
-_AUDIT_EVERY = timedelta(hours=1)
 
 logger = logging.getLogger("muster.nodes")
 
@@ -37,7 +33,7 @@ def name_installation(message: Register) -> str:
 
 def is_held_elsewhere(node: Node, other_gateways: Collection[UUID]) -> bool:
     """Whether one of these gateways holds the box's socket and heard it lately."""
-    since = Now() - timedelta(seconds=LIVE_S)
+    since = Now() - timedelta(seconds=limits().nodes.rival_heard_s)
     held = NodePresence.objects.filter(connected=True, gateway_id__in=other_gateways, last_heartbeat_at__gte=since)
     return held.filter(pk=node.pk).exists()
 
@@ -58,7 +54,7 @@ def take_instance(node: Node, message: Register) -> None:
     if not (instance and node.instance_id == instance):
         node.epoch += 1  # one box on the sockets of several gateways is one session; another program fences it
         former = [*node.former_instances, node.instance_id] if node.instance_id else node.former_instances
-        node.former_instances = [each for each in former if each != instance][-REMEMBERED_INSTANCES:]
+        node.former_instances = [each for each in former if each != instance][-limits().nodes.former_instances :]
     node.instance_id = instance
     node.installation = name_installation(message)
 
@@ -67,7 +63,7 @@ def note_rival(node: Node, *, peer_address: str) -> None:
     """Write down that a second box asked for the session of a live one; in the audit trail once an hour."""
     now = clock.now()
     logger.warning("node.rival_refused node=%s address=%s", node.name, peer_address)
-    if node.rival_seen_at is None or now - node.rival_seen_at >= _AUDIT_EVERY:
+    if node.rival_seen_at is None or now - node.rival_seen_at >= timedelta(seconds=limits().nodes.rival_audit_s):
         detail = {"name": node.name, "address": peer_address[:64]}
         record_event(actor=f"node:{node.name}", action="node.rival_refused", target=node.printed_id, detail=detail)
     Node.objects.filter(pk=node.pk).update(rival_seen_at=now, rival_address=peer_address[:64])

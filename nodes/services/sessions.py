@@ -15,6 +15,7 @@ from django.db import DataError, connection, transaction
 from django.db.models.functions import Now
 
 from core import hints
+from core.limits import limits
 from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
@@ -22,13 +23,11 @@ from nodes.services.governance import take_governance
 from nodes.services.health import explain_unreachable
 from nodes.services.rivals import is_held_elsewhere, is_rival, note_rival, take_instance
 from nodes.session import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
-from nodes.states import MAX_REPORTED_LOAD, NodeRow
+from nodes.states import NodeRow
 from wire import bridge, clock
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeStatus
 from wire.ids import new_uuid7
-
-_NAME_TRIES = 64
 
 logger = logging.getLogger("muster.nodes")
 
@@ -160,7 +159,7 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
             "last_heartbeat_at": Now(),  # not this machine's clock, which may be wrong
             "reported_status": NodeStatus.AVAILABLE.value,
             "is_accepting_jobs": True,
-            "active_requests": min(max(0, message.current_load), MAX_REPORTED_LOAD),
+            "active_requests": min(max(0, message.current_load), limits().nodes.report_load),
             "protocol": request.protocol,
             "peer_address": request.peer_address[:64],
             "last_error": "",
@@ -186,7 +185,7 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
 def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
     # With a credential for one box there is no second one that could share the name.
     shared_name = request.message.instance_id is None and credential.max_nodes > 1
-    for number in range(1, _NAME_TRIES + 1):
+    for number in range(1, limits().nodes.name_tries + 1):
         name = request.worker_name if number == 1 else f"{request.worker_name[:110]}-{number}"
         node = Node.objects.select_for_update().filter(credential=credential, name=name).first()
         if node is None:
@@ -197,7 +196,7 @@ def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
             return node
         if node.pk not in request.live_nodes and not is_held_elsewhere(node, request.other_gateways):
             return node
-    raise EnrolmentRefused(f"more than {_NAME_TRIES} live workers are called {request.worker_name!r}")
+    raise EnrolmentRefused(f"more than {limits().nodes.name_tries} live workers are called {request.worker_name!r}")
 
 
 _REPORT_COLUMNS = """

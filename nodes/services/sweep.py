@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from django.conf import settings
 from django.db import connection, transaction
 from django.db.models import F, Q
 from django.db.models.functions import Coalesce
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
 from nodes.models import Node, NodeDrainCount, NodePresence
 from nodes.services.clock import read_clock
@@ -22,8 +22,6 @@ from wire.contract import NodeMode, NodeStatus
 ACTOR = "system:sweep"
 LOCK_KEY = 0x6D757374_6E6F6465
 """Advisory lock of this sweep: ``mustnode`` in ASCII."""
-DEADLINE_KEPT_FOR = timedelta(seconds=30)
-"""A gateway ends the work of a box at the deadline; it must still find the deadline when it looks a little late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,8 @@ def _take_lock() -> bool:
 
 def _is_overdue(now: datetime) -> Q:
     """Rows whose last sign of life is older than their protocol allows. Needs the annotation ``seen_at``."""
-    _, rest_s = freshness_windows(settings.NODE_HEALTH, protocol="")
-    _, bridge_s = freshness_windows(settings.NODE_HEALTH, protocol=BRIDGE_V1)
+    _, rest_s = freshness_windows(limits().nodes, protocol="")
+    _, bridge_s = freshness_windows(limits().nodes, protocol=BRIDGE_V1)
     bridge = Q(protocol=BRIDGE_V1, seen_at__lte=now - timedelta(seconds=bridge_s))
     return bridge | (~Q(protocol=BRIDGE_V1) & Q(seen_at__lte=now - timedelta(seconds=rest_s)))
 
@@ -118,7 +116,7 @@ def _name_drains(now: datetime) -> None:
 
 
 def _clear_deadlines(now: datetime) -> int:
-    past = Node.objects.filter(drain_deadline_at__lt=now - DEADLINE_KEPT_FOR)
+    past = Node.objects.filter(drain_deadline_at__lt=now - timedelta(seconds=limits().nodes.drain_deadline_kept_s))
     return past.update(drain_deadline_at=None, updated_at=now)
 
 

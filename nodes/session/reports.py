@@ -14,35 +14,11 @@ from typing import TypeVar
 
 import msgspec
 
+from core.limits import NodeLimits, limits
 from nodes.session.governance import clean_governance
-from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
 from wire import bridge
 from wire.unreadable import UNREADABLE
 
-MAX_GPUS = 32
-MAX_REPLICAS = 256
-MAX_AVAILABLE = 512
-MAX_ENDPOINTS = 32
-MAX_FACTS = 32
-MAX_LIMITS = 32
-"""Fields of a load, limits of a field and words of a limit."""
-MAX_CONSTRAINTS_BYTES = 16_384
-"""Of one model; an engine with twenty fields has a fifth of it."""
-MAX_MB = 2**25
-"""32 TiB: the sum over MAX_GPUS still fits the column."""
-MAX_CONTEXT_TOKENS = 10**9
-_NAME_CHARS = 200
-_WORD_CHARS = 40
-_DETAIL_CHARS = 300
-_ERROR_CHARS = 500
-_LIMIT_CHARS = 200
-_MAX_LIMIT = 2**53 - 1
-_PATH_CHARS = 100
-_MAX_MS = 10**9
-_MAX_ETA_S = 1e6
-_MAX_UNIX_MS = 10**15
-_MAX_TEMPERATURE_C = 1000.0
-_MAX_POWER_W = 100_000.0
 _GONE = frozenset({"failed", "unloaded"})
 
 T = TypeVar("T")
@@ -152,7 +128,7 @@ _answers = msgspec.json.Decoder(_Answer)
 _VERSION_RE = re.compile(r"-v?b?[0-9].*")
 
 
-def read_capabilities(body: bytes, *, policy: SocketPolicy, gpu_name: str = "") -> Capabilities:
+def read_capabilities(body: bytes, *, policy: NodeLimits, gpu_name: str = "") -> Capabilities:
     """Return what a node answers to ``GET /v1/capabilities``. Unknown members are skipped.
 
     ``gpu_name``: of the registration, for a node that numbers its GPUs without naming them. Raises ValueError, saying which
@@ -162,7 +138,7 @@ def read_capabilities(body: bytes, *, policy: SocketPolicy, gpu_name: str = "") 
         said = _answers.decode(body)
     except UNREADABLE as error:
         raise ValueError(str(error)) from None
-    resources, loaded = said.resources, said.models.loaded[:MAX_REPLICAS]
+    resources, loaded = said.resources, said.models.loaded[: limits().nodes.report_replicas]
     telemetry = bridge.Telemetry(
         current_load=0,
         gpus=_read_gpus(resources, gpu_name),
@@ -192,16 +168,16 @@ def read_capabilities(body: bytes, *, policy: SocketPolicy, gpu_name: str = "") 
     return Capabilities(
         models=models,
         telemetry=telemetry,
-        ailment="" if said.health == _HEALTHY else _clean_text(said.health, _WORD_CHARS) or "unknown",
-        vram_used_mb=_clean_int(_whole(resources.used_mb), MAX_MB),
-        vram_free_mb=_clean_int(_whole(resources.free_mb), MAX_MB),
+        ailment="" if said.health == _HEALTHY else _clean_text(said.health, limits().nodes.report_word_chars) or "unknown",
+        vram_used_mb=_clean_int(_whole(resources.used_mb), limits().nodes.report_mb),
+        vram_free_mb=_clean_int(_whole(resources.free_mb), limits().nodes.report_mb),
         gpu_util_percent=_clean_float(_percent(resources.utilization), 0.0, 100.0),
     )
 
 
 def _read_loaded(model: _Loaded, runner_type: str) -> list[bridge.ReplicaInfo]:
     """Return one entry per replica; memory is said of all of them together and divided evenly."""
-    count = min(max(1, int(model.replicas)), MAX_REPLICAS)
+    count = min(max(1, int(model.replicas)), limits().nodes.report_replicas)
     replica = bridge.ReplicaInfo(
         model=model.id,
         state="loaded",
@@ -256,7 +232,7 @@ def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def clean_models(names: Iterable[str], policy: SocketPolicy) -> tuple[tuple[str, ...], list[str]]:
+def clean_models(names: Iterable[str], policy: NodeLimits) -> tuple[tuple[str, ...], list[str]]:
     """Return the model names that can be used, each once and in their order, and a warning for each thing that was changed."""
     warnings: list[str] = []
     accepted: dict[str, None] = {}
@@ -297,14 +273,14 @@ def clean_register(message: bridge.Register) -> None:
 
 def clean_telemetry(message: bridge.Telemetry) -> None:
     """Cut a telemetry message, in place."""
-    message.current_load = _clean_int(message.current_load, MAX_REPORTED_LOAD) or 0
+    message.current_load = _clean_int(message.current_load, limits().nodes.report_load) or 0
     message.gpus = _clean_gpus(message.gpus)
     message.replicas = _clean_replicas(message.replicas)
     message.available = _clean_available(message.available)
     message.memory = _clean_memory(message.memory)
-    message.queue_depth = _clean_int(message.queue_depth, MAX_REPORTED_LOAD) or 0
-    message.avg_wait_ms = _clean_int(message.avg_wait_ms, _MAX_MS)
-    message.last_error = _clean_text(message.last_error, _ERROR_CHARS) if message.last_error else None
+    message.queue_depth = _clean_int(message.queue_depth, limits().nodes.report_load) or 0
+    message.avg_wait_ms = _clean_int(message.avg_wait_ms, limits().nodes.report_duration_ms)
+    message.last_error = _clean_text(message.last_error, limits().nodes.report_error_chars) if message.last_error else None
 
 
 def find_endpoints(
@@ -376,42 +352,42 @@ def _clean_gpus(gpus: Sequence[bridge.GpuInfo]) -> list[bridge.GpuInfo]:
     return [
         bridge.GpuInfo(
             index=_clean_int(gpu.index, 1_000_000) or 0,
-            name=_clean_text(gpu.name, _NAME_CHARS),
-            memory_total_mb=_clean_int(gpu.memory_total_mb, MAX_MB),
-            memory_used_mb=_clean_int(gpu.memory_used_mb, MAX_MB),
+            name=_clean_text(gpu.name, limits().nodes.report_name_chars),
+            memory_total_mb=_clean_int(gpu.memory_total_mb, limits().nodes.report_mb),
+            memory_used_mb=_clean_int(gpu.memory_used_mb, limits().nodes.report_mb),
             utilization_percent=_clean_float(gpu.utilization_percent, 0.0, 100.0),
-            temperature_c=_clean_float(gpu.temperature_c, -273.0, _MAX_TEMPERATURE_C),
-            power_w=_clean_float(gpu.power_w, 0.0, _MAX_POWER_W),
+            temperature_c=_clean_float(gpu.temperature_c, -273.0, limits().nodes.report_temperature_c),
+            power_w=_clean_float(gpu.power_w, 0.0, limits().nodes.report_power_w),
         )
-        for gpu in gpus[:MAX_GPUS]
+        for gpu in gpus[: limits().nodes.report_gpus]
     ]
 
 
 def _clean_replicas(replicas: Sequence[bridge.ReplicaInfo]) -> list[bridge.ReplicaInfo]:
     return [
         bridge.ReplicaInfo(
-            model=_clean_text(replica.model, _NAME_CHARS),
-            state=_clean_text(replica.state, _WORD_CHARS),
-            engine=_clean_text(replica.engine, _WORD_CHARS),
-            slots=_clean_int(replica.slots, MAX_REPORTED_LOAD) or 0,
-            active=_clean_int(replica.active, MAX_REPORTED_LOAD) or 0,
-            detail=_clean_text(replica.detail, _DETAIL_CHARS),
+            model=_clean_text(replica.model, limits().nodes.report_name_chars),
+            state=_clean_text(replica.state, limits().nodes.report_word_chars),
+            engine=_clean_text(replica.engine, limits().nodes.report_word_chars),
+            slots=_clean_int(replica.slots, limits().nodes.report_load) or 0,
+            active=_clean_int(replica.active, limits().nodes.report_load) or 0,
+            detail=_clean_text(replica.detail, limits().nodes.report_detail_chars),
             progress=_clean_float(replica.progress, 0.0, 1.0),
-            eta_s=_clean_float(replica.eta_s, 0.0, _MAX_ETA_S),
-            memory_mb=_clean_int(replica.memory_mb, MAX_MB),
-            weights_mb=_clean_int(replica.weights_mb, MAX_MB),
-            kv_mb=_clean_int(replica.kv_mb, MAX_MB),
+            eta_s=_clean_float(replica.eta_s, 0.0, limits().nodes.report_eta_s),
+            memory_mb=_clean_int(replica.memory_mb, limits().nodes.report_mb),
+            weights_mb=_clean_int(replica.weights_mb, limits().nodes.report_mb),
+            kv_mb=_clean_int(replica.kv_mb, limits().nodes.report_mb),
             endpoints=_clean_endpoints(replica.endpoints),
-            context_tokens=_clean_int(replica.context_tokens, MAX_CONTEXT_TOKENS) or None,
+            context_tokens=_clean_int(replica.context_tokens, limits().nodes.report_context_tokens) or None,
             kept=replica.kept is True,
-            gave_up_ms=_clean_int(replica.gave_up_ms, _MAX_UNIX_MS),
+            gave_up_ms=_clean_int(replica.gave_up_ms, limits().nodes.report_unix_ms),
         )
-        for replica in replicas[:MAX_REPLICAS]
+        for replica in replicas[: limits().nodes.report_replicas]
     ]
 
 
 def _clean_available(names: Sequence[str]) -> list[str]:
-    cleaned = (_clean_text(name, _NAME_CHARS) for name in names[:MAX_AVAILABLE])
+    cleaned = (_clean_text(name, limits().nodes.report_name_chars) for name in names[: limits().nodes.report_available])
     return list(dict.fromkeys(name for name in cleaned if name))
 
 
@@ -419,40 +395,44 @@ def _clean_memory(memory: bridge.MemoryInfo | None) -> bridge.MemoryInfo | None:
     if memory is None:
         return None
     return bridge.MemoryInfo(
-        kind=_clean_text(memory.kind, _WORD_CHARS),
-        total_mb=_clean_int(memory.total_mb, MAX_MB),
-        used_mb=_clean_int(memory.used_mb, MAX_MB),
-        weights_mb=_clean_int(memory.weights_mb, MAX_MB),
-        kv_mb=_clean_int(memory.kv_mb, MAX_MB),
-        models=None if memory.models is None else [_clean_facts(facts) for facts in memory.models[:MAX_FACTS]],
+        kind=_clean_text(memory.kind, limits().nodes.report_word_chars),
+        total_mb=_clean_int(memory.total_mb, limits().nodes.report_mb),
+        used_mb=_clean_int(memory.used_mb, limits().nodes.report_mb),
+        weights_mb=_clean_int(memory.weights_mb, limits().nodes.report_mb),
+        kv_mb=_clean_int(memory.kv_mb, limits().nodes.report_mb),
+        models=None
+        if memory.models is None
+        else [_clean_facts(facts) for facts in memory.models[: limits().nodes.report_models]],
     )
 
 
 def _clean_facts(facts: bridge.ModelFacts) -> bridge.ModelFacts:
     constraints = {
-        _clean_text(name, _WORD_CHARS): {_clean_text(key, _WORD_CHARS): _clean_limit(value) for key, value in _first(limits)}
-        for name, limits in _first(facts.load_constraints)
+        _clean_text(name, limits().nodes.report_word_chars): {
+            _clean_text(key, limits().nodes.report_word_chars): _clean_limit(value) for key, value in _first(members)
+        }
+        for name, members in _first(facts.load_constraints)
     }
-    if len(msgspec.json.encode(constraints)) > MAX_CONSTRAINTS_BYTES:
+    if len(msgspec.json.encode(constraints)) > limits().nodes.report_constraints_bytes:
         constraints = {}
     return bridge.ModelFacts(
-        name=_clean_text(facts.name, _NAME_CHARS),
-        backend=_clean_text(facts.backend, _WORD_CHARS),
-        state=_clean_text(facts.state, _WORD_CHARS),
-        replicas=_clean_int(facts.replicas, MAX_REPORTED_LOAD) or 0,
-        loaded_replicas=_clean_int(facts.loaded_replicas, MAX_REPORTED_LOAD) or 0,
-        replica_max=_clean_int(facts.replica_max, MAX_REPORTED_LOAD) or 0,
-        target_inflight=_clean_int(facts.target_inflight, MAX_REPORTED_LOAD) or 0,
-        configured_target_inflight=_clean_int(facts.configured_target_inflight, MAX_REPORTED_LOAD) or 0,
-        estimate_mb=_clean_int(facts.estimate_mb, MAX_MB),
-        estimate_replicas=_clean_int(facts.estimate_replicas, MAX_REPORTED_LOAD) or 0,
-        estimate_source=_clean_text(facts.estimate_source, _WORD_CHARS),
+        name=_clean_text(facts.name, limits().nodes.report_name_chars),
+        backend=_clean_text(facts.backend, limits().nodes.report_word_chars),
+        state=_clean_text(facts.state, limits().nodes.report_word_chars),
+        replicas=_clean_int(facts.replicas, limits().nodes.report_load) or 0,
+        loaded_replicas=_clean_int(facts.loaded_replicas, limits().nodes.report_load) or 0,
+        replica_max=_clean_int(facts.replica_max, limits().nodes.report_load) or 0,
+        target_inflight=_clean_int(facts.target_inflight, limits().nodes.report_load) or 0,
+        configured_target_inflight=_clean_int(facts.configured_target_inflight, limits().nodes.report_load) or 0,
+        estimate_mb=_clean_int(facts.estimate_mb, limits().nodes.report_mb),
+        estimate_replicas=_clean_int(facts.estimate_replicas, limits().nodes.report_load) or 0,
+        estimate_source=_clean_text(facts.estimate_source, limits().nodes.report_word_chars),
         load_constraints=constraints,
     )
 
 
 def _first(members: Mapping[str, T]) -> list[tuple[str, T]]:
-    return list(members.items())[:MAX_LIMITS]
+    return list(members.items())[: limits().nodes.report_constraints]
 
 
 def _clean_limit(value: object) -> object:
@@ -460,20 +440,28 @@ def _clean_limit(value: object) -> object:
     match value:
         case None | bool():
             return value
-        case int() if abs(value) <= _MAX_LIMIT:
+        case int() if abs(value) <= limits().nodes.report_exact_integer:
             return value
         case float() if math.isfinite(value):
             return value
         case str():
-            return _clean_text(value, _LIMIT_CHARS)
+            return _clean_text(value, limits().nodes.report_limit_chars)
         case list():
-            return [_clean_text(item, _WORD_CHARS) for item in value[:MAX_LIMITS] if isinstance(item, str)]
+            return [
+                _clean_text(item, limits().nodes.report_word_chars)
+                for item in value[: limits().nodes.report_constraints]
+                if isinstance(item, str)
+            ]
         case _:
             return None
 
 
 def _clean_endpoints(paths: Sequence[str]) -> list[str]:
-    kept = (path for path in paths[:MAX_ENDPOINTS] if path.startswith("/") and len(path) <= _PATH_CHARS and path.isprintable())
+    kept = (
+        path
+        for path in paths[: limits().nodes.report_endpoints]
+        if path.startswith("/") and len(path) <= limits().nodes.report_path_chars and path.isprintable()
+    )
     return list(dict.fromkeys(kept))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from core.limits import NodeLimits
 from nodes.session.effects import (
     BoxLeaving,
     DataArrived,
@@ -23,16 +24,11 @@ from nodes.session.effects import (
 )
 from nodes.session.governance import clean_report, clean_status
 from nodes.session.reports import clean_models, clean_register, clean_telemetry
-from nodes.states import SocketPolicy
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
 
 _SSE_STARTS = ("data:", "event:", "id:", "retry:", ":")
 _SSE_START_CHARS = max(map(len, _SSE_STARTS))
-_HELD_LIMIT_CHARS = 64 * 1024
-_FORGOTTEN_STREAMS = 4096
-MAX_WORD_CHARS = 2 * 1024 * 1024
-"""Of a JSON frame of a muster box, which sends bodies as binary frames. Longer ones would hold up all boxes of a gateway."""
 _MUSTER_HEADERS = frozenset({"x-cache-mode", "x-cache-tag"})
 """Headers that bridge v1 does not know; its workers would hand them to an engine that does not either."""
 
@@ -52,7 +48,7 @@ class _BridgeStream:
 class ServerSession:
     """One session with one box, from its ``register`` on. Raises ProtocolError where the socket must close with 1002."""
 
-    def __init__(self, policy: SocketPolicy) -> None:
+    def __init__(self, policy: NodeLimits) -> None:
         self.policy = policy
         self.protocol: str | None = None
         self.dropped_frames = 0
@@ -77,8 +73,8 @@ class ServerSession:
 
     def receive_text(self, frame: str) -> list[Effect]:
         """Take one text frame. Raises ProtocolError."""
-        if self.speaks_muster and len(frame) > MAX_WORD_CHARS:
-            raise ProtocolError(f"a text frame longer than {MAX_WORD_CHARS} characters")
+        if self.speaks_muster and len(frame) > self.policy.control_frame_chars:
+            raise ProtocolError(f"a text frame longer than {self.policy.control_frame_chars} characters")
         message = bridge.decode_worker_message(frame)
         if isinstance(message, bridge.ResponseChunk):
             return self._take_chunk(message)
@@ -237,7 +233,7 @@ class ServerSession:
         state.held_chars += len(message.chunk)
         if len(state.start) < _SSE_START_CHARS:
             state.start = (state.start + message.chunk).lstrip()[:_SSE_START_CHARS]
-        if not state.start.startswith(_SSE_STARTS) and state.held_chars < _HELD_LIMIT_CHARS:
+        if not state.start.startswith(_SSE_STARTS) and state.held_chars < self.policy.bridge_held_chars:
             return []
         text = "".join(state.held)
         state.head_sent = True
@@ -285,7 +281,7 @@ class ServerSession:
         if state is not None:
             self._by_name.pop(state.name, None)
             self._over[state.name] = None
-        while len(self._over) > _FORGOTTEN_STREAMS:
+        while len(self._over) > self.policy.bridge_forgotten_streams:
             self._over.popitem(last=False)
 
 

@@ -28,7 +28,6 @@ from gateway.routing import Alias
 from gateway.values import Caller, Limits, Priority, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
-from nodes.states import HealthPolicy
 from tests.unit.gateway.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 from wire.credentials import CredentialKind, mint_credential
@@ -63,7 +62,7 @@ class Gateway:
         self.limits = Limits()
         self.registry = LinkRegistry()
         gateway_id = uuid.uuid4()
-        keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=gateway_id, connect_s=1.0)
+        keeper = LinkKeeper(self.registry, gateway_id=gateway_id, connect_s=1.0)
         self.gateway_id, self.catalogue = gateway_id, Catalogue(self.limits)
         catalogue = self.catalogue
         minted = mint_credential(CredentialKind.CLIENT)

@@ -9,18 +9,10 @@ import pytest
 from django.template.loader import render_to_string
 from django.utils import timezone
 
+from core.limits import limits
 from nodes.models import Node, NodePresence
 from nodes.services import delete_provider
-from nodes.services.boxes import (
-    SHOWN_AVAILABLE,
-    BoxView,
-    count_replicas,
-    describe_box,
-    describe_counts,
-    describe_limits,
-    draw_memory,
-    read_box,
-)
+from nodes.services.boxes import BoxView, count_replicas, describe_box, describe_counts, describe_limits, draw_memory, read_box
 from nodes.services.overview import read_fleet
 from tests.system.nodes.factories import ACTOR, make_credential, make_node, make_presence
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts
@@ -55,8 +47,8 @@ def test_models_are_shown_by_state_and_name() -> None:
 
 
 def test_a_long_list_of_available_models_is_cut() -> None:
-    box = describe(available_models=[f"m{number}" for number in range(SHOWN_AVAILABLE + 7)])
-    assert (len(box.available), box.available_beyond) == (SHOWN_AVAILABLE, 7)
+    box = describe(available_models=[f"m{number}" for number in range(limits().nodes.shown_models + 7)])
+    assert (len(box.available), box.available_beyond) == (limits().nodes.shown_models, 7)
 
 
 def test_copies_are_counted_by_state() -> None:

@@ -14,11 +14,11 @@ from django.db import OperationalError, connection, transaction
 from django.utils import timezone
 from pytest_django import Settings
 
+from core.limits import limits
 from governance.checkpoints import make_checkpoint, root_at
 from nodes.errors import BadRequest
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
-from nodes.states import SKEW_WARNING_MS
 from tests.system.nodes.factories import ACTOR, audited, make_node, make_provider
 from tests.system.nodes.governed import Identity, make_box
 from wire.auditlog import Checkpoint, LogKey
@@ -152,13 +152,13 @@ def test_a_box_without_governance_takes_no_operations_any_more() -> None:
 
 def test_a_clock_that_is_off_is_an_alarm_once() -> None:
     rig = Identity()
-    node = make_box(rig, clock_ms=now_ms() - SKEW_WARNING_MS - 5_000)
+    node = make_box(rig, clock_ms=now_ms() - limits().nodes.clock_skew_warning_ms - 5_000)
     assert node.clock_skew_ms is not None
-    assert node.clock_skew_ms > SKEW_WARNING_MS
-    tell(node, rig.tell(clock_ms=now_ms() - SKEW_WARNING_MS - 9_000))
+    assert node.clock_skew_ms > limits().nodes.clock_skew_warning_ms
+    tell(node, rig.tell(clock_ms=now_ms() - limits().nodes.clock_skew_warning_ms - 9_000))
     assert len(audited("node.clock_skew")) == 1
     tell(node, rig.tell())
-    tell(node, rig.tell(clock_ms=now_ms() + SKEW_WARNING_MS + 60_000))
+    tell(node, rig.tell(clock_ms=now_ms() + limits().nodes.clock_skew_warning_ms + 60_000))
     assert len(audited("node.clock_skew")) == 2
 
 

@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from core.limits import limits
+from core.limits import NodeLimits, limits
 from governance import services
 from governance.checkpoints import consistency
 from governance.models import AuditCheckpoint
 from nodes.consumers import courier
-from nodes.consumers.courier import MAX_REPORTS_A_BOX, Courier
+from nodes.consumers.courier import Courier
 from nodes.links import LinkRegistry
 from nodes.models import Node, NodeOpKey
-from nodes.services.governance import MAX_RETIRED_KEYS
 from nodes.session import ServerSession
-from nodes.session.server import MAX_WORD_CHARS
-from nodes.states import SocketPolicy
 from tests.system.governance.team import make_governed
 from tests.system.nodes.factories import audited, make_node
 from tests.system.nodes.governed import Identity, make_box
@@ -50,7 +47,7 @@ def test_a_box_that_changes_what_it_says_all_the_time_fills_neither_the_log_nor_
         tell(node, rig.tell(level=""))
     for action in ("node.op_key_new", "node.key_changed", "node.clock_skew", "node.governance_refused"):
         assert 1 <= len(audited(action)) <= limits().governance.audit_events_per_hour, action
-    assert NodeOpKey.objects.filter(node=node).count() <= MAX_RETIRED_KEYS + 8
+    assert NodeOpKey.objects.filter(node=node).count() <= limits().nodes.retired_op_keys + 8
 
 
 def test_another_box_is_recorded_while_one_floods() -> None:
@@ -129,9 +126,11 @@ def test_of_a_box_below_l2_no_receipt_is_kept_that_names_no_statement(sent: Sent
 
 
 def test_a_word_of_a_muster_box_that_is_too_long_ends_its_session_before_it_is_read() -> None:
-    session = ServerSession(SocketPolicy())
+    session = ServerSession(NodeLimits())
     session.receive_text(bridge.encode_message(bridge.Register(protocol_version=bridge.MUSTER_V1)))
-    status = bridge.encode_message(OpStatus(op_id="op", use=1, state="running", result={"x": "y" * MAX_WORD_CHARS}))
+    status = bridge.encode_message(
+        OpStatus(op_id="op", use=1, state="running", result={"x": "y" * limits().nodes.control_frame_chars})
+    )
     with pytest.raises(bridge.ProtocolError, match="longer than"):
         session.receive_text(status)
 
@@ -150,7 +149,7 @@ def test_reports_of_one_box_leave_room_for_those_of_others() -> None:
         desk.take_report(loud, GovernanceReport(governance=Identity().tell()))
     desk.take_report(quiet, GovernanceReport(governance=Identity().tell()))
     assert [report.node_id for report in desk.due_reports()] == [loud.node_id, quiet.node_id]
-    assert desk.waiting_reports == MAX_REPORTS_A_BOX + 1
+    assert desk.waiting_reports == limits().nodes.courier_reports_per_node + 1
 
 
 def test_no_proof_is_computed_from_a_size_that_was_never_signed(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

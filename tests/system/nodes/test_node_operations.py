@@ -10,6 +10,7 @@ import pytest
 from django.utils import timezone
 from pytest_django import Settings
 
+from core.limits import limits
 from gateway.models import RequestRecord
 from governance import services
 from governance.errors import InvalidProposal, NeedsApproval
@@ -18,7 +19,6 @@ from governance.states import RunEvent, RunState
 from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
 from nodes.services import drain_node, revoke_credential
-from nodes.states import SKEW_LIMIT_MS
 from tests.system.governance.team import Team, make_due, make_governed
 from tests.system.nodes.factories import ACTOR, audited, make_node
 from tests.system.nodes.governed import Identity, approve_load, make_box, only_run
@@ -240,7 +240,10 @@ def test_without_a_counter_of_requests_the_box_itself_is_believed(rig: Identity,
         ({"op_level": ""}, "danger: Nothing is sent for now: rig takes no operations from here"),
         ({"op_level": "L1"}, "caution: rig works at level L1"),
         ({"clock_skew_ms": 90_000}, "caution: The clock of rig is 90 s off"),
-        ({"clock_skew_ms": -SKEW_LIMIT_MS - 1000}, "danger: Nothing is sent for now: the clock of rig is 241 s off"),
+        (
+            {"clock_skew_ms": -limits().nodes.clock_skew_ms - 1000},
+            "danger: Nothing is sent for now: the clock of rig is 241 s off",
+        ),
         ({"witness_alarm": "it was rewritten"}, "danger: rig contradicts the audit log: it was rewritten."),
         ({"policy_error": "rollback"}, "caution: rig refused a newer policy: rollback."),
     ],
@@ -275,7 +278,7 @@ def test_the_preview_tells_how_it_went_the_last_time(team: Team, rig: Identity, 
     [
         ({"op_level": ""}, "takes no operations"),
         ({"policy_version": 0}, "run ./muster trust on it"),
-        ({"clock_skew_ms": SKEW_LIMIT_MS + 1}, "the clock of rig is 240 s off"),
+        ({"clock_skew_ms": limits().nodes.clock_skew_ms + 1}, "the clock of rig is 240 s off"),
     ],
     ids=["no level", "no policy", "clock"],
 )

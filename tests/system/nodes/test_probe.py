@@ -15,6 +15,7 @@ import pytest
 from django.utils import timezone
 from pytest_django import Settings
 
+from core.limits import limits
 from gateway.services import allow_model
 from nodes.models import Node, NodePresence, Reach
 from nodes.serializers import NodeSerializer
@@ -23,7 +24,6 @@ from nodes.services import (
     Registration,
     describe_box,
     judge_status,
-    probe,
     probe_direct_nodes,
     record_heartbeat,
     register_direct_node,
@@ -32,8 +32,8 @@ from nodes.services import (
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.health import explain_unreachable
 from nodes.services.overview import read_fleet, read_served_models
-from nodes.services.probe import SILENT_S
 from nodes.services.sessions import load_node_rows
+from tests.fakes.limits import set_limits
 from tests.system.nodes.factories import ACTOR, make_credential, make_node
 from tests.system.runner.api_process import run_api_box
 from tests.unit.nodes.test_reports import CAPABILITIES
@@ -89,9 +89,9 @@ def loopback_allowed(settings: Settings) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient() -> None:
     """The servers of these tests answer at once, on a machine that may stand still for a moment."""
-    monkeypatch.setattr(probe, "_PROBE_TIMEOUT_S", 30.0)
+    set_limits(nodes={"probe_s": 30.0})
 
 
 def _direct_node(url: str) -> Node:
@@ -162,7 +162,7 @@ def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_unti
     assert row.unreachable == "answers with 503"
     assert read_fleet().served_models == frozenset()
     handler.status = 404  # it has no such path, and it is there
-    long_ago = timezone.now() - timedelta(seconds=SILENT_S + 1)
+    long_ago = timezone.now() - timedelta(seconds=limits().nodes.probe_silent_s + 1)
     NodePresence.objects.update(probed_at=long_ago)
     assert probe_direct_nodes() == 0
     assert record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
@@ -242,7 +242,7 @@ def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reach
     fields = [f"presence__{field.attname}" for field in NodePresence._meta.concrete_fields]
     kept = [name for name in ("model_names", "model_endpoints", *fields) if name not in changed]
     before = Node.objects.values(*kept).get()
-    NodePresence.objects.update(probed_at=timezone.now() - timedelta(seconds=SILENT_S + 1))
+    NodePresence.objects.update(probed_at=timezone.now() - timedelta(seconds=limits().nodes.probe_silent_s + 1))
     handler.capabilities = answer
     assert probe_direct_nodes() == bool(error)
     assert Node.objects.values(*kept).get() == before
@@ -373,7 +373,7 @@ def test_a_real_runner_that_is_called_over_http_is_seen_with_what_it_has_loaded(
         presence = NodePresence.objects.get()
         assert (presence.replicas, sorted(presence.available_models or [])) == ([], ["a", "b"])
         box.ensure_loaded("a")
-        NodePresence.objects.update(probed_at=timezone.now() - timedelta(seconds=SILENT_S + 1))
+        NodePresence.objects.update(probed_at=timezone.now() - timedelta(seconds=limits().nodes.probe_silent_s + 1))
         assert probe_direct_nodes() == 0
     node = Node.objects.select_related("presence").get()
     assert node.model_names == ["a"]

@@ -28,7 +28,7 @@ from nodes.services import (
     revoke_credential,
     undrain_node,
 )
-from nodes.states import HealthPolicy
+from tests.fakes.limits import set_limits
 from tests.system.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence
 from tests.system.nodes.test_op_token_secrecy import find_tables
 from tests.unit.closed_port import closed_port
@@ -554,8 +554,8 @@ def test_the_list_shows_what_a_box_reports_of_its_models() -> None:
 
 
 @pytest.mark.parametrize(("age_s", "status"), [(1, "available"), (90, "available"), (301, "offline")])
-def test_the_list_judges_freshness_when_it_is_read(age_s: float, status: str, settings: Settings) -> None:
-    settings.NODE_HEALTH = HealthPolicy(stale_after_s=60.0, offline_after_s=300.0)
+def test_the_list_judges_freshness_when_it_is_read(age_s: float, status: str) -> None:
+    set_limits(nodes={"stale_after_s": 60.0, "offline_after_s": 300.0})
     make_presence(make_node(), age_s=age_s)
     (node,) = list_nodes()
     assert node["status"] == status

@@ -9,13 +9,13 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import connection, connections
+from pytest_django import Settings
 
 from core.db import threads
 from gateway.refusing import admit_programs
@@ -32,7 +32,7 @@ from nodes.presence import presence_reports
 from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.session import ModeRequested, OpenRequest
-from nodes.states import HealthPolicy, SocketPolicy
+from tests.fakes.limits import set_limits
 from tests.system.nodes.factories import ACTOR, audited, make_credential
 from wire import bridge, frames
 from wire.contract import NodeMode
@@ -59,15 +59,13 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Door:
     """A worker endpoint with its registry and keeper."""
 
-    def __init__(self, sockets: SocketPolicy | None = None) -> None:
+    def __init__(self, **bounds: float) -> None:
+        set_limits(nodes={"auth_block_s": 600.0, **bounds})
         self.registry = LinkRegistry()
-        health = HealthPolicy()
-        self.keeper = LinkKeeper(self.registry, health=health, gateway_id=GATEWAY, connect_s=1.0)
+        self.keeper = LinkKeeper(self.registry, gateway_id=GATEWAY, connect_s=1.0)
         self.endpoint = WorkerEndpoint(
             registry=self.registry,
             keeper=self.keeper,
-            sockets=sockets or SocketPolicy(auth_block_s=600.0),
-            health=health,
             gateway_id=GATEWAY,
             advertised_gateways=["http://gw"],
         )
@@ -210,9 +208,10 @@ async def test_a_wrong_header_is_not_rescued_by_a_right_query() -> None:
         assert await socket.closed() == (1008, "worker authentication failed")
 
 
-async def test_the_query_can_be_switched_off() -> None:
+async def test_the_query_can_be_switched_off(settings: Settings) -> None:
+    settings.NODE_ALLOW_QUERY_SECRET = False
     _, secret = await enrol()
-    async with dial(Door(SocketPolicy(allow_query_secret=False)), headers={}, query=f"worker_secret={secret}") as socket:
+    async with dial(Door(), headers={}, query=f"worker_secret={secret}") as socket:
         assert (await socket.closed())[0] == 1008
 
 
@@ -279,7 +278,7 @@ async def test_an_address_with_many_sockets_that_do_not_register_gets_no_more_of
 
 async def test_nodes_that_have_registered_keep_no_other_of_their_address_out() -> None:
     _, secret = await enrol(max_nodes=3)
-    door = Door(SocketPolicy(max_unregistered=2))
+    door = Door(max_unregistered=2)
     async with AsyncExitStack() as stack:
         for number in range(3):
             socket = await stack.enter_async_context(dial(door, secret))
@@ -373,7 +372,7 @@ async def test_a_bad_first_frame_closes_with_1002(frame: str | bytes) -> None:
 
 async def test_a_box_that_says_nothing_is_closed() -> None:
     _, secret = await enrol()
-    async with dial(Door(SocketPolicy(handshake_timeout_s=0.01)), secret) as socket:
+    async with dial(Door(handshake_timeout_s=0.01), secret) as socket:
         assert await socket.closed() == (1008, "no register frame in time")
 
 
@@ -736,7 +735,7 @@ async def test_a_revoked_credential_cuts_its_boxes_off() -> None:
 
 async def test_limits_of_the_socket_apply_to_what_a_box_declares() -> None:
     _, secret = await enrol()
-    door = Door(replace(SocketPolicy(), max_concurrent_cap=3, max_models=1))
+    door = Door(max_concurrent_cap=3, max_models=1)
     async with dial(door, secret) as socket:
         socket.say(hello(max_concurrent=99, models=["a", "b"]))
         ack = await socket.acknowledged()

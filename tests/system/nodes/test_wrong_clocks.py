@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from pytest_django import Settings
 
+from core.limits import limits
 from nodes.models import NodePresence
 from nodes.services import SweepReport, drain_node, set_mode, sweep_presence
 from nodes.services.registry import Heartbeat, record_heartbeat
@@ -91,4 +92,4 @@ def test_a_drain_and_a_reclaim_leave_the_time_that_they_say(settings: Settings) 
     drain_node(node_id=node.pk, actor=ACTOR, reason="fans", timeout_s=2000)
     assert is_about(read_row().drain_remaining_s, 2000)
     set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
-    assert is_about(read_row().drain_remaining_s, settings.NODE_HEALTH.reclaim_grace_s)
+    assert is_about(read_row().drain_remaining_s, limits().nodes.reclaim_grace_s)

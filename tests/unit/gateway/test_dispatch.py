@@ -30,7 +30,6 @@ from gateway.errors import (
 from gateway.values import InferenceRequest, Timeouts
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
-from nodes.states import HealthPolicy
 from tests.unit.nodes.link_fakes import FakeLink, make_row
 
 CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
@@ -42,7 +41,7 @@ class Floor:
 
     def __init__(self, timeouts: Timeouts | None = None) -> None:
         self.registry = LinkRegistry()
-        self.keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), connect_s=1.0)
+        self.keeper = LinkKeeper(self.registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
         self.dispatcher = Dispatcher(self.registry, self.keeper, timeouts or Timeouts())
 
     def link(self, *models: str, slots: int = 1, **endpoints: set[str]) -> FakeLink:

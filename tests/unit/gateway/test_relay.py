@@ -29,7 +29,6 @@ from gateway.values import InferenceRequest, Limits, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import LinkEnd
-from nodes.states import HealthPolicy
 from tests.unit.gateway.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 from wire.bridge import TokenCounts
@@ -55,7 +54,7 @@ class Attempt:
         with_handle: bool = True,
     ) -> None:
         registry = LinkRegistry()
-        keeper = LinkKeeper(registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), connect_s=1.0)
+        keeper = LinkKeeper(registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
         dispatcher = Dispatcher(registry, keeper, Timeouts(request_s=deadline_s))
         self.link = FakeLink()
         registry.add(self.link)

@@ -24,7 +24,6 @@ from gateway.values import Limits, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper
-from nodes.states import HealthPolicy
 from tests.unit.gateway.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink
 from tests.unit.wire.recorded_streams import (
@@ -85,7 +84,7 @@ class Serving:
 
     def __init__(self, passage: Passage, *, for_peer: bool = False, measures: bool = False) -> None:
         registry = LinkRegistry()
-        keeper = LinkKeeper(registry, health=HealthPolicy(), gateway_id=uuid.UUID(int=9), connect_s=1.0)
+        keeper = LinkKeeper(registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
         self.dispatcher = Dispatcher(registry, keeper, Timeouts())
         self.link = FakeLink()
         self.link.endpoints = {"m": frozenset(stream.path for stream in STREAMS)}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from pytest_django import Settings
 
 from nodes.checks import check_settings
-from nodes.states import HealthPolicy
+from tests.fakes.limits import set_limits
 
 
 def found(app_configs: None = None) -> list[str]:
@@ -41,8 +39,6 @@ def test_a_direct_host_that_means_nothing_is_an_error(settings: Settings) -> Non
         ({"bridge_pong_window_s": 15.0}, "nodes.E004"),
     ],
 )
-def test_health_windows_that_contradict_each_other_are_an_error(
-    settings: Settings, changes: dict[str, float], error: str
-) -> None:
-    settings.NODE_HEALTH = dataclasses.replace(HealthPolicy(), **changes)
+def test_health_windows_that_contradict_each_other_are_an_error(changes: dict[str, float], error: str) -> None:
+    set_limits(nodes=changes)
     assert found() == [error]

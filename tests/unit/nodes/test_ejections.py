@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.limits import limits
 from gateway.placement import choose_link
 from nodes.links import LinkRegistry
-from nodes.links.ejections import BASE_S, MAX_S, Answer, Ejection, Fault, Trial, Verdict
+from nodes.links.ejections import Answer, Ejection, Fault, Trial, Verdict
 from tests.unit.nodes.link_fakes import FakeLink
 
 CALLER, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
@@ -233,7 +234,7 @@ def test_an_ejected_node_is_tried_by_one_request_at_a_time_and_then_gets_its_sha
     bad = fleet.add(is_failing=True)
     fleet.serve_many(20)
     bad.is_failing = False
-    fleet.now += BASE_S
+    fleet.now += limits().nodes.ejection_base_s
     probed = [fleet.place() for _ in range(10)]
     (probe,) = [ejection for node, ejection in probed if node is bad]  # while one is under way there is no second
     assert probe is not None
@@ -258,9 +259,9 @@ def test_each_ejection_is_twice_as_long_up_to_five_minutes(fleet: Fleet) -> None
         before = bad.served
         while bad.served == before:
             fleet.serve()
-    assert lengths[0] <= BASE_S
+    assert lengths[0] <= limits().nodes.ejection_base_s
     assert [round(length, -1) for length in lengths[1:]] == [20, 40, 80, 160, 300, 300]
-    assert all(length <= MAX_S for length in lengths)
+    assert all(length <= limits().nodes.ejection_max_s for length in lengths)
 
 
 def test_a_node_that_connects_ten_times_a_minute_waits_until_it_stays_and_only_one_that_does(fleet: Fleet) -> None:
@@ -274,10 +275,10 @@ def test_a_node_that_connects_ten_times_a_minute_waits_until_it_stays_and_only_o
         assert fleet.faults() == ([Fault.UNSTEADY] if turn == 9 else [])
     assert fleet.serve_many(20)[node] == 0
     (ejection,) = ejections
-    assert round(ejection.until - start - 45.0) == BASE_S
+    assert round(ejection.until - start - 45.0) == limits().nodes.ejection_base_s
     ejections.note_connect(node.link.node_id, fleet.now)
     (ejection,) = ejections
-    assert ejection.until - fleet.now == 2 * BASE_S, "each further time it has to stay longer"
+    assert ejection.until - fleet.now == 2 * limits().nodes.ejection_base_s, "each further time it has to stay longer"
     fleet.now = ejection.until
     ejections.tick(fleet.now)
     assert fleet.faults() == []
@@ -359,6 +360,6 @@ def test_wherever_the_bad_node_stands_it_loses_its_share_and_gets_it_back_once_i
     assert served[fleet.nodes[bad]] <= 2
     assert min(served[node] for number, node in enumerate(fleet.nodes) if number != bad) >= 20
     fleet.nodes[bad].is_failing, fleet.nodes[bad].wait_s = False, 0.05
-    fleet.now += MAX_S
+    fleet.now += limits().nodes.ejection_max_s
     fleet.serve_many(40, every_s=1.0)
     assert fleet.serve_many(100)[fleet.nodes[bad]] == 20

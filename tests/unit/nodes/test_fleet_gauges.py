@@ -7,11 +7,10 @@ import uuid
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from core.limits import limits
 from nodes.links import LinkRegistry
-from nodes.links.keeper import MAX_NAMED_NODES, FleetGauges, LinkKeeper
+from nodes.links.keeper import FleetGauges, LinkKeeper
 from nodes.links.port import Link
-from nodes.session.reports import MAX_GPUS
-from nodes.states import HealthPolicy
 from tests.unit.nodes.link_fakes import make_row
 from tests.unit.nodes.test_keeper import Box
 from wire import bridge
@@ -23,7 +22,7 @@ class Scrape:
 
     def __init__(self) -> None:
         self.registry = LinkRegistry()
-        self.keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=uuid.uuid4(), connect_s=1.0)
+        self.keeper = LinkKeeper(self.registry, gateway_id=uuid.uuid4(), connect_s=1.0)
         self.gauges = FleetGauges()
         self.gauges.keeper = self.keeper
 
@@ -85,11 +84,11 @@ async def test_a_linked_node_has_its_slots_and_gpus_once_each() -> None:
 
 async def test_a_fleet_that_is_large_has_a_bounded_number_of_series() -> None:
     scrape = Scrape()
-    for number in range(MAX_NAMED_NODES + 50):
+    for number in range(limits().nodes.named_in_metrics + 50):
         scrape.add(Link(node_id=uuid.UUID(int=number + 1), node_name="n", models=frozenset(), max_concurrent=2))
     said = scrape.read()
 
-    assert sum(name.startswith("muster_node_slots{") for name in said) == MAX_NAMED_NODES + 1
+    assert sum(name.startswith("muster_node_slots{") for name in said) == limits().nodes.named_in_metrics + 1
     assert said['muster_node_slots{node="others",node_id=""}'] == 100.0
 
 
@@ -101,7 +100,10 @@ async def test_whatever_nodes_call_themselves_and_their_gpus_series_stay_few_and
     for turn in range(30):
         for number, box in enumerate(boxes):
             box.link.node_name = f'{turn}"}} 1\nmuster_nodes{{status="made up\\{number}'
-            gpus = [bridge.GpuInfo(index=turn * 1000 + index, name="G", memory_total_mb=1) for index in range(MAX_GPUS)]
+            gpus = [
+                bridge.GpuInfo(index=turn * 1000 + index, name="G", memory_total_mb=1)
+                for index in range(limits().nodes.report_gpus)
+            ]
             box.link.take_telemetry(bridge.Telemetry(current_load=0, gpus=gpus))
         registry = CollectorRegistry()
         registry.register(scrape.gauges)
@@ -110,7 +112,7 @@ async def test_whatever_nodes_call_themselves_and_their_gpus_series_stay_few_and
         (statuses,) = (family for family in families if family.name == "muster_nodes")
         assert {sample.labels["status"] for sample in statuses.samples} == {status.value for status in NodeStatus}
     assert set(counts) == {counts[0]}, "a name or a GPU that is gone leaves no series"
-    assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + MAX_GPUS)
+    assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + limits().nodes.report_gpus)
 
 
 async def test_without_a_gateway_there_are_no_values() -> None:

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from core.limits import NodeLimits
 from core.outbox import AsgiMessage
 from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
@@ -17,7 +18,7 @@ from nodes.links.keeper import LinkKeeper
 from nodes.links.port import LinkEnd
 from nodes.links.relay import RelayLink
 from nodes.session import OpenRequest, ServerSession
-from nodes.states import DrainCount, HealthPolicy, NodeRow, SocketPolicy
+from nodes.states import DrainCount, NodeRow
 from tests.fakes.clock import virtual_clock
 from tests.unit.nodes.link_fakes import make_row
 from wire import bridge
@@ -34,7 +35,7 @@ class Box:
     def __init__(self, node_id: uuid.UUID, version: str = MUSTER_V1, *, instance_id: str = "i1") -> None:
         self.sent: list[AsgiMessage] = []
         self.kicks: list[tuple[int, str]] = []
-        session = ServerSession(SocketPolicy())
+        session = ServerSession(NodeLimits())
         session.receive_text(bridge.encode_message(bridge.Register(models=["m"], protocol_version=version)))
         self.link = RelayLink(
             node_id=node_id,
@@ -88,7 +89,7 @@ class Setting:
 
     def __init__(self) -> None:
         self.registry = LinkRegistry()
-        self.keeper = LinkKeeper(self.registry, health=HealthPolicy(), gateway_id=HERE, connect_s=1.0)
+        self.keeper = LinkKeeper(self.registry, gateway_id=HERE, connect_s=1.0)
 
     def apply(self, *rows: NodeRow, read_at: float | None = None) -> None:
         """Hand rows in, with an address for each."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.limits import NodeLimits, limits
 from nodes.session import (
     ServerSession,
     TelemetryArrived,
@@ -22,19 +23,7 @@ from nodes.session import (
     read_engines,
     store_endpoints,
 )
-from nodes.session.reports import (
-    MAX_AVAILABLE,
-    MAX_CONTEXT_TOKENS,
-    MAX_ENDPOINTS,
-    MAX_FACTS,
-    MAX_GPUS,
-    MAX_LIMITS,
-    MAX_MB,
-    MAX_REPLICAS,
-    clean_register,
-    clean_telemetry,
-)
-from nodes.states import MAX_REPORTED_LOAD, SocketPolicy
+from nodes.session.reports import clean_register, clean_telemetry
 from wire import bridge
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo, Telemetry
 
@@ -91,8 +80,12 @@ def test_a_flood_is_cut_to_what_can_be_kept() -> None:
         last_error=text,
         memory=MemoryInfo(kind=text),
     )
-    assert (len(message.gpus), len(message.replicas), len(message.available)) == (MAX_GPUS, MAX_REPLICAS, MAX_AVAILABLE)
-    assert len(message.replicas[0].endpoints) <= MAX_ENDPOINTS
+    assert (len(message.gpus), len(message.replicas), len(message.available)) == (
+        limits().nodes.report_gpus,
+        limits().nodes.report_replicas,
+        limits().nodes.report_available,
+    )
+    assert len(message.replicas[0].endpoints) <= limits().nodes.report_endpoints
     assert len(msgspec.json.encode(message)) < 512 * 1024
 
 
@@ -103,17 +96,17 @@ def test_numbers_are_brought_into_their_range(number: int) -> None:
         model="m", state="s", slots=number, active=number, progress=float(number), memory_mb=number, context_tokens=number
     )
     message = cleaned(gpus=[gpu], replicas=[replica], queue_depth=number, avg_wait_ms=number, current_load=number)
-    top = MAX_MB if number > 0 else 0
+    top = limits().nodes.report_mb if number > 0 else 0
     assert (message.gpus[0].memory_total_mb, message.replicas[0].memory_mb) == (top, top)
     assert message.gpus[0].utilization_percent == (100.0 if number > 0 else 0.0)
     assert message.replicas[0].progress == (1.0 if number > 0 else 0.0)
-    assert message.replicas[0].slots == (MAX_REPORTED_LOAD if number > 0 else 0)
-    assert message.replicas[0].context_tokens == (MAX_CONTEXT_TOKENS if number > 0 else None)
+    assert message.replicas[0].slots == (limits().nodes.report_load if number > 0 else 0)
+    assert message.replicas[0].context_tokens == (limits().nodes.report_context_tokens if number > 0 else None)
     assert (message.avg_wait_ms or 0) < 2**31
 
 
 def test_the_memory_of_all_gpus_together_fits_its_column() -> None:
-    assert MAX_GPUS * MAX_MB < 2**31
+    assert limits().nodes.report_gpus * limits().nodes.report_mb < 2**31
 
 
 @pytest.mark.parametrize("text", ["a\x00b", "a\nb", "a\u202eb", "\x1b[31m"])
@@ -153,12 +146,12 @@ def test_that_a_model_is_kept_and_when_it_was_given_up_arrives() -> None:
 
 
 def test_telemetry_is_cut_before_anybody_sees_it() -> None:
-    session = ServerSession(SocketPolicy())
+    session = ServerSession(NodeLimits())
     session.receive_text(bridge.encode_message(bridge.Register(models=["m"], protocol_version=bridge.MUSTER_V1)))
     frame = bridge.encode_message(Telemetry(replicas=[loaded("m")] * 10_000))
     (effect,) = session.receive_text(frame)
     assert isinstance(effect, TelemetryArrived)
-    assert len(effect.telemetry.replicas) == MAX_REPLICAS
+    assert len(effect.telemetry.replicas) == limits().nodes.report_replicas
 
 
 # API paths
@@ -258,13 +251,21 @@ def test_what_a_load_may_set_is_cut_to_size() -> None:
     }
     facts = [ModelFacts(name="n" * 1000, estimate_mb=-5, replicas=2**70, load_constraints=wild)] * 500
     kept = facts_of(cleaned(memory=MemoryInfo(models=facts)))
-    assert len(kept) == MAX_FACTS
-    (name, limits), *others = kept[0].load_constraints.items()
-    assert (len(kept[0].name), kept[0].estimate_mb, len(name), len(others)) == (200, 0, 40, MAX_LIMITS - 1)
-    assert {key: limits[key] for key in "cde"} == {"c": None, "d": None, "e": None}
-    assert all(len(word) <= 40 for word in limits["b"])
-    assert all(len(inner) <= MAX_LIMITS for _, inner in others)
-    long = {f"f{number}": dict.fromkeys(map(str, range(MAX_LIMITS)), "w" * 200) for number in range(MAX_LIMITS)}
+    assert len(kept) == limits().nodes.report_models
+    (name, said), *others = kept[0].load_constraints.items()
+    assert (len(kept[0].name), kept[0].estimate_mb, len(name), len(others)) == (
+        200,
+        0,
+        40,
+        limits().nodes.report_constraints - 1,
+    )
+    assert {key: said[key] for key in "cde"} == {"c": None, "d": None, "e": None}
+    assert all(len(word) <= 40 for word in said["b"])
+    assert all(len(inner) <= limits().nodes.report_constraints for _, inner in others)
+    long = {
+        f"f{number}": dict.fromkeys(map(str, range(limits().nodes.report_constraints)), "w" * 200)
+        for number in range(limits().nodes.report_constraints)
+    }
     assert facts_of(cleaned(memory=MemoryInfo(models=[ModelFacts(name="n", load_constraints=long)])))[0].load_constraints == {}
     assert len(msgspec.json.encode(kept)) < MEGABYTE
 
@@ -288,7 +289,7 @@ CAPABILITIES = """{
 
 
 def test_capabilities_in_the_words_of_the_model_runner_api_become_telemetry() -> None:
-    said = read_capabilities(CAPABILITIES.encode(), policy=SocketPolicy(), gpu_name="H100")
+    said = read_capabilities(CAPABILITIES.encode(), policy=NodeLimits(), gpu_name="H100")
     assert (said.models, said.ailment) == (("meta-llama/Llama-3.1-70B-Instruct",), "")
     assert (said.vram_used_mb, said.vram_free_mb, said.gpu_util_percent) == (58000, 23920, 67.0)
     told = said.telemetry
@@ -321,9 +322,9 @@ def test_capabilities_in_the_words_of_the_model_runner_api_become_telemetry() ->
 def test_capabilities_are_cut_to_what_can_be_kept(
     answer: dict[str, Any], names: tuple[str, ...], replicas: list[tuple[str, str, int | None]] | None, ailment: str
 ) -> None:
-    said = read_capabilities(json.dumps(answer).encode(), policy=SocketPolicy())
+    said = read_capabilities(json.dumps(answer).encode(), policy=NodeLimits())
     assert (said.models, said.ailment) == (names, ailment)
-    assert len(said.telemetry.replicas) <= MAX_REPLICAS
+    assert len(said.telemetry.replicas) <= limits().nodes.report_replicas
     if replicas is not None:
         assert [(one.model, one.state, one.memory_mb) for one in said.telemetry.replicas] == replicas
 
@@ -340,4 +341,4 @@ def test_capabilities_are_cut_to_what_can_be_kept(
 )
 def test_capabilities_that_cannot_be_read_are_refused_with_the_member_that_is_wrong(body: bytes, where: str) -> None:
     with pytest.raises(ValueError, match=where):
-        read_capabilities(body, policy=SocketPolicy())
+        read_capabilities(body, policy=NodeLimits())

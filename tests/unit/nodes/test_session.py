@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from core.limits import NodeLimits
 from nodes.session import (
     BoxLeaving,
     DataArrived,
@@ -26,7 +27,6 @@ from nodes.session import (
     StreamEnded,
     TelemetryArrived,
 )
-from nodes.states import SocketPolicy
 from runner.session import Cancelled, ClientSession, Opened
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
@@ -43,7 +43,7 @@ def register(session: ServerSession, **fields: object) -> Registered:
 
 def make_session(version: str = BRIDGE_V1, *, max_models: int = 256) -> ServerSession:
     """Return a session whose box has registered."""
-    session = ServerSession(SocketPolicy(max_models=max_models))
+    session = ServerSession(NodeLimits(max_models=max_models))
     register(session, protocol_version=version)
     return session
 
@@ -94,14 +94,14 @@ def end(stream: int, error: str = "", *, attempt: int = 1) -> bytes:
 
 @pytest.mark.parametrize(("version", "protocol"), [(None, BRIDGE_V1), (BRIDGE_V1, BRIDGE_V1), (MUSTER_V1, MUSTER_V1)])
 def test_known_versions_are_spoken_and_none_means_bridge(version: str | None, protocol: str) -> None:
-    session = ServerSession(SocketPolicy())
+    session = ServerSession(NodeLimits())
     assert register(session, protocol_version=version).protocol == protocol
     assert session.speaks_muster == (protocol == MUSTER_V1)
 
 
 @pytest.mark.parametrize("version", ["", "2025-01-bridge-v0", "2026-11-muster-v2"])
 def test_another_version_ends_the_session(version: str) -> None:
-    session = ServerSession(SocketPolicy())
+    session = ServerSession(NodeLimits())
     with pytest.raises(ProtocolError, match="version"):
         register(session, protocol_version=version)
     assert session.protocol is None
@@ -112,12 +112,12 @@ def test_another_version_ends_the_session(version: str) -> None:
 )
 def test_anything_before_the_registration_ends_the_session(frame: str) -> None:
     with pytest.raises(ProtocolError):
-        ServerSession(SocketPolicy()).receive_text(frame)
+        ServerSession(NodeLimits()).receive_text(frame)
 
 
 def test_binary_before_the_registration_ends_the_session() -> None:
     with pytest.raises(ProtocolError):
-        ServerSession(SocketPolicy()).receive_bytes(data(1, b"x"))
+        ServerSession(NodeLimits()).receive_bytes(data(1, b"x"))
 
 
 def test_a_second_registration_ends_the_session() -> None:
@@ -126,7 +126,7 @@ def test_a_second_registration_ends_the_session() -> None:
 
 
 def test_model_names_are_trimmed_deduplicated_and_kept_in_order() -> None:
-    effect = register(ServerSession(SocketPolicy()), models=[" b ", "a", "b", "", "  ", "a\n", "é", "x" * 201, "c\x00d"])
+    effect = register(ServerSession(NodeLimits()), models=[" b ", "a", "b", "", "  ", "a\n", "é", "x" * 201, "c\x00d"])
     assert effect.models == ("b", "a", "é")
     assert effect.warnings == ()
 
@@ -135,7 +135,7 @@ def test_model_names_are_trimmed_deduplicated_and_kept_in_order() -> None:
 def test_what_a_box_is_called_is_text_of_one_line(version: str) -> None:
     said = "gpu\r\n2026-01-01 ERROR forged\x00\x1b[2J"
     effect = register(
-        ServerSession(SocketPolicy()),
+        ServerSession(NodeLimits()),
         protocol_version=version, worker_name=said, instance_id=said, agent_version=said, owner_name=said,
     )  # fmt: skip
     message = effect.message
@@ -143,18 +143,18 @@ def test_what_a_box_is_called_is_text_of_one_line(version: str) -> None:
         assert text is not None
         assert text.isprintable()
         assert text.startswith("gpu ")
-    assert register(ServerSession(SocketPolicy()), worker_name="\n\x00 ").name == "worker"
+    assert register(ServerSession(NodeLimits()), worker_name="\n\x00 ").name == "worker"
 
 
 def test_too_many_models_are_cut_with_a_warning() -> None:
-    effect = register(ServerSession(SocketPolicy(max_models=3)), models=list("edcba"))
+    effect = register(ServerSession(NodeLimits(max_models=3)), models=list("edcba"))
     assert effect.models == ("e", "d", "c")
     assert "truncated to 3" in effect.warnings[0]
 
 
 @pytest.mark.parametrize("models", [[], ["", " "], ["x" * 500]])
 def test_a_box_without_models_is_told_that_it_receives_nothing(models: list[str]) -> None:
-    effect = register(ServerSession(SocketPolicy()), models=models)
+    effect = register(ServerSession(NodeLimits()), models=models)
     assert effect.models == ()
     assert "no models accepted" in effect.warnings[0]
 
@@ -164,14 +164,14 @@ def test_a_box_without_models_is_told_that_it_receives_nothing(models: list[str]
     [(0, 1, True), (-5, 1, True), (1, 1, False), (8, 8, False), (9, 8, True), (10**30, 8, True)],
 )
 def test_max_concurrent_is_kept_between_one_and_the_cap(asked: int, given: int, *, warned: bool) -> None:
-    effect = register(ServerSession(SocketPolicy(max_concurrent_cap=8)), max_concurrent=asked)
+    effect = register(ServerSession(NodeLimits(max_concurrent_cap=8)), max_concurrent=asked)
     assert effect.max_concurrent == given
     assert bool(effect.warnings) == warned
 
 
 @pytest.mark.parametrize(("asked", "given"), [(" rig ", "rig"), ("", "worker"), ("   ", "worker"), ("abcdefgh", "abcdef")])
 def test_worker_names_are_trimmed_defaulted_and_cut(asked: str, given: str) -> None:
-    assert register(ServerSession(SocketPolicy(max_name_chars=6)), worker_name=asked).name == given
+    assert register(ServerSession(NodeLimits(max_name_chars=6)), worker_name=asked).name == given
 
 
 def test_an_update_of_the_models_is_sanitized_too() -> None:
@@ -435,7 +435,7 @@ def _binary(frame: str | bytes) -> bytes:
 
 def join_sessions() -> tuple[ServerSession, ClientSession]:
     """Return both halves of one socket, past the handshake."""
-    server, box = ServerSession(SocketPolicy()), ClientSession()
+    server, box = ServerSession(NodeLimits()), ClientSession()
     (effect,) = server.receive_text(box.register(bridge.Register(worker_name="rig", models=["m"], max_concurrent=4)))
     assert isinstance(effect, Registered)
     ack = bridge.RegisterAck(worker_id="w", models=list(effect.models), protocol_version=effect.protocol)

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
+from core.limits import NodeLimits, limits
 from nodes.session import GovernanceChanged, OperationReported, Registered, ServerSession
-from nodes.session.governance import MAX_OP_KEYS, MAX_RECEIPT_CHARS, MAX_RESULT_BYTES
-from nodes.states import SocketPolicy
 from wire import bridge
 from wire.bridge import ProtocolError
 
@@ -19,7 +18,7 @@ GOVERNANCE = bridge.BoxGovernance(level="L2", runner_id="rig#abc", public_key="A
 def registered(
     version: str = bridge.MUSTER_V1, governance: bridge.BoxGovernance | None = None
 ) -> tuple[ServerSession, Registered]:
-    session = ServerSession(SocketPolicy())
+    session = ServerSession(NodeLimits())
     hello = bridge.Register(worker_name="rig", models=["m"], protocol_version=version, governance=governance)
     (effect,) = session.receive_text(bridge.encode_message(hello))
     assert isinstance(effect, Registered)
@@ -74,7 +73,7 @@ def test_a_state_that_is_none_is_not_taken_for_one() -> None:
 
 @pytest.mark.parametrize(
     "result",
-    [{"a": "x" * MAX_RESULT_BYTES}, {"a": "x\x00y"}, {"a\x00": 1}],
+    [{"a": "x" * limits().nodes.status_result_bytes}, {"a": "x\x00y"}, {"a\x00": 1}],
     ids=["too large", "NUL in a value", "NUL in a name"],
 )
 def test_a_result_that_cannot_be_stored_is_left_out_and_said_so(result: dict[str, object]) -> None:
@@ -82,12 +81,12 @@ def test_a_result_that_cannot_be_stored_is_left_out_and_said_so(result: dict[str
 
 
 def test_a_result_that_fits_is_kept_to_the_last_byte() -> None:
-    result = {"a": "x" * (MAX_RESULT_BYTES - len(json.dumps({"a": ""})))}
+    result = {"a": "x" * (limits().nodes.status_result_bytes - len(json.dumps({"a": ""})))}
     assert said(bridge.OpStatus(op_id="op-1", use=1, state="succeeded", result=result)).result == result
 
 
 def test_a_receipt_is_kept_whole_or_not_at_all() -> None:
-    whole, long = "r" * MAX_RECEIPT_CHARS, "r" * (MAX_RECEIPT_CHARS + 1)
+    whole, long = "r" * limits().nodes.status_receipt_chars, "r" * (limits().nodes.status_receipt_chars + 1)
     assert said(bridge.OpStatus(op_id="op-1", use=1, state="succeeded", receipt=whole)).receipt == whole
     assert said(bridge.OpStatus(op_id="op-1", use=1, state="succeeded", receipt=long)).receipt == ""
 
@@ -115,7 +114,7 @@ def test_a_report_is_cut_to_size() -> None:
     assert isinstance(effect, GovernanceChanged)
     kept = effect.report.governance
     assert (kept.level, kept.runner_id, kept.public_key) == ("", "", "")
-    assert len(kept.op_keys) <= MAX_OP_KEYS
+    assert len(kept.op_keys) <= limits().nodes.op_keys
     assert set(kept.op_keys) <= set(keys)
     assert (kept.policy_version, kept.witness_size, len(kept.policy_error)) == (2**31 - 1, 0, 300)
     assert (effect.report.witness_signature, len(effect.report.witness_alarm)) == ("", 300)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from core.limits import NodeLimits
 from nodes.states import (
     Freshness,
-    HealthPolicy,
     NodeFacts,
     Obstacle,
     freshness_windows,
@@ -34,7 +34,7 @@ from wire.contract import NodeMode, NodeStatus
     ],
 )
 def test_freshness_follows_the_contracts_ten_and_fifteen_seconds(age_s: float | None, freshness: Freshness) -> None:
-    assert judge_freshness(age_s, HealthPolicy(), protocol="") is freshness
+    assert judge_freshness(age_s, NodeLimits(), protocol="") is freshness
 
 
 AGES = {Freshness.FRESH: 0.0, Freshness.STALE: 10.0, Freshness.OFFLINE: 15.0}
@@ -53,7 +53,7 @@ def test_every_combination_has_the_status_that_overrides_most() -> None:
             cordoned=cordoned,
             is_accepting_jobs=accepting,
         )
-        found = judge_availability(facts, HealthPolicy())
+        found = judge_availability(facts, NodeLimits())
         status = found.status
         assert found.freshness is freshness
         is_able = status in {NodeStatus.AVAILABLE, NodeStatus.BUSY} and freshness is Freshness.FRESH
@@ -70,7 +70,7 @@ def test_every_combination_has_the_status_that_overrides_most() -> None:
 
 
 def test_a_bridge_v1_worker_is_judged_by_its_pong_window() -> None:
-    policy = HealthPolicy()
+    policy = NodeLimits()
     assert freshness_windows(policy, protocol=BRIDGE_V1) == (45.0, 45.0)
     assert freshness_windows(policy, protocol=MUSTER_V1) == freshness_windows(policy, protocol="") == (10.0, 15.0)
 
@@ -109,4 +109,4 @@ WELL = NodeFacts(
     ],
 )
 def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], obstacle: Obstacle | None) -> None:
-    assert judge_availability(replace(WELL, **changes), HealthPolicy()).obstacle is obstacle
+    assert judge_availability(replace(WELL, **changes), NodeLimits()).obstacle is obstacle

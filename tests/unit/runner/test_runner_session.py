@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from core.limits import NodeLimits
 from nodes import session as server_side
-from nodes.states import SocketPolicy
 from runner.errors import StreamClosed
 from runner.limits import limits
 from runner.session import (
@@ -237,7 +237,7 @@ def test_nothing_may_come_before_the_ack_nor_a_second_one_nor_bridge_requests() 
 
 
 def test_box_and_server_sessions_understand_each_other_back_to_back() -> None:
-    box, server = ClientSession(), server_side.ServerSession(SocketPolicy())
+    box, server = ClientSession(), server_side.ServerSession(NodeLimits())
     (registered,) = server.receive_text(box.register(bridge.Register(worker_name="box", models=["m"], max_concurrent=2)))
     assert isinstance(registered, server_side.Registered)
     assert (registered.models, registered.protocol) == (("m",), MUSTER_V1)
