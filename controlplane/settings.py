@@ -22,7 +22,7 @@ from gateway.values import Limits, RequestOutcome, Timeouts
 from governance.states import ApprovalState, RunState
 from wire.client_address import TrustedProxies
 from wire.contract import NodeMode, NodeStatus, RequestState
-from wire.engine_errors import MAX_QUOTE_CHARS
+from wire.limits import WIRE
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -280,7 +280,7 @@ GATEWAY_LIMITS = Limits(
     max_stream_bytes=read_int("MUSTER_MAX_STREAM_BYTES", 256 * 1024 * 1024, minimum=1024),
     max_buffer_bytes=read_int("MUSTER_MAX_BUFFER_BYTES", 4 * 1024 * 1024, minimum=64 * 1024),
     # Whether records and logs keep what an engine said when it failed or refused, without what it repeated of the request.
-    max_engine_error_chars=MAX_QUOTE_CHARS if read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True) else 0,
+    max_engine_error_chars=WIRE.error_quote_chars if read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True) else 0,
 )
 # Where other gateways reach this one, and the secret they show. Both empty = a single gateway.
 GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")

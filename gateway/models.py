@@ -8,8 +8,8 @@ from django.db.models.functions import Cast, Right
 
 from gateway.values import Priority
 from wire.contract import RequestState
-from wire.engine_errors import MAX_QUOTE_CHARS
 from wire.ids import format_id, new_uuid7
+from wire.limits import WIRE
 
 TAIL_CHARS = 12
 """The end of a request's id, hexadecimal digits, by which people name it; what stands before it is mostly the time."""
@@ -218,7 +218,7 @@ class RequestRecord(models.Model):
     error_code = models.CharField(max_length=40, null=True, blank=True)
     status_code = models.PositiveSmallIntegerField(null=True, blank=True)
     engine_error = models.CharField(
-        max_length=MAX_QUOTE_CHARS,
+        max_length=WIRE.error_quote_chars,
         blank=True,
         default="",
         db_default="",

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.whole_numbers import WholeNumber
 from wire.contract import RequestState
-from wire.engine_errors import MAX_QUOTE_CHARS
+from wire.limits import WIRE
 
 DEAD_AFTER_S = 10.0
 """A gateway that wrote no heartbeat for so long is taken for dead."""
@@ -88,7 +88,7 @@ class Limits:
     max_stream_bytes: int = 256 * 1024 * 1024
     max_buffer_bytes: int = 4 * 1024 * 1024
     max_pending_records: int = 100_000
-    max_engine_error_chars: int = MAX_QUOTE_CHARS
+    max_engine_error_chars: int = WIRE.error_quote_chars
     """Of what an engine says when it fails or refuses, on the record and in the log; 0 = nothing is kept."""
 
 

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
 Bound = tuple[float, float | None]
@@ -58,32 +59,14 @@ def find_out_of_bounds(endpoint: str, fields: Mapping[str, object]) -> tuple[str
     return None
 
 
-MAX_MEMBERS = 1000
-"""In one object. llama.cpp compares each name with all before it: 1,000 names cost it 3 ms, 20,000 two seconds."""
-MAX_BIASES = 300
-"""In ``logit_bias`` (OpenAI's own bound)."""
-MAX_TURNS = 4000
-"""In ``messages``, and in an ``input`` of items. llama.cpp's templates take 0.9 s of a core for 4,000, minutes for 80,000."""
-MAX_CHOICES = 1000
-"""In one list of what may become a grammar, such as ``enum``. llama.cpp takes 0.3 s of a core for 1,000, minutes for 20,000."""
-MAX_SHAPE_MEMBERS = 200
-"""In one object of a shape that an answer is to have. llama.cpp's grammar of 200 properties that may be left out takes 0.1 s
-of a core, of 900 four seconds; tools, of which it makes no such grammar, may have MAX_MEMBERS."""
-MAX_BREAKERS = 100
-"""In ``dry_sequence_breakers``, which llama.cpp holds against every token of its vocabulary and against each other."""
-MAX_REPEATS = 50
-"""Of ``*``, ``+``, ``?`` and ``{`` in one rule of a grammar or in one ``pattern`` of a shape. Each may end where the next
-begins, and llama.cpp follows all ways at once: eight tokens cost it 0.06 s of a core for 50 in a row, for 200 five seconds."""
-MAX_NUMBER_CHARS = 400
-"""Of one number. No engine reads more than some 20 digits of one, and llama.cpp repeats the whole of it in its error."""
 _TURNS = ("messages", "input")
 _Within = tuple[tuple[bytes, int], ...]
-_OF_SHAPES: _Within = ((b":", MAX_SHAPE_MEMBERS), (b",", MAX_CHOICES))
+_OF_SHAPES: _Within = ((b":", WIRE.shape_members), (b",", WIRE.shape_choices))
 _SHAPES = ("response_format", "json_schema", "text", "output_config", "output_format", "guided_json", "structured_outputs")
 _BOUNDS_WITHIN: dict[str, _Within] = {
-    "logit_bias": ((b":", MAX_BIASES), (b",", MAX_BIASES)),
-    "dry_sequence_breakers": ((b",", MAX_BREAKERS),),
-    "tools": ((b",", MAX_CHOICES),),
+    "logit_bias": ((b":", WIRE.body_biases), (b",", WIRE.body_biases)),
+    "dry_sequence_breakers": ((b",", WIRE.body_breakers),),
+    "tools": ((b",", WIRE.shape_choices),),
     **dict.fromkeys(_SHAPES, _OF_SHAPES),
 }
 """How many entries any object (``:``) or list (``,``) may have within a field."""
@@ -96,10 +79,10 @@ _REPEATS = (b"*", b"+", b"?", b"{", b"\\")
 _DULL = bytes(set(range(256)) - set(b'":,*+?{\\'))
 _OBJECT = re.compile(rb"[ \t\r\n]*+\{")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
-_LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % MAX_NUMBER_CHARS)
-_STRIDE = 25
-_LONG_RUN = re.compile(rb"[-+.0-9eE]{%d}" % (MAX_NUMBER_CHARS // _STRIDE))
-"""Of every ``_STRIDE``-th byte: a long number is at least so many of them in a row, and next to no text is."""
+_LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % WIRE.body_number_chars)
+_SAMPLE = slice(None, None, 25)
+_LONG_RUN = re.compile(rb"[-+.0-9eE]{%d}" % (WIRE.body_number_chars // _SAMPLE.step))
+"""Of a sample of the bytes: a long number is at least so many of them in a row, and next to no text is."""
 _BLANK_COLON = re.compile(rb'"[ \t\r\n]++:')
 _COLON, _OPENING = ord(":"), b"{["
 _NO_MARKS = bytes(set(range(256)) - set(b"{}[]:"))
@@ -116,17 +99,17 @@ def find_crowd(body: bytes) -> tuple[str | None, str] | None:
     if _OBJECT.match(body) is None:
         return None
     marks = body.translate(None, _DULL)
-    has_long = _LONG_RUN.search(body[::_STRIDE]) is not None and _LONG_NUMBER.search(body) is not None
-    if not has_long and marks.count(b",") < MAX_BREAKERS and sum(map(marks.count, _REPEATS)) <= MAX_REPEATS:
+    has_long = _LONG_RUN.search(body[_SAMPLE]) is not None and _LONG_NUMBER.search(body) is not None
+    if not has_long and marks.count(b",") < WIRE.body_breakers and sum(map(marks.count, _REPEATS)) <= WIRE.shape_repeats:
         return None  # the least of the bounds; short requests end here
     try:
         fields = _fields_decoder.decode(body)  # first: what is nested deeper than anybody reads ends here
-        has_many = marks.count(b'":') > MAX_MEMBERS < _count_names(body)
+        has_many = marks.count(b'":') > WIRE.body_members < _count_names(body)
         if has_many:
             top, most = _count_members(body)
-            if top > MAX_MEMBERS:
-                return None, f"The request body has {top} fields; send at most {MAX_MEMBERS}."
-            has_many = most > MAX_MEMBERS
+            if top > WIRE.body_members:
+                return None, f"The request body has {top} fields; send at most {WIRE.body_members}."
+            has_many = most > WIRE.body_members
         for name, raw in fields.items():
             sentence = _find_fault(name, bytes(raw), has_many=has_many, has_long=has_long)
             if sentence:
@@ -139,14 +122,14 @@ def find_crowd(body: bytes) -> tuple[str | None, str] | None:
 def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str:
     """Return the end of the sentence about a field with too much in it, nothing where all is fine. Raises DecodeError."""
     if has_long and (long := _LONG_NUMBER.search(_STRING.sub(b'""', raw))) is not None:
-        return f"holds a number of {len(long[1])} characters; a number may have at most {MAX_NUMBER_CHARS}"
-    if name in _TURNS and raw.startswith(b"[") and raw.count(b"{") > MAX_TURNS:
+        return f"holds a number of {len(long[1])} characters; a number may have at most {WIRE.body_number_chars}"
+    if name in _TURNS and raw.startswith(b"[") and raw.count(b"{") > WIRE.body_turns:
         items = _items_decoder.decode(raw)
-        if len(items) > MAX_TURNS and bytes(items[0]).startswith(b"{"):  # else texts or tokens, which are read one by one
-            return f"has {len(items)} entries; send at most {MAX_TURNS}, and sum up what came before"
-    if (most := _count_repeats(name, raw)) > MAX_REPEATS:
+        if len(items) > WIRE.body_turns and bytes(items[0]).startswith(b"{"):  # else texts or tokens, which are read one by one
+            return f"has {len(items)} entries; send at most {WIRE.body_turns}, and sum up what came before"
+    if (most := _count_repeats(name, raw)) > WIRE.shape_repeats:
         what = "rule" if name == "grammar" else "pattern"
-        return f"holds a {what} with {most} repetitions (*, +, ? or {{}}); one {what} may have at most {MAX_REPEATS}"
+        return f"holds a {what} with {most} repetitions (*, +, ? or {{}}); one {what} may have at most {WIRE.shape_repeats}"
     for between, highest in _BOUNDS_WITHIN.get(name, ()):
         if raw.count(between) < highest:
             continue
@@ -154,8 +137,8 @@ def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str
         if (most := _find_longest(raw) if is_list else _count_members(raw)[1]) > highest:
             what = "a list of" if is_list else "an object with"
             return f"holds {what} {most} entries; it may have at most {highest}"
-    if has_many and (most := _count_members(raw)[1]) > MAX_MEMBERS:
-        return f"holds an object with {most} members; one object may have at most {MAX_MEMBERS}"
+    if has_many and (most := _count_members(raw)[1]) > WIRE.body_members:
+        return f"holds an object with {most} members; one object may have at most {WIRE.body_members}"
     return ""
 
 

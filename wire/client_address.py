@@ -12,14 +12,13 @@ from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
+from wire.limits import WIRE
+
 Address = IPv4Address | IPv6Address
 
 _FORWARDED_FOR = b"x-forwarded-for"
 _FORWARDED_PROTO = b"x-forwarded-proto"
 _HOP_RE = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::[0-9]{1,5})?|([0-9.]+):[0-9]{1,5}|([0-9A-Fa-f:.]+)")
-_MAX_HOPS = 16
-"""So many hops are looked at; nobody stands behind more proxies."""
-_REMEMBERED = 4096
 
 
 class TrustedProxies:
@@ -31,7 +30,7 @@ class TrustedProxies:
     def __init__(self, networks: Sequence[IPv4Network | IPv6Network], *, is_tls: bool = False) -> None:
         self._networks = tuple(networks)
         self._is_tls = is_tls
-        self._judge = lru_cache(maxsize=_REMEMBERED)(self._judge_hop)
+        self._judge = lru_cache(maxsize=WIRE.forwarded_judged)(self._judge_hop)
 
     def __bool__(self) -> bool:
         return bool(self._networks)
@@ -56,7 +55,7 @@ class TrustedProxies:
     def _find_client(self, peer: str, hops: str) -> str:
         """Return the last hop that no trusted proxy is, or, where the list ends or stops making sense, the last good one."""
         found = peer
-        for hop in reversed(hops.rsplit(",", _MAX_HOPS)):
+        for hop in reversed(hops.rsplit(",", WIRE.forwarded_hops)):
             address, is_trusted = self._judge(hop)
             if not address:
                 break

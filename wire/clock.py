@@ -10,6 +10,8 @@ import time
 from datetime import UTC, datetime
 from typing import Protocol
 
+from wire.limits import WIRE
+
 
 class Source(Protocol):
     """Where the time comes from; the module ``time`` is one."""
@@ -23,9 +25,6 @@ class Source(Protocol):
     def sleep(self, seconds: float, /) -> None:
         """Hold up the calling thread."""
 
-
-STANDSTILL_S = 2.0
-"""Whoever calls ``beat`` does so twice a second at least; with so long between two of them the process stood still."""
 
 _source: Source = time
 _beat_at: float | None = None
@@ -62,12 +61,12 @@ def monotonic() -> float:
 def awake() -> float:
     """Return seconds like ``monotonic``, without those in which this process stood still (stopped, swapped out, asleep).
 
-    For the silence of others: nobody listened to them meanwhile, and what they said may wait unread. STANDSTILL_S of a pause
-    count. In a process that never calls ``beat`` it is ``monotonic``.
+    For the silence of others: nobody listened to them meanwhile, and what they said may wait unread. ``standstill_s``
+    of a pause count. In a process that never calls ``beat`` it is ``monotonic``.
     """
     now = _source.monotonic()
-    if _beat_at is not None and now - _beat_at > STANDSTILL_S:
-        return _beat_at + STANDSTILL_S - _stood_s
+    if _beat_at is not None and now - _beat_at > WIRE.standstill_s:
+        return _beat_at + WIRE.standstill_s - _stood_s
     return now - _stood_s  # in one call: dispatch asks for each link and request
 
 
@@ -75,7 +74,7 @@ def beat() -> float:
     """Note that the process runs; return for how long it stood still before, 0 = it did not."""
     global _beat_at, _stood_s
     now = _source.monotonic()
-    pause_s = 0.0 if _beat_at is None else max(0.0, now - _beat_at - STANDSTILL_S)
+    pause_s = 0.0 if _beat_at is None else max(0.0, now - _beat_at - WIRE.standstill_s)
     _beat_at, _stood_s = now, _stood_s + pause_s
     return pause_s
 

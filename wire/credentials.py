@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-_KEYID_LENGTH = 12
-_SECRET_LENGTH = 32
 _CRC_LENGTH = 6
 
 CREDENTIAL_PATTERN = r"\b(mst|msw|msa)_[0-9A-Za-z]{12}_[0-9A-Za-z]{38}\b"
@@ -45,8 +43,8 @@ class MintedCredential:
 
 def mint_credential(kind: CredentialKind) -> MintedCredential:
     """Return a fresh random credential of ``kind``."""
-    keyid = _random_text(_KEYID_LENGTH)
-    head = f"{kind.value}_{keyid}_{_random_text(_SECRET_LENGTH)}"
+    keyid = _random_text(12)
+    head = f"{kind.value}_{keyid}_{_random_text(32)}"
     text = head + _checksum(head)
     return MintedCredential(kind=kind, keyid=keyid, text=text, digest=digest_credential(text))
 

@@ -7,11 +7,13 @@ nodes are read by the gateway alone.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
 
+from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
 
@@ -111,9 +113,6 @@ class EngineErrorBody(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(EngineErrorBody)
-_MAX_BODY_BYTES = 256 * 1024
-"""An engine chooses the bytes: of a longer body only the beginning is read, as text."""
-_HEAD_BYTES = 8192
 _TAGS = re.compile(r"<(?:script|style)\b.*?(?:</(?:script|style)>|\Z)|<[^<>]*>", re.DOTALL | re.IGNORECASE)
 
 
@@ -138,25 +137,17 @@ def find_message(found: EngineErrorBody) -> str:
 
 def strip_markup(body: bytes) -> str:
     """Return the text at the beginning of a page, such as a proxy's error."""
-    return " ".join(_TAGS.sub(" ", body[:_HEAD_BYTES].decode("utf-8", "replace")).split())
+    return " ".join(_TAGS.sub(" ", body[: WIRE.error_head_bytes].decode("utf-8", "replace")).split())
 
 
 def read_message(body: bytes) -> str:
     """Return what an engine's error body says, in whatever shape."""
-    found = read_error_body(body) if len(body) <= _MAX_BODY_BYTES else None
+    found = read_error_body(body) if len(body) <= WIRE.error_body_bytes else None
     if found is not None:
         return find_message(found)
     return "" if body[:1] in (b"[", b"{") else strip_markup(body)
 
 
-MAX_QUOTE_CHARS = 300
-_MIN_ECHO_CHARS = 20
-_BLOCK_CHARS = _MIN_ECHO_CHARS // 2
-_MAX_PLACES = 1000
-"""A block that the request holds more often than this is taken for an echo without looking at each place."""
-_FORM_EDGE_BYTES = 256 * 1024
-"""Of a request that is no JSON, such as a form with a sound in its middle, the texts stand at the edges."""
-_MAX_CODE_POINT = 0x10FFFF
 _ELLIPSIS = "…"
 # Where validators begin to repeat what they were given: pydantic's text and its dictionaries, llama.cpp's parser.
 _ECHO = re.compile(r"""(?:\binput_value=|['"]input['"]\s*:|\b(?:messages|tools) = [\[{]|\bbody=)""")
@@ -167,7 +158,7 @@ _CREDENTIAL = re.compile(r"\b(?:sk|hf|gsk|mst|msa|msw)[-_][A-Za-z0-9_-]{12,}|\bB
 
 
 def quote_message(message: str, asked: bytes) -> str:
-    """Return an engine's words as they may be kept and logged: one line of up to MAX_QUOTE_CHARS characters, no credential.
+    """Return an engine's words as they may be kept and logged: one line of up to ``error_quote_chars``, no credential.
 
     They end, with an ellipsis, before the first place where a validator begins to repeat its input, and before the first run of
     20 characters that the request (``asked``: its body) holds as a text of its own, escaped or not. Names of fields
@@ -179,13 +170,14 @@ def quote_message(message: str, asked: bytes) -> str:
     text, is_cut = message, False
     if (echo := _ECHO.search(text)) is not None:
         text, is_cut = text[: echo.start()], True
-    text = _ESCAPE.sub(_unescape, text[: 4 * MAX_QUOTE_CHARS]).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    most = WIRE.error_quote_chars
+    text = _ESCAPE.sub(_unescape, text[: 4 * most]).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     text = _CREDENTIAL.sub(_ELLIPSIS, _flatten(text))
     # A run may begin before the cut and end behind it: what is kept is searched with as much of what follows.
-    searched = text[: MAX_QUOTE_CHARS + _MIN_ECHO_CHARS]
+    searched = text[: most + WIRE.echo_chars]
     if (start := _find_echo(searched, asked)) is not None:
         text, is_cut = text[:start], True
-    limit = MAX_QUOTE_CHARS - 1 if is_cut or len(text) > MAX_QUOTE_CHARS else MAX_QUOTE_CHARS
+    limit = most - 1 if is_cut or len(text) > most else most
     is_cut = is_cut or len(text) > limit
     return text[:limit].rstrip() + _ELLIPSIS if is_cut else text
 
@@ -198,7 +190,7 @@ def _unescape(found: re.Match[str]) -> str:
     digits = found[1] or found[2] or found[3]
     if digits is None:
         return found[5] or " "
-    return chr(code) if (code := int(digits, 16)) <= _MAX_CODE_POINT else " "
+    return chr(code) if (code := int(digits, 16)) <= sys.maxunicode else " "
 
 
 def _list_texts(asked: bytes) -> Iterator[str]:
@@ -206,7 +198,7 @@ def _list_texts(asked: bytes) -> Iterator[str]:
     try:
         decoded = msgspec.json.decode(asked)
     except UNREADABLE:
-        for edge in (asked[:_FORM_EDGE_BYTES], asked[_FORM_EDGE_BYTES:][-_FORM_EDGE_BYTES:]):
+        for edge in (asked[: WIRE.echo_edge_bytes], asked[WIRE.echo_edge_bytes :][-WIRE.echo_edge_bytes :]):
             yield edge.decode("utf-8", "replace")
         return
     if isinstance(decoded, dict):
@@ -223,32 +215,33 @@ def _list_texts(asked: bytes) -> Iterator[str]:
 
 
 def _find_echo(text: str, asked: bytes) -> int | None:
-    """Return where the first run of _MIN_ECHO_CHARS characters begins that the request holds too.
+    """Return where the first run of ``echo_chars`` characters begins that the request holds too.
 
     Such a run covers at least one of the blocks into which the text is cut here, so only those are searched for.
     """
-    if len(text) < _MIN_ECHO_CHARS:
+    if len(text) < WIRE.echo_chars:
         return None
     said = "\0".join(_flatten(one) for one in _list_texts(asked))
-    for at in range(0, len(text) - _BLOCK_CHARS + 1, _BLOCK_CHARS):
-        starts = [run.start for run in _list_runs(text, at, said) if run.stop - run.start >= _MIN_ECHO_CHARS]
+    block = WIRE.echo_chars // 2
+    for at in range(0, len(text) - block + 1, block):
+        starts = [run.start for run in _list_runs(text, range(at, at + block), said) if run.stop - run.start >= WIRE.echo_chars]
         if starts:
             return min(starts)
     return None
 
 
-def _list_runs(text: str, at: int, said: str) -> Iterator[range]:
-    """Yield the stretches of ``text`` around its block at ``at`` that stand in ``said``, one for each place of the block."""
-    block = text[at : at + _BLOCK_CHARS]
+def _list_runs(text: str, of: range, said: str) -> Iterator[range]:
+    """Yield the stretches of ``text`` around its block ``of`` that stand in ``said``, one for each place of the block."""
+    at, block = of.start, text[of.start : of.stop]
     place = said.find(block)
-    for _ in range(_MAX_PLACES):
+    for _ in range(WIRE.echo_places):
         if place < 0:
             return
-        before, behind = 0, _BLOCK_CHARS
+        before, behind = 0, len(of)
         while before < min(at, place) and text[at - before - 1] == said[place - before - 1]:
             before += 1
         while at + behind < len(text) and place + behind < len(said) and text[at + behind] == said[place + behind]:
             behind += 1
         yield range(at - before, at + behind)
         place = said.find(block, place + 1)
-    yield range(max(0, at - _BLOCK_CHARS), at + _MIN_ECHO_CHARS)
+    yield range(max(0, at - len(of)), at + WIRE.echo_chars)

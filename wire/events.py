@@ -13,16 +13,10 @@ from enum import StrEnum
 
 import msgspec
 
+from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
-MAX_HELD_BYTES = 256 * 1024
-"""An unfinished event larger than this is passed on in pieces instead of being held."""
-_SEAM_BYTES = 2
-"""So much of a blank line may lie before the piece that completes it."""
 _BLANK_LINES = (b"\n\n", b"\r\n\r\n")
-_KEPT_FRAMES = 32
-_KEPT_BYTES = 4096
-"""An ``EndReader`` remembers so many frames, and of a longer one the events that its last bytes belong to."""
 _DONE = b"[DONE]"
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _FINISHED = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*"[^"]')
@@ -76,7 +70,7 @@ class EventCutter:
             self.is_inside_event = False
             return whole
         self._hold(chunk)
-        if self._held_bytes > MAX_HELD_BYTES:
+        if self._held_bytes > WIRE.event_held_bytes:
             self.is_inside_event = True
             return self._take_held()
         return b""
@@ -88,7 +82,8 @@ class EventCutter:
     def _hold(self, piece: bytes) -> None:
         self._held.append(piece)
         self._held_bytes += len(piece)
-        self._end = piece[-_SEAM_BYTES:] if len(piece) >= _SEAM_BYTES else (self._end + piece)[-_SEAM_BYTES:]
+        # Two bytes of a blank line may lie before the piece that completes it.
+        self._end = piece[-2:] if len(piece) >= 2 else (self._end + piece)[-2:]
 
     def _take_held(self) -> bytes:
         held = b"".join(self._held)
@@ -166,7 +161,7 @@ class EndReader:
 
     A frame costs no search: the last ones are remembered and read once the stream is over. ``error`` is then what the
     engine said in an error event (JSON), ``first`` the frames up to the first one with data. A part of an event at the end
-    is never passed on, unless it belongs to one larger than ``MAX_HELD_BYTES``.
+    is never passed on, unless it belongs to one larger than ``event_held_bytes``.
 
     ``holds``: the closing event stays here until ``finish``, for a client that has it believes its answer recorded. Either way
     it is ``closing``, with what came behind it.
@@ -192,7 +187,7 @@ class EndReader:
         self._closes = rules.closes
         self.closing = b""
         self._cutter = EventCutter()
-        self._kept: deque[bytes] = deque(maxlen=_KEPT_FRAMES)
+        self._kept: deque[bytes] = deque(maxlen=WIRE.stream_end_frames)
         self._was_inside = self._has_middle = self._has_data = False
         self.first = b""
         self.error = b""
@@ -211,7 +206,7 @@ class EndReader:
         """Take bytes of the stream, cut anywhere; return whole events, or nothing."""
         out = self._cutter.feed(data)
         if out:
-            if self._has_data and len(out) <= _KEPT_BYTES and not self._was_inside:
+            if self._has_data and len(out) <= WIRE.stream_end_bytes and not self._was_inside:
                 self._kept.append(out)
             else:
                 self._keep(out)
@@ -260,7 +255,7 @@ class EndReader:
                 start = blank.end()
             else:
                 return out
-        if len(self.closing) < MAX_HELD_BYTES:
+        if len(self.closing) < WIRE.event_held_bytes:
             self.closing += out[start:]
         return out[:start] if self._holds else out
 
@@ -278,7 +273,7 @@ class EndReader:
         try:
             event = _event_decoder.decode(payload)
         except UNREADABLE:
-            if len(payload) <= MAX_HELD_BYTES:
+            if len(payload) <= WIRE.event_held_bytes:
                 return False, False
             # Too large to be remembered as a whole; its beginning and its end are here.
             kind = name.decode("latin-1")
@@ -296,13 +291,13 @@ class EndReader:
         was_inside, self._was_inside = self._was_inside, self._cutter.is_inside_event
         if not self._has_data:
             self._has_data = b"data:" in out
-            self.first = self.first[-_KEPT_BYTES:] + out
+            self.first = self.first[-WIRE.stream_end_bytes :] + out
         if was_inside and self._was_inside:
             if self._has_middle:
                 self._kept.pop()  # the end of a large event may begin in the last of its middle pieces, no earlier
             self._has_middle = True
         elif not was_inside and not self._was_inside:
-            out = out[find_boundary(out, max(0, len(out) - _KEPT_BYTES)) :]
+            out = out[find_boundary(out, max(0, len(out) - WIRE.stream_end_bytes)) :]
         if not self._was_inside:
             self._has_middle = False
         self._kept.append(out)

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from wire.bridge import ProtocolError, TokenCounts
+from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
 OPEN, BODY, CANCEL, CREDIT = 1, 2, 3, 4
@@ -37,11 +38,6 @@ FLAG_FIN = 1
 HEADER = struct.Struct(">BBQI")
 HEADER_BYTES = HEADER.size
 _U32 = struct.Struct(">I")
-
-MAX_PAYLOAD_BYTES = 256 * 1024
-"""Bodies are cut into frames of at most this size, so that one large prompt does not hold up other streams."""
-DEFAULT_WINDOW_BYTES = 512 * 1024
-"""DATA bytes a box may have outstanding on one stream before it must wait for CREDIT."""
 
 
 class OpenMeta(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -56,7 +52,7 @@ class OpenMeta(msgspec.Struct, omit_defaults=True, kw_only=True):
     headers: dict[str, str] = {}
     is_streaming: bool = False
     deadline_ms: int = 0
-    window_bytes: int = DEFAULT_WINDOW_BYTES
+    window_bytes: int = WIRE.stream_window_bytes
     tenant: str = ""
     method: str = "POST"
     priority: str = ""
@@ -110,9 +106,9 @@ def encode_frame(kind: int, stream: int, attempt: int, payload: bytes = b"", fla
 
 
 def encode_open(stream: int, attempt: int, meta: OpenMeta, body: bytes) -> list[bytes]:
-    """Return the frames that open a stream: one for a body up to MAX_PAYLOAD_BYTES, more beyond."""
+    """Return the frames that open a stream: one for a body up to ``frame_payload_bytes``, more beyond."""
     head = _encoder.encode(meta)
-    parts = [body[i : i + MAX_PAYLOAD_BYTES] for i in range(0, len(body), MAX_PAYLOAD_BYTES)] or [b""]
+    parts = [body[i : i + WIRE.frame_payload_bytes] for i in range(0, len(body), WIRE.frame_payload_bytes)] or [b""]
     last = len(parts) - 1
     opening = _U32.pack(len(head)) + head + parts[0]
     frames = [encode_frame(OPEN, stream, attempt, opening, FLAG_FIN if last == 0 else 0)]
@@ -157,7 +153,7 @@ def decode_end(payload: bytes) -> End:
 
 
 def encode_reply(stream: int, attempt: int, head: Head, body: bytes, end: End) -> bytes:
-    """Return the one frame of a whole answer; ``body`` up to MAX_PAYLOAD_BYTES."""
+    """Return the one frame of a whole answer; ``body`` up to ``frame_payload_bytes``."""
     first, last = _encoder.encode(head), _encoder.encode(end)
     return encode_frame(REPLY, stream, attempt, b"".join((_U32.pack(len(first)), first, _U32.pack(len(last)), last, body)))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_HEADER_BYTES = 64 * 1024
+from wire.limits import WIRE
+
 _ONCE = (b"host", b"authorization", b"x-api-key")
 _VERSIONS = frozenset({"1.0", "1.1"})
 
@@ -26,7 +27,7 @@ class HeadFault:
 TOO_LARGE = HeadFault(
     431,
     "Request Header Fields Too Large",
-    f"The request headers have more than {MAX_HEADER_BYTES} bytes. Send fewer or shorter ones.",
+    f"The request headers have more than {WIRE.request_head_bytes} bytes. Send fewer or shorter ones.",
 )
 
 
@@ -56,4 +57,4 @@ def find_head_fault(version: str, headers: Sequence[tuple[bytes, bytes]], *, is_
 def find_size_fault(target: bytes, headers: Sequence[tuple[bytes, bytes]]) -> HeadFault | None:
     """Return ``TOO_LARGE`` when a request target and headers, without blanks that mean nothing, are over the bound."""
     size = len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
-    return TOO_LARGE if size > MAX_HEADER_BYTES else None
+    return TOO_LARGE if size > WIRE.request_head_bytes else None

@@ -14,12 +14,11 @@ from typing import Any  # chunks are JSON
 import msgspec
 
 from wire.events import EventCutter
+from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
-_MAX_CALLS, _MAX_CHOICES = 1024, 128
-"""Of one answer; what an engine begins beyond that passes as it is."""
 
 
 @dataclass(slots=True)
@@ -88,7 +87,7 @@ class ChatTidier:
             if (
                 isinstance(delta, dict)
                 and isinstance(index, int)
-                and (index in self._choices or len(self._choices) < _MAX_CHOICES)
+                and (index in self._choices or len(self._choices) < WIRE.answer_choices)
             ):
                 changed |= self._change_delta(self._choices.setdefault(index, _Choice()), delta)
         return changed
@@ -130,7 +129,7 @@ def _change_call(choice: _Choice, call: dict[str, Any], position: int) -> bool:
     key = given if isinstance(given, int) else _guess_index(choice, named=named, name=name, position=position)
     known = choice.calls.get(key)
     is_new = known is None or bool(named and known.engine_id and named != known.engine_id)
-    if is_new and choice.count < _MAX_CALLS:
+    if is_new and choice.count < WIRE.answer_calls:
         known = choice.calls[key] = _Call(choice.count, named, name)
         choice.count += 1
         call["id"] = named or f"call_{secrets.token_hex(12)}"

@@ -13,10 +13,9 @@ import msgspec
 
 from wire.bridge import TokenCounts
 from wire.events import EventCutter
+from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
-MAX_PARSED_BYTES = 1024 * 1024
-"""A larger unstreamed answer is passed on without looking for its usage."""
 _ASKABLE = frozenset({"/v1/chat/completions", "/v1/completions"})
 _EMPTY_CHOICES = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _LINE_END = re.compile(rb"\r\n|\n|\r")
@@ -134,7 +133,7 @@ class BodyReader:
         """Take bytes from the engine; return them."""
         if self._is_readable:
             self._copy += chunk
-            if len(self._copy) > MAX_PARSED_BYTES:
+            if len(self._copy) > WIRE.usage_body_bytes:
                 self._is_readable = False
                 self._copy.clear()
         return chunk

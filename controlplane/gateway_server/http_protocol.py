@@ -19,7 +19,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.client import SCOPE_HANDLE
 from wire.contract import ErrorCode
-from wire.http_head import MAX_HEADER_BYTES, TOO_LARGE, HeadFault, find_head_fault, find_size_fault
+from wire.http_head import TOO_LARGE, HeadFault, find_head_fault, find_size_fault
+from wire.limits import WIRE
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 _MAX_WAITING = 64
@@ -158,7 +159,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         is_upgrade = self.parser.should_upgrade()
         self._fault = find_head_fault(self.parser.get_http_version(), self.headers, is_upgrade=is_upgrade)
-        if self._header_bytes + self._read_bytes > MAX_HEADER_BYTES:
+        if self._header_bytes + self._read_bytes > WIRE.request_head_bytes:
             self._fault = find_size_fault(self.url, self.headers) or self._fault
         if self._fault is not None:
             raise _HeadRefused
@@ -209,7 +210,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             return
         if not self._is_mixed:
             self._header_bytes += len(data)
-            if self._header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            if self._header_bytes > WIRE.request_head_bytes and not self.transport.is_closing():
                 self._send_fault(TOO_LARGE)
                 return
         if self._timer is None:

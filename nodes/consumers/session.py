@@ -37,8 +37,8 @@ from nodes.session import (
 from wire import bridge, clock
 from wire.bridge import ProtocolError
 from wire.contract import NodeMode
-from wire.frames import DEFAULT_WINDOW_BYTES
 from wire.ids import format_id
+from wire.limits import WIRE
 
 if TYPE_CHECKING:
     from nodes.consumers.endpoint import WorkerEndpoint
@@ -217,7 +217,7 @@ class BoxSession:
         if self.protocol.speaks_muster:
             ack.node_id = ack.worker_id
             ack.heartbeat_interval_s = self.endpoint.limits.heartbeat_interval_s
-            ack.window_bytes = DEFAULT_WINDOW_BYTES
+            ack.window_bytes = WIRE.stream_window_bytes
             ack.gateways = self.endpoint.advertised_gateways
             ack.accepting = not (opened.cordoned or opened.draining or opened.mode == NodeMode.SPARE_OFF.value)
         return ack

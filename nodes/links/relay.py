@@ -20,7 +20,8 @@ from nodes.session import (
     find_engines,
 )
 from wire import bridge, clock
-from wire.frames import DEFAULT_WINDOW_BYTES, End
+from wire.frames import End
+from wire.limits import WIRE
 
 _END_KINDS = {
     "": EndKind.COMPLETE,
@@ -49,7 +50,7 @@ class RelayStream:
     def grant(self, amount: int) -> None:
         """Return credit to the box, in steps of half a window so that frames stay few."""
         self._granted += amount
-        if self._granted >= DEFAULT_WINDOW_BYTES // 2:
+        if self._granted >= WIRE.stream_window_bytes // 2:
             self._link.send_frames(self._link.session.grant_credit(self.number, self._granted))
             self._granted = 0
 

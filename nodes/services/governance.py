@@ -23,7 +23,7 @@ from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach
 from wire import clock
 from wire.bridge import BoxGovernance, GovernanceReport
-from wire.optoken import MIN_KEY_BYTES
+from wire.limits import WIRE
 from wire.optoken.approval import ApprovalError, decode_bytes
 from wire.optoken.identity import owns_runner_id
 
@@ -117,7 +117,7 @@ def _decode(text: str) -> bytes:
 def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_id: str = "", actor: str) -> NodeOpKey:
     """Give the key that tokens for a box called over HTTP are signed with; older ones are retired.
 
-    ``secret``: the text that stands in the box's key file, of at least MIN_KEY_BYTES bytes. ``level``: L0 or L1. ``runner_id``:
+    ``secret``: the text that stands in the box's key file, of at least 16 bytes. ``level``: L0 or L1. ``runner_id``:
     what the box calls itself in L1 tokens; "" = a name made from the node's. Raises NodeNotFound, BadRequest.
     """
     node = Node.objects.select_for_update().filter(pk=node_id).first()
@@ -152,8 +152,10 @@ def _check_given(node: Node, *, kid: str, secret: str, level: str, runner_id: st
             f"kid must be the key's id on the box, 1 to {limits().nodes.op_key_id_chars} characters; L0 needs none.",
             param="kid",
         )
-    if not MIN_KEY_BYTES <= len(secret.encode()) <= limits().nodes.op_key_bytes:
-        raise BadRequest(f"The key must have {MIN_KEY_BYTES} to {limits().nodes.op_key_bytes} bytes.", param="secret")
+    if not WIRE.token_least_key_bytes <= len(secret.encode()) <= limits().nodes.op_key_bytes:
+        raise BadRequest(
+            f"The key must have {WIRE.token_least_key_bytes} to {limits().nodes.op_key_bytes} bytes.", param="secret"
+        )
     if len(runner_id) > 200 or not runner_id.isprintable():
         raise BadRequest("runner_id must be at most 200 printable characters.", param="runner_id")
 
@@ -256,7 +258,7 @@ def _read_secret(text: str) -> bytes | None:
         secret = decode_bytes(text)
     except ApprovalError:
         return None
-    return secret if MIN_KEY_BYTES <= len(secret) <= limits().nodes.op_key_bytes else None
+    return secret if WIRE.token_least_key_bytes <= len(secret) <= limits().nodes.op_key_bytes else None
 
 
 def _is_skewed(skew_ms: int | None) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runner.errors import OperationsDisabled
 from runner.limits import limits
-from wire.optoken import MIN_KEY_BYTES
+from wire.limits import WIRE
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ def read_key(path: Path) -> bytes:
         raise UnusableKey(f"the key file {path} has more than {limits().operations.key_bytes} bytes")
     if not key:
         raise UnusableKey(f"the key file {path} is empty")
-    if len(key) < MIN_KEY_BYTES:
-        raise UnusableKey(f"the key file {path} has fewer than {MIN_KEY_BYTES} bytes")
+    if len(key) < WIRE.token_least_key_bytes:
+        raise UnusableKey(f"the key file {path} has fewer than {WIRE.token_least_key_bytes} bytes")
     return key
 
 

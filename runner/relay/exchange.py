@@ -28,7 +28,8 @@ from runner.serving.service import Answer
 from runner.session import Stream
 from wire import clock
 from wire.events import find_boundary
-from wire.frames import MAX_PAYLOAD_BYTES, End, Head, OpenMeta
+from wire.frames import End, Head, OpenMeta
+from wire.limits import WIRE
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ class Relay:
         send, is_stream = job.send, answer.is_event_stream
         assert answer.chunks is not None
         async for out in answer.chunks:
-            if len(out) <= stream.window and len(out) <= MAX_PAYLOAD_BYTES:
+            if len(out) <= stream.window and len(out) <= WIRE.frame_payload_bytes:
                 await send(stream.data(out))
             else:
                 await self._send_pieces(job, out, is_stream=is_stream)
@@ -190,7 +191,7 @@ class Relay:
         """Send bytes that do not fit at once, cut between events where that is possible."""
         stream, start = job.stream, 0
         while start < len(out):
-            room = min(stream.window, MAX_PAYLOAD_BYTES)
+            room = min(stream.window, WIRE.frame_payload_bytes)
             if room <= 0:
                 job.credit.clear()
                 await job.credit.wait()

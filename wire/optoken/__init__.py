@@ -11,13 +11,11 @@ from wire.optoken.approval import ApprovalError, Policy, Rule, Statement
 from wire.optoken.canonical import NotCanonical, params_digest
 from wire.optoken.identity import make_runner_id, owns_runner_id
 from wire.optoken.refusal import OpTokenError, Reason
-from wire.optoken.signed_token import MAX_TOKEN_BYTES, SignedToken, encode_token, read_token
+from wire.optoken.signed_token import SignedToken, encode_token, read_token
 from wire.optoken.signing import Binding, Grant, sign_jwt, sign_l0, sign_l1, sign_l2
-from wire.optoken.verifier import MIN_KEY_BYTES, Level, Operation, Verified, Verifier
+from wire.optoken.verifier import Level, Operation, Verified, Verifier
 
 __all__ = [
-    "MAX_TOKEN_BYTES",
-    "MIN_KEY_BYTES",
     "ApprovalError",
     "Binding",
     "Grant",

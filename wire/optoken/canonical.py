@@ -10,7 +10,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-MAX_DEPTH = 16
+from wire.limits import WIRE
+
 MAX_INTEGER = 2**53 - 1
 """The largest integer that a JSON reader with doubles holds exactly (RFC 7493 section 2.2)."""
 
@@ -53,8 +54,8 @@ def params_digest(params: Mapping[str, object]) -> str:
 
 
 def _check(value: object, *, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise NotCanonical(f"nested deeper than {MAX_DEPTH}")
+    if depth > WIRE.token_depth:
+        raise NotCanonical(f"nested deeper than {WIRE.token_depth}")
     match value:
         case None | bool() | str():
             return

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hmac
 
+from wire.limits import WIRE
 from wire.optoken.approval import fingerprint_key
-
-MAX_NAME_CHARS = 100
 
 
 def make_runner_id(name: str, public_key: bytes) -> str:
@@ -14,8 +13,8 @@ def make_runner_id(name: str, public_key: bytes) -> str:
 
     Raises ValueError for a name that could be read in two ways.
     """
-    if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable() and name == name.strip() and "#" not in name):
-        raise ValueError(f"the name of a box is 1 to {MAX_NAME_CHARS} printable characters without # and outer blanks")
+    if not (0 < len(name) <= WIRE.node_name_chars and name.isprintable() and name == name.strip() and "#" not in name):
+        raise ValueError(f"the name of a box is 1 to {WIRE.node_name_chars} printable characters without # and outer blanks")
     return f"{name}#{fingerprint_key(public_key)}"
 
 

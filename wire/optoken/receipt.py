@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from wire.limits import WIRE
 from wire.optoken.approval import RECEIPT_DOMAIN, ApprovalError, canonical, check_receipt, encode_bytes
-
-MAX_TEXT_CHARS = 300
 
 Outcome = Literal["succeeded", "failed", "interrupted"]
 
@@ -94,9 +93,9 @@ def _check(receipt: Receipt) -> None:
     digests = (receipt.statement_digest or "0" * 64, receipt.result_digest)
     numbers = (receipt.use, receipt.fence, receipt.started_at, receipt.ended_at)
     fits = (
-        all(isinstance(text, str) and 0 < len(text) <= MAX_TEXT_CHARS for text in texts)
+        all(isinstance(text, str) and 0 < len(text) <= WIRE.receipt_text_chars for text in texts)
         and isinstance(receipt.checkpoint, str)
-        and len(receipt.checkpoint) <= MAX_TEXT_CHARS
+        and len(receipt.checkpoint) <= WIRE.receipt_text_chars
         and all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests)
         and all(type(number) is int and number >= 0 for number in numbers)
         and receipt.use >= 1

@@ -9,16 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from wire.limits import WIRE
 from wire.optoken.canonical import NotCanonical, canonical_bytes
 from wire.optoken.refusal import OpTokenError, Reason
-
-MAX_TOKEN_BYTES = 16 * 1024
-"""Largest accepted token, as JSON. A statement with five proofs has a third of it."""
 
 Claim = str | int | list[str] | None
 """What a member of ``opToken`` may be; null only where L0 names no model."""
 
-_MAX_BASE64_CHARS = (MAX_TOKEN_BYTES + 2) // 3 * 4
 _BASE64URL = re.compile(r"([A-Za-z0-9_-]*)(={0,2})")
 _BLANK = " \t\r\n"
 _JWT_HEADERS: tuple[dict[str, object], ...] = ({"alg": "HS256"}, {"alg": "HS256", "typ": "JWT"})
@@ -54,7 +51,7 @@ def read_token(value: object) -> SignedToken:
         size = len(canonical_bytes(members))
     except NotCanonical:
         raise OpTokenError(Reason.MALFORMED) from None
-    if size > MAX_TOKEN_BYTES:
+    if size > WIRE.token_bytes:
         raise OpTokenError(Reason.TOO_LARGE)
     claims, signature = members.get("opToken"), members.get("signature")
     if not (isinstance(claims, dict) and isinstance(signature, str)):
@@ -82,7 +79,7 @@ def decode_base64url(text: str) -> bytes | None:
 
 def _read_jwt(text: str) -> SignedToken:
     """Return the token in a compact JWT; it carries claims alone, so never the proofs that L2 asks for."""
-    if len(text) > _MAX_BASE64_CHARS:
+    if _is_long(text):
         raise OpTokenError(Reason.TOO_LARGE)
     signed, _, signature = text.rpartition(".")
     header, claims = (_parse_segment(segment) for segment in signed.split("."))
@@ -92,7 +89,7 @@ def _read_jwt(text: str) -> SignedToken:
         size = len(canonical_bytes(claims))
     except NotCanonical:
         raise OpTokenError(Reason.MALFORMED) from None
-    if size > MAX_TOKEN_BYTES:
+    if size > WIRE.token_bytes:
         raise OpTokenError(Reason.TOO_LARGE)
     _check_claims(claims)
     return SignedToken(MappingProxyType(dict(claims)), signature, MappingProxyType({}), signed.encode())
@@ -113,8 +110,13 @@ def _check_claims(claims: Mapping[str, object]) -> None:
         raise OpTokenError(Reason.BAD_FIELD)
 
 
+def _is_long(text: str) -> bool:
+    """Whether a token in base64 is longer than the largest one can be."""
+    return len(text) > (WIRE.token_bytes + 2) // 3 * 4
+
+
 def _parse_text(text: str) -> object:
-    if len(text) > _MAX_BASE64_CHARS:
+    if _is_long(text):
         raise OpTokenError(Reason.TOO_LARGE)
     text = text.strip(_BLANK)
     if text.startswith("{"):
@@ -129,7 +131,7 @@ def _parse_text(text: str) -> object:
 
 
 def _parse_json(text: str) -> object:
-    if len(text) > MAX_TOKEN_BYTES:
+    if len(text) > WIRE.token_bytes:
         raise OpTokenError(Reason.TOO_LARGE)
     try:
         # Floats and NaN get through here; they have no canonical form.

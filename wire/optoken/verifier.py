@@ -15,22 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from wire.limits import WIRE
 from wire.optoken.approval import Policy, Rule, Statement
 from wire.optoken.canonical import NotCanonical, canonical_bytes, params_digest, spec_bytes
 from wire.optoken.refusal import OpTokenError, Reason
 from wire.optoken.signed_token import Claim, SignedToken, decode_base64url
 from wire.optoken.signing import TOKEN_VERSION
 from wire.optoken.statement import Wanted, check_statement
-
-MIN_KEY_BYTES = 16
-MAX_AGE_S = 300
-L0_SKEW_S = 300
-L1_SKEW_S = 60
-MAX_FENCE_LEAD_S = 7 * 86_400
-"""At L2 a fence may be so far ahead of the clock, as milliseconds: no single token blocks what comes after it for longer."""
-MAX_TEXT_CHARS = 200
-MIN_NONCE_CHARS = 8
-MAX_SIGNERS = 64
 
 _HEX_MAC = re.compile(r"[0-9a-f]{64}")
 _JWT_L0_MEMBERS = frozenset({"operation", "modelId", "issuedAt", "signers", "nonce"} | {"iat", "nbf", "exp", "aud"})
@@ -117,8 +108,8 @@ class Verifier:
             raise ValueError("at least one signer must be required")
         if not self.runner_id:
             raise ValueError("a box without an id cannot be the audience of a token")
-        if any(len(key) < MIN_KEY_BYTES for key in self.keys.values()):
-            raise ValueError(f"a key shorter than {MIN_KEY_BYTES} bytes")
+        if any(len(key) < WIRE.token_least_key_bytes for key in self.keys.values()):
+            raise ValueError(f"a key shorter than {WIRE.token_least_key_bytes} bytes")
 
     def verify(
         self, token: SignedToken, *, operation: Operation, model_id: str | None, params: Mapping[str, object], now: float
@@ -176,7 +167,7 @@ class Verifier:
         verified = Verified(
             level=level,
             kid=kid,
-            nonce=_read_text(token.claims, "nonce", shortest=MIN_NONCE_CHARS),
+            nonce=_read_text(token.claims, "nonce", shortest=WIRE.token_least_nonce_chars),
             op_id=None if level is Level.L0 else _read_text(token.claims, "opId"),
             signers=signers,
             fence=None if level is Level.L0 else _read_integer(token.claims, "fence", least=1),
@@ -212,11 +203,11 @@ class Verifier:
         )
         found = check_statement(token.extra, wanted, policy=self.policy, now=now)
         asked_at = found.statement.requested_at
-        if asked_at > now + L1_SKEW_S:
+        if asked_at > now + WIRE.token_skew_s:
             raise OpTokenError(Reason.NOT_YET_VALID)
         # A token can be made anew at any time, and its age says nothing of when the approval was first carried out.
         self._check_remembered(asked_at)
-        if verified.fence is not None and verified.fence > (now + MAX_FENCE_LEAD_S) * 1000:
+        if verified.fence is not None and verified.fence > (now + WIRE.token_fence_lead_s) * 1000:
             raise OpTokenError(Reason.BAD_FIELD)
         return replace(
             verified,
@@ -248,12 +239,12 @@ class Verifier:
 
     def _check_l0(self, claims: Mapping[str, Claim], now: float) -> int:
         issued_at = _read_integer(claims, "issuedAt", least=0)
-        if issued_at < now - MAX_AGE_S:
+        if issued_at < now - WIRE.token_age_s:
             raise OpTokenError(Reason.EXPIRED)
-        if issued_at > now + L0_SKEW_S:
+        if issued_at > now + WIRE.token_l0_skew_s:
             raise OpTokenError(Reason.NOT_YET_VALID)
         self._check_remembered(issued_at)
-        return issued_at + MAX_AGE_S
+        return issued_at + WIRE.token_age_s
 
     def _check_jwt_claims(self, claims: Mapping[str, Claim], now: float) -> None:
         """Honour what RFC 7519 gives a meaning to, and refuse what is not known. An ``exp`` shortens a token's life only."""
@@ -262,7 +253,7 @@ class Verifier:
         if "aud" in claims and _read_text(claims, "aud") != self.runner_id:
             raise OpTokenError(Reason.WRONG_AUDIENCE)
         for name in ("iat", "nbf"):
-            if name in claims and _read_integer(claims, name, least=0) > now + L0_SKEW_S:
+            if name in claims and _read_integer(claims, name, least=0) > now + WIRE.token_l0_skew_s:
                 raise OpTokenError(Reason.NOT_YET_VALID)
         if "exp" in claims and _read_integer(claims, "exp", least=0) <= now:
             raise OpTokenError(Reason.EXPIRED)
@@ -274,9 +265,9 @@ class Verifier:
             raise OpTokenError(Reason.WRONG_AUDIENCE)
         issued_at = _read_integer(claims, "issuedAt", least=0)
         expires_at = _read_integer(claims, "exp", least=issued_at)
-        if issued_at > now + L1_SKEW_S:
+        if issued_at > now + WIRE.token_skew_s:
             raise OpTokenError(Reason.NOT_YET_VALID)
-        if expires_at > issued_at + MAX_AGE_S:
+        if expires_at > issued_at + WIRE.token_age_s:
             raise OpTokenError(Reason.LIFETIME_TOO_LONG)
         if now > expires_at:
             raise OpTokenError(Reason.EXPIRED)
@@ -336,17 +327,17 @@ def _check_params(claims: Mapping[str, Claim], params: Mapping[str, object]) -> 
 def _read_signers(claims: Mapping[str, Claim]) -> tuple[str, ...]:
     """Return the distinct names, in their order. One name twice is one signer; a blank one spoils the token."""
     listed = claims.get("signers")
-    if not isinstance(listed, list) or len(listed) > MAX_SIGNERS:
+    if not isinstance(listed, list) or len(listed) > WIRE.token_signers:
         raise OpTokenError(Reason.BAD_FIELD)
     names = [name.strip() for name in listed]
-    if not all(0 < len(name) <= MAX_TEXT_CHARS for name in names):
+    if not all(0 < len(name) <= WIRE.token_text_chars for name in names):
         raise OpTokenError(Reason.BAD_FIELD)
     return tuple(dict.fromkeys(names))
 
 
 def _read_text(claims: Mapping[str, Claim], name: str, *, shortest: int = 1) -> str:
     value = claims.get(name)
-    if not isinstance(value, str) or not shortest <= len(value) <= MAX_TEXT_CHARS:
+    if not isinstance(value, str) or not shortest <= len(value) <= WIRE.token_text_chars:
         raise OpTokenError(Reason.BAD_FIELD)
     return value
 

@@ -19,7 +19,7 @@ from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from tests.rings.fuzz.broken_http import KINDS
 from tests.system.gateway_server.doors import error_of
-from wire.http_head import MAX_HEADER_BYTES
+from wire.limits import WIRE
 
 Headers = list[tuple[bytes, bytes]]
 STATUS_RE = re.compile(rb"^HTTP/1\.1 (\d{3}) ", re.MULTILINE)
@@ -197,5 +197,5 @@ def test_nor_does_any_number_of_packets_matter(positions: list[int]) -> None:
 async def test_trailers_and_chunk_extensions_without_end_are_refused() -> None:
     for endless in (b"x-a: ", b"5;x="):
         start = CHUNKED if endless[0] == ord("x") else CHUNKED.removesuffix(b"0\r\n")
-        pieces = [start + endless, *[b"b" * 8192] * (MAX_HEADER_BYTES // 8192 + 2)]
+        pieces = [start + endless, *[b"b" * 8192] * (WIRE.request_head_bytes // 8192 + 2)]
         assert (await judge(pieces)).statuses == [431]

@@ -37,6 +37,7 @@ from tests.system.nodes.factories import ACTOR, audited, make_credential
 from wire import bridge, frames
 from wire.contract import NodeMode
 from wire.credentials import CredentialKind, mint_credential
+from wire.limits import WIRE
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -315,7 +316,7 @@ async def test_a_muster_box_is_acknowledged_linked_and_marked_as_connected() -> 
         ack = await socket.acknowledged()
         (link,) = door.links
         assert ack.worker_id == ack.node_id == f"node_{link.node_id.hex}"
-        assert (ack.heartbeat_interval_s, ack.window_bytes, ack.gateways) == (5.0, frames.DEFAULT_WINDOW_BYTES, ["http://gw"])
+        assert (ack.heartbeat_interval_s, ack.window_bytes, ack.gateways) == (5.0, WIRE.stream_window_bytes, ["http://gw"])
         assert ack.accepting is True
         assert (link.node_name, link.max_concurrent, link.epoch, link.credential_id) == ("rig", 2, 1, credential.pk)
         assert (link.external_load, link.stale_after_s, link.offline_after_s) == (1, 10.0, 15.0)

@@ -16,6 +16,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from wire import bridge, frames
+from wire.limits import WIRE
 
 DEADLINE_S = 30.0
 TOKEN = "msw_scripted"
@@ -109,7 +110,7 @@ class ConnectedBox:
         path: str = "/v1/chat/completions",
         attempt: int = 1,
         deadline_ms: int = 60_000,
-        window_bytes: int = frames.DEFAULT_WINDOW_BYTES,
+        window_bytes: int = WIRE.stream_window_bytes,
         headers: dict[str, str] | None = None,
         model: str = "",
         tenant: str = "",
@@ -221,7 +222,7 @@ class ScriptedGateway:
                 protocol_version=bridge.MUSTER_V1,
                 node_id="node_1",
                 heartbeat_interval_s=0.2,
-                window_bytes=frames.DEFAULT_WINDOW_BYTES,
+                window_bytes=WIRE.stream_window_bytes,
                 gateways=self.more_gateways,
             )
             await box.send(ack)

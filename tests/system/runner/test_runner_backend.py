@@ -12,6 +12,7 @@ from tests.system.runner.processes import PATIENT, eventually, run_box
 from tests.system.runner.scripted_engine import run_engine
 from tests.system.runner.scripted_gateway import ConnectedBox, run_gateway
 from wire import bridge, frames
+from wire.limits import WIRE
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -246,7 +247,7 @@ async def test_an_answer_without_credit_is_not_read_from_the_server(tmp_path: Pa
         answer_bytes = received
         await stream.credit(1 << 30)
         while (frame := await stream.next()).kind == frames.DATA:
-            assert len(frame.payload) <= frames.MAX_PAYLOAD_BYTES
+            assert len(frame.payload) <= WIRE.frame_payload_bytes
             answer_bytes += len(frame.payload)
     assert answer_bytes == total
 

@@ -40,7 +40,7 @@ from tests.unit.wire.recorded_streams import (
     chunk,
 )
 from wire.contract import RequestState
-from wire.events import MAX_HELD_BYTES
+from wire.limits import WIRE
 
 SSE = {"content-type": "text/event-stream"}
 _TURNS = [{"role": "user", "content": "x"}]
@@ -249,7 +249,7 @@ async def test_a_native_response_fails_as_one_wherever_its_beginning_stands(fram
 
 async def test_an_error_does_not_run_into_the_part_of_an_event_that_was_too_large_to_hold() -> None:
     passage = PASSAGES[0]
-    outcome, client = await Serving(passage).serve(*[chunk(choice("x" * 3 * MAX_HELD_BYTES))[:-9]])
+    outcome, client = await Serving(passage).serve(*[chunk(choice("x" * 3 * WIRE.event_held_bytes))[:-9]])
     assert isinstance(outcome, Broken)
     assert client.body.rpartition(b"\n\ndata: ")[2].startswith(b'{"error":')
 
@@ -285,7 +285,7 @@ async def test_a_node_that_is_lost_before_its_closing_event_has_not(passage: Pas
 async def test_a_closing_event_too_large_to_hold_closes_too(path: str) -> None:
     passage = next(passage for passage in PASSAGES if passage.asked == passage.stream.path == path)
     *before, closing = passage.stream.events
-    large = closing.replace(b'"type":', b'"padding":"%b","type":' % (b"x" * 2 * MAX_HELD_BYTES), 1)
+    large = closing.replace(b'"type":', b'"padding":"%b","type":' % (b"x" * 2 * WIRE.event_held_bytes), 1)
     pieces = [large[at : at + 60_000] for at in range(0, len(large), 60_000)]
     outcome, client = await Serving(passage).serve(*before, *pieces, end=EndKind.LINK_LOST)
     assert isinstance(outcome, Served)

@@ -30,6 +30,7 @@ from nodes.session import (
 from runner.session import Cancelled, ClientSession, Opened
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
+from wire.limits import WIRE
 
 SSE = {"content-type": "text/event-stream"}
 
@@ -443,7 +444,7 @@ def join_sessions() -> tuple[ServerSession, ClientSession]:
     return server, box
 
 
-@pytest.mark.parametrize("size", [0, 10, frames.MAX_PAYLOAD_BYTES, frames.MAX_PAYLOAD_BYTES * 3 + 1])
+@pytest.mark.parametrize("size", [0, 10, WIRE.frame_payload_bytes, WIRE.frame_payload_bytes * 3 + 1])
 def test_both_halves_carry_a_body_and_its_answer(size: int) -> None:
     server, box = join_sessions()
     body = bytes(size)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.bridge import TokenCounts
-from wire.events import MAX_HELD_BYTES, EventCutter, find_boundary
-from wire.usage import MAX_PARSED_BYTES, BodyReader, StreamReader, ask_for_usage
+from wire.events import EventCutter, find_boundary
+from wire.limits import WIRE
+from wire.usage import BodyReader, StreamReader, ask_for_usage
 
 CHAT = "/v1/chat/completions"
 STREAMS = st.lists(
@@ -75,7 +76,7 @@ def test_boundaries_follow_every_kind_of_line_end(data: bytes, expected: int) ->
 
 def test_an_endless_event_is_passed_on_instead_of_being_held() -> None:
     cutter = EventCutter()
-    big = b"data: " + b"x" * MAX_HELD_BYTES
+    big = b"data: " + b"x" * WIRE.event_held_bytes
     assert cutter.feed(big) == big
     inside = [cutter.is_inside_event]
     assert cutter.feed(b"end\n\ndata: ") == b"end\n\n"
@@ -121,7 +122,7 @@ def test_usage_of_an_unstreamed_answer_is_read_up_to_a_size() -> None:
     assert b"".join([reader.feed(answer[:20]), reader.feed(answer[20:]), reader.finish()]) == answer
     assert reader.usage() == TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3)
     large = BodyReader(is_readable=True)
-    large.feed(b" " * (MAX_PARSED_BYTES + 1))
+    large.feed(b" " * (WIRE.usage_body_bytes + 1))
     large.feed(answer)
     assert large.usage() is None
     assert BodyReader(is_readable=False).usage() is None

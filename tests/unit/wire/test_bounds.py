@@ -13,18 +13,8 @@ from gateway.dialects import SURFACES
 from gateway.errors import BadRequest
 from runner.errors import InvalidRequest
 from runner.serving.request import check_bounds, check_crowd
-from wire.bounds import (
-    BOUNDS,
-    MAX_BIASES,
-    MAX_BREAKERS,
-    MAX_CHOICES,
-    MAX_MEMBERS,
-    MAX_NUMBER_CHARS,
-    MAX_REPEATS,
-    MAX_SHAPE_MEMBERS,
-    MAX_TURNS,
-    find_out_of_bounds,
-)
+from wire.bounds import BOUNDS, find_out_of_bounds
+from wire.limits import WIRE
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 ASKED: dict[str, dict[str, Any]] = {
@@ -124,23 +114,28 @@ GOOD_GRAMMAR = "root ::= r0  # what is it? *** a comment +++\n" + "\n".join(
 )
 HELLO = {"role": "user", "content": "hi"}
 CROWDS: list[tuple[str | None, dict[str, object], dict[str, object], int]] = [
-    (None, members(MAX_MEMBERS - 8), members(MAX_MEMBERS), MAX_MEMBERS),
-    ("metadata", {"metadata": members(MAX_MEMBERS)}, {"metadata": {"a": [members(MAX_MEMBERS + 1)]}}, MAX_MEMBERS),
-    ("logit_bias", {"logit_bias": members(MAX_BIASES)}, {"logit_bias": members(MAX_BIASES + 1)}, MAX_BIASES),
-    ("logit_bias", {"logit_bias": {}}, {"logit_bias": members(2000)}, MAX_BIASES),
-    ("logit_bias", {"logit_bias": [[1, 2]] * MAX_BIASES}, {"logit_bias": [[1, 2]] * (MAX_BIASES + 1)}, MAX_BIASES),
-    ("tools", {"tools": [tool(**members(900))] * 3}, {"tools": [tool(**members(MAX_MEMBERS + 1))]}, MAX_MEMBERS),
-    ("tools", {"tools": [tool(a={"enum": ["e"] * MAX_CHOICES})]}, {"tools": [tool(a={"enum": [1] * 1001})]}, MAX_CHOICES),
+    (None, members(WIRE.body_members - 8), members(WIRE.body_members), WIRE.body_members),
+    ("metadata", {"metadata": members(WIRE.body_members)}, {"metadata": {"a": [members(WIRE.body_members + 1)]}},
+     WIRE.body_members),
+    ("logit_bias", {"logit_bias": members(WIRE.body_biases)}, {"logit_bias": members(WIRE.body_biases + 1)}, WIRE.body_biases),
+    ("logit_bias", {"logit_bias": {}}, {"logit_bias": members(2000)}, WIRE.body_biases),
+    ("logit_bias", {"logit_bias": [[1, 2]] * WIRE.body_biases}, {"logit_bias": [[1, 2]] * (WIRE.body_biases + 1)},
+     WIRE.body_biases),
+    ("tools", {"tools": [tool(**members(900))] * 3}, {"tools": [tool(**members(WIRE.body_members + 1))]}, WIRE.body_members),
+    ("tools", {"tools": [tool(a={"enum": ["e"] * WIRE.shape_choices})]}, {"tools": [tool(a={"enum": [1] * 1001})]},
+     WIRE.shape_choices),
     ("response_format", {"response_format": schema(enum=["e"] * 1000)}, {"response_format": schema(enum=[1] * 1001)}, 1000),
-    ("text", {"text": schema(properties=members(200))}, {"text": schema(properties=members(201))}, MAX_SHAPE_MEMBERS),
-    ("grammar", {"grammar": GOOD_GRAMMAR}, {"grammar": f"{GOOD_GRAMMAR}\nroot ::= {repeat(51)}"}, MAX_REPEATS),
-    ("grammar", {"grammar": f"root ::= {repeat(50)}"}, {"grammar": "root ::= " + "[a-z]* " * 2000}, MAX_REPEATS),
-    ("text", {"text": schema(pattern=repeat(50), enum=["*"] * 99)}, {"text": schema(pattern=repeat(51))}, MAX_REPEATS),
-    ("tools", {"tools": [tool(a={"pattern": repeat(50)})] * 9}, {"tools": [tool(a={"pattern": repeat(51)})]}, MAX_REPEATS),
-    ("messages", {"messages": [HELLO] * MAX_TURNS}, {"messages": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
-    ("input", {"input": [HELLO] * MAX_TURNS}, {"input": [HELLO] * (MAX_TURNS + 1)}, MAX_TURNS),
-    ("dry_sequence_breakers", {"dry_sequence_breakers": ["a"] * 100}, {"dry_sequence_breakers": ["a"] * 101}, MAX_BREAKERS),
-    ("seed", {"seed": 10 ** (MAX_NUMBER_CHARS - 1)}, {"seed": 10**MAX_NUMBER_CHARS}, MAX_NUMBER_CHARS),
+    ("text", {"text": schema(properties=members(200))}, {"text": schema(properties=members(201))}, WIRE.shape_members),
+    ("grammar", {"grammar": GOOD_GRAMMAR}, {"grammar": f"{GOOD_GRAMMAR}\nroot ::= {repeat(51)}"}, WIRE.shape_repeats),
+    ("grammar", {"grammar": f"root ::= {repeat(50)}"}, {"grammar": "root ::= " + "[a-z]* " * 2000}, WIRE.shape_repeats),
+    ("text", {"text": schema(pattern=repeat(50), enum=["*"] * 99)}, {"text": schema(pattern=repeat(51))}, WIRE.shape_repeats),
+    ("tools", {"tools": [tool(a={"pattern": repeat(50)})] * 9}, {"tools": [tool(a={"pattern": repeat(51)})]},
+     WIRE.shape_repeats),
+    ("messages", {"messages": [HELLO] * WIRE.body_turns}, {"messages": [HELLO] * (WIRE.body_turns + 1)}, WIRE.body_turns),
+    ("input", {"input": [HELLO] * WIRE.body_turns}, {"input": [HELLO] * (WIRE.body_turns + 1)}, WIRE.body_turns),
+    ("dry_sequence_breakers", {"dry_sequence_breakers": ["a"] * 100}, {"dry_sequence_breakers": ["a"] * 101},
+     WIRE.body_breakers),
+    ("seed", {"seed": 10 ** (WIRE.body_number_chars - 1)}, {"seed": 10**WIRE.body_number_chars}, WIRE.body_number_chars),
 ]  # fmt: skip
 
 

@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.engine_errors import (
-    MAX_QUOTE_CHARS,
-    Blame,
-    correct_status,
-    judge_error,
-    quote_message,
-    read_message,
-)
+from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
+from wire.limits import WIRE
 
 HINT = "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
 
@@ -166,8 +160,8 @@ def test_an_echo_is_found_however_it_was_escaped() -> None:
 
 
 def test_long_words_are_cut_and_a_cut_never_hides_an_echo() -> None:
-    assert quote_message("x " * 400, ask()) == ("x " * 400)[: MAX_QUOTE_CHARS - 1].rstrip() + "…"
-    assert len(quote_message("y" * 290 + SECRET, ask())) <= MAX_QUOTE_CHARS
+    assert quote_message("x " * 400, ask()) == ("x " * 400)[: WIRE.error_quote_chars - 1].rstrip() + "…"
+    assert len(quote_message("y" * 290 + SECRET, ask())) <= WIRE.error_quote_chars
     assert SECRET[:10] not in quote_message("y " * 130 + SECRET, ask())
 
 
@@ -190,7 +184,7 @@ def test_no_run_of_twenty_characters_of_a_request_is_ever_quoted(
 ) -> None:
     quoted = quote_message(before + how(text[start : start + size]) + after, ask(text))
     plain = " ".join(text.split())
-    assert len(quoted) <= MAX_QUOTE_CHARS
+    assert len(quoted) <= WIRE.error_quote_chars
     assert not any(plain[at : at + 20] in quoted for at in range(len(plain) - 19))
 
 

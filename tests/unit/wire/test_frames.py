@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from wire import frames
 from wire.bridge import ProtocolError, TokenCounts
+from wire.limits import WIRE
 
 U8, U32, U64 = st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 TEXTS = st.text(max_size=20)
@@ -65,17 +66,17 @@ def test_an_opening_reads_back(meta: frames.OpenMeta, body: bytes, stream: int, 
     assert decoded[0][:4] == (frames.OPEN, frames.FLAG_FIN, stream, attempt)
 
 
-@pytest.mark.parametrize("size", [0, 1, *(frames.MAX_PAYLOAD_BYTES * n + d for n in (1, 2, 3) for d in (-1, 0, 1))])
+@pytest.mark.parametrize("size", [0, 1, *(WIRE.frame_payload_bytes * n + d for n in (1, 2, 3) for d in (-1, 0, 1))])
 def test_a_body_is_cut_into_frames_and_only_the_last_ends_it(size: int) -> None:
     body = bytes(i * 31 & 0xFF for i in range(min(size, 4096))) * (size // 4096 + 1)
     body = body[:size]
     meta = frames.OpenMeta(request_id="r", model="m", path="/p")
     again, whole, decoded = join_body(frames.encode_open(1, 2, meta, body))
     assert (again, whole) == (meta, body)
-    assert len(decoded) == max(1, -(-size // frames.MAX_PAYLOAD_BYTES))
+    assert len(decoded) == max(1, -(-size // WIRE.frame_payload_bytes))
     assert [frame.flags for frame in decoded] == [0] * (len(decoded) - 1) + [frames.FLAG_FIN]
     assert [frame.kind for frame in decoded] == [frames.OPEN] + [frames.BODY] * (len(decoded) - 1)
-    assert all(len(frame.payload) <= frames.MAX_PAYLOAD_BYTES + 4096 for frame in decoded)
+    assert all(len(frame.payload) <= WIRE.frame_payload_bytes + 4096 for frame in decoded)
 
 
 @given(head=HEADS, end=ENDS, body=st.binary(max_size=100))

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.wire.signed_tokens import make_l0, make_l1, verify
-from wire.optoken import MAX_TOKEN_BYTES, OpTokenError, Reason, encode_token, read_token
+from wire.limits import WIRE
+from wire.optoken import OpTokenError, Reason, encode_token, read_token
 from wire.optoken.signed_token import decode_base64url
 
 
@@ -120,9 +121,9 @@ def test_keys_are_ascii() -> None:
 
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_deep_nesting_is_refused_however_it_comes(opening: str) -> None:
-    depth = MAX_TOKEN_BYTES // len(opening) // 2
+    depth = WIRE.token_bytes // len(opening) // 2
     closing = "]" if opening == "[" else "}"
-    text = f'{{"opToken":{{}},"signature":"","x":{opening * depth}1{closing * depth}}}'[:MAX_TOKEN_BYTES]
+    text = f'{{"opToken":{{}},"signature":"","x":{opening * depth}1{closing * depth}}}'[: WIRE.token_bytes]
     assert refusal(text) is Reason.MALFORMED
     assert refusal({"opToken": {}, "signature": "", "x": json.loads("[" * 17 + "]" * 17)}) is Reason.MALFORMED
 
@@ -136,7 +137,7 @@ def test_a_token_of_a_megabyte_is_refused_in_every_form() -> None:
 
 def test_the_size_limit_is_exact() -> None:
     token = {**make_l0(), "x": ""}
-    room = MAX_TOKEN_BYTES - len(json.dumps(token, separators=(",", ":")))
+    room = WIRE.token_bytes - len(json.dumps(token, separators=(",", ":")))
     largest = {**token, "x": "A" * room}
     text = json.dumps(largest, separators=(",", ":"))
     for value in (largest, text, encode_token(largest)):
@@ -147,7 +148,7 @@ def test_the_size_limit_is_exact() -> None:
 
 
 def test_blanks_inside_a_token_count_too() -> None:
-    text = json.dumps(make_l0()).replace(", ", "," + " " * MAX_TOKEN_BYTES, 1)
+    text = json.dumps(make_l0()).replace(", ", "," + " " * WIRE.token_bytes, 1)
     assert refusal(text) is Reason.TOO_LARGE
     assert refusal(base64.urlsafe_b64encode(text.encode()).decode()) is Reason.TOO_LARGE
 

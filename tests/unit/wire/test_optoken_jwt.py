@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.wire.signed_tokens import BOX, KEY, MODEL, NOW, OTHER_KEY, make_l0, make_l1, make_l2, make_verifier, verify
-from wire.optoken import MAX_TOKEN_BYTES, Level, Operation, OpTokenError, Reason, sign_jwt
+from wire.limits import WIRE
+from wire.optoken import Level, Operation, OpTokenError, Reason, sign_jwt
 
 HEADER = {"alg": "HS256", "typ": "JWT"}
 L0: dict[str, Any] = dict(make_l0()["opToken"])
@@ -113,8 +114,8 @@ ATTACKS: dict[str, tuple[str, Reason]] = {
     "four segments": (f"{jwt()}.{SEGMENTS[0]}", Reason.MALFORMED),
     "a blank inside": (jwt().replace(".", ". ", 1), Reason.MALFORMED),
     "standard base64": (f"{SEGMENTS[0]}.{SEGMENTS[1]}.{'+' * 43}", Reason.BAD_SIGNATURE),
-    "too large": (jwt(changed(modelId="m" * MAX_TOKEN_BYTES)), Reason.TOO_LARGE),
-    "much too large": (f"{'A' * 10 * MAX_TOKEN_BYTES}.{SEGMENTS[1]}.{SEGMENTS[2]}", Reason.TOO_LARGE),
+    "too large": (jwt(changed(modelId="m" * WIRE.token_bytes)), Reason.TOO_LARGE),
+    "much too large": (f"{'A' * 10 * WIRE.token_bytes}.{SEGMENTS[1]}.{SEGMENTS[2]}", Reason.TOO_LARGE),
     "exp over, though issued just now": (jwt(changed(exp=NOW)), Reason.EXPIRED),
     "exp in text": (jwt(changed(exp=str(NOW + 60))), Reason.BAD_FIELD),
     "nbf to come": (jwt(changed(nbf=NOW + 301)), Reason.NOT_YET_VALID),

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.wire.passkeys import KeyFile, SoftPasskey
+from wire.limits import WIRE
 from wire.optoken.approval import RECEIPT_DOMAIN, canonical, decode_bytes, encode_bytes, read_canonical
-from wire.optoken.identity import MAX_NAME_CHARS, make_runner_id, owns_runner_id
+from wire.optoken.identity import make_runner_id, owns_runner_id
 from wire.optoken.receipt import Receipt, ReceiptError, digest_result, read_receipt, sign_receipt
 
 KEY, OTHER = KeyFile(), KeyFile()
@@ -124,7 +125,7 @@ def test_nothing_else_is_the_runner_id_of_a_key(runner_id: str) -> None:
     assert not owns_runner_id(runner_id, KEY.public_key)
 
 
-@pytest.mark.parametrize("name", ["", " ", "a#b", " box", "box\n", "\u202ebox", "x" * (MAX_NAME_CHARS + 1)], ids=range(7))
+@pytest.mark.parametrize("name", ["", " ", "a#b", " box", "box\n", "\u202ebox", "x" * (WIRE.node_name_chars + 1)], ids=range(7))
 def test_a_name_that_could_be_read_in_two_ways_makes_no_runner_id(name: str) -> None:
     with pytest.raises(ValueError, match="name of a box"):
         make_runner_id(name, KEY.public_key)

@@ -21,7 +21,8 @@ from tests.unit.wire.recorded_streams import (
     event,
     typed,
 )
-from wire.events import MAX_HELD_BYTES, EndReader, StreamEnd, open_end_reader
+from wire.events import EndReader, StreamEnd, open_end_reader
+from wire.limits import WIRE
 
 
 def open_reader(path: str) -> EndReader:
@@ -121,9 +122,9 @@ def test_words_of_an_ending_that_are_no_ending_end_nothing(said: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        (CHAT, chunk(choice("x" * 5 * MAX_HELD_BYTES, finish="stop"))),
-        (CHAT, event({"choices": [{"finish_reason": "stop", "delta": {"content": "x" * 5 * MAX_HELD_BYTES}}]})),
-        (RESPONSES, typed("response.completed", response={"output": "x" * 5 * MAX_HELD_BYTES})),
+        (CHAT, chunk(choice("x" * 5 * WIRE.event_held_bytes, finish="stop"))),
+        (CHAT, event({"choices": [{"finish_reason": "stop", "delta": {"content": "x" * 5 * WIRE.event_held_bytes}}]})),
+        (RESPONSES, typed("response.completed", response={"output": "x" * 5 * WIRE.event_held_bytes})),
     ],
 )
 def test_a_closing_event_that_is_too_large_to_be_held_closes_once_it_is_whole(
