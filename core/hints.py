@@ -18,18 +18,11 @@ from channels_redis.pubsub import RedisPubSubChannelLayer
 from django.conf import settings
 from django.db import transaction
 
+from core.limits import limits
 from wire import clock
 
 HINT_GROUP = "muster.hints"
 HINT_TYPE = "hint"
-SEND_TIMEOUT_S = 1.0
-READ_TIMEOUT_S = 1.0
-"""Less than supervisors wait for an answer of the control plane."""
-LOG_EVERY_S = 10.0
-MAX_WAITING = 1000
-"""Hints that wait for one listener; the oldest gives way to one more."""
-MAX_HINT_BYTES = 1024
-"""Ours have about a hundred."""
 UNREADABLE_KEY = "muster.unreadable"
 """A list: what workers could not read, the newest first, each cut off."""
 UNREADABLE_TOTAL_KEY = "muster.unreadable.total"
@@ -41,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class MessageCount:
-    """Counts messages from Valkey that this process had no use for; the log hears of it every LOG_EVERY_S at most."""
+    """Counts messages from Valkey that this process had no use for; the log hears of it every ``hint_log_s`` at most."""
 
     def __init__(self, event: str = "messages_unreadable") -> None:
         self.total = 0
@@ -52,7 +45,7 @@ class MessageCount:
         """Count one message."""
         self.total += 1
         if clock.monotonic() >= self._log_at:
-            self._log_at = clock.monotonic() + LOG_EVERY_S
+            self._log_at = clock.monotonic() + limits().core.hint_log_s
             logger.error("%s total=%d; something else writes to Valkey", self._event, self.total)
 
 
@@ -74,10 +67,10 @@ class _HintQueue(asyncio.Queue[bytes]):
 
     def put_nowait(self, item: bytes) -> None:
         """Put a message last; one that is too long for a hint is dropped, and the first when there are too many."""
-        if len(item) > MAX_HINT_BYTES:
+        if len(item) > limits().core.hint_bytes:
             unreadable_hints.add()
             return
-        if self.qsize() >= MAX_WAITING:
+        if self.qsize() >= limits().core.hint_waiting:
             self.get_nowait()
             dropped_hints.add()
         super().put_nowait(item)
@@ -109,12 +102,12 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
 
 
 def read_unreadable() -> int | None:
-    """Return how many messages workers could not read; None when Redis does not answer within READ_TIMEOUT_S."""
+    """Return how many messages workers could not read; None when Redis does not answer within ``hint_read_s``."""
     try:
         with redis.Redis.from_url(
             settings.REDIS_URL or "redis://127.0.0.1:6379/0",
-            socket_timeout=READ_TIMEOUT_S,
-            socket_connect_timeout=READ_TIMEOUT_S,
+            socket_timeout=limits().core.hint_read_s,
+            socket_connect_timeout=limits().core.hint_read_s,
         ) as client:
             value = client.get(UNREADABLE_TOTAL_KEY)
             total = int(str(value, "ascii")) if isinstance(value, bytes) else 0
@@ -128,7 +121,7 @@ def read_unreadable() -> int | None:
 def publish_hint(topic: Topic, ident: str = "") -> None:
     """Tell every listener after the commit that rows of ``topic`` changed (``ident``: which one; empty = look at all).
 
-    Never raises for a channel layer that cannot be reached and never holds the caller longer than SEND_TIMEOUT_S.
+    Never raises for a channel layer that cannot be reached and never holds the caller longer than ``hint_send_s``.
     """
     transaction.on_commit(lambda: _send(topic, ident))
 
@@ -145,5 +138,5 @@ async def _send_bounded(message: dict[str, Any]) -> None:  # Any: the channel la
     layer = get_channel_layer()
     if layer is None:
         return
-    async with asyncio.timeout(SEND_TIMEOUT_S):
+    async with asyncio.timeout(limits().core.hint_send_s):
         await layer.group_send(HINT_GROUP, message)

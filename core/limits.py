@@ -18,6 +18,34 @@ MIB = 1024 * 1024
 class CoreLimits:
     """Database, hints and throttles of every process."""
 
+    # Work for the database
+    database_s: float = bound(
+        5.0,
+        "s",
+        "A call ends with 503, its wait for a thread included; upkeep gives up a connection that is silent for so long.",
+    )
+    database_waiting: int = bound(1000, "calls", "One more call that runs or waits is refused with 503 at once.")
+    database_threads: int = bound(4, "threads", "Further calls wait for a thread.")
+    database_upkeep_threads: int = bound(4, "threads", "Further work of the process itself waits for a thread.")
+    database_statement_s: float = bound(
+        30.0, "s", "The server ends a statement of upkeep after so long, or after the silence that is borne, if that is longer."
+    )
+    database_least_connect_s: int = bound(2, "s", "Less is never given to libpq for a connection.")
+    # Hints through Valkey
+    hint_send_s: float = bound(1.0, "s", "A hint that is not sent by then is dropped; rows are read at the next sweep anyway.")
+    hint_read_s: float = bound(1.0, "s", "Valkey counts as unreachable.")
+    hint_waiting: int = bound(1000, "hints", "The oldest hint gives way to one more.")
+    hint_bytes: int = bound(1024, "bytes", "A longer message is no hint: it is counted and dropped.")
+    hint_log_s: float = bound(10.0, "s", "The log hears of unreadable messages no more often.")
+    # Whoever guesses credentials
+    throttle_failures: int = bound(
+        20, "credentials", "After so many wrong ones the next unknown one of the address has to wait."
+    )
+    throttle_retry_s: int = bound(1, "s", "An address that had to wait may try again; the answer is 429 until then.")
+    throttle_forget_s: float = bound(60.0, "s", "Failures of an address that are older are forgotten.")
+    throttle_addresses: int = bound(10_000, "addresses", "All failures are forgotten when one more address fails.")
+    throttle_read_s: float = bound(1.0, "s", "Good credentials are read no more often.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GovernanceLimits:

@@ -5,12 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 
+from core.limits import limits
 from wire import clock
-
-RETRY_S = 1
-_TABLE_LIMIT = 10_000
-_FORGET_S = 60.0
-_READ_EVERY_S = 1.0
 
 
 class AuthThrottle:
@@ -24,12 +20,14 @@ class AuthThrottle:
     def __init__(
         self,
         *,
-        failures: int = 20,
-        block_s: float = RETRY_S,
+        failures: int | None = None,
+        block_s: float | None = None,
         read_digests: Callable[[], Collection[bytes]] = tuple,
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        self._limit, self._block_s = failures, block_s
+        self._bounds = limits().core
+        self._limit = self._bounds.throttle_failures if failures is None else failures
+        self._block_s = self._bounds.throttle_retry_s if block_s is None else block_s
         self._read_digests = read_digests
         self._clock = clock
         self._failures: dict[str, tuple[int, float]] = {}
@@ -54,9 +52,9 @@ class AuthThrottle:
         now = self._clock()
         count, at = self._failures.get(address, (0, 0.0))
         has_served = count >= self._limit and now - at >= self._block_s
-        if has_served or now - at >= _FORGET_S:
+        if has_served or now - at >= self._bounds.throttle_forget_s:
             count = 0
-        if len(self._failures) >= _TABLE_LIMIT:
+        if len(self._failures) >= self._bounds.throttle_addresses:
             self._failures.clear()
         self._failures[address] = (count + 1, now)
 
@@ -67,7 +65,7 @@ class AuthThrottle:
     @property
     def is_reading_due(self) -> bool:
         """Whether ``read_good`` would ask the database."""
-        return self._clock() - self._read_at >= _READ_EVERY_S
+        return self._clock() - self._read_at >= self._bounds.throttle_read_s
 
     def read_good(self) -> None:
         """Read which credentials are good, if that is due. Raises DatabaseError; the next try is then a second later too."""

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from django.db import DatabaseError
 
 from core.db.threads import run_in_database
-from core.throttle import RETRY_S, AuthThrottle
+from core.limits import limits
+from core.throttle import AuthThrottle
 from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey, RateLimited, RecordsUnavailable
 from gateway.values import Caller
@@ -73,8 +74,9 @@ class KeyRing:
     def _load(self, keyid: str, address: str) -> KeyEntry | None:
         """Return the entry from its row; runs in a thread, where those of an address wait that came at once."""
         if self._throttle.is_blocked(address):
-            message = f"Too many unknown API keys came from this address; check the key and try again in {RETRY_S} s."
-            raise RateLimited(message, retry_after_s=RETRY_S)
+            wait_s = limits().core.throttle_retry_s
+            message = f"Too many unknown API keys came from this address; check the key and try again in {wait_s} s."
+            raise RateLimited(message, retry_after_s=wait_s)
         entry = self._catalogue.load_key(keyid)
         if entry is None:
             self._throttle.record_failure(address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from core.errors import ContractError
-from core.throttle import RETRY_S
+from core.limits import limits
 from wire.contract import ErrorCode
 
 
@@ -26,7 +26,7 @@ class TooManyWrongTokens(GovernanceError):
     code = ErrorCode.RATE_LIMITED
     status = HTTPStatus.TOO_MANY_REQUESTS.value
     retryable = True
-    retry_after_s = RETRY_S
+    retry_after_s = limits().core.throttle_retry_s
 
 
 class AdminTokenNotFound(GovernanceError):

@@ -8,11 +8,7 @@ from django.db.backends.postgresql import base
 from psycopg import IsolationLevel
 
 from core.db.connection import PatientConnection, read_patience
-
-_LEAST_CONNECT_S = 2
-"""libpq waits no less than that for a connection."""
-_STATEMENT_S = 30.0
-"""What a server that still talks may take, at least, for one statement of work that has no end of its own."""
+from core.limits import limits
 
 
 class DatabaseWrapper(base.DatabaseWrapper):
@@ -23,7 +19,8 @@ class DatabaseWrapper(base.DatabaseWrapper):
         parameters: dict[str, Any] = super().get_connection_params()
         patience = read_patience()
         if patience is not None:
-            limit_s = patience.left_s if patience.ends_at is not None else max(_STATEMENT_S, patience.silence_s)
+            least_s = limits().core.database_statement_s
+            limit_s = patience.left_s if patience.ends_at is not None else max(least_s, patience.silence_s)
             limit = f"-c statement_timeout={max(1, int(1000 * limit_s))}"
             parameters["options"] = f"{parameters.get('options', '')} {limit}".strip()
             parameters["connect_timeout"] = _limit_connect(str(parameters.get("connect_timeout", "")), patience.left_s)
@@ -37,5 +34,6 @@ class DatabaseWrapper(base.DatabaseWrapper):
 
 def _limit_connect(given: str, left_s: float) -> int:
     """Return libpq's ``connect_timeout``, whole seconds: what the URL says, where that is a limit and a lower one."""
-    limit_s = max(_LEAST_CONNECT_S, int(left_s))
+    # libpq waits no less than that.
+    limit_s = max(limits().core.database_least_connect_s, int(left_s))
     return min(limit_s, int(given)) if given.isdecimal() and int(given) > 0 else limit_s

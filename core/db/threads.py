@@ -11,27 +11,46 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import ParamSpec, TypeVar
 
 from django.db import OperationalError, close_old_connections
 
 from core.db import Patience, limit_patience
+from core.limits import limits
 from wire import clock
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DATABASE_S = 5.0
-"""What one call may take in all, the wait for a thread included; and how long the process's own work bears silence."""
-MAX_WAITING = 1_000
-"""Calls that run or wait for a thread at once; one more is refused."""
-_THREADS = 4
-_UPKEEP_THREADS = 4
 
-_pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="orm")
-_pulse_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pulse")
-_upkeep_pool = ThreadPoolExecutor(max_workers=_UPKEEP_THREADS, thread_name_prefix="upkeep")
-_room = threading.BoundedSemaphore(MAX_WAITING)
+class _Room:
+    """Counts the calls that run or wait for a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.taken = 0
+
+    def take(self) -> bool:
+        """Count one more call; False = no more may wait."""
+        with self._lock:
+            if self.taken >= limits().core.database_waiting:
+                return False
+            self.taken += 1
+            return True
+
+    def give_back(self) -> None:
+        """Count one call less."""
+        with self._lock:
+            self.taken -= 1
+
+
+_room = _Room()
+
+
+@cache
+def _pool(name: str, threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
 
 
 class DatabaseBusy(OperationalError):
@@ -39,30 +58,31 @@ class DatabaseBusy(OperationalError):
 
 
 async def run_in_database(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run ``function`` in a thread of the ORM pool and return its result, within ``DATABASE_S`` seconds.
+    """Run ``function`` in a thread of the ORM pool and return its result, within ``database_s`` seconds.
 
     A call that nobody waits for any more is not begun. One that had begun may still come to its end in the database.
     Raises DatabaseBusy, and whatever ``function`` raises.
     """
-    if not _room.acquire(blocking=False):
-        raise DatabaseBusy(f"{MAX_WAITING} calls wait for the database already; please retry")
-    due_at = clock.monotonic() + DATABASE_S
+    if not _room.take():
+        raise DatabaseBusy(f"{limits().core.database_waiting} calls wait for the database already; please retry")
+    limit_s = limits().core.database_s
+    due_at = clock.monotonic() + limit_s
     abandoned = threading.Event()
 
     def call() -> R:
         try:
             if abandoned.is_set() or clock.monotonic() >= due_at:
                 raise DatabaseBusy("no database thread was free in time; please retry")
-            with limit_patience(Patience(silence_s=DATABASE_S, ends_at=due_at)):
+            with limit_patience(Patience(silence_s=limit_s, ends_at=due_at)):
                 return _with_connection(lambda: function(*args, **kwargs))
         finally:
-            _room.release()
+            _room.give_back()
 
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[R] = loop.create_future()
     # Not cancelled with its caller: a queued job gives its room back when a thread has taken it off the queue.
-    _pool.submit(call).add_done_callback(lambda job: _tell(loop, answer, job))
-    limit = asyncio.timeout(DATABASE_S)
+    _pool("orm", limits().core.database_threads).submit(call).add_done_callback(lambda job: _tell(loop, answer, job))
+    limit = asyncio.timeout(limit_s)
     try:
         async with limit:
             return await answer
@@ -77,9 +97,9 @@ async def run_in_database(function: Callable[P, R], *args: P.args, **kwargs: P.k
 async def run_upkeep(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run work that the process does by itself, one piece at a time per loop; it is never refused and may take long.
 
-    It ends when the database is silent for ``DATABASE_S`` seconds. Raises DatabaseError then, and whatever ``function`` raises.
+    It ends when the database is silent for ``database_s`` seconds. Raises DatabaseError then, and whatever ``function`` raises.
     """
-    return await _run_on(_upkeep_pool, lambda: function(*args, **kwargs))
+    return await _run_on(_pool("upkeep", limits().core.database_upkeep_threads), lambda: function(*args, **kwargs))
 
 
 async def run_pulse(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,12 +108,12 @@ async def run_pulse(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
     Many boxes that leave at once, or rows that somebody holds, fill the threads of upkeep; a process that is silent meanwhile
     is taken for dead and its requests for lost.
     """
-    return await _run_on(_pulse_pool, lambda: function(*args, **kwargs))
+    return await _run_on(_pool("pulse", 1), lambda: function(*args, **kwargs))
 
 
 async def _run_on(pool: ThreadPoolExecutor, work: Callable[[], R]) -> R:
     def call() -> R:
-        with limit_patience(Patience(silence_s=DATABASE_S)):
+        with limit_patience(Patience(silence_s=limits().core.database_s)):
             return _with_connection(work)
 
     return await asyncio.get_running_loop().run_in_executor(pool, call)

@@ -305,5 +305,5 @@ async def test_an_answer_that_a_frozen_database_cannot_keep_reaches_its_client_a
     assert (response["store"], response["status"], request.client.is_whole) == (False, "completed", True)
     assert await request.record("state", "prompt_tokens", "completion_tokens") == ("completed", 3, 4)
     await asyncio.gather(*(run_in_database(int) for _ in range(8)))
-    await until(lambda: threads._room._value == threads.MAX_WAITING)
+    await until(lambda: threads._room.taken == 0)
     assert rows.execute("SELECT count(*) FROM gateway_storedresponse").fetchone() == (0,)

@@ -28,6 +28,7 @@ from gateway.routing import Alias
 from gateway.values import Caller, Limits, Priority, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
+from tests.fakes.limits import set_limits
 from tests.unit.gateway.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 from wire.credentials import CredentialKind, mint_credential
@@ -162,7 +163,7 @@ class Request:
 @pytest.fixture
 async def make_gateway(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Gateway]]:
     """Makes gateways whose database may be slow, for that is not the subject, and lets nothing of them outlive the test."""
-    monkeypatch.setattr(threads, "DATABASE_S", DATABASE_S)
+    set_limits(core={"database_s": DATABASE_S})
     monkeypatch.setattr(keeping, "_DATABASE_S", DATABASE_S)
     made: list[Gateway] = []
 
@@ -176,7 +177,7 @@ async def make_gateway(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         assert gateway.dispatcher.depth == 0
         await gateway.records.stop()
     async with asyncio.timeout(DATABASE_S):
-        while threads._room._value < threads.MAX_WAITING:  # what nobody waits for any more may still be written
+        while threads._room.taken:  # what nobody waits for any more may still be written
             await asyncio.sleep(0.005)
 
 

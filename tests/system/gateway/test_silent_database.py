@@ -17,7 +17,7 @@ from django.db import DatabaseError, connection, transaction
 
 from controlplane.launcher.embedded import EmbeddedServers
 from core.db import Patience, threads
-from core.db.threads import MAX_WAITING, DatabaseBusy, run_in_database, run_upkeep
+from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
 from gateway import records
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue
@@ -26,6 +26,7 @@ from gateway.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
 from gateway.values import Limits
 from tests.fakes.frozen_database import frozen
+from tests.fakes.limits import set_limits
 from wire.contract import RequestState
 from wire.credentials import CredentialKind, mint_credential
 from wire.ids import new_uuid7
@@ -108,7 +109,7 @@ async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 @pytest.fixture
 def limit_s(monkeypatch: pytest.MonkeyPatch) -> float:
     """Less patience than we ship: what is tested waits it out."""
-    monkeypatch.setattr(threads, "DATABASE_S", 2.0)
+    set_limits(core={"database_s": 2.0})
     monkeypatch.setattr(records, "_PATIENCE", Patience(silence_s=1.0))
     return 2.0
 
@@ -131,7 +132,7 @@ async def test_what_asks_a_frozen_server_ends_and_all_threads_come_back(
             pass  # a server that has just thawed may need longer than they wait
         while await asyncio.gather(*(run_upkeep(ask) for _ in range(8)), return_exceptions=True) != [7] * 8:
             pass
-    await until(lambda: threads._room._value == MAX_WAITING)
+    await until(lambda: threads._room.taken == 0)
 
 
 @pytest.mark.usefixtures("rows")
@@ -185,10 +186,9 @@ async def test_a_gateway_lives_through_a_freeze_and_its_heartbeat_goes_on(
         await runtime.stop()
 
 
-async def test_more_calls_than_may_wait_are_refused_at_once_and_upkeep_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    await until(lambda: threads._room._value == MAX_WAITING)  # a call of an earlier test would give its place back to this room
-    monkeypatch.setattr(threads, "_room", threading.BoundedSemaphore(5))
-    monkeypatch.setattr(threads, "DATABASE_S", SLACK_S)
+async def test_more_calls_than_may_wait_are_refused_at_once_and_upkeep_goes_on() -> None:
+    await until(lambda: threads._room.taken == 0)  # a call of an earlier test has its place in the room
+    set_limits(core={"database_s": SLACK_S, "database_waiting": 5})
     go_on = threading.Event()
     waiting = [asyncio.create_task(run_in_database(go_on.wait, 30)) for _ in range(5)]
     await asyncio.sleep(0)
@@ -200,8 +200,8 @@ async def test_more_calls_than_may_wait_are_refused_at_once_and_upkeep_goes_on(m
     assert await run_in_database(lambda: 4) == 4
 
 
-async def test_a_call_that_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "DATABASE_S", SLACK_S)
+async def test_a_call_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    set_limits(core={"database_s": SLACK_S})
     go_on = threading.Event()
     begun: list[int] = []
     busy = [asyncio.create_task(run_in_database(go_on.wait, 30)) for _ in range(4)]

@@ -18,15 +18,16 @@ from redis import asyncio as aioredis
 
 from core import hints
 from core.hints import HINT_GROUP, publish_hint
+from tests.fakes.limits import set_limits
 
 WITHIN_S = 30.0
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient() -> None:
     """Let no hint be lost because the machine stands still."""
-    monkeypatch.setattr(hints, "SEND_TIMEOUT_S", WITHIN_S)
+    set_limits(core={"hint_send_s": WITHIN_S})
 
 
 async def listen(publish: Callable[[], None], *idents: str) -> dict[str, str]:

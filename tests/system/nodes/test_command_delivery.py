@@ -18,7 +18,6 @@ from pytest_django import Settings
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
-from core.db import threads
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
 from governance import services
@@ -26,6 +25,7 @@ from governance.checkpoints import make_checkpoint
 from governance.models import Operation, WitnessStatement
 from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodePresence
+from tests.fakes.limits import set_limits
 from tests.rings.contract.scripted_box import ScriptedBox
 from tests.rings.contract.waiting import eventually
 from tests.system.gateway_server.serving import run_server
@@ -49,9 +49,9 @@ async def _close_connections() -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient() -> None:
     """A database that a busy machine keeps waiting is not away."""
-    monkeypatch.setattr(threads, "DATABASE_S", 30.0)
+    set_limits(core={"database_s": 30.0})
 
 
 @asynccontextmanager

@@ -17,7 +17,6 @@ from asgiref.sync import sync_to_async
 from django.db import connection, connections
 from pytest_django import Settings
 
-from core.db import threads
 from gateway.refusing import admit_programs
 from governance.models import AuditEvent
 from nodes import services
@@ -52,9 +51,9 @@ async def _close_connections() -> AsyncIterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient() -> None:
     """A database that a busy machine keeps waiting is not away."""
-    monkeypatch.setattr(threads, "DATABASE_S", 30.0)
+    set_limits(core={"database_s": 30.0})
 
 
 class Door:
