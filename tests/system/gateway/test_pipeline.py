@@ -28,8 +28,8 @@ from gateway.routing import Alias
 from gateway.values import Caller, Limits, Priority, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
+from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.limits import set_limits
-from tests.unit.gateway.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 from wire.credentials import CredentialKind, mint_credential
 from wire.ids import parse_id

@@ -9,7 +9,7 @@ from gateway.heads import render_head
 from gateway.peer import serve_peer
 from gateway.values import Limits
 from nodes.links.http import END_HEADER
-from tests.unit.gateway.asgi_client import MemoryClient
+from tests.fakes.asgi_client import MemoryClient
 from tests.unit.gateway.test_dispatch import Floor
 
 CHAT = "/v1/chat/completions"

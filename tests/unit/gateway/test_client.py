@@ -9,7 +9,7 @@ import pytest
 from gateway.client import ClientConnection
 from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, RequestTimeout
 from gateway.values import Limits, Timeouts
-from tests.unit.gateway.asgi_client import MemoryClient
+from tests.fakes.asgi_client import MemoryClient
 
 SMALL = Limits(max_body_bytes=10, max_buffer_bytes=100)
 

@@ -18,7 +18,7 @@ from gateway.keeping import mark_unkept
 from gateway.peer import serve_peer
 from gateway.values import Limits
 from nodes.states import POOL_RESPONSES
-from tests.unit.gateway.asgi_client import MemoryClient
+from tests.fakes.asgi_client import MemoryClient
 from tests.unit.gateway.test_dispatch import CHAT, Floor
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

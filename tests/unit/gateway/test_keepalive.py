@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.keepalive import KeepAlive
-from tests.unit.gateway.asgi_client import MemoryClient
+from tests.fakes.asgi_client import MemoryClient
 
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 

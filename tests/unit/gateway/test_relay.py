@@ -29,7 +29,7 @@ from gateway.values import InferenceRequest, Limits, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import LinkEnd
-from tests.unit.gateway.asgi_client import MemoryClient
+from tests.fakes.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 from wire.bridge import TokenCounts
 from wire.frames import End

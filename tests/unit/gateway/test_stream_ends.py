@@ -24,7 +24,7 @@ from gateway.values import Limits, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper
-from tests.unit.gateway.asgi_client import MemoryClient
+from tests.fakes.asgi_client import MemoryClient
 from tests.unit.nodes.link_fakes import FakeLink
 from tests.unit.wire.recorded_streams import (
     BARE_ERRORS,

@@ -44,6 +44,7 @@ class MemoryClient:
         limits: Limits | None = None,
         timeouts: Timeouts | None = None,
         with_handle: bool = True,
+        path: str = "/v1/chat/completions",
     ) -> None:
         self.events: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
@@ -54,14 +55,16 @@ class MemoryClient:
         for index, part in enumerate(parts):
             self.incoming.put_nowait({"type": "http.request", "body": part, "more_body": index < len(parts) - 1})
         self.handle = Handle(self)
-        scope: dict[str, Any] = {
+        self.scope: dict[str, Any] = {
             "type": "http",
             "method": "POST",
+            "path": path,
+            "query_string": b"",
             "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()],
             "extensions": {SCOPE_HANDLE: self.handle} if with_handle else {},
         }
         self.connection = ClientConnection(
-            scope, self.incoming.get, self.send, limits=limits or Limits(), timeouts=timeouts or Timeouts()
+            self.scope, self.incoming.get, self.send, limits=limits or Limits(), timeouts=timeouts or Timeouts()
         )
 
     async def send(self, event: dict[str, Any]) -> None:

@@ -1,0 +1,478 @@
+"""A gateway and its nodes in one process, on one event loop and a virtual clock: the harness of the system tests.
+
+Real: the gateway's ASGI application with its runtime (dispatcher, keeper, records writer, keys), PostgreSQL and Valkey, and the
+whole runner with its queue and serving. Played: the engines, the lines between (``memory_link``), and the clients
+(``asgi_client``). Use on a ``VirtualLoop``::
+
+    async with Fleet() as fleet:
+        node = await fleet.add_node(slots=2)
+        answer = fleet.ask(stream=True)
+        call = await fleet.next_call(answer)
+        call.emit(3)
+        node.link.stall()
+        await fleet.advance(20)
+
+Seconds are virtual. Awaiting anything lets the clock run to what comes next; ``settle`` does not move it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self, cast
+
+import aiohttp
+from django.conf import settings
+from django.db import connections
+from django.test import override_settings
+
+from core.db import threads
+from core.db.threads import run_upkeep
+from gateway.models import RequestRecord
+from gateway.runtime import GatewayRuntime
+from gateway.services import allow_model, create_api_key, create_tenant
+from gateway.urls import make_application
+from gateway.values import Timeouts
+from nodes.services import create_credential, create_provider
+from nodes.states import HealthPolicy
+from runner.admission import FairQueue
+from runner.app import Box
+from runner.config import Timeouts as RunnerTimeouts
+from runner.config import read_config
+from runner.definitions.definition import ModelDefinition
+from runner.definitions.plan import LoadPlan
+from runner.engines.port import CHAT
+from runner.engines.supervisor import Supervisor
+from runner.parts import Phase
+from tests.fakes.asgi_client import MemoryClient
+from tests.fakes.counted_hints import LAYERS, CountedHintLayer, close_layer
+from tests.fakes.engine import EngineCall, FakeEngine
+from tests.fakes.memory_link import MemoryLink
+from tests.fakes.virtual_loop import VirtualLoop, WorkBell
+from wire import clock
+from wire.contract import OPEN_REQUEST_STATES
+
+ACTOR = "user:tests"
+CHAT_PATH, MESSAGES_PATH = "/v1/chat/completions", "/v1/messages"
+WITHIN_S = 120.0
+"""Virtual seconds that any wait of a test may take."""
+_PIECE = re.compile(r"<([\w-]+)\.(\d+)>")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the database holds before a fleet starts. Several fleets may use the same, one after the other."""
+
+    keys: Mapping[str, str]
+    """Texts of API keys, by name."""
+    credential: str
+    """Text of an enrolment credential for any number of nodes."""
+
+    @classmethod
+    def create(
+        cls, *, models: Mapping[str, int | None] | Sequence[str] = ("m",), keys: Mapping[str, int | None] | None = None
+    ) -> Self:
+        """Create models (with their ``max_queue``), keys (with their requests per minute) and a credential. Synchronous."""
+        caps = models if isinstance(models, Mapping) else dict.fromkeys(models)
+        for name, max_queue in caps.items():
+            allow_model(name=name, max_queue=max_queue, actor=ACTOR)
+        create_tenant(name="acme", actor=ACTOR)
+        made = {
+            name: create_api_key(name=name, tenant_name="acme", requests_per_minute=per_minute, actor=ACTOR)[1]
+            for name, per_minute in ({"k": None} if keys is None else keys).items()
+        }
+        create_provider(name="local", actor=ACTOR)
+        _, credential = create_credential(name="fleet", provider_name="local", max_nodes=64, actor=ACTOR)
+        return cls(made, credential)
+
+
+class Answer:
+    """One request of a client, and what came of it. ``number`` is its ``max_tokens``, as on its record and in engine calls."""
+
+    def __init__(
+        self, fleet: Fleet, number: int, client: MemoryClient, task: asyncio.Task[None], *, is_streaming: bool
+    ) -> None:
+        self.fleet, self.number, self.client, self.is_streaming = fleet, number, client, is_streaming
+        self.task = task
+        self.asked_at = clock.monotonic()
+        self.ended_at: float | None = None
+        self.has_left = False
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        del task
+        self.ended_at = clock.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the gateway has done with it."""
+        return self.task.done()
+
+    @property
+    def status(self) -> int:
+        """Status of the answer, 0 while there is none."""
+        return self.client.status
+
+    @property
+    def pieces(self) -> list[tuple[str, int]]:
+        """The pieces of engines' text that the client has: (ident of the engine call, place in it)."""
+        return [(ident, int(place)) for ident, place in _PIECE.findall(_unescape(self.client.body))]
+
+    @property
+    def error_code(self) -> str:
+        """The code of the error that the client was told, as the answer or in its stream; "" = none."""
+        found = re.findall(r'"code":\s*"([A-Z_]+)"', self.client.body.decode())
+        return found[-1] if found else self.client.headers.get("x-error-code", "") if self.client.events else ""
+
+    @property
+    def calls(self) -> list[EngineCall]:
+        """What engines were asked because of it, oldest first."""
+        found = [call for node in self.fleet.nodes for call in node.engine.calls if call.number == self.number]
+        return sorted(found, key=lambda call: call.began_at)
+
+    def leave(self) -> None:
+        """Close the connection."""
+        if not self.is_over:
+            self.has_left = True
+            self.client.leave()
+
+    async def done(self) -> None:
+        """Wait for its end."""
+        async with asyncio.timeout(self.fleet.within_s):
+            await asyncio.shield(self.task)
+
+    async def rows(self) -> list[dict[str, Any]]:
+        """Return its rows of the table of requests: one, or none where it was refused before it was read."""
+        return (await self.fleet.read_rows([self.number]))[self.number]
+
+    async def row(self) -> dict[str, Any]:
+        """Return its row once that is final."""
+        await self.done()
+
+        async def look() -> dict[str, Any]:
+            while True:
+                (row,) = await self.rows()
+                if row["state"] not in OPEN_REQUEST_STATES:
+                    return row
+                await asyncio.sleep(0.05)
+
+        async with asyncio.timeout(self.fleet.within_s):
+            return await look()
+
+
+class _Dialer:
+    """What the runner has for an HTTP client: it dials the gateway of the fleet."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def ws_connect(self, url: str, *, headers: dict[str, str], **_: Any) -> Any:
+        """Return the node's end of a new link. Raises aiohttp.ClientConnectionError while nothing can be reached."""
+        return await self._node.dial(url, headers)
+
+
+class Node:
+    """A node: the whole runner, with a fake engine. ``link`` is the newest, ``links`` all that it ever had."""
+
+    def __init__(self, fleet: Fleet, name: str, *, models: Sequence[str], slots: int, endpoints: Sequence[str]) -> None:
+        self.fleet, self.name, self.models, self.slots = fleet, name, tuple(models), slots
+        self.engine = FakeEngine(name=name, endpoints=endpoints)
+        self.links: list[MemoryLink] = []
+        self.is_reachable = True
+        """Whether it reaches the gateway when it dials."""
+        words = ["--gateway", "ws://gateway", "--token", fleet.rows.credential, "--name", name]
+        config = read_config([*words, "--backend", "http://played", "--max-concurrent", str(slots)], {})
+        self.box = Box(replace(config, engine=None, timeouts=fleet.runner), cast("aiohttp.ClientSession", _Dialer(self)))
+        self._leave, self._hurry = asyncio.Event(), asyncio.Event()
+        self._supervisor: Supervisor | None = None
+        self.task = asyncio.get_running_loop().create_task(self.box.run(self._leave, self._hurry))
+
+    @property
+    def link(self) -> MemoryLink:
+        """The link it dialled last."""
+        return self.links[-1]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process lives."""
+        return not self.task.done()
+
+    @property
+    def queue(self) -> FairQueue:
+        """The queue of its models, which share its slots."""
+        return self.box.parts.pool.registry.find(self.models[0]).queue
+
+    @property
+    def gateway_link(self) -> Any:
+        """The link as the gateway has it, None while it has none."""
+        return next((link for link in self.fleet.runtime.registry if link.node_name == self.name), None)
+
+    async def dial(self, url: str, headers: dict[str, str]) -> Any:
+        """Open a link."""
+        if not (self.is_reachable and self.fleet.is_listening):
+            raise aiohttp.ClientConnectionError("nobody listens")
+        link = MemoryLink()
+        self.links.append(link)
+        self.fleet.serve_socket(link, link.make_scope(url, headers))
+        await link.accepted.wait()
+        return link.node_end
+
+    async def start(self) -> None:
+        """Wait until the runner runs, and have it serve its models."""
+        while self.box._parts is None or self.box.parts.phase is not Phase.SERVING:
+            assert self.is_running, "the runner ended"
+            await asyncio.sleep(0.01)
+        registry = self.box.parts.pool.registry
+        supervisor = Supervisor(self.engine, silent_s=10.0, on_change=lambda: None)
+        await supervisor.load(lambda _progress: None)
+        plan = LoadPlan(model_id="", backend="attached", slots=self.slots)
+        definitions = [ModelDefinition(model_id=name, backend="attached", target_inflight=self.slots) for name in self.models]
+        queue = self.box.parts._make_queue(definitions[0])
+        for definition in definitions:
+            registry.attach(definition, plan, supervisor, queue)
+        self._supervisor = supervisor
+
+    def leave(self) -> None:
+        """Ask the process to end: it finishes what runs, and takes nothing new."""
+        self._leave.set()
+
+    def hurry(self) -> None:
+        """Ask a second time: it finishes nothing any more."""
+        self._leave.set()
+        self._hurry.set()
+
+    async def close(self) -> None:
+        """End the process, whatever runs on it, and wait for that."""
+        self.hurry()
+        if self.links and not self.link.is_clear:
+            self.link.cut()
+        await asyncio.wait([self.task])
+        if self._supervisor is not None:
+            await self._supervisor.unload(gently=False)
+        self.task.result()
+
+
+class Fleet:
+    """See the module. ``rows`` None = made by the fleet, with model ``m`` and key ``k``; the time-outs are as deployed.
+
+    ``runner`` are the time-outs of every node.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: Rows | None = None,
+        timeouts: Timeouts | None = None,
+        health: HealthPolicy | None = None,
+        runner: RunnerTimeouts | None = None,
+        within_s: float = WITHIN_S,
+    ) -> None:
+        self._rows = rows
+        self.timeouts: Timeouts = timeouts or settings.GATEWAY_TIMEOUTS
+        self.health: HealthPolicy = health or settings.NODE_HEALTH
+        self.runner = runner or RunnerTimeouts()
+        self.within_s = within_s
+        self.nodes: list[Node] = []
+        self.answers: list[Answer] = []
+        self.gateways: list[GatewayRuntime] = []
+        self.is_listening = False
+        self.deaths: list[str] = []
+        """Why the gateway would have ended itself."""
+        self._numbers = itertools.count(1)
+        self._sockets: dict[asyncio.Task[None], MemoryLink] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self.loop = loop
+        self._tasks_before = asyncio.all_tasks()
+        self._stack.enter_context(_counted_hints(loop))
+        self._stack.enter_context(_lasting_connections())
+        self._stack.enter_context(override_settings(GATEWAY_TIMEOUTS=self.timeouts, NODE_HEALTH=self.health))
+        self._stack.enter_context(self._watch_deaths())
+        try:
+            self.rows = self._rows or await run_upkeep(Rows.create)
+            await self.start_gateway()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            for answer in self.answers:
+                answer.leave()
+            for node in self.nodes:
+                await node.close()
+            if self.is_listening:
+                await self.stop_gateway(grace_s=0.0)
+            await close_layer()
+            await self.settle()
+            left = asyncio.all_tasks() - self._tasks_before - {asyncio.current_task()}
+            if error is None:
+                assert not self.deaths, self.deaths
+                assert not left, f"tasks are left behind: {left}"
+        finally:
+            await self._stack.aclose()
+
+    # the gateway
+
+    @property
+    def runtime(self) -> GatewayRuntime:
+        """The gateway, or the last one."""
+        return self.gateways[-1]
+
+    async def start_gateway(self) -> None:
+        """Start a gateway: the first, or the next after one that was stopped."""
+        runtime = GatewayRuntime()
+        self._bell = runtime.records._wake = WorkBell(self.loop)
+        self.app = make_application(runtime)
+        await runtime.start()
+        self.gateways.append(runtime)
+        self.is_listening = True
+
+    async def stop_gateway(self, *, grace_s: float | None = None) -> None:
+        """Stop it as its server does on a signal, after ``grace_s`` for what runs (None = the gateway's own time-out)."""
+        runtime, self.is_listening = self.runtime, False
+        runtime.begin_stop()
+        until = clock.monotonic() + (runtime.timeouts.shutdown_grace_s if grace_s is None else grace_s)
+        while runtime.running_requests and clock.monotonic() < until:
+            await asyncio.sleep(0.05)
+        runtime.interrupt_running()
+        await runtime.say_goodbye()
+        for link in list(self._sockets.values()):
+            link.gateway_end.close(1012)
+        if running := [answer.task for answer in self.answers if not answer.is_over]:
+            await asyncio.wait(running, timeout=5.0)
+        if self._sockets:
+            await asyncio.wait(list(self._sockets))
+        await runtime.stop()
+        self._bell.retire()
+
+    def serve_socket(self, link: MemoryLink, scope: dict[str, Any]) -> None:
+        """Have the gateway serve its end of a link, as its server does."""
+        task = self.loop.create_task(self.app(scope, link.gateway_end.receive, link.gateway_end.send))
+        self._sockets[task] = link
+
+        def note_end(done: asyncio.Task[None]) -> None:
+            del self._sockets[done]
+            link.accepted.set()
+            link.gateway_end.close(1006)
+
+        task.add_done_callback(note_end)
+
+    # nodes, clients, time
+
+    async def add_node(
+        self, name: str = "", *, models: Sequence[str] = ("m",), slots: int = 1, endpoints: Sequence[str] = (CHAT,)
+    ) -> Node:
+        """Start a node and return once the gateway can send it work. ``endpoints``: API paths that its engine answers."""
+        node = Node(self, name or f"n{len(self.nodes)}", models=models, slots=slots, endpoints=endpoints)
+        self.nodes.append(node)
+        await node.start()
+        await self.until(lambda: node.gateway_link is not None and node.gateway_link.models == set(models))
+        return node
+
+    def ask(self, model: str = "m", *, stream: bool = False, path: str = CHAT_PATH, key: str = "k", **fields: object) -> Answer:
+        """Send a request; it goes on whenever the test awaits something."""
+        number = next(self._numbers)
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": number, "stream": stream}
+        client = MemoryClient(
+            body=[json.dumps({**body, **fields}).encode()],
+            headers={"authorization": f"Bearer {self.rows.keys[key]}", "content-type": "application/json"},
+            path=path,
+        )
+        task = self.loop.create_task(self.app(client.scope, client.incoming.get, client.send))
+        answer = Answer(self, number, client, task, is_streaming=stream)
+        self.answers.append(answer)
+        return answer
+
+    async def next_call(self, answer: Answer, *, count: int = 1) -> EngineCall:
+        """Wait until engines were asked ``count`` times because of a request; return the newest of the calls."""
+        await self.until(lambda: len(answer.calls) >= count or answer.is_over)
+        assert len(answer.calls) >= count, (answer.status, answer.client.body)
+        return answer.calls[-1]
+
+    async def settle(self) -> None:
+        """Let everything happen that happens before the clock moves."""
+        await self.loop.settle()
+
+    async def advance(self, seconds: float) -> None:
+        """Let time pass, and settle."""
+        await self.loop.pass_time(seconds)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait for a condition; time passes in steps of 50 ms. Raises TimeoutError after ``within_s``."""
+        async with asyncio.timeout(self.within_s):
+            await self.settle()
+            while not condition():
+                await self.advance(0.05)
+
+    async def read_rows(self, numbers: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+        """Return the rows of requests in the table, by number."""
+        ids = [runtime.gateway_id for runtime in self.gateways]
+
+        def read() -> list[dict[str, Any]]:
+            return list(RequestRecord.objects.filter(gateway_id__in=ids, max_tokens__in=numbers).values())
+
+        found: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
+        for row in await run_upkeep(read):
+            found[row["max_tokens"]].append(row)
+        return found
+
+    @contextmanager
+    def _watch_deaths(self) -> Iterator[None]:
+        """A gateway whose background dies sends itself SIGTERM: note that instead."""
+        before = signal.signal(signal.SIGTERM, lambda _number, _frame: self.deaths.append("a task of the background died"))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _unescape(body: bytes) -> str:
+    """Return a body with what JSON may have escaped of our pieces."""
+    return body.decode().replace("\\u003c", "<").replace("\\u003e", ">")
+
+
+@contextmanager
+def _counted_hints(loop: VirtualLoop) -> Iterator[None]:
+    """Have the clock stand while a hint is on its way."""
+    layers = {"default": {**settings.CHANNEL_LAYERS["default"], **LAYERS}}
+    with override_settings(CHANNEL_LAYERS=layers):
+        CountedHintLayer.loop = loop
+        try:
+            yield
+        finally:
+            CountedHintLayer.loop = None
+
+
+@contextmanager
+def _lasting_connections() -> Iterator[None]:
+    """Let the threads of the ORM keep their connections to PostgreSQL; a new one for each query costs more than the query."""
+    kept = connections.settings["default"]
+    before, kept["CONN_MAX_AGE"] = kept["CONN_MAX_AGE"], None
+    try:
+        yield
+    finally:
+        kept["CONN_MAX_AGE"] = before
+        for pool in (threads._pool, threads._upkeep_pool, threads._pulse_pool):
+            together = threading.Barrier(pool._max_workers)
+            for job in [pool.submit(_close_connections, together) for _ in range(pool._max_workers)]:
+                job.result()
+
+
+def _close_connections(together: threading.Barrier) -> None:
+    together.wait()  # so that each thread of the pool gets one of these jobs
+    connections.close_all()
