@@ -86,9 +86,9 @@ class Processes:
             self._fuse, self._interlude, self._is_dying = None, None, False
         waiting = connection.run_on_commit[first:]
         del connection.run_on_commit[first:]
-        for _, call, _ in waiting:
-            if call.__module__ != "core.hints":
-                call()
+        for each in waiting:
+            if each[1].__module__ != "core.hints":
+                each[1]()
         return result
 
     def _execute(self, execute: Execute, sql: str, params: Any, many: bool, context: Any) -> Any:

@@ -180,12 +180,13 @@ class OperationLife(RuleBasedStateMachine):
     def ask(self, who: int, kind: str, signers: tuple[int, ...], *, both: bool, where: int, window: str, goes_on: bool) -> None:
         number = len(self.asked)
         mark = {"load": str(1000 + number), "flush": f"t{number}", "unload": f"u{number}", "drain": ""}[kind]
-        operation, params = {
+        kinds: dict[str, tuple[str, dict[str, object]]] = {
             "load": ("model-load", {"modelId": "m", "maxContextLength": 1000 + number}),
             "flush": ("cache-flush", {"scope": "tag", "tag": mark, "modelId": "m"}),
             "unload": ("model-unload", {"modelId": mark}),
             "drain": ("node-drain", {"timeout_s": 0}),
-        }[kind]
+        }
+        operation, params = kinds[kind]
         indices = [0, 1] if both else [where]
         changes: dict[str, Any] = {"not_before": clock.now() + timedelta(hours=1)} if window == "later" else {}
         if window == "standing" and kind != "drain":
@@ -270,7 +271,7 @@ class OperationLife(RuleBasedStateMachine):
     def work(self) -> None:
         self.processes.perform(tasks.sweep)
 
-    @precondition(lambda self: BROKER.rings)
+    @precondition(lambda self: bool(BROKER.rings))
     @rule(times=st.integers(0, 2))
     def answer_a_ring(self, times: int) -> None:
         run_id = BROKER.rings.pop(0)
@@ -727,7 +728,7 @@ def make_people() -> Team:
         user=user, kind=ApproverKey.Kind.ED25519, keyid=key_file.keyid, public_key=encode_bytes(key_file.public_key),
         thumbprint=hashlib.sha256(key_file.public_key).hexdigest(), label="key file of dan",
     )  # fmt: skip
-    team.members.append(Member(user, key_file, row))
+    team.members.append(Member(user, key_file, row))  # type: ignore[arg-type]  # it signs as a passkey does
     team.start()
     team.add("eve")
     return team
