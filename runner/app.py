@@ -16,6 +16,7 @@ from runner.api.model_facts import list_facts
 from runner.api.shapes import Shapes
 from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink
+from runner.engines.registry import EngineMaker, make_engine
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
 from runner.ledger import LedgerError
 from runner.limits import limits
@@ -24,6 +25,7 @@ from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.session import Instruction, Stream
+from runner.telemetry import readings
 from wire import clock
 from wire.bridge import (
     CheckpointOffer,
@@ -47,9 +49,14 @@ log = logging.getLogger(__name__)
 class Box:
     """One runner process towards its gateways. Implements ``connection.Host``."""
 
-    def __init__(self, config: RunnerConfig, client: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, config: RunnerConfig, client: aiohttp.ClientSession, *, engines: EngineMaker = make_engine,
+        telemetry_of_node: Callable[[], readings.Telemetry] = readings.open_telemetry,
+    ) -> None:  # fmt: skip
         self._config = config
         self._client = client
+        self._engines = engines
+        self._telemetry_of_node = telemetry_of_node
         self._instance_id = new_uuid7().hex
         self._links: dict[str, GatewayLink] = {}
         self._link_tasks: set[asyncio.Task[None]] = set()
@@ -232,7 +239,14 @@ class Box:
         """Serve until ``leave`` is set, then finish what runs; ``hurry`` cuts that short. Raises ConfigError."""
         async with AsyncExitStack() as stack:
             self._parts = await stack.enter_async_context(
-                assemble(self._config, self._client, on_change=self._models_changed, on_load=self._report_soon)
+                assemble(
+                    self._config,
+                    self._client,
+                    on_change=self._models_changed,
+                    on_load=self._report_soon,
+                    engines=self._engines,
+                    telemetry_of_node=self._telemetry_of_node,
+                )
             )
             if self._mode is not None:  # said while the ledger was being opened
                 self._note_mode("owner", is_reclaimed=self._mode == "spare_off")

@@ -19,7 +19,7 @@ from runner.definitions.environment import read_vllm_defaults
 from runner.definitions.overrides import make_plan
 from runner.definitions.settings import MODELS, Settings, SettingsChange, diff_settings, read_settings
 from runner.engines.private_folders import make_private_folder
-from runner.engines.registry import make_engine
+from runner.engines.registry import EngineMaker, make_engine
 from runner.engines.supervisor import EngineState
 from runner.errors import RunnerError, SettingsConflict
 from runner.fit import read_shape
@@ -226,8 +226,9 @@ class Parts:
 
 @asynccontextmanager
 async def assemble(
-    config: RunnerConfig, client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None]
-) -> AsyncIterator[Parts]:
+    config: RunnerConfig, client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None],
+    engines: EngineMaker = make_engine, telemetry_of_node: Callable[[], Telemetry] = open_telemetry,
+) -> AsyncIterator[Parts]:  # fmt: skip
     """Yield the parts of a box; nothing is loaded yet. ``on_change``: models; ``on_load``: a request began or ended.
 
     Raises ConfigError and InvalidSettings.
@@ -241,14 +242,16 @@ async def assemble(
     folder = files.data if files.data is not None else await asyncio.to_thread(make_private_folder, "node")
     try:
         ledger = await Ledger.open(folder)
-        telemetry = await asyncio.to_thread(open_telemetry)
+        telemetry = await asyncio.to_thread(telemetry_of_node)
         try:
             governance = await _open_governance(config, ledger)
         except BaseException:
             await asyncio.to_thread(telemetry.close)
             await ledger.close()
             raise
-        parts = _put_together(config, settings, telemetry, ledger, governance, client, on_change=on_change, on_load=on_load)
+        parts = _put_together(
+            config, settings, telemetry, ledger, governance, client, on_change=on_change, on_load=on_load, engines=engines
+        )
         try:
             await parts.operations.recover()
             await parts.desired.open()
@@ -282,7 +285,7 @@ async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:
 
 def _put_together(
     config: RunnerConfig, settings: Settings, telemetry: Telemetry, ledger: Ledger, governance: Governance,
-    client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None],
+    client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None], engines: EngineMaker,
 ) -> Parts:  # fmt: skip
     files = config.files
     budget, queue_limits = WaitBudget(config.max_queue_depth), _queue_limits(settings)
@@ -302,7 +305,7 @@ def _put_together(
     unloader = Unloader(registry, capacity=capacity, drain_s=limits().engines.unload_drain_s)
     options = LoadOptions(threads=config.threads, gpu_ids=config.gpu_ids, defaults=config.environment)
     loader = Loader(
-        registry, capacity=capacity, unloader=unloader, options=options, make_engine=lambda plan: make_engine(plan, client)
+        registry, capacity=capacity, unloader=unloader, options=options, make_engine=lambda plan: engines(plan, client)
     )
     pool, tally = Pool(registry, loader, unloader, capacity), Tally()
     costs = Costs(ledger, lambda: parts.settings.remote)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 
 import aiohttp
@@ -23,6 +24,8 @@ ADAPTERS: dict[str, str] = {
     "openai_compatible": "runner.engines.remote:RemoteEngine",
 }
 """Backend name of the settings to ``module:class``; every class takes ``(plan, client)``."""
+
+EngineMaker = Callable[[LoadPlan, aiohttp.ClientSession], Engine]
 
 
 def make_engine(plan: LoadPlan, client: aiohttp.ClientSession) -> Engine:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
@@ -51,16 +51,18 @@ class Ledger:
         Raises LedgerError: not writable, in use by another process, or written by a later version.
         """
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
-        opening = executor.submit(_open, directory, clock())
+        opened: list[Database] = []
+        now = clock()
+        opening = asyncio.get_running_loop().run_in_executor(executor, lambda: opened.append(_open(directory, now)))
         try:
-            database = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(opening)), limits().ledger.answer_s)
+            await asyncio.wait_for(asyncio.shield(opening), limits().ledger.answer_s)
         except BaseException as error:
-            opening.add_done_callback(_close_unwanted)
+            executor.submit(_close_unwanted, opened)  # behind what is being opened, in the thread that owns it
             executor.shutdown(wait=False)
             if isinstance(error, TimeoutError):
                 raise LedgerError(f"the disk of {directory} does not answer; choose another data directory") from None
             raise
-        return cls(executor, database, clock)
+        return cls(executor, opened[0], clock)
 
     async def close(self) -> None:
         """Do what has been submitted, then close the file. Safe to call twice."""
@@ -294,7 +296,7 @@ def _open(directory: Path, now: float) -> Database:
     return database
 
 
-def _close_unwanted(opening: Future[Database]) -> None:
-    """Close what was opened for somebody who no longer waits; runs in the ledger's thread."""
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+def _close_unwanted(opened: list[Database]) -> None:
+    """Close what was opened for somebody who no longer waits."""
+    for database in opened:
+        database.close()

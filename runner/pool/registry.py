@@ -78,8 +78,9 @@ class Registry:
             model = Model(definition, self._make_queue(definition), self._on_change)
             self._models[definition.model_id] = model
             self._on_change()
-        elif model.state in {ModelState.UNLOADED, ModelState.FAILED}:
+        elif model.state in {ModelState.UNLOADED, ModelState.FAILED} and model.definition != definition:
             model.definition = definition
+            self._on_change()
         return model
 
     def forget(self, model_id: str) -> None:

@@ -24,7 +24,7 @@ from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import Pool
 from tests.fakes.limits import set_runner_limits
-from tests.system.runner.gated_engine import GatedEngine
+from tests.fakes.scripted_engine import FakeEngine
 from tests.system.runner.governed_box import FINAL, enrol
 from tests.system.runner.processes import eventually
 from tests.system.runner.test_pool_lifecycle import assembled
@@ -200,7 +200,7 @@ async def test_two_approvals_of_one_load_share_it_and_each_has_its_receipt(desk:
 
 
 async def test_a_load_that_fails_is_certified_as_failed(desk: Desk) -> None:
-    def fail(engine: GatedEngine) -> None:
+    def fail(engine: FakeEngine) -> None:
         engine.fails = EngineError("out of memory")
 
     desk.bench.prepare = fail

@@ -17,9 +17,9 @@ from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError
 from runner.limits import limits
+from tests.fakes.scripted_engine import FakeEngine
 from tests.system.runner.engine_cases_llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.system.runner.engine_suite import ask, chat_call, wait_until
-from tests.system.runner.gated_engine import GatedEngine
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -169,7 +169,7 @@ async def test_an_engine_whose_loop_is_stuck_when_its_client_has_left_is_killed_
         assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
 
 
-class LoopedEngine(GatedEngine):
+class LoopedEngine(FakeEngine):
     """One whose loop answers when a test lets it, and that says of itself how long a step may take."""
 
     def __init__(self, batch_s: float) -> None:

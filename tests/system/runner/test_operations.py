@@ -35,7 +35,7 @@ from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import ModelState, Pool
 from tests.fakes.limits import set_runner_limits
-from tests.system.runner.gated_engine import GatedEngine
+from tests.fakes.scripted_engine import FakeEngine
 from tests.system.runner.processes import eventually
 from tests.system.runner.test_pool_lifecycle import assembled, find, write_models
 from tests.system.runner.test_pool_races import Bench
@@ -163,7 +163,7 @@ async def test_a_load_becomes_a_task_that_is_on_disk_and_ends_completed(desk: De
     ("error", "words"), [(EngineError("out of memory"), "out of memory"), (ZeroDivisionError("a bug"), "the log of this box")]
 )
 async def test_a_load_that_fails_ends_its_task_and_makes_room_for_another(desk: Desk, error: BaseException, words: str) -> None:
-    def fail(engine: GatedEngine) -> None:
+    def fail(engine: FakeEngine) -> None:
         engine.fails = error
 
     desk.bench.prepare = fail
@@ -421,7 +421,7 @@ async def test_a_flush_that_names_a_model_leaves_the_others_alone(desk: Desk) ->
 
 @pytest.mark.parametrize("scope", [{"scope": "all"}, {"scope": "tenant", "tenantId": "t"}, {"scope": "tag", "tag": "s"}])
 async def test_an_engine_that_keeps_nothing_does_not_make_a_flush_incomplete(desk: Desk, scope: dict[str, str]) -> None:
-    def keep_nothing(engine: GatedEngine) -> None:
+    def keep_nothing(engine: FakeEngine) -> None:
         engine.capabilities = Capabilities((CHAT,), keeps_nothing=True)
 
     await desk.finish(await desk.load("a"))

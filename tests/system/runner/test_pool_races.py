@@ -17,7 +17,7 @@ from runner.errors import EngineError, InsufficientMemory, ModelLoading, RunnerE
 from runner.parts import Parts
 from runner.pool import Loader, LoadOptions, LoadOrder, Model, ModelState
 from runner.telemetry import TreeMemory
-from tests.system.runner.gated_engine import GatedEngine
+from tests.fakes.scripted_engine import FakeEngine
 from tests.system.runner.processes import eventually
 from tests.system.runner.test_pool_lifecycle import assembled, find, write_models
 
@@ -31,17 +31,17 @@ class Bench:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.engines: list[GatedEngine] = []
-        self.prepare: Callable[[GatedEngine], None] = lambda _engine: None
+        self.engines: list[FakeEngine] = []
+        self.prepare: Callable[[FakeEngine], None] = lambda _engine: None
         pool = parts.pool
         self.unloader = pool.unloader
         self.loader = Loader(
             pool.registry, capacity=pool.capacity, unloader=pool.unloader, options=LoadOptions(), make_engine=self.make_engine
         )
 
-    def make_engine(self, plan: LoadPlan) -> GatedEngine:
+    def make_engine(self, plan: LoadPlan) -> FakeEngine:
         del plan
-        engine = GatedEngine()
+        engine = FakeEngine()
         self.prepare(engine)
         self.engines.append(engine)
         return engine
@@ -120,7 +120,7 @@ async def test_a_load_that_is_forced_out_in_its_last_step_is_gone(bench: Bench) 
 
 
 async def test_a_failed_load_whose_engine_does_not_go_is_failed_and_holds_no_memory(bench: Bench) -> None:
-    def break_engine(engine: GatedEngine) -> None:
+    def break_engine(engine: FakeEngine) -> None:
         engine.fails, engine.refuses_unload = EngineError("out of memory"), EngineError("the server keeps it")
 
     bench.prepare = break_engine
@@ -192,7 +192,7 @@ async def test_a_load_of_a_model_whose_engine_is_being_restarted_replaces_it(ben
 
 
 async def test_a_load_of_a_wanted_model_that_does_not_start_replaces_it_and_is_completed(bench: Bench) -> None:
-    def refuse(engine: GatedEngine) -> None:
+    def refuse(engine: FakeEngine) -> None:
         engine.fails = EngineError("no such file")
 
     model = find(bench.parts, "a")

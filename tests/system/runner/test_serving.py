@@ -34,7 +34,7 @@ from runner.parts import Parts
 from runner.pool import ModelState
 from runner.serving.request import Inference
 from runner.serving.service import Answer
-from tests.system.runner.gated_engine import GatedEngine
+from tests.fakes.scripted_engine import FakeEngine
 from tests.system.runner.processes import eventually
 from tests.system.runner.scripted_engine import Handler, ScriptedEngine, run_engine
 from tests.system.runner.test_pool_lifecycle import assembled, find
@@ -427,7 +427,7 @@ async def test_every_state_of_a_model_is_refused_with_its_own_code(parts: Parts)
 
 
 async def test_a_remote_model_is_asked_only_by_who_allows_it(parts: Parts) -> None:
-    def be_remote(made: GatedEngine) -> None:
+    def be_remote(made: FakeEngine) -> None:
         made.capabilities = Capabilities((CHAT,), is_remote=True)
 
     bench = Bench(parts)
@@ -510,7 +510,7 @@ async def test_the_head_of_a_stream_says_that_nothing_is_reused_exactly_where_no
 
 
 async def test_a_node_refuses_a_format_that_its_engines_messages_would_forget(parts: Parts) -> None:
-    def be_llama(made: GatedEngine) -> None:
+    def be_llama(made: FakeEngine) -> None:
         made.name = "llamacpp"
         made.capabilities = Capabilities((CHAT, MESSAGES))
 

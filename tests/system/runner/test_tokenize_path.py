@@ -41,11 +41,11 @@ from runner.pool import Model, ModelEvent, Replica
 from runner.report import list_endpoints, list_replicas
 from runner.serving.counting import Counting
 from runner.serving.request import Inference
+from tests.fakes.scripted_engine import FakeEngine
 from tests.system.runner.engine_cases_ct2 import ct2_plan
 from tests.system.runner.engine_cases_llama_server import server_plan
 from tests.system.runner.engine_cases_vllm import contract_model, contract_plan, contract_python
 from tests.system.runner.engine_talk import client_session, loaded
-from tests.system.runner.gated_engine import GatedEngine
 from tests.system.runner.llama_server_contract import run_router
 from tests.system.runner.processes import eventually
 from tests.system.runner.scripted_engine import run_engine
@@ -184,7 +184,7 @@ async def test_a_server_of_somebody_elses_is_not_asked(tmp_path: Path) -> None:
 # the line in front of an engine
 
 
-class CountingEngine(GatedEngine):
+class CountingEngine(FakeEngine):
     """Counts the members of a body, once the gate is open."""
 
     capabilities = Capabilities((CHAT, TOKENIZE), counts_tokens=True, context_tokens=77)
@@ -203,7 +203,7 @@ class CountingEngine(GatedEngine):
         return len(fields)
 
 
-def serving(engine: GatedEngine) -> Model:
+def serving(engine: FakeEngine) -> Model:
     """Return a model that is served by this engine."""
     queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
     model = Model(ModelDefinition(model_id="m", backend="gguf"), queue, lambda: None)
@@ -264,7 +264,7 @@ async def test_a_client_that_leaves_takes_no_turn_with_it() -> None:
 
 
 async def test_a_replica_that_is_down_and_an_engine_that_cannot_count_are_told_apart() -> None:
-    model = serving(GatedEngine())
+    model = serving(FakeEngine())
     with pytest.raises(ModalityUnsupported):
         await Counting().count(model, ask(prompt="x"))
     model.replicas[0].supervisor.state = EngineState.FAILED

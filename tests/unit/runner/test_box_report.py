@@ -14,7 +14,7 @@ from runner.pool import LoadProgress, Model, ModelEvent, Replica
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.headers import INFERENCE_PATHS
 from runner.telemetry import Reading, TreeMemory
-from tests.system.runner.gated_engine import GatedEngine
+from tests.fakes.scripted_engine import FakeEngine
 
 MIB = 1024 * 1024
 READING = Reading(gpus=[], kind="gpu", total_mb=1000, used_mb=400, free_mb=600, driver_version=None, at=0.0)
@@ -26,7 +26,7 @@ def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2, translate:
     model = Model(definition, queue, lambda: None)
     plan = LoadPlan(model_id=name, backend="gguf", slots=slots)
     for _ in range(replicas):
-        supervisor = Supervisor(GatedEngine(), silent_s=1, on_change=lambda: None)
+        supervisor = Supervisor(FakeEngine(), silent_s=1, on_change=lambda: None)
         supervisor.state = EngineState.LOADED
         model.replicas.append(Replica(plan, supervisor))
     return model
