@@ -21,7 +21,7 @@ from wire import clock
 class FairQueue:
     """``slots`` requests of one model run at once, the others wait their turn. For use on one event loop.
 
-    ``weight_of`` is the operator's weight of a tenant, above 0; ``clock`` counts seconds and never goes back.
+    ``weight_of`` is the operator's weight of a tenant, above 0.
     """
 
     def __init__(
@@ -31,14 +31,12 @@ class FairQueue:
         limits: QueueLimits,
         budget: WaitBudget,
         weight_of: Callable[[str], float],
-        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._slots = _checked_slots(slots)
         self._limits = limits
         self._bounds = process_limits().admission
         self._budget = budget
         self._weight_of = weight_of
-        self._clock = clock
         self._running: dict[Turn, Key] = {}
         self._busy: dict[str, Key] = {}
         self._idle: OrderedDict[str, tuple[float, Key]] = OrderedDict()
@@ -73,7 +71,7 @@ class FairQueue:
         Raises TenantQueueFull, ModelQueueFull or QueueFull at once, QueueTimeout later, or what ``cancel_waiting`` was given.
         A free slot is taken without suspending.
         """
-        now = self._clock()
+        now = clock.monotonic()
         if self._depth == 0 and len(self._running) < self._slots and not self._is_paused:
             return self._start(self._open_key(tenant, now), now, waited_ms=0.0)
         waiter = self._line_up(tenant, CLASSES[priority], now)
@@ -92,7 +90,7 @@ class FairQueue:
         key = self._running.pop(turn, None)
         if key is None:
             return
-        now = self._clock()
+        now = clock.monotonic()
         key.finish(turn.started_at, now)
         self._measure(now - turn.started_at)
         self._settle(key, now)
@@ -103,7 +101,7 @@ class FairQueue:
     def cancel_waiting(self, error: RequestRefused) -> int:
         """Refuse everybody who waits with ``error``; return how many. What runs goes on."""
         waiters = [waiter for key in self._busy.values() for line in key.lines for waiter in line]
-        now = self._clock()
+        now = clock.monotonic()
         for waiter in waiters:
             self._refuse(waiter, copy.copy(error), now)
         return len(waiters)
@@ -111,7 +109,7 @@ class FairQueue:
     def resize(self, slots: int) -> None:
         """Set the number of slots (0 or more). Fewer than run now stop nobody. Raises ValueError."""
         self._slots = _checked_slots(slots)
-        self._grant(self._clock())
+        self._grant(clock.monotonic())
 
     def pause(self) -> None:
         """Let nobody in until ``resume``; those who come wait. Pausing twice is pausing once."""
@@ -120,7 +118,7 @@ class FairQueue:
     def resume(self) -> None:
         """Let requests in again."""
         self._is_paused = False
-        self._grant(self._clock())
+        self._grant(clock.monotonic())
 
     async def wait_idle(self) -> None:
         """Return when nothing runs. Put a timeout around it, and ``pause`` before it, or the next request may run by then."""
@@ -130,7 +128,7 @@ class FairQueue:
 
     def snapshot(self) -> list[KeyShare]:
         """Return the accounts of all tenants that are known, those with work first."""
-        now = self._clock()
+        now = clock.monotonic()
         self._forget_idle(now)
         return [key.share(now) for key in (*self._busy.values(), *(key for _, key in self._idle.values()))]
 
@@ -251,13 +249,13 @@ class FairQueue:
         seconds = self.retry_after_s()
         text = f"no slot of this model became free within {timeout_s:g} s, retry in {seconds} s"
         details: dict[str, object] = {"queueDepth": self._budget.depth, "avgWaitMs": round(self._budget.avg_wait_ms)}
-        self._refuse(waiter, QueueTimeout(text, retry_after_s=seconds, details=details), self._clock())
+        self._refuse(waiter, QueueTimeout(text, retry_after_s=seconds, details=details), clock.monotonic())
 
     def _abandon(self, waiter: Waiter) -> None:
         """Undo the place or, when the grant came in the same tick as the cancellation, the grant."""
         if waiter.is_in_line:
             self._remove(waiter)
-            self._settle(waiter.key, self._clock())
+            self._settle(waiter.key, clock.monotonic())
         elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
             self.leave(waiter.turn.result())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runner.admission.tenants import DEFAULT, read_tenant_variables
@@ -53,7 +53,7 @@ class Rate:
 class TenantRates:
     """The windows of all tenants. ``by_tenant`` are the tenants that have a rate of their own, ``usual`` is that of the others.
 
-    Not ``is_multi_tenant``: everybody shares one window of the usual rate. ``clock`` is monotonic, ``wall`` Unix time.
+    Not ``is_multi_tenant``: everybody shares one window of the usual rate.
     """
 
     def __init__(
@@ -62,13 +62,9 @@ class TenantRates:
         by_tenant: Mapping[str, Rate],
         usual: Rate | None,
         is_multi_tenant: bool,
-        clock: Callable[[], float] = clock.monotonic,
-        wall: Callable[[], float] = clock.unix_s,
     ) -> None:
         self.is_multi_tenant = is_multi_tenant
         self._usual = usual
-        self._clock = clock
-        self._wall = wall
         self._own = {tenant: (rate, deque[float]()) for tenant, rate in by_tenant.items()} if is_multi_tenant else {}
         self._strangers: OrderedDict[str, deque[float]] = OrderedDict()
         self._shared: deque[float] = deque()
@@ -84,7 +80,7 @@ class TenantRates:
 
     def take(self, tenant: str) -> RateState:
         """Count a request that begins now. Raises RateLimitExceeded, and then counts nothing."""
-        now = self._clock()
+        now = clock.monotonic()
         own = self._own.get(tenant)
         if own is not None:
             rate, window = own
@@ -106,7 +102,7 @@ class TenantRates:
         if not is_over:
             window.append(now)
         wait_s = window[0] + period_s - now
-        reset_at = math.ceil(self._wall() + wait_s)
+        reset_at = math.ceil(clock.unix_s() + wait_s)
         if is_over:
             raise RateLimitExceeded(
                 f"Tenant {tenant} exceeded {rate.limit} req/{rate.unit}",
@@ -130,9 +126,7 @@ class TenantRates:
         return window
 
 
-def read_rates(
-    env: Mapping[str, str], *, clock: Callable[[], float] = clock.monotonic, wall: Callable[[], float] = clock.unix_s
-) -> TenantRates:
+def read_rates(env: Mapping[str, str]) -> TenantRates:
     """Return the rates of ``TENANT_RATE_LIMIT_<tenant>=100req/min`` (or req/s, req/hour).
 
     Other tenants have that of ``TENANT_RATE_LIMIT_default``, else of ``DEFAULT_RATE_LIMIT``, else none. With
@@ -147,8 +141,6 @@ def read_rates(
         by_tenant=rates,
         usual=usual if usual is not None else fallback,
         is_multi_tenant=_read_switch(env.get(_SWITCH_VARIABLE, "")),
-        clock=clock,
-        wall=wall,
     )
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 
 from runner.limits import limits
 from wire import clock
 
 
 class WaitBudget:
-    """Shared by all queues of the box: at most ``max_depth`` requests wait (MAX_QUEUE_DEPTH). ``clock`` is in seconds."""
+    """Shared by all queues of the box: at most ``max_depth`` requests wait (MAX_QUEUE_DEPTH)."""
 
-    def __init__(self, max_depth: int, *, clock: Callable[[], float] = clock.monotonic) -> None:
+    def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
-        self._clock = clock
         self._limits = limits().admission
         self._depth = 0
         self._samples: deque[tuple[float, int]] = deque()
@@ -43,7 +41,7 @@ class WaitBudget:
         """Record the wait of a request that was let in, 0 for one that found a free slot."""
         # Whole microseconds, because a running sum of floats drifts.
         sample_us = int(wait_ms * 1000)
-        self._samples.append((self._clock(), sample_us))
+        self._samples.append((clock.monotonic(), sample_us))
         self._sum_us += sample_us
         if len(self._samples) > self._limits.wait_samples:
             self._drop_oldest()
@@ -64,7 +62,7 @@ class WaitBudget:
         return waits[math.ceil(0.95 * len(waits)) - 1] / 1000
 
     def _drop_outdated(self) -> None:
-        oldest = self._clock() - self._limits.wait_window_s
+        oldest = clock.monotonic() - self._limits.wait_window_s
         while self._samples and self._samples[0][0] < oldest:
             self._drop_oldest()
 

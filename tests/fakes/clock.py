@@ -60,6 +60,13 @@ def shift_clock(monkeypatch: pytest.MonkeyPatch, by_s: float) -> None:
     monkeypatch.setattr("django.utils.timezone.now", clock.now)
 
 
+def install_virtual_clock(*, unix_s: float = 1_800_000_000.0) -> VirtualClock:
+    """Have the whole process read a virtual clock until the test ends: the fixture real_clock takes it away again."""
+    virtual = VirtualClock(unix_s=unix_s)
+    clock.install(virtual)
+    return virtual
+
+
 @contextmanager
 def virtual_clock() -> Iterator[VirtualClock]:
     """Have the whole process read a virtual clock until the block ends."""

@@ -6,18 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
+from tests.fakes.clock import install_virtual_clock
 
 LONG_S = 1000.0
-
-
-class Clock:
-    """Seconds that pass only when told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 async def settle() -> None:
@@ -37,11 +28,9 @@ class Visitors:
         max_depth: int = 1000,
         weight_of: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
-        self.clock = Clock()
-        self.budget = WaitBudget(max_depth, clock=self.clock)
-        self.queue = FairQueue(
-            slots=slots, limits=limits or QueueLimits(), budget=self.budget, weight_of=weight_of, clock=self.clock
-        )
+        self.clock = install_virtual_clock()
+        self.budget = WaitBudget(max_depth)
+        self.queue = FairQueue(slots=slots, limits=limits or QueueLimits(), budget=self.budget, weight_of=weight_of)
         self.served: list[str] = []
         self.turns: dict[str, Turn] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -54,7 +43,7 @@ class Visitors:
 
     async def go(self, name: str, *, after_s: float = 0.0) -> None:
         """Let a request end after so many seconds."""
-        self.clock.now += after_s
+        self.clock.advance(after_s)
         self.queue.leave(self.turns.pop(name))
         await settle()
 

@@ -62,10 +62,10 @@ async def test_weights_of_one_two_and_four_hold_within_five_percent_of_slot_time
         await visitors.come(f"{tenant}{came}")
     for _ in range(3000):
         for name in [name for name in visitors.turns if name not in ends]:
-            ends[name] = visitors.clock.now + service_s[name[0]]
+            ends[name] = visitors.clock.monotonic_s + service_s[name[0]]
         name = min(ends, key=ends.__getitem__)
         used[name[0]] += service_s[name[0]]  # type: ignore[assignment]  # a Counter of seconds
-        await visitors.go(name, after_s=ends.pop(name) - visitors.clock.now)
+        await visitors.go(name, after_s=ends.pop(name) - visitors.clock.monotonic_s)
         came += 1
         await visitors.come(f"{name[0]}{came}")
     total = sum(used.values())
@@ -77,7 +77,7 @@ async def test_long_waits_do_not_turn_shares_into_first_come_first_served() -> N
     visitors = Visitors(weight_of=lambda tenant: 4.0 if tenant == "b" else 1.0)
     visitors.queue.pause()
     await visitors.come(*(f"a{n}" for n in range(10)))
-    visitors.clock.now += 15.0  # one class up for all of a, none for b
+    visitors.clock.advance(15.0)  # one class up for all of a, none for b
     await visitors.come(*(f"b{n}" for n in range(10)))
     visitors.queue.resume()
     await settle()
@@ -100,7 +100,7 @@ async def test_time_that_still_runs_counts() -> None:
     await visitors.come("a1", "b1", "c1")
     await visitors.go("b1", after_s=1.0)
     await visitors.come("a2", "b2")
-    visitors.clock.now += 4.0  # nothing of a has finished yet
+    visitors.clock.advance(4.0)  # nothing of a has finished yet
     assert [visitors.score_of(tenant) for tenant in "abc"] == [5000.0, 1000.0, 4000.0]
     await visitors.go("c1")
     assert visitors.served == ["a1", "b1", "c1", "b2"]
@@ -124,7 +124,7 @@ async def test_the_soft_cap_can_be_borrowed_while_nobody_else_waits() -> None:
 async def test_a_tenant_that_comes_gets_the_next_slot_of_one_who_borrowed_them_all() -> None:
     visitors = Visitors(slots=2)
     await visitors.come("a1", "a2", "a3", "a4")
-    visitors.clock.now += 0.5
+    visitors.clock.advance(0.5)
     await visitors.come("b1")
     await visitors.go("a1", after_s=0.1)
     assert visitors.served[-1] == "b1"
@@ -133,7 +133,7 @@ async def test_a_tenant_that_comes_gets_the_next_slot_of_one_who_borrowed_them_a
 async def test_a_new_tenant_starts_at_the_lowest_score_of_those_that_compete() -> None:
     visitors = Visitors(slots=2, weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
     await visitors.come("a1", "b1")
-    visitors.clock.now += 5.0
+    visitors.clock.advance(5.0)
     await visitors.come("c1")
     assert [visitors.score_of(tenant) for tenant in "abc"] == [5000.0, 2500.0, 2500.0]
 
@@ -156,7 +156,7 @@ async def test_a_tenant_that_was_away_has_saved_up_nothing_but_still_owes() -> N
     await visitors.come("c2")
     await visitors.come("b2")
     assert visitors.score_of("b") == visitors.score_of("c") == 110_000.0
-    visitors.clock.now += 50.0
+    visitors.clock.advance(50.0)
     await visitors.come("d1")
     assert visitors.score_of("d") == visitors.score_of("b") == 160_000.0
     await visitors.come("a2")
@@ -167,7 +167,7 @@ async def test_a_debt_stays_while_the_tenant_is_away() -> None:
     visitors = Visitors(slots=2, weight_of=lambda tenant: 4.0 if tenant == "b" else 1.0)
     await visitors.come("a1", "b1")
     await visitors.go("a1", after_s=60.0)
-    visitors.clock.now += 4.0
+    visitors.clock.advance(4.0)
     await visitors.come("c1", "d1", "a2")
     assert [visitors.score_of(tenant) for tenant in "abcd"] == [60_000.0, 16_000.0, 16_000.0, 16_000.0]
 
@@ -176,9 +176,9 @@ async def test_a_tenant_is_forgotten_after_the_idle_time_and_not_before() -> Non
     visitors = Visitors(limits=QueueLimits())
     await visitors.come("a1")
     await visitors.go("a1")
-    visitors.clock.now += 299.0
+    visitors.clock.advance(299.0)
     assert visitors.known() == {"a"}
-    visitors.clock.now += 1.0
+    visitors.clock.advance(1.0)
     assert visitors.known() == set()
 
 
@@ -204,7 +204,7 @@ async def test_a_failed_request_is_charged_like_any_other() -> None:
     visitors = Visitors()
     turn = await visitors.queue.enter(tenant="a", priority="normal", timeout_s=1.0)
     try:
-        visitors.clock.now += 2.0
+        visitors.clock.advance(2.0)
         raise RuntimeError("the engine broke off")
     except RuntimeError:
         visitors.queue.leave(turn)
@@ -227,7 +227,7 @@ async def test_leaving_twice_is_leaving_once() -> None:
 async def test_the_snapshot_tells_what_each_tenant_has() -> None:
     visitors = Visitors(weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
     await visitors.come("a1", "b1", "b2")
-    visitors.clock.now += 4.0
+    visitors.clock.advance(4.0)
     assert visitors.queue.snapshot() == [
         KeyShare(fairness_key="a", pending=0, active=1, weight=1.0, score=4000.0, rejected=0),
         KeyShare(fairness_key="b", pending=2, active=0, weight=2.0, score=0.0, rejected=0),
@@ -239,7 +239,7 @@ async def test_a_turn_tells_how_long_it_waited() -> None:
     await visitors.come("a1", "a2")
     await visitors.go("a1", after_s=1.25)
     assert visitors.turns["a2"].waited_ms == 1250.0
-    assert visitors.turns["a2"].started_at == visitors.clock.now
+    assert visitors.turns["a2"].started_at == visitors.clock.monotonic_s
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
 from runner.errors import ModelQueueFull, ModelUnloading, QueueFull, QueueTimeout, TenantQueueFull
-from tests.unit.runner.queue_visitors import LONG_S, Clock, Visitors, settle
+from tests.fakes.clock import install_virtual_clock
+from tests.unit.runner.queue_visitors import LONG_S, Visitors, settle
 
 
 async def refused(visitors: Visitors, name: str) -> BaseException:
@@ -45,8 +46,8 @@ async def test_a_model_has_only_so_many_requests_waiting() -> None:
 
 
 async def test_the_box_has_only_so_many_requests_waiting_over_all_models() -> None:
-    clock, budget = Clock(), WaitBudget(2)
-    queues = [FairQueue(slots=1, limits=QueueLimits(), budget=budget, weight_of=lambda _: 1.0, clock=clock) for _ in range(2)]
+    budget = WaitBudget(2)
+    queues = [FairQueue(slots=1, limits=QueueLimits(), budget=budget, weight_of=lambda _: 1.0) for _ in range(2)]
     tasks = [
         asyncio.create_task(queue.enter(tenant="a", priority="normal", timeout_s=LONG_S)) for queue in queues for _ in range(2)
     ]
@@ -161,7 +162,7 @@ async def test_a_running_request_that_is_cancelled_frees_its_slot() -> None:
     running = asyncio.create_task(serve())
     await settle()
     await visitors.come("b1")
-    visitors.clock.now += 3.0
+    visitors.clock.advance(3.0)
     running.cancel()
     await settle()
     assert visitors.served == ["b1"]
@@ -259,7 +260,7 @@ async def test_waiting_long_gives_a_greedy_tenant_nothing_over_a_modest_one_of_h
     await visitors.go("x1", after_s=1.0)
     await visitors.come("b1", priority="low")
     await visitors.come(*(f"a{n}" for n in range(2, 8)), priority="low")
-    visitors.clock.now += 60.0  # a runs all the time, and its waiting requests rise to the highest class
+    visitors.clock.advance(60.0)  # a runs all the time, and its waiting requests rise to the highest class
     await visitors.come("b2", priority="high")
     await visitors.go("a1")
     assert visitors.served[-1] == "b1"
@@ -268,22 +269,22 @@ async def test_waiting_long_gives_a_greedy_tenant_nothing_over_a_modest_one_of_h
 
 
 async def test_waits_are_averaged_over_the_last_five_minutes() -> None:
-    clock = Clock()
-    budget = WaitBudget(16, clock=clock)
+    clock = install_virtual_clock()
+    budget = WaitBudget(16)
     assert (budget.avg_wait_ms, budget.p95_wait_ms, budget.max_depth) == (0.0, 0.0, 16)
     budget.observe(9000.0)
-    clock.now += 200.0
+    clock.advance(200.0)
     for number in range(1, 101):
         budget.observe(float(number))
     assert budget.avg_wait_ms == pytest.approx((9000 + 5050) / 101)
-    clock.now += 101.0
+    clock.advance(101.0)
     assert (budget.avg_wait_ms, budget.p95_wait_ms) == (50.5, 95.0)
-    clock.now += 300.0
+    clock.advance(300.0)
     assert (budget.avg_wait_ms, budget.p95_wait_ms) == (0.0, 0.0)
 
 
 def test_only_the_last_thousand_waits_are_kept() -> None:
-    budget = WaitBudget(16, clock=Clock())
+    budget = WaitBudget(16)
     for number in range(5000):
         budget.observe(0.0 if number < 4000 else 2.0)
     assert (budget.avg_wait_ms, budget.p95_wait_ms) == (2.0, 2.0)
@@ -317,10 +318,10 @@ class RandomRun:
     """A queue and what should be true of it, whatever happens in whatever order, several things in one tick included."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.budget = WaitBudget(12, clock=self.clock)
+        self.clock = install_virtual_clock()
+        self.budget = WaitBudget(12)
         limits = QueueLimits(pending_per_key=5, pending_per_executor=10)
-        self.queue = FairQueue(slots=2, limits=limits, budget=self.budget, weight_of=lambda _: 1.0, clock=self.clock)
+        self.queue = FairQueue(slots=2, limits=limits, budget=self.budget, weight_of=lambda _: 1.0)
         self.requests: list[Request] = []
         self.is_paused = False
         self.most_active = 2
@@ -356,7 +357,7 @@ class RandomRun:
                 self.queue.resize(slots)
                 self.most_active = max(self.most_active, slots)
             case "pass", float(seconds):
-                self.clock.now += seconds
+                self.clock.advance(seconds)
             case "pause", *_:
                 self.queue.pause()
                 self.is_paused = True

@@ -11,17 +11,15 @@ from runner.admission import RateState, TenantRates, clean_tenant, read_rates, r
 from runner.admission.rates import Rate
 from runner.errors import ConfigError, InvalidRequest, RateLimitExceeded
 from runner.limits import limits
-from tests.unit.runner.queue_visitors import Clock
-
-UNIX_OFFSET = 1_745_880_000 - 1000
+from tests.fakes.clock import install_virtual_clock
 
 
 class Rates:
-    """Rates under a clock that the test turns; Unix time is the same clock plus an offset."""
+    """Rates under a clock that the test turns."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        self.clock = Clock()
-        self.rates = read_rates(env, clock=self.clock, wall=lambda: self.clock.now + UNIX_OFFSET)
+        self.clock = install_virtual_clock(unix_s=1_745_880_000.0)
+        self.rates = read_rates(env)
 
     def take(self, tenant: str, times: int = 1) -> RateState:
         """Take several times, and return the last state."""
@@ -40,7 +38,7 @@ class Rates:
 def test_a_tenant_beyond_its_rate_hears_the_limit_and_when_to_come_again() -> None:
     box = Rates({"TENANT_RATE_LIMIT_community-x": "100req/min"})
     assert box.take("community-x") == RateState(limit=100, remaining=99, reset_at=1_745_880_060)
-    box.clock.now += 29.5
+    box.clock.advance(29.5)
     assert box.take("community-x", 99) == RateState(limit=100, remaining=0, reset_at=1_745_880_060)
     with pytest.raises(RateLimitExceeded, match=r"^Tenant community-x exceeded 100 req/min$") as caught:
         box.take("community-x")
@@ -52,13 +50,13 @@ def test_a_tenant_beyond_its_rate_hears_the_limit_and_when_to_come_again() -> No
 def test_the_window_moves_and_does_not_jump() -> None:
     box = Rates({"DEFAULT_RATE_LIMIT": "2req/s"})
     box.take("a")
-    box.clock.now += 0.9
+    box.clock.advance(0.9)
     box.take("a")
     assert box.is_refused("a")
-    box.clock.now += 0.1  # the first is a second old, the other is not
+    box.clock.advance(0.1)  # the first is a second old, the other is not
     assert not box.is_refused("a")
     assert box.is_refused("a")
-    box.clock.now += 0.9
+    box.clock.advance(0.9)
     assert not box.is_refused("a")
 
 
@@ -66,9 +64,9 @@ def test_refused_requests_are_not_counted() -> None:
     box = Rates({"DEFAULT_RATE_LIMIT": "1req/min"})
     box.take("a")
     for _ in range(10):
-        box.clock.now += 5.9
+        box.clock.advance(5.9)
         assert box.is_refused("a")
-    box.clock.now += 1.0
+    box.clock.advance(1.0)
     assert not box.is_refused("a")
 
 
@@ -86,9 +84,9 @@ def test_refused_requests_are_not_counted() -> None:
 def test_a_rate_is_per_second_minute_or_hour(text: str, period_s: float) -> None:
     box = Rates({"TENANT_RATE_LIMIT_a": text})
     box.take("a")
-    box.clock.now += period_s - 0.01
+    box.clock.advance(period_s - 0.01)
     assert box.is_refused("a")
-    box.clock.now += 0.02
+    box.clock.advance(0.02)
     assert not box.is_refused("a")
 
 
@@ -145,9 +143,9 @@ def test_windows_that_are_over_make_room() -> None:
     box = Rates({"DEFAULT_RATE_LIMIT": "3req/min"})
     for number in range(limits().admission.tenant_windows):
         box.take(f"stranger-{number}")
-    box.clock.now += 59.0
+    box.clock.advance(59.0)
     box.take("stranger-0")
-    box.clock.now += 2.0
+    box.clock.advance(2.0)
     assert box.take("late").remaining == 2
     assert box.rates.stranger_count == 2
     assert box.take("stranger-0").remaining == 1
