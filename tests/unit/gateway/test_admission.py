@@ -1,8 +1,9 @@
-"""Rate, allow-list and caps."""
+"""Rate, allow-list and caps, and what a refusal says or leaves behind."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,9 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.admission import Admission, RateLimiter
-from gateway.catalogue import Catalogue, ModelEntry
-from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
-from gateway.values import Caller, InferenceRequest, Limits
+from gateway.bookkeeping import Bookkeeper, unread_request
+from gateway.catalogue import AliasEntry, Catalogue, ModelEntry
+from gateway.errors import (
+    BadRequest,
+    GatewayError,
+    MaxTokensTooLarge,
+    ModelNotAllowed,
+    ModelUnknown,
+    PromptTooLarge,
+    RateLimited,
+)
+from gateway.records import RecordWriter
+from gateway.routing import Alias, Target
+from gateway.values import Caller, InferenceRequest, Limits, PoolOptions
 
 KEY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
 
@@ -174,3 +186,56 @@ def test_the_first_broken_rule_is_named(
         make_admission("declared").admit(caller, request_)
     assert type(caught.value) is error
     assert (caught.value.status, caught.value.param, caught.value.retryable) == (status, param, False)
+
+
+def test_callers_that_are_refused_nothing_any_more_are_forgotten() -> None:
+    now = 1000.0
+    records = RecordWriter(accept_s=1.0, max_pending=1000)
+    limiter = RateLimiter(lambda: now)
+    books = Bookkeeper(uuid.uuid4(), records, limiter)
+
+    def refuse(key_id: uuid.UUID) -> None:
+        caller = Caller(key_id=key_id, key_name="k", tenant="t", requests_per_minute=1, allowed_models=frozenset())
+        books.record_refusal(BadRequest("no"), caller, unread_request("/v1/models"), uuid.uuid4())
+
+    for _ in range(100):
+        refuse(uuid.uuid4())
+    now += 30
+    stays = uuid.uuid4()
+    refuse(stays)
+    assert records.pending == 101
+    now += 31
+    books.forget_idle()
+    assert set(limiter._windows) == {stays}
+
+
+HIDDEN = "project-nightjar-70b"
+
+
+def hide_model(*, is_allowed: bool) -> Admission:
+    def rank(names: Iterable[str], _path: str) -> list[str]:
+        return list(names)
+
+    catalogue = Catalogue(Limits())
+    row = ModelEntry(HIDDEN, is_allowed, "", max_tokens=9, max_prompt_chars=9, max_queue=9, created=0)
+    catalogue.apply_models([row])
+    catalogue.apply_aliases([AliasEntry(None, Alias("fast", (Target(HIDDEN), Target("gone"))))])
+    return Admission(catalogue, lambda name: False, rank)
+
+
+@pytest.mark.parametrize("is_allowed", [True, False], ids=["allowed", "not allowed"])
+@pytest.mark.parametrize("name", ["fast", "auto", "other"])
+def test_a_refusal_names_what_was_asked_for_and_never_the_model_behind_it(name: str, is_allowed: bool) -> None:
+    admission = hide_model(is_allowed=is_allowed)
+    caller = Caller(uuid.uuid4(), "k", "acme", 60, frozenset({"mine"}))
+    with pytest.raises(GatewayError) as refused:
+        admission.route(caller, name, "/v1/chat/completions", PoolOptions(fallback_models=("fast",)))
+    assert HIDDEN not in refused.value.message
+    assert name in refused.value.message or name == "auto"
+
+
+@pytest.mark.parametrize("name", ["Mine", "mine ", "mine\u200b", "m\u0456ne", "ｍine"], ids=ascii)
+def test_a_name_that_looks_like_an_allowed_one_is_another(name: str) -> None:
+    admission = hide_model(is_allowed=True)
+    with pytest.raises(GatewayError):
+        admission.route(Caller(uuid.uuid4(), "k", "acme", 60, frozenset({"mine"})), name, "/v1/chat/completions")

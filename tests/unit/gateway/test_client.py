@@ -1,14 +1,19 @@
-"""The client's side of one exchange: body limits and deadlines, ordered writing, and noticing that it left."""
+"""The client's side of one exchange: bodies, ordered writing, signs of life, who may call, and noticing that it left."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from pytest_django import Settings
 
+from gateway.checks import check_settings
 from gateway.client import ClientConnection
-from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, RequestTimeout
+from gateway.cors import admit_origin, is_preflight
+from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, ClientTooSlow, RequestTimeout
+from gateway.keepalive import KeepAlive
 from gateway.values import Limits, Timeouts
+from gateway.views.nearness import came_directly
 from tests.fakes.asgi_client import MemoryClient
 
 SMALL = Limits(max_body_bytes=10, max_buffer_bytes=100)
@@ -164,3 +169,170 @@ async def test_a_client_with_too_much_waiting_is_cut_off() -> None:
     assert client.connection.is_gone
     assert client.handle.aborted
     assert client.events == []
+
+
+async def test_a_client_that_leaves_ends_a_wait_for_work_and_the_work() -> None:
+    client = MemoryClient()
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    client.connection.watch()
+    waiting = asyncio.create_task(client.connection.wait_for_work(work()))
+    await asyncio.sleep(0)
+    client.leave()
+    with pytest.raises(ClientLeft):
+        await waiting
+    async with asyncio.timeout(30):
+        await ended.wait()
+
+
+async def test_work_gives_its_result_and_its_error() -> None:
+    connection: ClientConnection = MemoryClient().connection
+
+    async def give(error: Exception | None) -> int:
+        if error is not None:
+            raise error
+        return 7
+
+    assert await connection.wait_for_work(give(None)) == 7
+    with pytest.raises(BadRequest):
+        await connection.wait_for_work(give(BadRequest()))
+
+
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+
+def start(client: MemoryClient) -> KeepAlive:
+    keepalive = KeepAlive(client.connection, extra=[(b"x-request-id", b"req_1")], every_s=0.01)
+    keepalive.start()
+    return keepalive
+
+
+async def test_a_stream_without_an_answer_begins_with_a_comment_and_goes_on_with_them() -> None:
+    client = MemoryClient()
+    keepalive = start(client)
+    await client.wait(lambda: client.body.count(b": ping\n\n") >= 3)
+    keepalive.stop()
+    assert client.status == 200
+    assert client.headers["content-type"].startswith("text/event-stream")
+    assert client.headers["x-request-id"] == "req_1"
+    assert set(client.body.split(b"\n\n")) == {b": ping", b""}
+
+
+async def test_silence_is_filled_between_events_and_never_inside_one() -> None:
+    client = MemoryClient()
+    keepalive = start(client)
+    keepalive.event = PING
+    client.connection.start(200, [(b"content-type", b"text/event-stream")])
+    client.connection.write(b"data: 1\n\n")
+    await client.wait(lambda: PING in client.body)
+    client.connection.write(b'data: {"half')
+    ticks = asyncio.get_running_loop().time() + 0.05
+    await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
+    assert client.body.endswith(b'data: {"half')
+    client.connection.write(b'":1}\n\n')
+    length = len(client.body)
+    await client.wait(lambda: len(client.body) > length)
+    keepalive.stop()
+    assert client.body[length:].startswith(PING)
+
+
+async def test_nothing_follows_the_end_of_an_answer() -> None:
+    client = MemoryClient()
+    keepalive = start(client)
+    client.connection.start(200, [])
+    client.connection.finish(b"data: [DONE]\n\n")
+    ticks = asyncio.get_running_loop().time() + 0.03
+    await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
+    keepalive.stop()
+    assert client.body == b"data: [DONE]\n\n"
+
+
+async def test_a_client_that_left_gets_nothing() -> None:
+    client = MemoryClient()
+    client.connection.watch()
+    keepalive = start(client)
+    client.leave()
+    ticks = asyncio.get_running_loop().time() + 0.03
+    await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
+    keepalive.stop()
+    assert client.events == []
+
+
+PAGE = "https://chat.example.com"
+
+
+def test_without_a_list_no_answer_says_anything_of_origins() -> None:
+    assert admit_origin({"origin": PAGE}, ()) == ()
+
+
+def test_a_star_lets_everybody_in_and_caches_need_not_tell_origins_apart() -> None:
+    for headers in ({}, {"origin": PAGE}):
+        assert dict(admit_origin(headers, ["*"]))[b"access-control-allow-origin"] == b"*"
+        assert b"vary" not in dict(admit_origin(headers, ["*"]))
+
+
+def test_an_origin_is_let_in_by_its_whole_name() -> None:
+    assert dict(admit_origin({"origin": PAGE}, [PAGE]))[b"access-control-allow-origin"] == PAGE.encode()
+    for other in ("", "null", PAGE + ":8443", PAGE + ".evil.test", "http://chat.example.com", PAGE.upper()):
+        assert admit_origin({"origin": other}, [PAGE]) == ((b"vary", b"Origin"),)
+
+
+def test_a_plain_options_request_is_no_preflight() -> None:
+    asking = {"origin": PAGE, "access-control-request-method": "POST"}
+    assert is_preflight("OPTIONS", asking)
+    assert not is_preflight("POST", asking)
+    assert not is_preflight("OPTIONS", {"origin": PAGE})
+
+
+@pytest.mark.parametrize("wrong", ["chat.example.com", PAGE + "/", "https://*.example.com", "https://Chat.example.com", "null"])
+def test_an_origin_that_no_browser_sends_is_an_error_at_start(settings: Settings, wrong: str) -> None:
+    settings.CORS_ORIGINS = ["http://localhost:3000", wrong]
+    (error,) = check_settings(None)
+    assert error.id == "gateway.E002"
+    assert wrong in error.msg
+
+
+@pytest.mark.parametrize("right", [[], ["*"], [PAGE, "http://localhost:3000", "http://[::1]:8080", "app://obsidian.md"]])
+def test_origins_as_browsers_send_them_are_fine(settings: Settings, right: list[str]) -> None:
+    settings.CORS_ORIGINS = right
+    assert check_settings(None) == []
+
+
+def is_direct(address: str | None = "127.0.0.1", version: str = "1.1", **headers: str) -> bool:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return came_directly({"client": (address, 5) if address else None, "http_version": version}, named)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1", "::1", "::ffff:127.0.0.1", None])
+@pytest.mark.parametrize("host", ["", "127.0.0.1:8080", "localhost:8080", "LOCALHOST", "[::1]:8080"])
+def test_a_program_on_this_machine_is_direct(address: str | None, host: str) -> None:
+    assert is_direct(address, host=host)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "::ffff:10.0.0.7", "2001:db8::1", "nonsense"])
+def test_another_machine_is_not(address: str) -> None:
+    assert not is_direct(address, host="127.0.0.1:8080")
+
+
+@pytest.mark.parametrize(
+    "name", ["x_forwarded_for", "forwarded", "via", "x_real_ip", "x_forwarded_proto", "x_forwarded_host", "cf_connecting_ip"]
+)
+def test_what_a_proxy_passed_on_is_not_even_when_it_says_nothing_of_whom(name: str) -> None:
+    assert not is_direct(host="127.0.0.1:8080", **{name: ""})
+
+
+@pytest.mark.parametrize(
+    "host", ["muster.example", "muster.example:443", "10.0.0.7", "localhost.evil.example", "[::1", "a@b:x"]
+)
+def test_what_asks_for_another_name_is_not(host: str) -> None:
+    assert not is_direct(host=host)
+
+
+def test_what_speaks_as_a_proxy_does_to_its_upstream_is_not() -> None:
+    assert not is_direct(version="1.0", host="127.0.0.1:8080")

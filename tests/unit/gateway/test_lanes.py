@@ -1,14 +1,22 @@
-"""Which box, and in whose words: native paths before translated ones, prospects of a model, preferences."""
+"""Which model, which box and in whose words: native paths before translated ones, prospects, loads, preferences."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.errors import EndpointNotAnswered, NoAvailableNode, NodeDraining
-from gateway.outlook import Busy, Closed, Ready
+from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
+from gateway.placement import choose_link
 from gateway.values import InferenceRequest, PoolOptions, Timeouts
+from nodes.states import POOL_RESPONSES
 from tests.unit.gateway.test_dispatch import CHAT, EMBED, Floor, fails
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -137,3 +145,111 @@ async def test_a_client_waits_no_longer_than_it_said() -> None:
     found = floor.dispatcher.acquire(floor.dispatcher.new_job(request_id="r", request=request, tenant="t", max_queue=9))
     assert isinstance(found, asyncio.Future)
     assert isinstance(await fails(found), NoAvailableNode)
+
+
+async def test_a_box_that_declares_nothing_is_not_asked_for_what_only_boxes_of_ours_answer() -> None:
+    floor = Floor()
+    link = floor.link("m")
+    assert link.find_path("m", POOL_RESPONSES) is None
+
+
+async def test_a_path_a_box_did_not_know_is_tried_again_after_a_while_and_when_the_box_changes() -> None:
+    floor = Floor()
+    link = floor.link("m")
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
+    assert link.find_path("m", MESSAGES) == CHAT
+    floor.registry.update_models(link, frozenset({"m", "n"}))
+    assert link.find_path("m", MESSAGES) == MESSAGES
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
+    link.unspoken["m", MESSAGES] = time.monotonic() - 1
+    assert link.find_path("m", MESSAGES) == MESSAGES
+
+
+CLOSED = Closed(NoAvailableNode())
+
+
+@pytest.mark.parametrize(
+    ("outlooks", "picked"),
+    [
+        ([CLOSED, Ready(), Ready()], "b"),
+        ([Busy(1.0), Ready()], "a"),
+        ([Busy(9.0), Busy(2.0), Ready()], "b"),
+        ([Busy(9.0), CLOSED, Busy(8.0), Busy(8.5)], "c"),
+        ([Busy(math.inf), CLOSED], "a"),
+        ([CLOSED, Busy(8.0)], "b"),
+        ([CLOSED, CLOSED], "a"),
+    ],
+)
+def test_a_model_with_room_comes_first_then_one_that_answers_in_time_then_the_shortest_queue(
+    outlooks: list[Outlook], picked: str
+) -> None:
+    assert pick_name(zip("abcd", outlooks, strict=False), budget_s=5.0) == picked
+
+
+def test_no_more_is_looked_at_than_needed() -> None:
+    def look() -> Iterator[tuple[str, Outlook]]:
+        yield "a", Ready()
+        raise AssertionError("the first one has room")
+
+    assert pick_name(look(), budget_s=5.0) == "a"
+
+
+@dataclass(eq=False)
+class Box:
+    load: int
+    last_served: int
+    is_free: bool = True
+
+    def can_take(self, now: float) -> bool:
+        return self.is_free
+
+    def is_called(self, name: str) -> bool:
+        return name == f"box-{self.load}"
+
+
+BOXES = st.lists(st.builds(Box, load=st.integers(0, 4), last_served=st.integers(0, 4), is_free=st.booleans()), max_size=8)
+
+
+def test_nobody_free_is_nobody() -> None:
+    assert choose_link([], now=0.0) is None
+    assert choose_link([Box(0, 0, is_free=False)], now=0.0) is None
+
+
+def test_equals_take_turns() -> None:
+    boxes = [Box(0, 0) for _ in range(3)]
+    served = []
+    for turn in range(1, 10):
+        chosen = choose_link(boxes, now=0.0)
+        assert chosen is not None
+        chosen.last_served = turn
+        served.append(boxes.index(chosen))
+    assert served == [0, 1, 2] * 3
+
+
+def test_a_box_that_failed_the_request_is_the_last_resort() -> None:
+    idle, loaded = Box(0, 0), Box(3, 9)
+    assert choose_link([idle, loaded], now=0.0, avoid={idle}) is loaded
+    assert choose_link([idle], now=0.0, avoid={idle}) is idle
+    loaded.is_free = False
+    assert choose_link([idle, loaded], now=0.0, avoid={idle}) is idle
+
+
+@given(boxes=BOXES, avoided=st.sets(st.integers(0, 7)))
+def test_the_least_loaded_free_box_wins_and_ties_go_to_the_one_served_longest_ago(boxes: list[Box], avoided: set[int]) -> None:
+    avoid = {box for index, box in enumerate(boxes) if index in avoided}
+    chosen = choose_link(boxes, now=0.0, avoid=avoid)
+    free = [box for box in boxes if box.is_free]
+    preferred = [box for box in free if box not in avoid] or free
+    if not preferred:
+        assert chosen is None
+        return
+    assert chosen in preferred
+    assert chosen is not None
+    assert (chosen.load, chosen.last_served) == min((box.load, box.last_served) for box in preferred)
+
+
+@given(BOXES, st.integers(0, 4))
+def test_a_preferred_box_is_taken_while_it_is_free_and_is_no_condition(boxes: list[Box], load: int) -> None:
+    found = choose_link(boxes, now=0.0, prefer=f"box-{load}")
+    liked = [box for box in boxes if box.is_free and box.load == load]
+    assert found in liked if liked else found is choose_link(boxes, now=0.0)

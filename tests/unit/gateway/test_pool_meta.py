@@ -1,3 +1,5 @@
+"""What goes in front of the closing event of a stream, and what only looks like one."""
+
 from __future__ import annotations
 
 import json
@@ -5,6 +7,7 @@ import json
 import pytest
 
 from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
+from gateway.keeping import mark_unkept
 
 META = PoolMeta(
     gpu_id="node_1", node="box", model="m", asked_model="auto", queue_ms=1, inference_ms=2, ttfb_ms=None, attempts=1
@@ -65,3 +68,33 @@ def test_a_whole_answer_gets_a_field_and_what_is_no_object_stays() -> None:
     assert json.loads(add_meta(b'{"id":"x"}', META))["x_pool_meta"]["node"] == "box"
     assert add_meta(b"[1]", META) == b"[1]"
     assert add_meta(b"RIFF\xff", META) == b"RIFF\xff"
+
+
+def test_text_that_looks_like_the_end_of_a_stream_is_text() -> None:
+    first = b'data: {"id":"c","choices":[{"delta":{"content":"it ends with data: [DONE] always"}}]}\n\n'
+    out = feed(first + b"data: [DONE]\n\n", 9)
+    assert out.startswith(first)
+    assert out.count(b"x_pool_meta") == 1
+    assert out.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+def test_an_echo_that_looks_like_the_closing_event_is_an_echo() -> None:
+    first = (
+        b'event: response.created\ndata: {"type":"response.created","response":{"metadata":{"type":"response.completed"}}}\n\n'
+    )
+    last = b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"r"}}\n\n'
+    out = feed(first + last, 9)
+    assert out.startswith(first)
+    assert out.count(b"x_pool_meta") == 1
+
+
+@pytest.mark.parametrize("blanks", [b"", b" "], ids=["tight", "spaced"])
+def test_an_unkept_answer_may_speak_of_data(blanks: bytes) -> None:
+    response = {"id": "r", "store": True, "output": [{"text": "event: x\ndata: y"}], "ratio": 1.5}
+    event = json.dumps({"type": "response.completed", "response": response}).encode()
+    before = b'event: a\ndata: {"type":"a","text":"data: z"}\n\n'
+    out = mark_unkept(before + b"event: response.completed\ndata:" + blanks + event + b"\n\n")
+    assert out.startswith(before + b"event: response.completed\ndata: {")
+    assert out.endswith(b"}\n\n")
+    assert json.loads(out.rpartition(b"\ndata:")[2])["response"] == {**response, "store": False}
+    assert json.loads(mark_unkept(json.dumps(response).encode())) == {**response, "store": False}

@@ -1,4 +1,4 @@
-"""The official Python SDK as a judge: its own requests go in, its own readers and types take what comes out."""
+"""The official Python SDKs as judges: their own requests go in, their own readers and types take what comes out."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import httpx2
 import openai
 import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from gateway.dialects.responses import ResponsesTranslator, render_failed_response, translate_responses
-from gateway.dialects.translation import AnswerContext
+from conformance.events import read_stream
+from gateway.dialects import SURFACES
+from gateway.dialects.responses import render_failed_response, translate_responses
+from gateway.dialects.translation import AnswerTranslator
 from gateway.errors import NoAvailableNode
 from gateway.values import InferenceRequest
-from tests.unit.gateway.responses_reader import split_events, write_call, write_chunk
+from tests.fakes.chat_engine import CONTEXT, MESSAGES, call, chunk, run, write_event
 
 PATCH = '*** Begin Patch\n+"ü"\n*** End Patch\n'
 TOOLS: list[Any] = [
@@ -27,43 +30,35 @@ TOOLS: list[Any] = [
 ]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 2}}
 RICH = [
-    write_chunk({"role": "assistant", "content": ""}),
-    write_chunk({"reasoning_content": "hm"}),
-    write_chunk({"content": "I will "}),
-    write_chunk({"content": "look."}),
-    write_chunk(write_call(0, "", name="look", call_id="a")),
-    write_chunk(write_call(1, "", name="apply_patch", call_id="b")),
-    write_chunk(write_call(0, '{"x":')),
-    write_chunk(write_call(1, json.dumps({"input": PATCH}))),
-    write_chunk(write_call(0, "1}")),
-    write_chunk(write_call(2, "{}", name="mail__send", call_id="c")),
-    write_chunk({}, "tool_calls"),
-    write_chunk(usage=USAGE),
+    chunk({"role": "assistant", "content": ""}),
+    chunk({"reasoning_content": "hm"}),
+    chunk({"content": "I will "}),
+    chunk({"content": "look."}),
+    chunk(call(0, "", name="look", id="a")),
+    chunk(call(1, "", name="apply_patch", id="b")),
+    chunk(call(0, '{"x":')),
+    chunk(call(1, json.dumps({"input": PATCH}))),
+    chunk(call(0, "1}")),
+    chunk(call(2, "{}", name="mail__send", id="c")),
+    chunk({}, "tool_calls"),
+    chunk(usage=USAGE),
     b"data: [DONE]\n\n",
 ]
 _events: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 
 
 def stream_of(request: httpx2.Request, chunks: list[bytes]) -> bytes:
-    translator = _open(request)
-    out = b"".join(translator.feed(chunk) for chunk in chunks) + translator.finish()
-    return out if translator.failure is None else out + translator.fail(translator.failure)
+    return run("/v1/responses", chunks, _open(request))[0]
 
 
-def _open(request: httpx2.Request) -> ResponsesTranslator:
-    fields = json.loads(request.content)
-    asked = InferenceRequest(
-        endpoint="/v1/responses",
-        model=fields["model"],
-        is_streaming=bool(fields.get("stream")),
-        max_tokens=None,
-        prompt_chars=0,
-        body=request.content,
-        headers={},
-    )
-    opened = translate_responses(asked).open_answer(AnswerContext(request_id="req_1", model="m", created=1_795_000_000))
-    assert isinstance(opened, ResponsesTranslator)
-    return opened
+def _read(request: httpx2.Request) -> InferenceRequest:
+    return SURFACES[request.url.path].parse(request.content, {})
+
+
+def _open(request: httpx2.Request) -> AnswerTranslator:
+    surface = SURFACES[request.url.path]
+    assert surface.translate is not None
+    return surface.translate(_read(request)).open_answer(CONTEXT)
 
 
 def connect(answer: Callable[[httpx2.Request], bytes], kind: str = "text/event-stream") -> openai.OpenAI:
@@ -114,18 +109,14 @@ def test_what_the_sdk_got_can_be_sent_back_as_it_is() -> None:
 
     def note(request: httpx2.Request) -> bytes:
         seen.append(request)
-        return stream_of(request, [write_chunk({"content": "ok"}, "stop")])
+        return stream_of(request, [chunk({"content": "ok"}, "stop")])
 
     given: list[Any] = [{"role": "user", "content": "hi"}, *[item.to_dict() for item in output]]
     given += [{"type": "function_call_output", "call_id": call_id, "output": "1"} for call_id in ("a", "c")]
     given.append({"type": "custom_tool_call_output", "call_id": "b", "output": "done"})
     with connect(note).responses.stream(model="m", input=given, tools=TOOLS) as stream:
         assert stream.get_final_response().output_text == "ok"
-    body = seen[0].content
-    asked = InferenceRequest(
-        endpoint="/v1/responses", model="m", is_streaming=True, max_tokens=None, prompt_chars=0, body=body, headers={}
-    )
-    said = json.loads(translate_responses(asked).body)["messages"][1]
+    said = json.loads(translate_responses(_read(seen[0])).body)["messages"][1]
     assert (said["content"], said["reasoning_content"]) == ("I will look.", "hm")
     assert [call["function"]["name"] for call in said["tool_calls"]] == ["look", "apply_patch", "mail__send"]
 
@@ -134,7 +125,7 @@ def test_a_structured_answer_is_parsed_into_its_type() -> None:
     class Point(pydantic.BaseModel):
         x: int
 
-    chunks = [write_chunk({"content": '{"x"'}), write_chunk({"content": ":7}"}, "stop")]
+    chunks = [chunk({"content": '{"x"'}), chunk({"content": ":7}"}, "stop")]
     with connect(lambda request: stream_of(request, chunks)).responses.stream(
         model="m", input="hi", text_format=Point
     ) as stream:
@@ -158,7 +149,7 @@ def test_an_unstreamed_answer_is_a_response() -> None:
 
 
 def test_an_answer_cut_short_ends_the_helper_with_what_there_is() -> None:
-    chunks = [write_chunk({"content": "Hel"}), write_chunk({}, "length")]
+    chunks = [chunk({"content": "Hel"}), chunk({}, "length")]
     with connect(lambda request: stream_of(request, chunks)).responses.stream(model="m", input="hi") as stream:
         last = list(stream)[-1]
     assert last.type == "response.incomplete"
@@ -186,11 +177,55 @@ def test_a_failure_reaches_the_caller_as_the_failed_response(*, begun: bool) -> 
 
 def test_every_event_and_object_fits_the_published_types() -> None:
     """The SDK itself does not check what it reads."""
-    request = httpx2.Request("POST", "http://gateway", json={"model": "m", "input": "hi", "stream": True, "tools": TOOLS})
-    refused = [write_chunk({"refusal": "No."}), write_chunk({}, "content_filter")]
+    request = httpx2.Request(
+        "POST", "http://gateway/v1/responses", json={"model": "m", "input": "hi", "stream": True, "tools": TOOLS}
+    )
+    refused = [chunk({"refusal": "No."}), chunk({}, "content_filter")]
     broken = [*RICH[:8], b"data: {\n\n"]
     for chunks in (RICH, refused, broken):
-        for event in split_events(stream_of(request, chunks)):
+        for event in (json.loads(event.data) for event in read_stream(stream_of(request, chunks)).events):
             _events.validate_python(event)
             if "response" in event:
                 Response.model_validate(event["response"])
+
+
+def test_a_compaction_is_what_the_sdk_reads() -> None:
+    usage = b'{"prompt_tokens":40,"completion_tokens":6}'
+    body = b'{"choices":[{"message":{"content":"short"},"finish_reason":"stop"}],"usage":%b}' % usage
+    client = connect(lambda request: _open(request).translate_whole(body), "application/json")
+    found = client.responses.compact(model="m", input="x")
+    assert (found.object, found.id, found.created_at) == ("response.compaction", "resp_ab12", 1_795_000_000)
+    assert (found.usage.input_tokens, found.usage.output_tokens) == (40, 6)
+    assert [item.type for item in found.output] == ["message", "compaction"]
+    last = found.output[-1]
+    assert last.type == "compaction"
+    assert "short" not in last.encrypted_content  # clients pass it on unread
+
+
+# Anthropic's
+
+
+def read_message(chunks: list[bytes]) -> dict[str, Any]:
+    """Return the message that Anthropic's SDK puts together of a stream."""
+    data, _ = run(MESSAGES, chunks)
+    transport = httpx2.MockTransport(
+        lambda _request: httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=data)
+    )
+    with httpx2.Client(transport=transport) as http:
+        client = anthropic.Anthropic(api_key="key", base_url="http://gateway.invalid", http_client=http, max_retries=0)
+        with client.messages.stream(model="m", max_tokens=5, messages=[{"role": "user", "content": "a"}]) as stream:
+            return stream.get_final_message().to_dict()
+
+
+def test_anthropics_sdk_reads_what_the_model_said() -> None:
+    message = read_message(RICH)
+    assert message["stop_reason"] == "tool_use"
+    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use", "tool_use"]
+    assert (message["content"][0]["thinking"], message["content"][1]["text"]) == ("hm", "I will look.")
+    assert [block["input"] for block in message["content"][2:]] == [{"x": 1}, {"input": PATCH}, {}]
+    assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == (5, 3)
+
+
+def test_anthropics_sdk_raises_when_the_stream_breaks() -> None:
+    with pytest.raises(anthropic.APIStatusError, match="out of memory"):
+        read_message([*RICH[:4], write_event({"error": {"message": "out of memory", "code": 500}})])

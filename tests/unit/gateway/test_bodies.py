@@ -1,0 +1,381 @@
+"""How bodies and forms are read, whatever they hold: a 4xx names the field, no number is misread, and the loop goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gateway.dialects import SURFACES
+from gateway.dialects.body import read_fields, read_options, replace_fields
+from gateway.dialects.crowding import MAX_MARKS, is_crowded
+from gateway.errors import BadRequest, BodyTooLarge, GatewayError
+from gateway.values import InferenceRequest
+from nodes.states import BINARY_ENDPOINTS
+
+CHAT, MESSAGES, RESPONSES, AUDIO = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/audio/transcriptions"
+JSON = {"content-type": "application/json"}
+HELLO = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'
+MEGABYTE = 1024 * 1024
+
+
+def parse(path: str, body: bytes) -> InferenceRequest:
+    """Read a body as the pipeline does, and translate it where there is something to translate."""
+    surface = SURFACES[path]
+    request = surface.parse(body, JSON)
+    if surface.translate is not None:
+        surface.translate(request)
+    return surface.rename(request, "other")
+
+
+def find_refusal(path: str, body: bytes) -> GatewayError | None:
+    """Return how a body is refused, if it is; whatever else it makes a surface raise is raised."""
+    try:
+        parse(path, body)
+    except GatewayError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("depth", [100, 400, 900])
+def test_a_long_prompt_may_be_nested_as_deep_as_the_parser_takes(depth: int) -> None:
+    body = b'{"model":"m","messages":' + b"[" * depth + b'"' + b"a" * 70_000 + b'"' + b"]" * depth + b"}"
+    try:
+        counted = SURFACES[CHAT].parse(body, JSON).prompt_chars
+    except BadRequest:
+        return  # deeper than the parser goes, and said so
+    assert counted == 70_000
+
+
+@given(st.binary(max_size=200))
+def test_no_body_raises_anything_but_a_bad_request(body: bytes) -> None:
+    for surface in SURFACES.values():
+        try:
+            surface.parse(body, {})
+        except BadRequest:
+            pass
+
+
+def test_a_prompt_that_nests_without_end_is_refused() -> None:
+    nested = b'{"type":"tool_result","content":[' * 5000 + b"]}" * 5000
+    body = b'{"model":"m","max_tokens":1,"messages":[{"role":"user","content":[' + nested + b"]}]}"
+    with pytest.raises(BadRequest):
+        SURFACES["/v1/messages"].parse(body, {})
+
+
+def test_a_32_mb_body_costs_a_few_calls_for_each_part_of_it() -> None:
+    parts = 20_000
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 24 * MEGABYTE}}
+    content = [image, *[{"type": "text", "text": "abc"}] * parts]
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        SURFACES[CHAT].parse(body, JSON)
+    finally:
+        sys.setprofile(None)
+    assert 0 < calls < 20 * parts, "reading must stay linear in the parts, and never walk the bytes of an image in Python"
+
+
+KEYS = st.text(st.sampled_from('ab"\\é\n😀'), max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=5,
+)
+LAYOUTS = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t"), (",  ", ":")])
+
+
+def lay_out(pairs: list[tuple[str, object]], layout: tuple[str, str], *, ascii_only: bool) -> bytes:
+    comma, colon = layout
+    parts = [
+        json.dumps(key, ensure_ascii=ascii_only) + colon + json.dumps(value, separators=layout, ensure_ascii=ascii_only)
+        for key, value in pairs
+    ]
+    return ("{" + comma.join(parts) + "}").encode()
+
+
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=6), LAYOUTS, st.booleans())
+@example([("a", 1), ("b", 2), ("c", 3), ("d", 4), ("a", 12)], (",", ":"), False)
+@example([("model", "a"), ("model", "a")], (", ", ": "), True)
+def test_a_key_is_refused_exactly_when_it_is_given_twice(
+    pairs: list[tuple[str, object]], layout: tuple[str, str], ascii_only: bool
+) -> None:
+    body = lay_out(pairs, layout, ascii_only=ascii_only)
+    names = [key for key, _value in pairs]
+    if len(set(names)) == len(names):
+        assert {key: json.loads(bytes(raw)) for key, raw in read_fields(body).items()} == dict(pairs)
+        return
+    with pytest.raises(BadRequest, match="given twice") as caught:
+        read_fields(body)
+    assert caught.value.param in {name for name in names if names.count(name) > 1}
+
+
+def test_another_model_stands_in_the_body_alone() -> None:
+    request = SURFACES[CHAT].parse(HELLO + b',"a":1.50}', JSON)
+    renamed = SURFACES[CHAT].rename(request, "other")
+    assert renamed.body == request.body.replace(b'"m"', b'"other"')
+    assert SURFACES[CHAT].rename(renamed, "other") is renamed
+    assert replace_fields(b'{"a":1,"b":2}', drop="a") == b'{"b":2}'
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        pytest.param(b'"n":' + b"9" * 5000, id="a number of 5000 digits"),
+        pytest.param(b'"n":' + b"[" * 900 + b"]" * 900, id="nearly as deep as a parser goes"),
+        pytest.param(b'"n":1e999', id="a number out of range"),
+    ],
+)
+def test_a_key_in_another_spelling_is_compared_whatever_stands_beside_it(rest: bytes) -> None:
+    assert "n" in read_fields(HELLO + b',"\\u0061":1,' + rest + b"}")
+    with pytest.raises(BadRequest) as caught:
+        read_fields(HELLO + b',"\\u0061":1,"a":2,' + rest + b"}")
+    assert caught.value.param == "a"
+
+
+@pytest.mark.parametrize("levels", [900, 985, 990, 995, 1000, 100_000])
+@pytest.mark.parametrize("field", ["messages", "input", "tools", "system", "metadata", "text", "x_pool_options", "anything"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_no_depth_makes_a_surface_raise_anything_but_a_refusal(path: str, field: str, levels: int) -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "input": "a"}
+    body.pop(field, None)
+    for opening, middle, closing in (("[", "", "]"), ('{"a":', "1", "}")):
+        value = opening * levels + middle + closing * levels
+        error = find_refusal(path, f'{json.dumps(body)[:-1]},"{field}":{value}}}'.encode())
+        assert error is None or error.status == 400
+
+
+def crowd(before: bytes, piece: bytes, after: bytes, *, size_bytes: int = 8_000_000) -> bytes:
+    """Return a body of about that size that is nearly all ``piece``."""
+    return before + piece * (size_bytes // len(piece)) + after
+
+
+CROWDS: dict[str, Callable[[], tuple[str, bytes]]] = {
+    "lists among the tools": lambda: (CHAT, crowd(HELLO + b',"tools":[', b"[],", b"1]}")),
+    "lists of lists": lambda: (CHAT, crowd(HELLO + b',"tools":[', b"[[[[[]]]]],", b"1]}")),
+    "messages": lambda: (CHAT, crowd(b'{"model":"m","messages":[', b'{"role":"a"},', b"{}]}")),
+    "blocks": lambda: (
+        MESSAGES,
+        crowd(
+            b'{"model":"m","max_tokens":1,"messages":[{"role":"user","content":[',
+            b'{"type":"text","text":""},',
+            b'{"type":"a"}]}]}',
+        ),
+    ),
+    "items": lambda: (RESPONSES, crowd(b'{"model":"m","input":[', b'{"role":"user","content":""},', b"{}]}")),
+    "fields": lambda: (CHAT, HELLO + b"".join(b',"k%d":1' % n for n in range(700_000)) + b"}"),
+    "texts": lambda: (RESPONSES, crowd(b'{"model":"m","input":[', b'"",', b"1]}")),
+    "a key in another spelling": lambda: (CHAT, crowd(HELLO + b',"\\u0061":[', b"[],", b"1]}")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_a_body_with_millions_of_values_is_refused_before_they_are_built(name: str) -> None:
+    path, body = CROWDS[name]()
+    assert isinstance(find_refusal(path, body), BodyTooLarge)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(
+            crowd(b'{"model":"m","messages":[{"role":"user","content":"', b'1,2,[{ \\"', b'"}]}'), id="a text full of commas"
+        ),
+        pytest.param(crowd(b'{"model":"m","prompt":"x","messages":[{"a":"', b"A", b'"}]}'), id="a picture"),
+        pytest.param(
+            crowd(b'{"model":"m","messages":[{}],"input":[', b"1234,", b"1]}", size_bytes=1_500_000), id="300,000 tokens"
+        ),
+    ],
+)  # fmt: skip
+def test_a_large_body_of_few_values_passes(body: bytes) -> None:
+    assert not is_crowded(body)
+    assert parse(CHAT, body).model == "other"
+
+
+def test_the_bound_is_counted_outside_of_strings_only() -> None:
+    marks = b"[" + b"0," * MAX_MARKS + b"0]"
+    assert not is_crowded(b"[" + marks[7:])
+    assert is_crowded(marks)
+    assert is_crowded(b'["\\\\",' + marks + b"]")
+    assert not is_crowded(b'["' + marks + b'"]')
+    assert not is_crowded(b'["\\"' + marks)
+
+
+def test_nesting_at_the_edge_of_what_can_be_read_is_the_clients_fault() -> None:
+    for depth in range(900, 1100):
+        body = HELLO + b',"\\u0061":' + b"[" * depth + b"]" * depth + b"}"
+        try:
+            SURFACES[CHAT].parse(body, JSON)
+        except BadRequest:
+            return
+    pytest.fail("no depth was too deep")
+
+
+# Whole numbers
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "q", "documents": ["d"]},
+    "/v1/images/generations": {"prompt": "p"},
+}
+LIMITS = [
+    *[(path, field) for path in ASKED for field in ("max_tokens", "max_completion_tokens", "max_output_tokens")],
+    ("/v1/responses", "decoding.max_tokens"),
+]
+WRITTEN = {"5": 5, "5.0": 5, "5e0": 5, "0.5e1": 5, "50E-1": 5, "1e3": 1000, "4294967296.0": 2**32}
+NOT_WHOLE = ["1.5", "1e-3", '"5"', "true", "[]", "1e400"]
+
+
+def write(path: str, field: str, number: str) -> bytes:
+    """Return a body in which the field stands as it is written here."""
+    body = {name: value for name, value in ASKED[path].items() if name != field}
+    outer, _, inner = field.partition(".")
+    value = f'{{"{inner}":{number}}}' if inner else number
+    return json.dumps({"model": "m", **body}).encode()[:-1] + f',"{outer}":{value}}}'.encode()
+
+
+@pytest.mark.parametrize(("path", "field"), LIMITS)
+@pytest.mark.parametrize("number", WRITTEN)
+def test_a_limit_counts_as_the_number_it_is_and_the_bytes_stay_as_they_came(path: str, field: str, number: str) -> None:
+    request = SURFACES[path].parse(write(path, field, number), {})
+    due = WRITTEN[number] if path != "/v1/messages" or field == "max_tokens" else max(9, WRITTEN[number])
+    assert request.max_tokens == due
+    assert type(request.max_tokens) is int
+    assert request.body == write(path, field, number)
+
+
+@pytest.mark.parametrize(("path", "field"), LIMITS)
+@pytest.mark.parametrize("number", NOT_WHOLE, ids=lambda number: str(number)[:9])
+def test_what_is_not_whole_is_refused_with_its_field_named(path: str, field: str, number: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        SURFACES[path].parse(write(path, field, number), {})
+    assert caught.value.param == field
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(("path", "field"), LIMITS)
+def test_a_number_of_thousands_of_digits_is_refused_by_its_outermost_field(path: str, field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        SURFACES[path].parse(write(path, field, "9" * 5000), {})
+    assert caught.value.param == field.partition(".")[0]
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "05", "5.", ".5", "0x5"])
+def test_what_is_no_number_in_json_is_refused(path: str, number: str) -> None:
+    with pytest.raises(BadRequest):
+        SURFACES[path].parse(write(path, "max_tokens", number), {})
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_negative_number_with_a_point_is_negative(path: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        SURFACES[path].parse(write(path, "max_tokens", "-1.0"), {})
+    assert caught.value.param == "max_tokens"
+
+
+def test_options_of_the_pool_count_so_too() -> None:
+    assert read_options(msgspec.Raw(b'{"max_latency_ms":3e3}')).max_latency_ms == 3000
+    with pytest.raises(BadRequest) as caught:
+        read_options(msgspec.Raw(b'{"max_latency_ms":0.5}'))
+    assert caught.value.param == "x_pool_options.max_latency_ms"
+
+
+# Forms
+
+EDGE = "----edge"
+Part = tuple[str, bytes]
+
+
+def field(name: str, value: str | bytes) -> Part:
+    return f'form-data; name="{name}"', value if isinstance(value, bytes) else value.encode()
+
+
+def file(data: bytes = b"RIFF", name: str = "file") -> Part:
+    return f'form-data; name="{name}"; filename="a.wav"', data
+
+
+def form(*parts: Part) -> bytes:
+    pieces = [f"--{EDGE}\r\nContent-Disposition: {head}\r\n\r\n".encode() + data + b"\r\n" for head, data in parts]
+    return b"".join(pieces) + f"--{EDGE}--\r\n".encode()
+
+
+def parse_form(body: bytes) -> InferenceRequest:
+    return SURFACES[AUDIO].parse(body, {"content-type": f"multipart/form-data; boundary={EDGE}"})
+
+
+def test_the_forms_are_exactly_what_text_links_cannot_carry() -> None:
+    assert {path for path, surface in SURFACES.items() if surface.is_form} == BINARY_ENDPOINTS
+
+
+GOOD = form(file(b"x" * 100), field("model", "m"))
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_any_bytes_are_read_or_refused(noise: bytes, at: int) -> None:
+    for body in (noise, GOOD[:at] + noise + GOOD[at:], GOOD[:at] + noise):
+        try:
+            assert parse_form(body).model
+        except BadRequest:
+            pass
+
+
+@given(st.binary(max_size=2000).filter(lambda data: EDGE.encode() not in data))
+def test_any_file_travels(data: bytes) -> None:
+    assert parse_form(form(file(data), field("model", "m"))).model == "m"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        form(file(b"\r\n--" * (4 * MEGABYTE)), field("model", "m")),
+        form(file(b"\r" * (16 * MEGABYTE)), field("model", "m")),
+        form(file((b"\r\n--" + EDGE.encode() + b"x") * MEGABYTE), field("model", "m")),
+        GOOD[:-4] + b" " * (16 * MEGABYTE),
+        f"--{EDGE}".encode() + b" " * (16 * MEGABYTE),
+        b"\r\n" * (8 * MEGABYTE) + GOOD,
+        b"-" * (16 * MEGABYTE),
+        f"--{EDGE}\r\n".encode() + b"x" * (16 * MEGABYTE),
+        f"--{EDGE}\r\nX:".encode() + b" " * (16 * MEGABYTE),
+    ],
+    ids=["dashes", "returns", "near misses", "padding", "first padding", "blank lines", "no start", "header", "value"],
+)
+def test_no_form_keeps_the_gateway_busy(body: bytes) -> None:
+    began = time.process_time()
+    try:
+        parse_form(body)
+    except BadRequest:
+        pass
+    assert time.process_time() - began < 20.0  # a reader that looks at every byte a few times takes hundredths of a second
+
+
+def test_another_model_stands_in_the_form_and_the_file_stays_as_it_is() -> None:
+    surface = SURFACES["/v1/audio/transcriptions"]
+    sound = bytes(range(256)) * 700  # over the size of one piece of the parser
+    form = (
+        b'--xx\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + sound + b"\r\n"
+        b'--xx\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n'
+        b'--xx\r\ncontent-disposition: form-data; name="language"\r\n\r\nwhisper-1\r\n--xx--\r\n'
+    )
+    request = surface.parse(form, {"content-type": "multipart/form-data; boundary=xx"})
+    renamed = surface.rename(request, "tiny-whisper")
+    assert renamed.body == form.replace(b"\r\n\r\nwhisper-1", b"\r\n\r\ntiny-whisper", 1)
+    assert surface.parse(renamed.body, renamed.headers).model == "tiny-whisper"
