@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from tools.mutants import Mutant, read_mutants, read_table
+from tools.mutants import Defect, Mutant, read_defects, read_mutants, read_table
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = read_table(ROOT)
 MUTANTS = read_mutants(TABLE)
+DEFECTS = read_defects(ROOT)
 WRITTEN = "Written by `python -m tests.test_defences` from `tests/defences.toml`; a test fails when this page is older."
 PROVEN = "`./muster test --mutants {row}` puts a defect into a copy of the program and shows that the tests of a row notice it."
 THREATS = f"""# Threats
@@ -89,6 +90,21 @@ def test_each_change_of_every_mutant_has_one_place(mutant: Mutant) -> None:
     for change in mutant.changes:
         assert (ROOT / change.file).read_text(encoding="utf-8").count(change.old) == 1
         assert change.new != change.old
+
+
+@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
+def test_each_mutant_without_tests_of_its_own_has_one_place_and_says_who_would_suffer(defect: Defect) -> None:
+    change = defect.change
+    assert (ROOT / change.file).read_text(encoding="utf-8").count(change.old) == 1
+    assert change.new != change.old
+    assert defect.says.endswith(".")
+
+
+def test_a_hundred_mutants_have_names_of_their_own_that_are_no_area() -> None:
+    areas = {defect.area for defect in DEFECTS.values()}
+    assert len(DEFECTS) >= 100
+    assert areas.isdisjoint(DEFECTS)
+    assert areas.isdisjoint(MUTANTS)
 
 
 if __name__ == "__main__":

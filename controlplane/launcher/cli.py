@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     approve.usage = "./muster approve --url URL --token-file FILE --key FILE [option ...] OPERATION"
     test = _add(commands, "test", "run the tests of the gate (installs what they need, a Chromium included)", _run_test)
     test.usage = (
-        "./muster test [--fast | --all | --vllm | --clients] [pytest argument ...]\n       ./muster test --mutants [ROW ...]"
+        "./muster test [--fast | --all | --vllm | --clients] [pytest argument ...]\n       ./muster test --mutants [NAME ...]"
     )
     test.add_argument("--fast", action="store_true", help="only the unit tests: no process, no database")
     test.add_argument(
@@ -118,7 +118,8 @@ def build_parser() -> argparse.ArgumentParser:
     test.add_argument(
         "--mutants",
         action="store_true",
-        help="only show that the tests notice defects: those of tests/defences.toml, or of the rows named (T11 F28), in a copy",
+        help="only show that the tests notice defects: those of tests/mutants.toml, of an area of it, or of rows of "
+        "tests/defences.toml (T11, defences = all of them), in a copy",
     )
     _add(commands, "check", "format, lint, types, import contracts, migrations", _run_check)
     _add(commands, "bench", "measure what the gateway costs", _run_bench).usage = "./muster bench [argument ...]"
