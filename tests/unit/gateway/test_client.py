@@ -224,18 +224,19 @@ async def test_a_stream_without_an_answer_begins_with_a_comment_and_goes_on_with
     assert set(client.body.split(b"\n\n")) == {b": ping", b""}
 
 
-async def test_silence_is_filled_between_events_and_never_inside_one() -> None:
+@pytest.mark.parametrize(("part", "rest"), [(b'data: {"half', b'":1}\n\n'), (b"event: message\n", b"data: 1\n\n")])
+async def test_silence_is_filled_between_events_and_never_inside_one(part: bytes, rest: bytes) -> None:
     client = MemoryClient()
     keepalive = start(client)
     keepalive.event = PING
     client.connection.start(200, [(b"content-type", b"text/event-stream")])
     client.connection.write(b"data: 1\n\n")
     await client.wait(lambda: PING in client.body)
-    client.connection.write(b'data: {"half')
+    client.connection.write(part)
     ticks = asyncio.get_running_loop().time() + 0.05
     await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
-    assert client.body.endswith(b'data: {"half')
-    client.connection.write(b'":1}\n\n')
+    assert client.body.endswith(part)
+    client.connection.write(rest)
     length = len(client.body)
     await client.wait(lambda: len(client.body) > length)
     keepalive.stop()

@@ -29,10 +29,13 @@ from gateway.errors import (
 )
 from gateway.values import InferenceRequest, Timeouts
 from nodes.links import LinkRegistry
+from nodes.links.ejections import Ejection, Fault
 from nodes.links.keeper import LinkKeeper
 from tests.unit.nodes.link_fakes import FakeLink, make_row
+from wire import clock
 
 CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
+MESSAGES = "/v1/messages"
 SHORT = Timeouts(queue_s=0.04, no_node_wait_s=0.01, request_s=5.0)
 
 
@@ -222,6 +225,16 @@ async def test_without_a_queue_there_is_a_slot_now_or_a_refusal() -> None:
     floor.dispatcher.check_room("m", CHAT, 0)
 
 
+async def test_a_request_that_gives_its_slot_back_tries_an_ejected_box_no_longer() -> None:
+    floor = Floor()
+    box = floor.link()
+    now = clock.monotonic()
+    ejection = Ejection(box.node_id, "m", Fault.FAILED, since=now - 60, until=now - 1, is_probing=True)
+    box.active += 1
+    Lease(floor.dispatcher, box, "m", granted=now, probed=ejection).release()
+    assert not ejection.is_probing
+
+
 async def test_a_box_that_failed_the_request_is_avoided_while_there_is_another() -> None:
     floor = Floor()
     first, second = floor.link(slots=5), floor.link(slots=5)
@@ -229,6 +242,28 @@ async def test_a_box_that_failed_the_request_is_avoided_while_there_is_another()
     job.avoid.add(first)
     leases = [floor.dispatcher.acquire(job) for _ in range(3)]
     assert [lease.link for lease in leases if isinstance(lease, Lease)] == [second] * 3
+
+
+async def test_a_box_that_failed_the_request_is_avoided_too_where_only_some_speak_its_dialect() -> None:
+    floor = Floor()
+    first, second = floor.link(slots=5, m={MESSAGES}), floor.link(slots=5, m={MESSAGES})
+    floor.link(slots=5, m={CHAT})
+    job = floor.job(endpoint=MESSAGES)
+    job.avoid.add(first)
+    leases = [floor.dispatcher.acquire(job) for _ in range(3)]
+    assert [lease.link for lease in leases if isinstance(lease, Lease)] == [second] * 3
+
+
+async def test_a_request_whose_node_was_lost_waits_no_longer_than_it_would_have_at_first() -> None:
+    floor = Floor(replace(SHORT, queue_s=60.0, request_s=600.0))
+    floor.link()
+    floor.take()
+    job = floor.job()
+    job.accepted -= 60
+    wait = floor.dispatcher.acquire(job)
+    assert isinstance(wait, asyncio.Future)
+    async with asyncio.timeout(30):
+        assert type(await fails(wait)) is QueueTimeout
 
 
 async def test_a_box_that_said_busy_is_left_alone_for_a_moment_and_then_tried_again() -> None:
@@ -341,6 +376,12 @@ async def test_a_deleted_provider_ends_the_waits_for_its_boxes_at_once() -> None
     assert here.done()
     assert type(await fails(here)) is ProviderDeleted
     assert not elsewhere.done()
+    floor.keeper.apply(
+        [make_row(uuid.uuid4(), provider_state=state, connected=False, model_names=("x",)) for state in ("deleted", "enabled")],
+        targets={},
+        peers={},
+    )
+    assert not elsewhere.done()  # another provider has the model too
     elsewhere.cancel()
 
 

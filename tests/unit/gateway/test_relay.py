@@ -482,10 +482,18 @@ async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> N
     assert stream.granted == 100
     attempt.client.reading.set()
     await attempt.client.wait(lambda: stream.granted == 600)
+    attempt.client.reading.clear()
+    stream.sink.on_data(b"data: %b\n\n" % (b"c" * 92))
+    attempt.client.reading.set()
+    await attempt.client.wait(lambda: stream.granted >= 700)
+    assert stream.granted == 700  # what was read at first is not granted once more
     stream.sink.on_data(DONE)
     stream.end(EndKind.COMPLETE)
     await attempt.outcome()
-    assert attempt.client.body == b"data: %b\n\n" % (b"a" * 92) + b"data: %b\n\n" % (b"b" * 92) * 5 + DONE
+    assert (
+        attempt.client.body
+        == b"data: %b\n\n" % (b"a" * 92) + b"data: %b\n\n" % (b"b" * 92) * 5 + b"data: %b\n\n" % (b"c" * 92) + DONE
+    )
 
 
 async def test_a_client_that_reads_nothing_is_closed_and_its_box_freed() -> None:

@@ -247,9 +247,10 @@ async def test_a_native_response_fails_as_one_wherever_its_beginning_stands(fram
         assert (events[-1]["sequence_number"], events[-1]["response"]["id"]) == (2, "resp_1")
 
 
-async def test_an_error_does_not_run_into_the_part_of_an_event_that_was_too_large_to_hold() -> None:
+@pytest.mark.parametrize("cut", [9, 1], ids=["within a line", "behind a line"])
+async def test_an_error_does_not_run_into_the_part_of_an_event_that_was_too_large_to_hold(cut: int) -> None:
     passage = PASSAGES[0]
-    outcome, client = await Serving(passage).serve(*[chunk(choice("x" * 3 * WIRE.event_held_bytes))[:-9]])
+    outcome, client = await Serving(passage).serve(*[chunk(choice("x" * 3 * WIRE.event_held_bytes))[:-cut]])
     assert isinstance(outcome, Broken)
     assert client.body.rpartition(b"\n\ndata: ")[2].startswith(b'{"error":')
 

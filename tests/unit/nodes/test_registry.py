@@ -77,6 +77,18 @@ def test_a_newer_session_replaces_the_older_whose_late_removal_harms_nothing() -
     assert registry.served_models() == ["b"]
 
 
+def test_a_link_that_was_removed_answers_nothing_any_more() -> None:
+    registry = LinkRegistry()
+    link = FakeLink("a")
+    registry.add(link)
+    assert list(registry.links_answering("a", "/v1/chat/completions")) == [link]
+    other = FakeLink("a")
+    registry.add(other)
+    assert list(registry.links_answering("a", "/v1/chat/completions")) == [link, other]
+    registry.remove(link)
+    assert list(registry.links_answering("a", "/v1/chat/completions")) == [other]
+
+
 def test_adding_a_link_twice_does_not_close_it() -> None:
     registry = LinkRegistry()
     link = FakeLink("a")

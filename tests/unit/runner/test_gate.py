@@ -150,6 +150,22 @@ async def test_a_token_is_not_replayed_after_the_ledger_was_lost(
         boot += 5
 
 
+async def test_only_names_that_the_owner_counts_are_signers(
+    key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = await Ledger.open(tmp_path / "data", clock=Clock(T0 + 0.5))
+    try:
+        for counted, refusal in [({"a", "b"}, ""), ({"a", "c"}, "too_few_signers")]:
+            rules = GateRules(key_file, Level.L0, 2, "box-7", counted_signers=frozenset(counted))
+            gate, token = Gate(rules, ledger=ledger, clock=Clock(NOW)), l0(nonce=f"nonce-of-{len(refusal)}")
+            if refusal:
+                assert await refused(gate, token, caplog) == refusal
+            else:
+                assert (await admit(gate, token)).signers == ("a", "b")
+    finally:
+        await ledger.close()
+
+
 async def test_a_token_issued_after_the_ledger_began_is_good(key_file: Path, tmp_path: Path) -> None:
     async with opened(key_file, tmp_path / "data", clock=Clock(T0 + 0.9)) as gate:
         await admit(gate, l0(issued_at=int(T0)))
