@@ -309,12 +309,11 @@ class Box:
 
     async def _wait_settled(self) -> None:
         """Wait a moment for what starts quickly, so that the first registration already names it."""
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + limits().connection.settle_s
-        while loop.time() < give_up_at and not self.parts.is_settled:
+        give_up_at = clock.monotonic() + limits().connection.settle_s
+        while clock.monotonic() < give_up_at and not self.parts.is_settled:
             self._settled.clear()
             try:
-                await asyncio.wait_for(self._settled.wait(), max(0.01, give_up_at - loop.time()))
+                await asyncio.wait_for(self._settled.wait(), max(0.01, give_up_at - clock.monotonic()))
             except TimeoutError:
                 return
 

@@ -32,6 +32,7 @@ from runner.session import (
     Reply,
     Stream,
 )
+from wire import clock
 from wire.bridge import (
     NAME_TAKEN,
     Message,
@@ -130,9 +131,9 @@ class GatewayLink:
 
         ``give_up_s``: return once no session could be had for so many seconds.
         """
-        bounds, clock = self._limits, asyncio.get_running_loop().time
-        backoff_s, last_seen_at = bounds.reconnect_first_s, clock()
-        while give_up_s is None or clock() - last_seen_at < give_up_s:
+        bounds = self._limits
+        backoff_s, last_seen_at = bounds.reconnect_first_s, clock.monotonic()
+        while give_up_s is None or clock.monotonic() - last_seen_at < give_up_s:
             session = _Session(self, self._host, bounds)
             self._session = session
             is_refused = False
@@ -161,8 +162,8 @@ class GatewayLink:
             finally:
                 self._session = None
             if session.accepted_at is not None:
-                self._last_said, last_seen_at = "", clock()
-                if clock() - session.accepted_at >= bounds.healthy_after_s:
+                self._last_said, last_seen_at = "", clock.monotonic()
+                if clock.monotonic() - session.accepted_at >= bounds.healthy_after_s:
                     backoff_s = bounds.reconnect_first_s
             # Full jitter: boxes that lost the same gateway must not come back in step.
             await asyncio.sleep(bounds.auth_retry_s if is_refused else random.uniform(0, backoff_s))  # noqa: S311
@@ -198,7 +199,7 @@ class GatewayLink:
 
     def _complain(self, text: str) -> None:
         """Log a reason not to be connected: at once when it is new, then every ``say_again_s`` for as long as it stays."""
-        now = asyncio.get_running_loop().time()
+        now = clock.monotonic()
         if text != self._last_said or now - self._said_at >= self._limits.say_again_s:
             self._last_said, self._said_at = text, now
             log.error("%s", text)
@@ -220,8 +221,7 @@ class _Session:
         self._leave_within_s = bounds.drain_s
         self._heartbeat_s = bounds.heartbeat_s
         self._told_facts: list[ModelFacts] | None = None
-        self._clock = asyncio.get_running_loop().time
-        self._heard_at = self._clock()
+        self._heard_at = clock.awake()
         self.wake = asyncio.Event()
         self.accepted_at: float | None = None
 
@@ -241,7 +241,7 @@ class _Session:
 
     async def run(self, ws: aiohttp.ClientWebSocketResponse) -> None:
         """Serve the socket until it is lost; always raises SessionLost, AuthRefused or ProtocolError."""
-        self._heard_at = self._clock()
+        self._heard_at = clock.awake()
         is_violation = False
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -273,7 +273,7 @@ class _Session:
         send = partial(_send, ws)
         while True:
             message = await ws.receive()
-            self._heard_at = self._clock()
+            self._heard_at = clock.awake()
             if message.type is aiohttp.WSMsgType.BINARY:
                 effects = self._protocol.receive_bytes(message.data)
             elif message.type is aiohttp.WSMsgType.TEXT:
@@ -326,7 +326,7 @@ class _Session:
                 log.info("node status=%s mode=%s cordoned=%s", notice.status, notice.mode, notice.cordoned)
                 self._host.hear_mode(is_reclaimed=notice.mode == "spare_off")
             case Accepted(ack):
-                self.accepted_at = self._clock()
+                self.accepted_at = clock.monotonic()
                 if ack.heartbeat_interval_s:
                     self._heartbeat_s = ack.heartbeat_interval_s
                 self._link.accepted(ack)
@@ -360,12 +360,15 @@ class _Session:
         return sample
 
     async def _watch_silence(self) -> None:
-        """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long."""
+        """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long.
+
+        Seconds in which this process stood still count for nothing: what the gateway said meanwhile waits unread.
+        """
         # Each frame only moves a number: arming a timer for every chunk would cost more than this loop.
         limit_s, ack_by = self._limits.silence_s, self._clock() + self._limits.ack_s
         while (left_s := self._heard_at + limit_s - self._clock()) > 0:
             if not self.is_accepted:
-                left_s = min(left_s, ack_by - self._clock())
+                left_s = min(left_s, ack_by - clock.awake())
                 if left_s <= 0:
                     raise SessionLost(f"the registration was not answered within {self._limits.ack_s:g} s")
             await asyncio.sleep(left_s)
@@ -374,8 +377,8 @@ class _Session:
     async def _leave_politely(self) -> None:
         """After graceful_shutdown: wait for the streams of this session, then end it."""
         await self._leave_asked.wait()
-        give_up_at = self._clock() + self._leave_within_s
-        while self._protocol.streams and self._clock() < give_up_at:  # noqa: ASYNC110  # the protocol wakes nobody
+        give_up_at = clock.monotonic() + self._leave_within_s
+        while self._protocol.streams and clock.monotonic() < give_up_at:  # noqa: ASYNC110  # the protocol wakes nobody
             await asyncio.sleep(0.05)
         raise SessionLost("the gateway went away as announced")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import psutil
 
 from runner.limits import limits
+from wire import clock
 
 
 def list_tree(pid: int | None) -> list[psutil.Process]:
@@ -42,11 +43,10 @@ def list_left(pids: Iterable[int]) -> set[int]:
 
 async def kill_rest(tree: list[psutil.Process]) -> list[int]:
     """Kill what still runs of ``tree``; return the process ids of what has not gone within ``gone_s``."""
-    clock = asyncio.get_running_loop().time
-    give_up_at = clock() + limits().engines.gone_s
+    give_up_at = clock.monotonic() + limits().engines.gone_s
     while True:
         left = [process for process in tree if _is_alive(process)]
-        if not left or clock() >= give_up_at:
+        if not left or clock.monotonic() >= give_up_at:
             return [process.pid for process in left]
         for process in left:
             with contextlib.suppress(psutil.Error):

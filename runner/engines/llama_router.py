@@ -13,6 +13,7 @@ from runner.engines.http import HttpServer
 from runner.engines.port import Call
 from runner.errors import EngineError
 from runner.limits import limits
+from wire import clock
 
 
 class Status(msgspec.Struct):
@@ -124,9 +125,9 @@ class LlamaRouter:
             return
         await self._tell("/models/unload")
         bounds = limits().engines
-        deadline = asyncio.get_running_loop().time() + bounds.router_unload_s
+        deadline = clock.monotonic() + bounds.router_unload_s
         while not _is_out(status := await self.ask_status()):
-            if asyncio.get_running_loop().time() > deadline:
+            if clock.monotonic() > deadline:
                 raise EngineError(
                     f"the router still has {self._model} ({status.value}) {bounds.router_unload_s:.0f} s after it was told"
                 )

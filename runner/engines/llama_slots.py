@@ -33,6 +33,7 @@ from runner.engines.port import (
 from runner.engines.slots import Lease, Owner, SlotBook
 from runner.errors import EngineError
 from runner.limits import limits
+from wire import clock
 from wire.unreadable import UNREADABLE
 
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
@@ -257,13 +258,13 @@ class LlamaSlots:
 
     async def _when_idle(self, wanted: list[int]) -> list[Slot] | None:
         """Return these slots once none is at work, or as they are after a moment: a client that left is let go of quickly."""
-        deadline = asyncio.get_running_loop().time() + limits().engines.llama_slots_s
+        deadline = clock.monotonic() + limits().engines.llama_slots_s
         while True:
             shown = await self.list_slots()
             if shown is None:
                 return None
             slots = _among(shown, wanted)
-            if not any(slot.is_processing for slot in slots) or asyncio.get_running_loop().time() > deadline:
+            if not any(slot.is_processing for slot in slots) or clock.monotonic() > deadline:
                 return slots
             await asyncio.sleep(0.02)
 

@@ -15,6 +15,7 @@ from runner.engines.descendants import list_left
 from runner.engines.port import Engine, Health, LoopOwner, Report
 from runner.errors import EngineError
 from runner.limits import limits
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -177,16 +178,16 @@ class Supervisor:
 
     async def _keep(self, *, is_loaded: bool, report: Report | None = None) -> None:
         """Watch and restart until cancelled."""
-        pause_s, clock = self._limits.restart_first_s, asyncio.get_running_loop().time
+        pause_s = self._limits.restart_first_s
         while True:
             if not is_loaded and not await self._try_load(report):
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, self.engine.restart_max_s)
                 continue
-            is_loaded, since = False, clock()
+            is_loaded, since = False, clock.monotonic()
             reason = await self._watch()
             log.error("engine is down engine=%s reason=%s", self.engine.name, reason)
-            pause_s = self._limits.restart_first_s if clock() - since >= self._limits.steady_after_s else pause_s
+            pause_s = self._limits.restart_first_s if clock.monotonic() - since >= self._limits.steady_after_s else pause_s
             self._become(EngineState.FAILED, error=reason)
             await self._stop_looking()
             with contextlib.suppress(EngineError):  # somebody else's server: nothing of ours to clear away
@@ -219,7 +220,6 @@ class Supervisor:
 
     async def _watch(self) -> str:
         """Return why the engine must be restarted, once it must."""
-        loop = asyncio.get_running_loop()
         gone = asyncio.create_task(self.engine.wait_gone())
         silent_since: float | None = None
         try:
@@ -241,8 +241,8 @@ class Supervisor:
                     case Health.UNREACHABLE:
                         return "the engine refuses connections or has no model"
                     case Health.SILENT:
-                        silent_since = silent_since if silent_since is not None else loop.time()
-                        if loop.time() - silent_since >= self._silent_s:
+                        silent_since = silent_since if silent_since is not None else clock.monotonic()
+                        if clock.monotonic() - silent_since >= self._silent_s:
                             return f"the engine has not answered for {self._silent_s:g} s"
         finally:
             gone.cancel()

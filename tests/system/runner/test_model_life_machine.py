@@ -325,6 +325,15 @@ class ModelLife(RuleBasedStateMachine):
         self.gateway.hang_up()
         self.loop.settle()
 
+    @precondition(lambda self: self.is_connected)
+    @rule()
+    def stand_still(self) -> None:
+        """Have the process stopped for longer than a gateway may be silent: that one is not given up for it."""
+        socket = self.gateway.socket
+        self.clock.advance(2 * self.config.timeouts.silence_s)
+        self.loop.advance(self.config.timeouts.heartbeat_s + MIN_REPORT_GAP_S)
+        assert self.gateway.socket is socket
+
     @rule(how=st.sampled_from(["gently", "at once", "killed"]))
     def restart(self, how: str) -> None:
         data, copy = self.folder / "data", self.folder / "copy"
