@@ -365,13 +365,15 @@ class _Session:
         Seconds in which this process stood still count for nothing: what the gateway said meanwhile waits unread.
         """
         # Each frame only moves a number: arming a timer for every chunk would cost more than this loop.
-        limit_s, ack_by = self._limits.silence_s, self._clock() + self._limits.ack_s
-        while (left_s := self._heard_at + limit_s - self._clock()) > 0:
+        clock.beat()
+        limit_s, ack_by = self._limits.silence_s, clock.awake() + self._limits.ack_s
+        while (left_s := self._heard_at + limit_s - clock.awake()) > 0:
             if not self.is_accepted:
                 left_s = min(left_s, ack_by - clock.awake())
                 if left_s <= 0:
                     raise SessionLost(f"the registration was not answered within {self._limits.ack_s:g} s")
-            await asyncio.sleep(left_s)
+            await asyncio.sleep(min(left_s, self._limits.beat_s))
+            clock.beat()
         raise SessionLost(f"nothing heard for {limit_s:g} s")
 
     async def _leave_politely(self) -> None:
