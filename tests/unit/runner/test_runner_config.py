@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from controlplane import env as server_env
 from runner.config import TINY_MODEL_PATH, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
 from runner.config.options import LOG_LEVELS
 from runner.errors import ConfigError
+from runner.limits import Limits
+from wire.limits import Bound, list_bounds
 
 MINIMAL = ["--gateway", "http://127.0.0.1:8080", "--token", "msw_x"]
 
@@ -274,3 +277,19 @@ def test_a_log_level_has_the_words_that_the_server_knows() -> None:
         assert read_config(["--standalone"], {"MUSTER_LOG_LEVEL": word.upper()}).log_level == level
     with pytest.raises(ConfigError, match=r"MUSTER_LOG_LEVEL.* must be one of trace, debug, .*, not 'verbose'"):
         read_config(["--standalone"], {"MUSTER_LOG_LEVEL": "verbose"})
+
+
+SETTINGS = [
+    (section.name, bound)
+    for section in fields(Limits())
+    for bound in list_bounds(getattr(Limits(), section.name))
+    if bound.setting
+]
+
+
+@pytest.mark.parametrize(("section", "bound"), SETTINGS, ids=[bound.setting for _, bound in SETTINGS])
+def test_the_environment_sets_each_limit_that_names_a_variable_and_leaves_the_others(section: str, bound: Bound) -> None:
+    config = read_config(MINIMAL, {bound.setting: "7000" if bound.setting.endswith("_MS") else "7"})
+    expected = replace(Limits(), **{section: replace(getattr(Limits(), section), **{bound.name: 7.0})})
+    assert config.limits == expected
+    assert read_config(MINIMAL, {}).limits == Limits()
