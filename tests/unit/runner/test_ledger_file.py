@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from runner.ledger import FILE_NAME, Ledger, LedgerError
-from runner.ledger import ledger as ledger_module
 from runner.ledger.database import LOCK_NAME
+from runner.limits import limits
 from tests.fakes.limits import set_runner_limits
 from tests.unit.runner.ledger_files import T0, Clock, opened
 
@@ -158,16 +158,16 @@ async def test_a_failing_disk_is_our_error(tmp_path: Path) -> None:
         assert await ledger.spend_nonce("after", expires_at=T0 + 300)
 
 
-async def test_a_disk_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
+async def test_a_disk_that_hangs_is_given_up(tmp_path: Path) -> None:
+    release, usual_s = threading.Event(), limits().ledger.answer_s
     async with opened(tmp_path) as ledger:
-        with monkeypatch.context() as impatient:
-            impatient.setattr(ledger_module, "ANSWER_S", 0.05)
-            try:
-                with pytest.raises(LedgerError, match="did not answer"):
-                    await ledger._run(lambda _: release.wait(30))
-            finally:
-                release.set()
+        set_runner_limits(ledger={"answer_s": 0.05})
+        try:
+            with pytest.raises(LedgerError, match="did not answer"):
+                await ledger._run(lambda _: release.wait(30))
+        finally:
+            release.set()
+        set_runner_limits(ledger={"answer_s": usual_s})
         assert await ledger.spent("t", "2026-11") == 0
 
 
