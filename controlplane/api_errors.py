@@ -26,6 +26,7 @@ from rest_framework.views import set_rollback
 
 from controlplane.authentication import CHALLENGE
 from core.errors import ContractError
+from core.limits import limits
 from governance.errors import ApprovalRefused
 from governance.views.content_policy import STRICT_PATHS, close_page
 from wire.contract import ErrorCode
@@ -36,9 +37,6 @@ DATABASE_AWAY = (OperationalError, InterfaceError)
 """What Django raises while the database refuses, says nothing, or takes too long, be it for a lock that somebody holds."""
 NOT_STORABLE = (DataError, OverflowError)
 """What Django raises for text and numbers that PostgreSQL cannot take, such as a NUL character, wherever they came in."""
-RETRY_S = 5
-MAX_HOST_CHARS = 255
-"""How much of a refused Host header is shown: as long as a name can be."""
 _REMOVE_IT = "The request holds a character or a number that the database cannot take, such as NUL. Remove it and try again."
 _MALFORMED = "The address, or what was sent with it, is malformed."
 _AWAY = "The database did not answer in time."
@@ -114,7 +112,7 @@ def render_exception(error: Exception, context: dict[str, Any]) -> Response | No
         response["Allow"] = ", ".join(allowed)
     wait = getattr(error, "wait", None) or getattr(error, "retry_after_s", None)
     if describe_outage(error) is not None:
-        wait = RETRY_S
+        wait = limits().console.retry_s
     if wait:
         response["Retry-After"] = str(max(1, round(wait)))
     return response
@@ -213,7 +211,7 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 def _refuse_host(request: HttpRequest) -> HttpResponse:
     """Say which host was refused and which setting allows it. Never asks the request for its host: that is what failed."""
-    host = str(request.META.get("HTTP_HOST", ""))[:MAX_HOST_CHARS]
+    host = str(request.META.get("HTTP_HOST", ""))[: limits().console.refused_host_chars]
     logger.warning("host_refused host=%r", host)
     # A browser names HTML outright; whoever accepts anything gets a page only where people read pages.
     is_browser = "text/html" in request.headers.get("Accept", "") and not request.path.startswith("/api/")
@@ -261,7 +259,7 @@ def _say_outage(request: HttpRequest, error: Exception, outage: Outage) -> HttpR
         known = describe_error(error, method=request.method or "GET")
         assert known is not None  # it knows the database's errors
         answer = _json(known)
-    answer["Retry-After"] = str(RETRY_S)
+    answer["Retry-After"] = str(limits().console.retry_s)
     return answer
 
 

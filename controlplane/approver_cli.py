@@ -27,12 +27,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from core.limits import limits
 from wire.optoken.approval import ApprovalError, Statement, decode_bytes, digest_words, encode_bytes, read_statement
-
-TIMEOUT_S = 30.0
-MAX_SAID_CHARS = 500
-MAX_ANSWER_BYTES = 1_000_000
-KEYID_CHARS = 32
 
 
 class Refusal(Exception):
@@ -160,7 +156,9 @@ def read_key(path: Path) -> Ed25519PrivateKey:
 def approve_operation(options: argparse.Namespace) -> str:
     """Show an operation, ask, sign its digest and hand the proof in; return how it stands then."""
     token = options.token_file.read_text().strip()
-    with httpx.Client(base_url=options.url, headers={"Authorization": f"Bearer {token}"}, timeout=TIMEOUT_S) as client:
+    with httpx.Client(
+        base_url=options.url, headers={"Authorization": f"Bearer {token}"}, timeout=limits().console.approve_s
+    ) as client:
         path = f"/api/v1/operations/{options.operation}"
         statement = read_operation(call(client, "GET", path), asked_for=options.operation)
         sys.stdout.write(describe(statement))
@@ -175,7 +173,7 @@ def call(client: httpx.Client, method: str, path: str, body: object = None) -> d
     """Return the object that the control plane answers with. Raises Refusal in its words, httpx.HTTPError without any."""
     response = client.request(method, path, json=body)
     try:
-        answer = response.json() if len(response.content) <= MAX_ANSWER_BYTES else None
+        answer = response.json() if len(response.content) <= limits().console.approve_answer_bytes else None
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
@@ -189,7 +187,11 @@ def call(client: httpx.Client, method: str, path: str, body: object = None) -> d
 
 def make_plain(said: object) -> str:
     """Return a text of the control plane without anything that a terminal would act on; "" for what is no text."""
-    return "".join(c if c.isprintable() else " " for c in said[:MAX_SAID_CHARS]) if isinstance(said, str) else ""
+    return (
+        "".join(c if c.isprintable() else " " for c in said[: limits().console.approve_error_chars])
+        if isinstance(said, str)
+        else ""
+    )
 
 
 def read_operation(answer: dict[str, object], *, asked_for: str) -> Statement:
@@ -266,7 +268,7 @@ def make_proof(statement: Statement, key: Ed25519PrivateKey, *, approver: str) -
     return {
         "type": "ed25519",
         "approver": approver,
-        "keyid": hashlib.sha256(public_bytes(key)).hexdigest()[:KEYID_CHARS],
+        "keyid": hashlib.sha256(public_bytes(key)).hexdigest()[:32],
         "signature": encode_bytes(key.sign(statement.digest)),
     }
 

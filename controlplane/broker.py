@@ -22,15 +22,11 @@ from django.utils.module_loading import import_string
 from kombu.transport import redis as redis_transport
 
 from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, MessageCount
+from core.limits import limits
 from wire import clock
 
-MAX_MESSAGE_BYTES = 16 * 1024
-"""Ours have about one KiB."""
-MAX_AHEAD = timedelta(minutes=2)
-"""A worker holds a task in memory until its time has come; ours wait for half a minute at most."""
 FOREIGN_KEY = "muster.unreadable.key"
 """What stood in the place of a queue, the newest alone."""
-MAX_KEPT, MAX_KEPT_BYTES = 100, 4096
 
 unreadable = MessageCount()
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -59,12 +55,12 @@ class _Message(msgspec.Struct, rename=lambda name: name.replace("_", "-")):
 def rebuild_message(text: bytes, queue: str) -> bytes | None:
     """Return a message with what was checked of this one; None unless it is a task of ours with the id of a row or none."""
     try:
-        if len(text) > MAX_MESSAGE_BYTES:
+        if len(text) > limits().console.task_message_bytes:
             return None
         message = msgspec.json.decode(text, type=_Message)
         ids, _, _ = msgspec.json.decode(message.body, type=tuple[list[uuid.UUID], _Nothing, dict[str, object]])
         headers, args = message.headers, [str(ident) for ident in ids]
-        if headers.eta is not None and headers.eta - clock.now() > MAX_AHEAD:
+        if headers.eta is not None and headers.eta - clock.now() > timedelta(seconds=limits().console.task_ahead_s):
             return None
         task = import_string(settings.TASK_APP).tasks.get(headers.task)
         if task is None or headers.task.startswith("celery."):  # Celery's own tasks call others by name
@@ -146,8 +142,8 @@ class TaskChannel(redis_transport.Channel):
             (
                 client.pipeline(transaction=False)
                 .incr(UNREADABLE_TOTAL_KEY)
-                .lpush(UNREADABLE_KEY, text[:MAX_KEPT_BYTES])
-                .ltrim(UNREADABLE_KEY, 0, MAX_KEPT - 1)
+                .lpush(UNREADABLE_KEY, text[: limits().console.task_kept_bytes])
+                .ltrim(UNREADABLE_KEY, 0, limits().console.task_kept - 1)
                 .execute(raise_on_error=False)
             )
 

@@ -12,10 +12,8 @@ from django.views.decorators.http import require_safe
 
 from core.db import Patience, limit_patience
 from core.hints import read_unreadable
+from core.limits import limits
 from wire import clock
-
-DATABASE_TIMEOUT_S = 3.0
-"""Less than supervisors wait for an answer, and than other requests wait for the database."""
 
 
 @never_cache
@@ -37,8 +35,10 @@ def show_health(request: HttpRequest) -> JsonResponse:
 
 
 def look_at_database() -> str:
-    """Return ``ok``, ``read-only``, or ``unreachable`` when the database does not answer within DATABASE_TIMEOUT_S."""
-    patience = Patience(silence_s=DATABASE_TIMEOUT_S, ends_at=clock.monotonic() + DATABASE_TIMEOUT_S)
+    """Return ``ok``, ``read-only``, or ``unreachable`` when the database does not answer within ``health_database_s``."""
+    patience = Patience(
+        silence_s=limits().console.health_database_s, ends_at=clock.monotonic() + limits().console.health_database_s
+    )
     try:
         with limit_patience(patience), connection.cursor() as cursor:
             cursor.execute("SELECT current_setting('transaction_read_only')")

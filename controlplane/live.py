@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any
 
 from channels.db import database_sync_to_async
@@ -19,6 +20,7 @@ from django.template.loader import render_to_string
 
 from controlplane.overview import SlowFacts, count_live, read_live_overview, read_slow_facts
 from core.hints import HINT_GROUP
+from core.limits import limits
 from core.models import User
 from governance.errors import OperationNotFound
 from governance.services import read_operation
@@ -28,20 +30,19 @@ from governance.views.operation_parts import render_live
 from nodes.services.boxes import read_box
 from wire import clock
 
-PUSH_EVERY_S = 2.0
-PUSH_CHANGES_EVERY_S = 0.5
-"""While a model is loaded: what the box says of it is written about once a second."""
-SLOW_FACTS_AGE_S = 30.0
-"""Sums over the last hour read every record of it."""
-MIN_PAUSE_S = 0.25
-"""A storm of hints costs at most four looks a second and page."""
-TRY_AGAIN_LATER = 1013
-"""Close code for "the database is away": the page comes back by itself, later and later."""
-SIGNED_OUT = 4401
-NOT_PERMITTED = 4403
-"""Close codes for "the session of whoever opened this has ended" and for "they may not look, or not any more"."""
 Pushed = dict[str, Any]
 """A JSON object."""
+
+
+class CloseCode(IntEnum):
+    """Why a page gets no further push."""
+
+    TRY_AGAIN_LATER = 1013
+    """The database is away: the page comes back by itself, later and later."""
+    SIGNED_OUT = 4401
+    """The session of whoever opened this has ended."""
+    NOT_PERMITTED = 4403
+    """They may not look, or not any more."""
 
 
 class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channels ships no types
@@ -62,14 +63,14 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         """
         raise NotImplementedError
 
-    def _look_while_let_in(self) -> tuple[Pushed, float] | int:
+    def _look_while_let_in(self) -> tuple[Pushed, float] | CloseCode:
         """Return what to push; a close code once the session has ended or its person may not look any more."""
         request = find_living(self.scope["cookies"].get(settings.SESSION_COOKIE_NAME, ""), now=clock.unix_s())
         if request is None or isinstance(request.user, AnonymousUser):
-            return SIGNED_OUT
+            return CloseCode.SIGNED_OUT
         user = request.user
         may_look = (user.is_staff or not self.is_for_staff) and self.may_look(user)
-        return self.look(request) if may_look else NOT_PERMITTED
+        return self.look(request) if may_look else CloseCode.NOT_PERMITTED
 
     async def connect(self) -> None:
         """Accept everybody: a browser learns no reason for a refused handshake. The first look says who is let in."""
@@ -98,17 +99,17 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
             try:
                 seen = await database_sync_to_async(self._look_while_let_in)()
             except DatabaseFailure:
-                await self.close(code=TRY_AGAIN_LATER)
+                await self.close(code=CloseCode.TRY_AGAIN_LATER)
                 return
-            if isinstance(seen, int):
+            if isinstance(seen, CloseCode):
                 await self.close(code=seen)
                 return
             pushed, pause_s = seen
             await self.send_json(pushed)
             self._look_again.clear()
-            await asyncio.sleep(MIN_PAUSE_S)
+            await asyncio.sleep(limits().console.push_pause_s)
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s - MIN_PAUSE_S):
+                async with asyncio.timeout(pause_s - limits().console.push_pause_s):
                     await self._look_again.wait()
 
 
@@ -119,12 +120,12 @@ class OverviewConsumer(PushConsumer):
     _slow_at: float = 0.0
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
-        """Return how things stand; what is read slowly is up to SLOW_FACTS_AGE_S old."""
-        if self._slow is None or clock.monotonic() - self._slow_at > SLOW_FACTS_AGE_S:
+        """Return how things stand; what is read slowly is up to ``push_slow_facts_s`` old."""
+        if self._slow is None or clock.monotonic() - self._slow_at > limits().console.push_slow_facts_s:
             self._slow, self._slow_at = read_slow_facts(), clock.monotonic()
         overview = read_live_overview(self._slow)
         html = render_to_string("admin/muster/overview_live.html", {"overview": overview})
-        return {**count_live(overview), "html": html}, PUSH_EVERY_S
+        return {**count_live(overview), "html": html}, limits().console.push_s
 
 
 class BoxConsumer(PushConsumer):
@@ -138,9 +139,9 @@ class BoxConsumer(PushConsumer):
         """Return the state of the box, more often while a model is loaded."""
         box = read_box(self.scope["url_route"]["kwargs"]["node_id"])
         if box is None:
-            return {"html": ""}, PUSH_EVERY_S
+            return {"html": ""}, limits().console.push_s
         html = render_to_string("admin/muster/box_state.html", {"box": box})
-        return {"html": html}, PUSH_CHANGES_EVERY_S if box.changing else PUSH_EVERY_S
+        return {"html": html}, limits().console.push_changes_s if box.changing else limits().console.push_s
 
 
 class OperationConsumer(PushConsumer):
@@ -154,7 +155,7 @@ class OperationConsumer(PushConsumer):
         try:
             operation = read_operation(self.scope["url_route"]["kwargs"]["operation_id"], request.user)
         except OperationNotFound:
-            return {"html": ""}, PUSH_EVERY_S
+            return {"html": ""}, limits().console.push_s
         html = render_live(operation, is_able=may_act(request))
         is_moving = operation.summary.run_state in {RunState.DISPATCHED, RunState.EXECUTING}
-        return {"html": html}, PUSH_CHANGES_EVERY_S if is_moving else PUSH_EVERY_S
+        return {"html": html}, limits().console.push_changes_s if is_moving else limits().console.push_s

@@ -12,6 +12,7 @@ from django.http import HttpRequest
 from django.urls import reverse
 
 from controlplane.playground.access import may_play
+from core.limits import limits
 from core.models import User
 from governance.services import count_waiting_for
 
@@ -68,8 +69,6 @@ FOUND_ROWS = (
     ("Request", "receipt_long", "gateway", "requestrecord"),
 )
 """(kind, icon, app, model) of the rows that the search finds, in its order."""
-MAX_FOUND_OF_A_KIND = 5
-MAX_SEARCH_CHARS = 200
 _REQUEST_ID = re.compile(r"(req_)?[0-9a-z-]{6,36}")
 
 
@@ -104,7 +103,7 @@ def find_entries(request: HttpRequest, text: str) -> list[Entry]:
 
     Requests are found by an id alone: they are many, and other words would be searched in all of them.
     """
-    term = text.replace("\x00", "").strip()[:MAX_SEARCH_CHARS]
+    term = text.replace("\x00", "").strip()[: limits().console.search_chars]
     asked = term.lower()
     if not asked:
         return []
@@ -118,7 +117,7 @@ def find_entries(request: HttpRequest, text: str) -> list[Entry]:
             continue
         rows, _ = listing.get_search_results(request, listing.get_queryset(request), term)
         page = f"admin:{app}_{model}_change"
-        found += [Entry(str(row), kind, reverse(page, args=[row.pk]), icon) for row in rows[:MAX_FOUND_OF_A_KIND]]
+        found += [Entry(str(row), kind, reverse(page, args=[row.pk]), icon) for row in rows[: limits().console.search_rows]]
     return found
 
 

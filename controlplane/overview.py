@@ -26,16 +26,6 @@ from nodes.states import Freshness
 from wire import clock
 from wire.contract import NodeStatus
 
-SLOW_QUEUE_S = 2.0
-"""A request that waits longer than this for a node is worth an operator's look."""
-FAILED_PERCENT_ALERT = 5.0
-FAILED_ALERT = 5
-MAX_PROBLEMS = 12
-MAX_OF_A_CASE = 3
-"""Of one case the first lines are shown and the rest counted, so that fifty silent nodes hide nothing else."""
-POLICY_WARNING = timedelta(days=30)
-RIVAL_SHOWN = timedelta(days=1)
-
 
 class Severity(IntEnum):
     """How urgent a problem is; the lower the sooner."""
@@ -155,14 +145,15 @@ def count_live(overview: Overview) -> dict[str, int]:
 
 
 def find_problems(facts: Facts) -> tuple[Problem, ...]:
-    """Return what an operator should look at, the most urgent first, at most MAX_PROBLEMS lines. Pure."""
+    """Return what an operator should look at, the most urgent first, at most ``problem_lines`` lines. Pure."""
     found: list[Problem] = []
     for case in CASES:
         lines = sorted(case(facts), key=lambda problem: problem.severity)
-        shown, beyond = lines[:MAX_OF_A_CASE], max(0, len(lines) - MAX_OF_A_CASE)
+        most = limits().console.problem_lines_per_case
+        shown, beyond = lines[:most], max(0, len(lines) - most)
         found += [*shown[:-1], replace(shown[-1], beyond=beyond)] if beyond else shown
     found.sort(key=lambda problem: problem.severity)
-    shown, hidden = found[:MAX_PROBLEMS], found[MAX_PROBLEMS:]
+    shown, hidden = found[: limits().console.problem_lines], found[limits().console.problem_lines :]
     if hidden:
         shown[-1] = replace(shown[-1], beyond=shown[-1].beyond + sum(1 + problem.beyond for problem in hidden))
     return tuple(shown)
@@ -209,7 +200,7 @@ def _find_no_node(facts: Facts) -> Iterable[Problem]:
 
 def _find_waits(facts: Facts) -> Iterable[Problem]:
     for waiting in facts.waits:
-        if waiting.oldest_wait_s >= SLOW_QUEUE_S:
+        if waiting.oldest_wait_s >= limits().console.problem_queue_s:
             is_one, since = waiting.requests == 1, print_duration(waiting.oldest_wait_s).replace(" ", "\u00a0")
             how_many, whose = ("1 waits", "") if is_one else (f"{waiting.requests} wait", "the first ")
             yield Problem(
@@ -241,7 +232,7 @@ def _find_unserved(facts: Facts) -> Iterable[Problem]:
 
 def _find_failures(facts: Facts) -> Iterable[Problem]:
     traffic = facts.slow.traffic
-    if traffic.failed >= FAILED_ALERT and traffic.failed_percent >= FAILED_PERCENT_ALERT:
+    if traffic.failed >= limits().console.problem_failed and traffic.failed_percent >= limits().console.problem_failed_percent:
         yield Problem(
             f"{traffic.failed_percent:.0f} % of the last hour's requests failed.",
             "Filter Requests by error code to see what they have in common.",
@@ -286,7 +277,7 @@ def _find_idle_nodes(facts: Facts) -> Iterable[Problem]:
 
 def _find_rivals(facts: Facts) -> Iterable[Problem]:
     for node in facts.fleet.nodes:
-        if node.rival_seen_at is not None and facts.now - node.rival_seen_at < RIVAL_SHOWN:
+        if node.rival_seen_at is not None and facts.now - node.rival_seen_at < timedelta(seconds=limits().nodes.rival_shown_s):
             second = f"The second one, at {node.rival_address}," if node.rival_address else "The second one"
             advice = f"{second} is refused. Give it another name or a credential of its own."
             yield _blame(node, f"Two nodes call themselves {node.name}.", advice, since=node.rival_seen_at)
@@ -331,7 +322,7 @@ def _find_unable_nodes(facts: Facts) -> Iterable[Problem]:
 
 def _find_expiring_policy(facts: Facts) -> Iterable[Problem]:
     policy = facts.slow.policy
-    if policy is None or policy.expires_at - facts.now > POLICY_WARNING:
+    if policy is None or policy.expires_at - facts.now > timedelta(seconds=limits().console.problem_policy_s):
         return
     is_over, day = policy.expires_at <= facts.now, f"{policy.expires_at:%Y-%m-%d}"
     advice = (

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from django.db import Error as DatabaseFailure
 from django.db import connections
 
-EVERY_S = 5.0
-STOP_WITHIN_S = 5.0
+from core.limits import limits
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +20,9 @@ logger = logging.getLogger(__name__)
 class Reconciler:
     """Calls ``look`` every ``every_s`` seconds from ``start`` until ``stop``, whatever becomes of one call."""
 
-    def __init__(self, look: Callable[[], int] | None = None, *, every_s: float = EVERY_S) -> None:
+    def __init__(self, look: Callable[[], int] | None = None, *, every_s: float | None = None) -> None:
         self._look = look or _look_for_operations
-        self._every_s = every_s
+        self._every_s = limits().console.reconcile_s if every_s is None else every_s
         self._stopping = threading.Event()
         self._is_away = False
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
@@ -33,10 +32,10 @@ class Reconciler:
         self._thread.start()
 
     def stop(self) -> bool:
-        """End after the look under way; False when that takes longer than STOP_WITHIN_S (its transaction then rolls back)."""
+        """End after the look under way; False when that takes longer than ``reconcile_stop_s``: its transaction rolls back."""
         self._stopping.set()
         if self._thread.ident is not None:
-            self._thread.join(STOP_WITHIN_S)
+            self._thread.join(limits().console.reconcile_stop_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

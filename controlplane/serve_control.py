@@ -11,10 +11,9 @@ import os
 import sys
 
 from controlplane.env import report_setting_errors
+from core.limits import limits
 
 DESCRIPTION = "Serve Muster's control plane: the operators' pages and the REST API."
-MAX_SOCKET_MESSAGE_BYTES = 64 * 1024
-"""Operators' pages send nothing; this only bounds what a broken one could."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         endpoints=build_endpoint_description_strings(host=arguments.host, port=arguments.port),
         action_logger=AccessLogGenerator(sys.stdout) if arguments.access_log else None,
         proxies=settings.TRUSTED_PROXIES,
-        websocket_max_message_size=MAX_SOCKET_MESSAGE_BYTES,
-        websocket_max_frame_size=MAX_SOCKET_MESSAGE_BYTES,
+        websocket_max_message_size=limits().console.socket_message_bytes,
+        websocket_max_frame_size=limits().console.socket_message_bytes,
         header_timeout_s=settings.GATEWAY_TIMEOUTS.header_s,
         body_timeout_s=settings.GATEWAY_TIMEOUTS.body_s,
         write_timeout_s=arguments.write_timeout,

@@ -429,15 +429,158 @@ class NodeLimits:
 class GatewayLimits:
     """Requests: their admission, queue, relay, records and dialects."""
 
+    # The HTTP server of a gateway (controlplane.gateway_server)
+    server_backlog: int = bound(2_048, "connections", "The kernel refuses a further connection that waits to be accepted.")
+    server_stop_poll_s: float = bound(0.05, "s", "A gateway that stops looks again whether requests still run.")
+    server_pipelined: int = bound(
+        64, "requests", "A connection with more requests waiting for the answer before theirs is closed."
+    )
+    server_ahead_bytes: int = bound(
+        64 * 1024, "bytes", "More bytes behind the request that is answered stop the reading of the connection."
+    )
+    server_fragment_bytes: int = bound(MIB, "bytes", "A longer WebSocket message is sent in fragments of this size.")
+    server_linger_s: float = bound(
+        30.0, "s", "A connection that was answered before its body came is closed, however much still comes."
+    )
+    server_linger_idle_s: float = bound(
+        2.0, "s", "A connection that was answered before its body came is closed when nothing more comes."
+    )
+    server_linger_bytes: int = bound(
+        128 * MIB, "bytes", "A connection that was answered before its body came is closed when more came."
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsoleLimits:
     """Pages of the control plane, its live pushes, the playground, and its servers."""
 
+    # Pages and live pushes
+    push_s: float = bound(2.0, "s", "A page gets its next push, with a hint or without.")
+    push_changes_s: float = bound(0.5, "s", "A page on which a model is loaded or an operation runs gets its next push.")
+    push_pause_s: float = bound(
+        0.25, "s", "A page is pushed to again: a storm of hints costs at most four looks a second and page."
+    )
+    push_slow_facts_s: float = bound(30.0, "s", "Sums over the last hour are read anew, for they read every record of it.")
+    search_chars: int = bound(200, "characters", "A longer search term is cut.")
+    search_rows: int = bound(5, "rows", "Further rows of a kind are not found.")
+    problem_lines: int = bound(12, "lines", "Further problems on the first page are counted instead.")
+    problem_lines_per_case: int = bound(
+        3, "lines", "Further lines of one case are counted instead, so that fifty silent nodes hide nothing else."
+    )
+    problem_queue_s: float = bound(2.0, "s", "A request that waits longer for a node is shown as a problem.")
+    problem_failed: int = bound(
+        5, "requests", "So many failed requests are shown as a problem, if they are `problem_failed_percent` as well."
+    )
+    problem_failed_percent: float = bound(5.0, "%", "Failed requests are shown as a problem when they are so large a part.")
+    problem_policy_s: float = bound(30 * 86_400.0, "s", "A policy that expires sooner is shown as a problem.")
+
+    # Playground
+    playground_form_bytes: int = bound(8 * MIB, "bytes", "A longer form is refused.")
+    playground_image_bytes: int = bound(5 * MIB, "bytes", "A larger picture is refused.")
+    playground_tool_depth: int = bound(
+        64, "levels", "Tools that are nested deeper are refused: their code could not be printed, and schemas have ten levels."
+    )
+    playground_messages_tokens: int = bound(
+        1_024, "tokens", "A form that says nothing asks for so many on Messages: the endpoint wants a number."
+    )
+    playground_explained: int = bound(
+        16, "models", "The nodes of further models of an alias are not looked at while a person waits."
+    )
+    playground_key_s: float = bound(3_600.0, "s", "A key that the playground lends expires.")
+    playground_key_reserve_s: int = bound(
+        60, "s", "A key with less time left is replaced: a request that waits in a queue still needs it."
+    )
+    playground_answers: int = bound(32, "answers", "A further answer of one process is refused.")
+    playground_answer_bytes: int = bound(64 * MIB, "bytes", "A longer answer is cut.")
+    playground_chunks: int = bound(16, "chunks", "With so many chunks waiting for a browser the gateway is not read.")
+    playground_connect_s: float = bound(5.0, "s", "A gateway that does not take the connection counts as unreachable.")
+    playground_take_s: float = bound(60.0, "s", "An answer of which a browser takes nothing for so long is cut.")
+    playground_overtime_s: float = bound(
+        30.0, "s", "An answer is cut so long after MUSTER_REQUEST_TIMEOUT_S, at which the gateway itself ends it with an error."
+    )
+    playground_close_s: float = bound(2.0, "s", "Nobody waits longer for a connection to the gateway to close.")
+
+    # Servers of the control plane
+    retry_s: int = bound(5, "s", "An answer of a server that has no database names it as `Retry-After`.")
+    refused_host_chars: int = bound(
+        255, "characters", "A longer refused Host header is cut where it is shown; no name is longer."
+    )
+    health_database_s: float = bound(
+        3.0, "s", "A database that does not answer is `unreachable`; supervisors wait longer for the answer."
+    )
+    connections: int = bound(
+        1_000,
+        "connections",
+        "A further connection of one process is refused; half may come from one address, unless that is a proxy's.",
+    )
+    body_bytes: int = bound(
+        8 * MIB, "bytes", "A longer body gets 413 `body_too_large`: the largest is a picture in the playground."
+    )
+    socket_message_bytes: int = bound(64 * 1024, "bytes", "A longer message of a page closes its socket; pages send nothing.")
+    inbox_high: int = bound(16, "messages", "An application that has more messages waiting stops the reading of its socket.")
+    inbox_low: int = bound(4, "messages", "An application that has so few messages waiting lets its socket be read again.")
+    stop_poll_s: float = bound(0.05, "s", "A server that stops looks again whether requests still run.")
+    reconcile_s: float = bound(5.0, "s", "The reconciler of operations looks again.")
+    reconcile_stop_s: float = bound(
+        5.0, "s", "A server that stops no longer waits for the look of the reconciler; its transaction rolls back."
+    )
+
+    # Workers and commands
+    task_message_bytes: int = bound(16 * 1024, "bytes", "A longer message of the broker is set aside; ours have about 1 KiB.")
+    task_ahead_s: float = bound(
+        120.0, "s", "A message for a later time is set aside: a worker would hold it in memory until then."
+    )
+    task_kept: int = bound(100, "messages", "The oldest message that was set aside is forgotten.")
+    task_kept_bytes: int = bound(4_096, "bytes", "A longer message that is set aside is cut.")
+    audit_progress_records: int = bound(5_000, "records", "The command that checks the log says how far it is.")
+    enrolment_nodes: int = bound(64, "nodes", "The credentials of a fresh installation enrol no further node.")
+    approve_s: float = bound(30.0, "s", "`./muster approve` gives up on a server that does not answer.")
+    approve_answer_bytes: int = bound(1_000_000, "bytes", "`./muster approve` does not read a longer answer.")
+    approve_error_chars: int = bound(500, "characters", "`./muster approve` cuts a longer error of the server.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherLimits:
     """``./muster up``: the embedded servers and the processes that it supervises."""
+
+    # Supervision
+    restart_first_s: float = bound(
+        0.5, "s", "A process that died a second time is started again; each further pause is twice as long."
+    )
+    restart_max_s: float = bound(15.0, "s", "The pause before a process is started again grows no longer.")
+    restart_healthy_s: float = bound(10.0, "s", "A process that ran so long and died is started again at once.")
+    startup_failures: int = bound(3, "starts", "A process that died so often before everything was ready ends the start.")
+    start_s: float = bound(90.0, "s", "A process that is not ready ends the start.")
+    late_s: float = bound(10.0, "s", "A process that is not ready is named, again and again.")
+    stop_s: float = bound(10.0, "s", "A process that does not stop is killed.")
+    attach_stop_s: float = bound(120.0, "s", "`./muster stop` gives up on a launcher that still runs.")
+    ready_poll_s: float = bound(0.1, "s", "A process that is not ready is asked again.")
+    ready_answer_s: float = bound(1.0, "s", "A process that does not answer when asked is not ready.")
+    ready_answer_bytes: int = bound(MIB, "bytes", "No more of an answer is read.")
+    leftover_s: float = bound(3.0, "s", "A process of an earlier run that ignores a signal gets the next, harder one.")
+    open_files: int = bound(
+        65_536, "files", "The processes may open no more; some programs try every number up to their limit when they start."
+    )
+
+    # Preparation
+    bootstrap_s: float = bound(300.0, "s", "A database that is not prepared ends the start.")
+    server_start_s: float = bound(30.0, "s", "An embedded server that is not ready is killed.")
+    server_stop_s: float = bound(15.0, "s", "An embedded server that does not stop is killed.")
+    copy_lock_s: float = bound(120.0, "s", "The start ends if another launcher still copies PostgreSQL.")
+    install_lock_s: float = bound(900.0, "s", "The start ends if another launcher still installs packages.")
+    install_said_s: float = bound(2.0, "s", "The installation says how far it is.")
+    socket_directory_bytes: int = bound(
+        80,
+        "bytes",
+        "Sockets whose directory has a longer path go to a short one; an address holds 104 bytes on macOS, 108 on Linux.",
+    )
+    bootstrap_said_s: float = bound(3.0, "s", "A person who waits for the database is told so.")
+    bootstrap_said_again_s: float = bound(10.0, "s", "A person who waits for the database is told so again.")
+
+    # Logs
+    log_bytes: int = bound(8 * MIB, "bytes", "A longer log is copied aside and emptied.")
+    log_rotate_s: float = bound(60.0, "s", "The launcher looks again whether a log is too long.")
+    log_tail_bytes: int = bound(4_096, "bytes", "No more of the end of a log is shown.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

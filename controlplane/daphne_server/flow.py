@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from twisted.internet.interfaces import IPushProducer
 from zope.interface import implementer
 
-HIGH_MARK = 16
-LOW_MARK = 4
+from core.limits import limits
 
 
 @implementer(IPushProducer)
@@ -51,27 +50,28 @@ class Pausable(Protocol):
 
 
 class PausingQueue(asyncio.Queue[dict[str, Any]]):  # Any: ASGI messages
-    """An application's inbox that stops reading the socket above HIGH_MARK messages and reads again at LOW_MARK.
+    """An application's inbox that stops reading the socket above ``inbox_high`` messages and reads again at ``inbox_low``.
 
-    The bytes of one read may still be parsed into further messages, so its bound is HIGH_MARK plus one read (64 KiB).
+    The bytes of one read may still be parsed into further messages, so its bound is ``inbox_high`` plus one read (64 KiB).
     """
 
     def __init__(self, transport: Pausable) -> None:
         super().__init__()
+        self._limits = limits().console
         self._transport = transport
         self._is_paused = False
 
     def put_nowait(self, item: dict[str, Any]) -> None:
         """Append a message; pause the client when enough are waiting."""
         super().put_nowait(item)
-        if not self._is_paused and self.qsize() > HIGH_MARK:
+        if not self._is_paused and self.qsize() > self._limits.inbox_high:
             self._is_paused = True
             self._transport.pauseProducing()
 
     async def get(self) -> dict[str, Any]:
         """Take the next message; let the client go on when few are waiting."""
         item = await super().get()
-        if self._is_paused and self.qsize() <= LOW_MARK:
+        if self._is_paused and self.qsize() <= self._limits.inbox_low:
             self._is_paused = False
             self._transport.resumeProducing()
         return item

@@ -13,11 +13,8 @@ from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol
 from twisted.web.http import HTTPChannel
 
 from controlplane.daphne_server.flow import WriteGate
+from core.limits import limits
 from wire.contract import ErrorCode
-
-MAX_BODY_BYTES = 8 * 1024 * 1024
-"""Nothing that is sent here is larger; the largest is a picture in the playground. Daphne itself would spool any size to disk
-before the application starts."""
 
 
 def _print_refusal(status: str, code: ErrorCode, message: str, *, retryable: bool) -> bytes:
@@ -26,14 +23,6 @@ def _print_refusal(status: str, code: ErrorCode, message: str, *, retryable: boo
     body = json.dumps({"error": error}).encode()
     head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     return head.encode() + body
-
-
-_TOO_LARGE = _print_refusal(
-    "413 Content Too Large",
-    ErrorCode.BODY_TOO_LARGE,
-    f"The body is larger than {MAX_BODY_BYTES} bytes.",
-    retryable=False,
-)
 
 
 class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
@@ -46,19 +35,20 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
         self.server.transports.add(self.channel.transport)
         self.gate = WriteGate()
         self.is_endless = False
+        self._most_bytes = limits().console.body_bytes
         self._body_bytes = 0
         self._is_refused = False
 
     def gotLength(self, length: int | None) -> None:  # noqa: N802  # Twisted's interface
         """Refuse a body that says it is too large before a byte of it is stored."""
         super().gotLength(length)
-        if length is not None and length > MAX_BODY_BYTES:
+        if length is not None and length > self._most_bytes:
             self._refuse()
 
     def handleContentChunk(self, data: bytes) -> None:  # noqa: N802  # Twisted's interface
         """Store a part of the body; a chunked one is refused as soon as it has grown too large."""
         self._body_bytes += len(data)
-        if self._body_bytes > MAX_BODY_BYTES:
+        if self._body_bytes > self._most_bytes:
             self._refuse()
         if not self._is_refused:
             super().handleContentChunk(data)
@@ -97,7 +87,9 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
     def _refuse(self) -> None:
         if not self._is_refused:
             self._is_refused = True
-            self.channel.transport.write(_TOO_LARGE)
+            message = f"The body is larger than {self._most_bytes} bytes."
+            refusal = _print_refusal("413 Content Too Large", ErrorCode.BODY_TOO_LARGE, message, retryable=False)
+            self.channel.transport.write(refusal)
             self.channel.loseConnection()
 
 

@@ -24,12 +24,8 @@ from controlplane.daphne_server.protocols import (
     GatedWebSocketFactory,
     OpenConnections,
 )
+from core.limits import limits
 from wire.client_address import TrustedProxies
-
-GOING_AWAY = 1001
-POLL_S = 0.05
-MAX_CONNECTIONS = 1000
-"""Of one process, as far as it may open twice as many files. Half may come from one address, unless that is a proxy's."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +58,8 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         super().__init__(*args, signal_handlers=False, **kwargs)
         self.proxies = proxies
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        limit = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
+        most = limits().console.connections
+        limit = most if files == resource.RLIM_INFINITY else min(most, files // 2)
         self.open_connections = OpenConnections(limit, limit if self.proxies else limit // 2)
         self.header_timeout_s = header_timeout_s
         self.body_timeout_s = body_timeout_s
@@ -161,7 +158,7 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
                 port.stopListening()
             for protocol in list(self.connections):
                 if isinstance(protocol, GatedWebSocket):
-                    protocol.sendCloseFrame(code=GOING_AWAY)  # its sendClose accepts codes of applications only
+                    protocol.sendCloseFrame(code=1001)  # going away; its sendClose accepts codes of applications only
                 elif protocol.is_endless:
                     protocol.send_disconnect()
             while (running := self._running_applications()) and loop.time() < deadline:
@@ -169,7 +166,7 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
             for transport in self.transports:
                 transport.loseConnection()  # after what is still to be written
             while self._is_any_open() and loop.time() < deadline:  # noqa: ASYNC110  # Twisted has no event for "all closed"
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(limits().console.stop_poll_s)
         finally:
             self.stop()
 

@@ -17,16 +17,13 @@ from typing import ClassVar
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from core.limits import limits
 from gateway.client import SCOPE_HANDLE
 from wire.contract import ErrorCode
 from wire.http_head import TOO_LARGE, HeadFault, find_head_fault, find_size_fault
 from wire.limits import WIRE
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_MAX_WAITING = 64
-"""So many requests may wait on a connection for the answer before theirs."""
-_MAX_AHEAD_BYTES = 64 * 1024
-"""So much of them is read while somebody watches for the client to leave: who does not read never sees the end."""
 
 
 class _TooManyWaiting(Exception):
@@ -103,10 +100,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     header_timeout_s: ClassVar[float] = 10.0
     body_timeout_s: ClassVar[float] = 60.0
-    max_linger_s: ClassVar[float] = 30.0
-    max_linger_idle_s: ClassVar[float] = 2.0
-    """How long a refused client may still send: in all, and without anything coming."""
-    max_linger_bytes: ClassVar[int] = 128 * 1024 * 1024
 
     watching: set[Handle]
     is_lost: bool
@@ -125,6 +118,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._is_mixed = False
         """Whether the last read holds more than a part of one head, or of chunk sizes and trailers."""
         self._fault: HeadFault | None = None
+        self._limits = limits().gateway
         self.is_deaf = self._is_lingering = False
         self._forgotten_bytes = self._ahead_bytes = 0
         sock = transport.get_extra_info("socket")
@@ -168,7 +162,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if not is_upgrade:
             self.headers = []  # for trailers, which the parser adds here; they are no headers, and nobody reads them
-        if len(self.pipeline) > _MAX_WAITING:
+        if len(self.pipeline) > self._limits.server_pipelined:
             self.pipeline.popleft()
             self.pipeline[0][0].keep_alive = False
             self.is_deaf = True
@@ -229,7 +223,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     def read_ahead(self, size_bytes: int) -> None:
         """Go on reading behind the request that is served, of which ``size_bytes`` more have come, up to a bound."""
         self._ahead_bytes += size_bytes
-        if self.is_deaf or self._ahead_bytes <= _MAX_AHEAD_BYTES:
+        if self.is_deaf or self._ahead_bytes <= self._limits.server_ahead_bytes:
             self.flow.resume_reading()
 
     def begin_linger(self) -> None:
@@ -250,8 +244,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        until = self.loop.time() + self.max_linger_s
-        self._timer = self.loop.call_later(self.max_linger_idle_s, self._watch_linger, until, 0)
+        until = self.loop.time() + self._limits.server_linger_s
+        self._timer = self.loop.call_later(self._limits.server_linger_idle_s, self._watch_linger, until, 0)
 
     def shutdown(self) -> None:
         """The server stops: nobody who was refused is waited for."""
@@ -282,7 +276,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     def _forget(self, data: bytes) -> None:
         self._forgotten_bytes += len(data)
-        if self._forgotten_bytes > self.max_linger_bytes:
+        if self._forgotten_bytes > self._limits.server_linger_bytes:
             self._end_linger()
 
     def _watch_linger(self, until: float, seen_bytes: int) -> None:
@@ -291,7 +285,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if self._forgotten_bytes == seen_bytes or self.loop.time() >= until:
             self._end_linger()
             return
-        self._timer = self.loop.call_later(self.max_linger_idle_s, self._watch_linger, until, self._forgotten_bytes)
+        self._timer = self.loop.call_later(self._limits.server_linger_idle_s, self._watch_linger, until, self._forgotten_bytes)
 
     def _end_linger(self) -> None:
         if self.transport.get_write_buffer_size() > 0:

@@ -23,10 +23,6 @@ from wire.client_address import TrustedProxies
 
 logger = logging.getLogger("muster.gateway")
 
-_BACKLOG = 2048
-_GRACE_POLL_S = 0.05
-_GC_THRESHOLDS = (20_000, 20, 20)
-
 
 class GatewayApp:
     """The routes of the gateway plus the lifespan protocol around one runtime, and the edge where clients get their address."""
@@ -57,7 +53,7 @@ class GatewayApp:
         # few cycles, so it need not look often.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(*_GC_THRESHOLDS)
+        gc.set_threshold(20_000, 20, 20)
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await self.runtime.stop()
@@ -82,7 +78,7 @@ class GatewayServer(uvicorn.Server):
         until = clock.monotonic() + runtime.timeouts.shutdown_grace_s
         # Polled: an event would cost every request something to spare one shutdown a wake-up.
         while runtime.running_requests and clock.monotonic() < until and not self.force_exit:  # noqa: ASYNC110
-            await asyncio.sleep(_GRACE_POLL_S)
+            await asyncio.sleep(limits().gateway.server_stop_poll_s)
         runtime.interrupt_running()
         await runtime.say_goodbye()
         await super().shutdown(sockets)
@@ -114,7 +110,7 @@ def make_config(app: GatewayApp, *, host: str, port: int, timeouts: Timeouts) ->
         date_header=True,
         proxy_headers=False,
         log_config=None,
-        backlog=_BACKLOG,
+        backlog=limits().gateway.server_backlog,
         timeout_keep_alive=int(timeouts.keep_alive_s),
         timeout_graceful_shutdown=5,
         ws_max_size=limits().nodes.max_message_bytes,

@@ -18,9 +18,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.exceptions import InvalidState
 from websockets.http11 import Request
 
+from core.limits import limits
 from nodes.links.source import SCOPE_FRAMES
-
-_FRAGMENT_BYTES = 1024 * 1024
 
 
 class FrameSource:
@@ -43,6 +42,7 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def handle_connect(self, event: Request) -> None:
         """Begin the handshake; the scope gets a way to take frames directly."""
+        self._fragment_bytes = limits().gateway.server_fragment_bytes
         super().handle_connect(event)
         if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
             self.scope["extensions"][SCOPE_FRAMES] = FrameSource(self)  # type: ignore[assignment]  # a private extension
@@ -89,7 +89,7 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
         if message["type"] == "websocket.send" and not self.close_sent and not self.disconnected:
             text, data = message.get("text"), message.get("bytes")
             size = len(text) if text is not None else len(data or b"")
-            if size > _FRAGMENT_BYTES:
+            if size > self._fragment_bytes:
                 await self.writable.wait()
                 payload = text.encode() if text is not None else data or b""
                 try:
@@ -103,7 +103,7 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
         await super().send(message)
 
     def _send_fragments(self, payload: bytes, *, is_text: bool) -> None:
-        parts = [payload[i : i + _FRAGMENT_BYTES] for i in range(0, len(payload), _FRAGMENT_BYTES)]
+        parts = [payload[i : i + self._fragment_bytes] for i in range(0, len(payload), self._fragment_bytes)]
         last = len(parts) - 1
         first_send = self.conn.send_text if is_text else self.conn.send_binary
         first_send(parts[0], fin=last == 0)

@@ -15,9 +15,8 @@ from controlplane.launcher.files import read_json
 from controlplane.launcher.locks import read_holder
 from controlplane.launcher.places import installation_path, lock_path
 from controlplane.launcher.processes import send
+from core.limits import limits
 from wire import clock
-
-_STOP_DEADLINE_S = 120.0
 
 
 def run_down(data: Path) -> int:
@@ -31,10 +30,10 @@ def run_down(data: Path) -> int:
         send(holder, signal.SIGTERM)
     except PermissionError:
         raise LauncherError(f"process {holder} belongs to another user: stop it as that user") from None
-    until = clock.monotonic() + _STOP_DEADLINE_S
+    until = clock.monotonic() + limits().launcher.attach_stop_s
     while read_holder(lock_path(data)) == holder:
         if clock.monotonic() > until:
-            raise LauncherError(f"process {holder} still runs after {_STOP_DEADLINE_S:.0f} s; see {data}/logs")
+            raise LauncherError(f"process {holder} still runs after {limits().launcher.attach_stop_s:.0f} s; see {data}/logs")
         clock.sleep(0.05)
     say("Stopped")
     return 0

@@ -17,6 +17,7 @@ from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.installer import install
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+from core.limits import limits
 from wire import clock
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -30,7 +31,6 @@ SETS: dict[str, tuple[str, ...]] = {
     "dev": ("runner", "engines", "server", "dev"),
 }
 """Each set and those it holds whole: lock.sh compiles the smaller ones with the biggest one as constraint."""
-_INSTALL_PATIENCE_S = 900.0
 
 
 def lock_file(name: str) -> Path:
@@ -63,7 +63,7 @@ def ensure_installed(name: str) -> None:
     try:
         acquire_patiently(
             lock,
-            deadline_s=_INSTALL_PATIENCE_S,
+            deadline_s=limits().launcher.install_lock_s,
             on_wait=lambda holder: say(f"Another muster (process {holder or '?'}) is installing; waiting for it"),
         )
     except LockHeld as held:

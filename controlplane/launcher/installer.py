@@ -17,6 +17,7 @@ from typing import IO
 
 from controlplane.launcher.console import complain, progress
 from controlplane.launcher.errors import LauncherError
+from core.limits import limits
 from wire import clock
 
 _PIN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*==")
@@ -27,7 +28,6 @@ _FOUND = re.compile(
 _RESOLVED = re.compile(r"^Resolved (\d+) packages? in")
 # Pins that CPython 3.11 or newer on Linux and macOS never takes. Only the count shown to the person depends on it.
 _FOREIGN_MARKERS = ("== 'win32'", "== 'PyPy'", "== 'emscripten'", "!= 'CPython'")
-_TICK_S = 2.0
 
 
 def install(python: Path, requirements: Path, installer_requirements: Path) -> None:
@@ -138,7 +138,7 @@ def run_installer(command: Sequence[str], environment: Mapping[str, str], total:
             if text and not text.startswith(("DEBUG", "TRACE")):
                 tail.append(text)
             now = clock.monotonic()
-            if now - shown_at >= _TICK_S:
+            if now - shown_at >= limits().launcher.install_said_s:
                 shown_at = now
                 progress(describe_step(what, found=len(found), total=total, seconds=now - began, last=tail[-1]))
     return None if process.returncode == 0 else " / ".join(tail)[-400:]

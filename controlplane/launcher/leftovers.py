@@ -12,8 +12,7 @@ from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.part import Part
 from controlplane.launcher.parts import RUN_ID_VARIABLE
 from controlplane.launcher.processes import find_by_variable, is_alive, send, send_group, wait_gone
-
-_PATIENCE_S = 3.0
+from core.limits import limits
 
 
 def record_children(path: Path, run_id: str, parts: Mapping[str, Part]) -> None:
@@ -52,6 +51,6 @@ def end_leftovers(path: Path) -> None:
                 send_group(pid, number)
         for pid in find_by_variable(RUN_ID_VARIABLE, run_id):
             send(pid, number)
-        if wait_gone(lambda: not survivors(), _PATIENCE_S):
+        if wait_gone(lambda: not survivors(), limits().launcher.leftover_s):
             return
     raise LauncherError(f"processes of an earlier run cannot be ended: {sorted(survivors())}. Stop them and try again")

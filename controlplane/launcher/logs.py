@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-LARGEST_BYTES = 8 * 1024 * 1024
-_TAIL_BYTES = 4096
+from core.limits import limits
 
 
 def open_log(path: Path) -> IO[bytes]:
@@ -23,7 +22,7 @@ def rotate(path: Path) -> None:
     They write in append mode, so a truncated file starts again at its beginning. A line written in between may be lost.
     """
     try:
-        if path.stat().st_size <= LARGEST_BYTES:
+        if path.stat().st_size <= limits().launcher.log_bytes:
             return
         shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         path.with_name(f"{path.name}.1").chmod(0o600)
@@ -44,7 +43,7 @@ def read_tail(path: Path, *, since: int = 0) -> str:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             begin = since if since <= size else 0
-            stream.seek(max(begin, size - _TAIL_BYTES))
+            stream.seek(max(begin, size - limits().launcher.log_tail_bytes))
             return stream.read().decode(errors="replace")
     except OSError:
         return ""

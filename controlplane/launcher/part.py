@@ -12,6 +12,7 @@ from pathlib import Path
 from controlplane.launcher.backoff import Backoff
 from controlplane.launcher.logs import open_log, read_last_line
 from controlplane.launcher.processes import Command, identify, send_group, spawn
+from core.limits import limits
 from wire import clock
 
 _CAN_PEEK = hasattr(os, "waitid")
@@ -26,8 +27,8 @@ class PartSpec:
     is_ready: Callable[[int], bool]
     before_start: Callable[[], None] | None = None
     stop_signal: signal.Signals = signal.SIGTERM
-    stop_deadline_s: float = 10.0
-    start_deadline_s: float = 90.0
+    stop_deadline_s: float = field(default_factory=lambda: limits().launcher.stop_s)
+    start_deadline_s: float = field(default_factory=lambda: limits().launcher.start_s)
 
 
 @dataclass(slots=True)

@@ -14,9 +14,9 @@ from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.processes import find_by_directory
+from core.limits import limits
 
 # sockaddr_un holds 108 bytes on Linux and 104 on macOS; PostgreSQL adds "/.s.PGSQL.5432" to the directory.
-_LONGEST_SOCKET_DIRECTORY = 80
 _SYSTEM_HOME = Path("/var/lib/muster")
 _TEMPORARY = Path("/tmp")
 _TEMPORARY_PREFIX = "muster-home-"
@@ -244,7 +244,7 @@ def _remove_abandoned_homes() -> None:
 def _socket_directory(home: Path) -> Path:
     """Return where the sockets go: beside the data, or a short directory of the same owner when that path is too long."""
     beside = home / "sockets"
-    if len(os.fsencode(beside)) <= _LONGEST_SOCKET_DIRECTORY:
+    if len(os.fsencode(beside)) <= limits().launcher.socket_directory_bytes:
         return beside
     name = f"{zlib.crc32(os.fsencode(home)):08x}{zlib.adler32(os.fsencode(home)):08x}"
     return _TEMPORARY / f"muster-{os.geteuid()}-{name}"

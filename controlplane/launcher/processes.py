@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from core.limits import limits
 from wire import clock
 
 _PR_SET_PDEATHSIG = 1
@@ -21,14 +22,10 @@ _PROC = Path("/proc")
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-MAX_FILES = 65_536
-"""As the servers of docker/compose.yaml have. Some programs try every number up to their limit when they start."""
-
-
 def raise_file_limit() -> None:
-    """Let us, and whatever we start, open as many files as the system lets us, up to MAX_FILES: each connection is one."""
+    """Let us, and whatever we start, open as many files as the system lets us, up to ``open_files``: each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in (MAX_FILES, 10_240):  # macOS says "no limit", and refuses more than its OPEN_MAX
+    for wanted in (limits().launcher.open_files, 10_240):  # macOS says "no limit", and refuses more than its OPEN_MAX
         bounded = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         if soft == resource.RLIM_INFINITY or bounded <= soft:
             return

@@ -7,8 +7,7 @@ import socket
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
-_TIMEOUT_S = 1.0
-_LARGEST_ANSWER_BYTES = 1024 * 1024
+from core.limits import limits
 
 
 def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes] | None:
@@ -18,10 +17,10 @@ def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None
     """
     lines = [f"GET {path} HTTP/1.0", f"Host: {host}:{port}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
     try:
-        with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
+        with socket.create_connection((host, port), timeout=limits().launcher.ready_answer_s) as connection:
             connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
             answer = b""
-            while len(answer) < _LARGEST_ANSWER_BYTES and (piece := connection.recv(65536)):
+            while len(answer) < limits().launcher.ready_answer_bytes and (piece := connection.recv(65536)):
                 answer += piece
     except OSError:
         return None
@@ -74,7 +73,7 @@ def describe_unreachable(url: str, *, default_port: int) -> str:
         if parts.scheme == "unix" or host.startswith("/"):
             path = parts.path if parts.scheme == "unix" else f"{host}/.s.PGSQL.{port}"
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(_TIMEOUT_S)
+                probe.settimeout(limits().launcher.ready_answer_s)
                 probe.connect(path)
         else:
             socket.create_connection((host or "127.0.0.1", port), timeout=5.0).close()

@@ -16,11 +16,9 @@ from controlplane.launcher.console import complain, progress
 from controlplane.launcher.errors import LauncherError, StopRequested
 from controlplane.launcher.logs import rotate
 from controlplane.launcher.part import Part, PartSpec
+from core.limits import limits
 from wire import clock
 
-_PROBE_PAUSE_S = 0.1
-_ROTATE_EVERY_S = 60.0
-_STARTUP_FAILURES = 3
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -30,11 +28,11 @@ class Supervisor:
     A part that is not ready ``late_after_s`` seconds after its start is named, and again after each such time.
     """
 
-    def __init__(self, logs: Path, on_change: Callable[[], None], *, late_after_s: float = 10.0) -> None:
+    def __init__(self, logs: Path, on_change: Callable[[], None], *, late_after_s: float | None = None) -> None:
         self.parts: dict[str, Part] = {}
         self._logs = logs
         self._on_change = on_change
-        self._late_after_s = late_after_s
+        self._late_after_s = limits().launcher.late_s if late_after_s is None else late_after_s
         self._stop_signals_seen = 0
         self._rotated_at = clock.monotonic()
         self._wake_read, self._wake_write = _make_pipe()
@@ -76,7 +74,7 @@ class Supervisor:
                 if part.probe():
                     waiting.remove(name)
                     on_ready(name)
-                elif part.backoff.failures >= _STARTUP_FAILURES:
+                elif part.backoff.failures >= limits().launcher.startup_failures:
                     raise LauncherError(f"{name} keeps dying: {part.last_line} (all of it: {part.log_path})")
                 elif part.process and clock.monotonic() - part.started_at > part.spec.start_deadline_s:
                     raise LauncherError(
@@ -84,7 +82,7 @@ class Supervisor:
                         f"Last line: {part.last_line} (all of it: {part.log_path})"
                     )
             if waiting:
-                self.sleep(_PROBE_PAUSE_S)
+                self.sleep(limits().launcher.ready_poll_s)
 
     def run(self) -> None:
         """Keep everything running until Ctrl-C or SIGTERM, then raise StopRequested."""
@@ -112,7 +110,7 @@ class Supervisor:
             self._say_when_late(part)
         if changed:
             self._on_change()
-        if clock.monotonic() - self._rotated_at > _ROTATE_EVERY_S:
+        if clock.monotonic() - self._rotated_at > limits().launcher.log_rotate_s:
             self._rotated_at = clock.monotonic()
             for part in self.parts.values():
                 rotate(part.log_path)
@@ -160,9 +158,9 @@ class Supervisor:
         """Return how long there is nothing to do unless a signal arrives."""
         now = clock.monotonic()
         if any(part.process is not None and not part.is_ready for part in self.parts.values()):
-            return _PROBE_PAUSE_S
+            return limits().launcher.ready_poll_s
         due = [part.restart_at - now for part in self.parts.values() if part.restart_at is not None]
-        return max(0.0, min([*due, _ROTATE_EVERY_S]))
+        return max(0.0, min([*due, limits().launcher.log_rotate_s]))
 
     def sleep(self, seconds: float) -> None:
         """Sleep, but not beyond the next signal."""

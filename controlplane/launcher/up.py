@@ -34,11 +34,9 @@ from controlplane.launcher.ports import claim_port, list_addresses, list_names
 from controlplane.launcher.processes import raise_file_limit, send_group, spawn
 from controlplane.launcher.readiness import describe_unreachable
 from controlplane.launcher.supervise import Supervisor
+from core.limits import limits
 from wire import clock
 
-_BOOTSTRAP_DEADLINE_S = 300.0
-_TICK_S, _REPEAT_S = 3.0, 10.0
-"""How long the person waits for the next line about the database: one that is new, and the same again."""
 EXAMPLE_QUESTION = "Tell me a story."
 """The same as in README.md."""
 
@@ -260,13 +258,15 @@ class _Session:
             self.supervisor.check()
             self.supervisor.sleep(0.05)
             now = clock.monotonic()
-            if now - began > _BOOTSTRAP_DEADLINE_S:
-                raise LauncherError(f"preparing the database takes more than {_BOOTSTRAP_DEADLINE_S:.0f} s; see {log_path}")
-            if now - said_at > _TICK_S:
+            if now - began > limits().launcher.bootstrap_s:
+                raise LauncherError(
+                    f"preparing the database takes more than {limits().launcher.bootstrap_s:.0f} s; see {log_path}"
+                )
+            if now - said_at > limits().launcher.bootstrap_said_s:
                 last = read_last_line(log_path, since=before)
                 if last != said and log_path.stat().st_size > before:
                     progress(f"  {last[:100]}")
-                elif now - said_at > _REPEAT_S:
+                elif now - said_at > limits().launcher.bootstrap_said_again_s:
                     progress(f"Still preparing the database after {now - began:.0f} s. Last line: {last}")
                 else:
                     continue

@@ -13,13 +13,10 @@ from typing import Any
 import msgspec
 
 from controlplane.playground.errors import AskRefused
+from core.limits import limits
 
-MESSAGES_MAX_TOKENS = 1024
-"""What is asked for on Messages when the form says nothing: the surface wants a number."""
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 PRIORITIES = ("high", "normal", "low")
-MAX_TOOL_DEPTH = 64
-"""Schemas have ten levels; code for what is nested as deep as JSON allows could not be printed."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 Json = dict[str, Any]  # Any: a JSON object of one of five surfaces
@@ -183,7 +180,7 @@ def _build_messages(ask: Ask, place_image: Callable[[str, Image], object]) -> Js
         content = [{"type": "image", "source": source}, {"type": "text", "text": ask.prompt}]
     sampling = _add_sampling(ask, asks_for_usage=False)
     return {
-        "max_tokens": sampling.pop("max_tokens", MESSAGES_MAX_TOKENS),
+        "max_tokens": sampling.pop("max_tokens", limits().console.playground_messages_tokens),
         **({"system": ask.system} if ask.system else {}),
         "messages": [{"role": "user", "content": content}],
         **_add_tools(ask),
@@ -275,8 +272,8 @@ def _read_tools(text: str) -> tuple[Json, ...]:
     listed = tools if isinstance(tools, list) else [tools]
     if not all(isinstance(tool, dict) for tool in listed):
         raise AskRefused("Give a JSON list of tools, each an object.", param="tools")
-    if _is_deeper(listed, MAX_TOOL_DEPTH):
-        raise AskRefused(f"The tools are nested more than {MAX_TOOL_DEPTH} levels deep.", param="tools")
+    if _is_deeper(listed, limits().console.playground_tool_depth):
+        raise AskRefused(f"The tools are nested more than {limits().console.playground_tool_depth} levels deep.", param="tools")
     return tuple(listed)
 
 

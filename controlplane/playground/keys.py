@@ -20,6 +20,7 @@ from django.http import HttpRequest
 
 from controlplane.playground.errors import SignedOut, TenantRefused
 from core.admin_pages import name_actor
+from core.limits import limits
 from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_api_key
 from gateway.services.keys import is_key_usable
 from gateway.services.values import MAX_NAME_CHARS
@@ -28,9 +29,6 @@ from wire.cipher import derive_cipher
 
 SESSION_KEYS = "muster_playground_keys"
 """In the session: tenant → ``{"id", "sealed"}``."""
-LIFETIME = timedelta(hours=1)
-RESERVE_S = 60
-"""A key with less time left is replaced: a request that waits in a queue still needs it."""
 
 
 def lend_key(request: HttpRequest, tenant_name: str) -> str:
@@ -61,7 +59,7 @@ def _make_key(request: HttpRequest, tenant_name: str) -> str:
             name=name_key(request.user.get_username()),
             tenant_name=tenant_name,
             actor=name_actor(request),
-            expires_at=clock.now() + LIFETIME,
+            expires_at=clock.now() + timedelta(seconds=limits().console.playground_key_s),
         )
         sealed = _cipher().encrypt(text.encode()).decode()
         held = {**held, tenant_name: {"id": str(key.pk), "sealed": sealed}}
@@ -95,7 +93,7 @@ def _open_held(entry: object, *, at: datetime | None = None) -> str | None:
     """Return the text of a key that the session holds, if it still works a while after ``at`` (None = now)."""
     if not isinstance(entry, dict):
         return None
-    longest_s = int(LIFETIME.total_seconds()) - RESERVE_S
+    longest_s = int(limits().console.playground_key_s) - limits().console.playground_key_reserve_s
     now_s = int((at or clock.now()).timestamp())
     try:
         text = _cipher().decrypt_at_time(str(entry["sealed"]).encode(), longest_s, now_s).decode()

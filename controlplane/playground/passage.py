@@ -16,18 +16,8 @@ import httpx
 from django.conf import settings
 
 from controlplane.playground.errors import GatewaySilent, GatewayUnreachable, PlaygroundError, TooManyAnswers
+from core.limits import limits
 
-MAX_ANSWERS = 32
-"""Of one process at a time."""
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
-MAX_CHUNKS = 16
-"""Waiting for a browser that reads slowly; the gateway is not read meanwhile."""
-CONNECT_S = 5.0
-TAKE_S = 60.0
-"""How long a browser may take nothing."""
-OVERTIME_S = 30.0
-"""The gateway ends a request itself, with words, at MUSTER_REQUEST_TIMEOUT_S. Beyond that and this we do."""
-CLOSE_S = 2.0
 PASSED_HEADERS = (
     "x-request-id",
     "x-muster-node",
@@ -67,10 +57,11 @@ class Passage:
     """
 
     def __init__(self, call: Call) -> None:
-        if len(_open) >= MAX_ANSWERS:
-            raise TooManyAnswers(f"{MAX_ANSWERS} answers are on their way, which is all this process passes on. Try again.")
+        most = limits().console.playground_answers
+        if len(_open) >= most:
+            raise TooManyAnswers(f"{most} answers are on their way, which is all this process passes on. Try again.")
         self._chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._room = asyncio.Semaphore(MAX_CHUNKS)
+        self._room = asyncio.Semaphore(limits().console.playground_chunks)
         self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
         self._reading = asyncio.create_task(self._read(call))
         _open.add(self)
@@ -96,14 +87,14 @@ class Passage:
     async def aclose(self) -> None:
         """Close the connection to the gateway, which ends the request there, and wait until it is closed."""
         self._reading.cancel()
-        await asyncio.wait({self._reading}, timeout=CLOSE_S)
+        await asyncio.wait({self._reading}, timeout=limits().console.playground_close_s)
 
     def close(self) -> None:
         """Close without waiting. Django calls it from any thread when it is done with the response."""
         self._reading.get_loop().call_soon_threadsafe(self._reading.cancel)
 
     async def _read(self, call: Call) -> None:
-        longest_s = settings.GATEWAY_TIMEOUTS.request_s + OVERTIME_S
+        longest_s = settings.GATEWAY_TIMEOUTS.request_s + limits().console.playground_overtime_s
         try:
             async with asyncio.timeout(longest_s), self._open_client(longest_s) as client:
                 await self._pass_on(client, call)
@@ -123,15 +114,15 @@ class Passage:
             passed = 0
             async for chunk in answer.aiter_raw():
                 passed += len(chunk)
-                if passed > MAX_ANSWER_BYTES:
+                if passed > limits().console.playground_answer_bytes:
                     logger.warning("playground_cut bytes=%d", passed)
                     break
-                async with asyncio.timeout(TAKE_S):
+                async with asyncio.timeout(limits().console.playground_take_s):
                     await self._room.acquire()
                 self._chunks.put_nowait(chunk)
 
     def _open_client(self, longest_s: float) -> httpx.AsyncClient:
-        timeout = httpx.Timeout(longest_s, connect=CONNECT_S)
+        timeout = httpx.Timeout(longest_s, connect=limits().console.playground_connect_s)
         # Neither a proxy of the environment nor a redirect may lead anywhere else.
         return httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False, follow_redirects=False)
 

@@ -23,6 +23,7 @@ from controlplane.playground.errors import AskRefused, AskTooLarge, NotAllowed, 
 from controlplane.playground.keys import lend_key
 from controlplane.playground.passage import Call, Passage, find_gateway_url
 from controlplane.playground.snippets import ANTHROPIC_VERSION, write_code
+from core.limits import limits
 from gateway.routing import AUTO
 from gateway.services import ServiceError, list_tenants
 from gateway.services.offers import list_offers
@@ -31,13 +32,7 @@ from gateway.services.waiting import explain_waits
 from nodes.services.overview import read_fleet
 from wire.ids import parse_id
 
-MAX_FORM_BYTES = 8 * 1024 * 1024
-"""The control plane's server takes no larger body either."""
-MAX_IMAGE_BYTES = 5 * 1024 * 1024
-"""Base64 makes it a third larger."""
 DEFAULT_TENANT = "default"
-MAX_EXPLAINED = 16
-"""Models of an alias whose boxes are looked at while a person waits."""
 _STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _encode = msgspec.json.Encoder().encode
 
@@ -65,7 +60,7 @@ def show_playground(request: HttpRequest) -> HttpResponse:
         "chosen_tenant": DEFAULT_TENANT if DEFAULT_TENANT in tenants else next(iter(tenants), ""),
         "priorities": PRIORITIES,
         "image_types": ",".join(IMAGE_TYPES),
-        "max_image_bytes": MAX_IMAGE_BYTES,
+        "max_image_bytes": limits().console.playground_image_bytes,
     }
     return TemplateResponse(request, "admin/muster/playground.html", context)
 
@@ -139,7 +134,7 @@ def show_wait(request: HttpRequest) -> HttpResponse:
     asked, tenant = request.GET.get("model", ""), request.GET.get("tenant", "")
     found = [alias for alias in list_offers().aliases if alias.name == asked and alias.tenant in ("", tenant)]
     models = max(found, key=lambda alias: alias.tenant).models if found else (asked,)
-    waits = list(explain_waits(models[:MAX_EXPLAINED]).values()) if asked and asked != AUTO else []
+    waits = list(explain_waits(models[: limits().console.playground_explained]).values()) if asked and asked != AUTO else []
     is_held_up = bool(waits) and not any(wait.is_starting for wait in waits)
     why = f"Waiting. {waits[0].reason} {waits[0].advice}" if is_held_up else ""
     return JsonResponse({"why": why}, headers={"Cache-Control": "no-store"})
@@ -200,7 +195,9 @@ def _read_form(request: HttpRequest) -> bytes:
     """Return the body. Read as a stream: Django's limit for forms is below that of a picture."""
     if request.content_type != "application/json":
         raise AskRefused("The page sent something that cannot be read. Reload it and try again.")
-    data = request.read(MAX_FORM_BYTES + 1)
-    if len(data) > MAX_FORM_BYTES:
-        raise AskTooLarge(f"This is more than {MAX_FORM_BYTES >> 20} MB. Take a smaller image or a shorter prompt.")
+    data = request.read(limits().console.playground_form_bytes + 1)
+    if len(data) > limits().console.playground_form_bytes:
+        raise AskTooLarge(
+            f"This is more than {limits().console.playground_form_bytes >> 20} MB. Take a smaller image or a shorter prompt."
+        )
     return bytes(data)

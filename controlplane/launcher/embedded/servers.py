@@ -15,10 +15,9 @@ from controlplane.launcher.embedded.server import EmbeddedServer
 from controlplane.launcher.embedded.valkey import Valkey
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.processes import spawn, wait_gone
+from core.limits import limits
 from wire import clock
 
-_START_DEADLINE_S = 30.0
-_STOP_DEADLINE_S = 15.0
 _UNDURABLE = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off", "max_connections": "300"}
 """For tests that do not kill the server. Several processes of tests share one, and each of them starts servers and crowds."""
 
@@ -50,7 +49,7 @@ class RunningServer:
         with self.log_path.open("ab") as log:
             process = spawn(self.server.command(), log)
         self.process = process
-        until = clock.monotonic() + _START_DEADLINE_S
+        until = clock.monotonic() + limits().launcher.server_start_s
         while not self.server.is_ready(process.pid):
             if process.poll() is not None or clock.monotonic() > until:
                 self.kill()
@@ -64,7 +63,7 @@ class RunningServer:
         if process is None:
             return
         process.send_signal(self.server.stop_signal)
-        if not wait_gone(lambda: process.poll() is not None, _STOP_DEADLINE_S):
+        if not wait_gone(lambda: process.poll() is not None, limits().launcher.server_stop_s):
             process.kill()
         process.wait()
         self.process = None

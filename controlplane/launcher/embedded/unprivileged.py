@@ -13,8 +13,8 @@ from pathlib import Path
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.locks import FileLock, acquire_patiently
 from controlplane.launcher.processes import UserIdentity
+from core.limits import limits
 
-_COPY_PATIENCE_S = 120.0
 _NUMBERS = ((1_879_048_192, 2**27), (60_578, 606))
 """First number and how many: of users and groups that systemd's table of numbers leaves to nobody. The second where a container
 has no more than 16 bits of them."""
@@ -94,7 +94,7 @@ def place_binaries(installed: Path, user: UserIdentity | None, home: Path) -> Pa
     version = _read_version(installed)
     target = home / f"postgresql-{version}"
     with_lock = FileLock(home / "binaries.lock")
-    acquire_patiently(with_lock, deadline_s=_COPY_PATIENCE_S, on_wait=lambda _: None)
+    acquire_patiently(with_lock, deadline_s=limits().launcher.copy_lock_s, on_wait=lambda _: None)
     try:
         if not (target / package.name).exists():
             _copy_tree(package, target)

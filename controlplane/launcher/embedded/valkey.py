@@ -14,8 +14,7 @@ from urllib.parse import quote
 from controlplane.launcher.embedded.server import package_directory
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.processes import Command
-
-_PROBE_TIMEOUT_S = 1.0
+from core.limits import limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class Valkey:
         del pid
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                probe.settimeout(_PROBE_TIMEOUT_S)
+                probe.settimeout(limits().launcher.ready_answer_s)
                 probe.connect(str(self.socket_path))
                 probe.sendall(b"PING\r\n")
                 return probe.recv(16).startswith(b"+PONG")

@@ -14,6 +14,7 @@ from django.conf import settings
 from django.core.management import CommandError
 
 from controlplane.management.service_command import MusterCommand
+from core.limits import limits
 from governance import checkpoints
 from governance.audit.reading import log_size, read_log
 from governance.errors import GovernanceError
@@ -21,8 +22,6 @@ from governance.services import read_evidence
 from wire import auditlog, clock
 from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Status, Verdict, Verifier
 from wire.ids import format_id, parse_id
-
-_PROGRESS_RECORDS = 5000
 
 
 class Command(MusterCommand):
@@ -136,7 +135,7 @@ def show_progress(records: Iterable[Record], *, total: int) -> Iterator[Record]:
     started_s = clock.monotonic()
     for number, record in enumerate(records, 1):
         yield record
-        if number % _PROGRESS_RECORDS == 0:
+        if number % limits().console.audit_progress_records == 0:
             share = min(1.0, number / max(total, number))
             left_s = (clock.monotonic() - started_s) * (1 - share) / share
             sys.stderr.write(f"\r{share:4.0%}, {left_s:.0f} s left ")

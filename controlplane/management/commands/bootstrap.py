@@ -17,6 +17,7 @@ from django.db.migrations.executor import MigrationExecutor
 
 from controlplane.launcher.files import read_json, write_json
 from controlplane.management.service_command import SETTINGS_CHECKS
+from core.limits import limits
 from core.models import User
 from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
 from governance.audit import record_event
@@ -31,7 +32,6 @@ TENANT = "default"
 PROVIDER = "local"
 MODEL = "muster-tiny"
 USERNAME = "admin"
-ENROLMENT_NODES = 64
 
 
 class Command(BaseCommand):
@@ -83,8 +83,12 @@ def make_credentials(kept: dict[str, object]) -> dict[str, object]:
         "admin_token": _keep_admin_token(kept),
         "api_key": _keep(kept, "api_key", _is_key_valid, lambda: create_api_key(name="demo", tenant_name=TENANT, actor=ACTOR)),
         "model": MODEL,
-        "worker_secret": _keep(kept, "worker_secret", find_credential, lambda: _create_enrolment("workers", ENROLMENT_NODES)),
-        "node_token": _keep(kept, "node_token", find_credential, lambda: _create_enrolment("nodes", ENROLMENT_NODES)),
+        "worker_secret": _keep(
+            kept, "worker_secret", find_credential, lambda: _create_enrolment("workers", limits().console.enrolment_nodes)
+        ),
+        "node_token": _keep(
+            kept, "node_token", find_credential, lambda: _create_enrolment("nodes", limits().console.enrolment_nodes)
+        ),
         "local_node_token": _keep(kept, "local_node_token", find_credential, lambda: _create_enrolment("local node", 1)),
     }
 

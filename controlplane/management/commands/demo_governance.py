@@ -24,7 +24,6 @@ from governance.services.people import create_invitation, make_invitation_url
 
 PROPOSER = "ana"
 PEOPLE = ((PROPOSER, "Ana"), ("ben", "Ben"), ("cleo", "Cleo"))
-DAY_H = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def make_guest(username: str, first_name: str) -> Guest:
             let_propose(person)
     if list_passkey_ids(person):
         return Guest(username, "")
-    _, text = create_invitation(user=person, actor=ACTOR, hours=DAY_H)
+    _, text = create_invitation(user=person, actor=ACTOR, hours=24)
     return Guest(username, make_invitation_url(text))
 
 

@@ -17,7 +17,7 @@ from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_K
 from django.contrib.sessions.backends.db import SessionStore
 from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize, expect
 
-from controlplane.live import SIGNED_OUT
+from controlplane.live import CloseCode
 from core.models import User
 from gateway.services import create_tenant
 from governance import services
@@ -445,7 +445,9 @@ def test_pages_fit_a_phone_and_have_no_serious_barrier(site: Site, team: Team, o
     stranger, ben = site.visit(), site.visit_as(team[1].user)
     stranger.open(path_of(operation))
     assert "/sign-in/?next=/approvals/" in stranger.page.url
-    assert stranger.page.evaluate(KNOCK, f"{site.url.replace('http', 'ws')}/ws/operations/{operation.pk}") == SIGNED_OUT
+    assert (
+        stranger.page.evaluate(KNOCK, f"{site.url.replace('http', 'ws')}/ws/operations/{operation.pk}") == CloseCode.SIGNED_OUT
+    )
     paths = list_pages(team, operation)
     # Between them these have every colour of the style sheet: states, impacts, proofs, runs, tables, forms, notes.
     dark = {paths[0], paths[1], "/approvals/policy", LOAD_FORM}

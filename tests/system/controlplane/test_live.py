@@ -18,7 +18,7 @@ from django.contrib.sessions.models import Session
 from django.utils import timezone
 
 from controlplane.asgi import application
-from controlplane.live import NOT_PERMITTED, SIGNED_OUT
+from controlplane.live import CloseCode
 from core.hints import HINT_GROUP
 from core.models import User
 from nodes.models import Node, NodePresence
@@ -96,7 +96,9 @@ async def expect_nothing_but_close(page: WebsocketCommunicator) -> int:
     return int(event["code"])
 
 
-@pytest.mark.parametrize(("is_staff", "code"), [(None, SIGNED_OUT), (False, NOT_PERMITTED)], ids=["nobody", "no operator"])
+@pytest.mark.parametrize(
+    ("is_staff", "code"), [(None, CloseCode.SIGNED_OUT), (False, CloseCode.NOT_PERMITTED)], ids=["nobody", "no operator"]
+)
 async def test_everybody_else_is_told_only_why(is_staff: bool | None, code: int) -> None:
     cookie = "" if is_staff is None else await database_sync_to_async(sign_in)("bob", is_staff=is_staff)
     assert await expect_nothing_but_close(socket(cookie)) == code
@@ -189,8 +191,8 @@ def end(how: str, cookie: str) -> None:
 
 
 ENDS = [
-    *[(how, SIGNED_OUT) for how in ("idle", "old", "expired", "signed out", "switched off", "new password")],
-    *[(how, NOT_PERMITTED) for how in ("rights withdrawn", "no operator any more")],
+    *[(how, CloseCode.SIGNED_OUT) for how in ("idle", "old", "expired", "signed out", "switched off", "new password")],
+    *[(how, CloseCode.NOT_PERMITTED) for how in ("rights withdrawn", "no operator any more")],
 ]
 
 

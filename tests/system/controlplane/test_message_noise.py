@@ -17,9 +17,10 @@ import redis
 from django.conf import settings
 from django.utils import timezone
 
-from controlplane.broker import FOREIGN_KEY, MAX_KEPT, MAX_KEPT_BYTES, MAX_MESSAGE_BYTES, rebuild_message
+from controlplane.broker import FOREIGN_KEY, rebuild_message
 from controlplane.celery import app
 from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
+from core.limits import limits
 from governance.models import AuditEvent, Notice, SignInFailure
 from governance.services.finishing import ring
 from governance.services.notice_text import write_message
@@ -86,17 +87,21 @@ def test_noise_ends_no_process_is_counted_and_kept_and_what_is_good_is_still_don
 
 
 def test_garbage_is_counted_and_the_newest_of_it_kept(valkey: Valkey, tmp_path: Path) -> None:
-    for number in range(MAX_KEPT + 20):
+    for number in range(limits().console.task_kept + 20):
         valkey.lpush(QUEUE, f"garbage {number}")
     valkey.lpush(QUEUE, "x" * 100_000)
     with serve_worker(tmp_path / "worker.log") as worker:
-        wait_until(lambda: int(valkey.get(UNREADABLE_TOTAL_KEY) or 0) == MAX_KEPT + 21, what="all is counted", within_s=90)
+        wait_until(
+            lambda: int(valkey.get(UNREADABLE_TOTAL_KEY) or 0) == limits().console.task_kept + 21,
+            what="all is counted",
+            within_s=90,
+        )
         wait_until(is_task_done(valkey), what="the worker carries tasks out", within_s=60)
         assert worker.poll() is None
     kept = valkey.lrange(UNREADABLE_KEY, 0, -1)
-    assert kept[:2] == [b"x" * MAX_KEPT_BYTES, b"garbage 119"]
-    assert len(kept) == MAX_KEPT
-    assert read_unreadable() == MAX_KEPT + 21
+    assert kept[:2] == [b"x" * limits().console.task_kept_bytes, b"garbage 119"]
+    assert len(kept) == limits().console.task_kept
+    assert read_unreadable() == limits().console.task_kept + 21
 
 
 @pytest.mark.parametrize("queue", QUEUES)
@@ -204,7 +209,7 @@ def test_every_task_of_ours_passes_as_celery_sends_it(valkey: Valkey) -> None:
         make_envelope(FORGET, [], expires=17),
         {**make_envelope(FORGET, []), "content-type": "application/x-python-serialize"},
         {**make_envelope(FORGET, []), "body": base64.b64encode(pickle.dumps([[], {}, {}])).decode()},
-        {**make_envelope(FORGET, []), "body": "x" * MAX_MESSAGE_BYTES},
+        {**make_envelope(FORGET, []), "body": "x" * limits().console.task_message_bytes},
         {**make_envelope(FORGET, []), "headers": []},
         {},
         [],

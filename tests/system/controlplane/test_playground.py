@@ -23,9 +23,9 @@ from django.utils import timezone
 from controlplane.playground import passage
 from controlplane.playground.checks import check_gateway_urls
 from controlplane.playground.errors import GatewayUnreachable, SignedOut, TooManyAnswers
-from controlplane.playground.keys import LIFETIME, RESERVE_S, SESSION_KEYS, _cipher, _open_held, lend_key, name_key
-from controlplane.playground.passage import MAX_ANSWERS, MAX_CHUNKS, Call, Passage
-from controlplane.playground.views import MAX_FORM_BYTES
+from controlplane.playground.keys import SESSION_KEYS, _cipher, _open_held, lend_key, name_key
+from controlplane.playground.passage import Call, Passage
+from core.limits import limits
 from core.models import User
 from gateway.models import ApiKey
 from gateway.routing import Target
@@ -267,8 +267,24 @@ def test_a_key_that_soon_expires_is_replaced_and_still_serves_what_it_began(oper
     post(operator, SEND)
     entry = operator.session[SESSION_KEYS]["default"]
     made_at = datetime.fromtimestamp(_cipher().extract_timestamp(entry["sealed"].encode()), UTC)
-    assert _open_held(entry, at=made_at + LIFETIME - timedelta(seconds=RESERVE_S + 5)) is not None
-    assert _open_held(entry, at=made_at + LIFETIME - timedelta(seconds=RESERVE_S - 5)) is None
+    assert (
+        _open_held(
+            entry,
+            at=made_at
+            + timedelta(seconds=limits().console.playground_key_s)
+            - timedelta(seconds=limits().console.playground_key_reserve_s + 5),
+        )
+        is not None
+    )
+    assert (
+        _open_held(
+            entry,
+            at=made_at
+            + timedelta(seconds=limits().console.playground_key_s)
+            - timedelta(seconds=limits().console.playground_key_reserve_s - 5),
+        )
+        is None
+    )
     ApiKey.objects.update(expires_at=timezone.now() - timedelta(seconds=1))
     post(operator, SEND)
     assert ApiKey.objects.filter(revoked_at=None).count() == 2
@@ -306,7 +322,7 @@ def test_what_the_page_never_sends_is_refused(operator: Client) -> None:
         assert say_error(post(operator, SEND, surface=surface))["param"] == "surface"
     assert operator.post(SEND, form()).status_code == 400
     assert operator.get(SEND).status_code == 405
-    large = operator.post(SEND, b" " * (MAX_FORM_BYTES + 1), content_type="application/json")
+    large = operator.post(SEND, b" " * (limits().console.playground_form_bytes + 1), content_type="application/json")
     assert (large.status_code, say_error(large)["code"]) == (413, "BODY_TOO_LARGE")
     assert not ApiKey.objects.exists()
 
@@ -397,14 +413,14 @@ async def test_a_reader_that_stops_reading_stops_the_gateway_and_leaving_closes_
         while sent != server.sent:  # until nothing more is taken
             sent = server.sent
             await asyncio.sleep(0.2)
-        assert sent < MAX_CHUNKS * 65_536 + 16 * 2**20  # what waits here, and what sockets hold
+        assert sent < limits().console.playground_chunks * 65_536 + 16 * 2**20  # what waits here, and what sockets hold
         await answer.aclose()
         await asyncio.wait_for(server.lost.wait(), 30)
 
 
 async def test_only_so_many_answers_are_on_their_way(settings: Any) -> None:
     async with rogue(stay_silent, settings):
-        answers = [Passage(CALL) for _ in range(MAX_ANSWERS)]
+        answers = [Passage(CALL) for _ in range(limits().console.playground_answers)]
         with pytest.raises(TooManyAnswers):
             Passage(CALL)
         for answer in answers:

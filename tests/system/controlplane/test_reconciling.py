@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 from django.db import OperationalError
 
-from controlplane import reconciling
 from controlplane.reconciling import Reconciler
 from governance import services
 from governance.models import OperationRun
 from governance.states import RunState
+from tests.fakes.limits import set_limits
 from tests.system.governance.team import make_governed, propose_token
 
 WITHIN_S = 30.0
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)
-def patient_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient_stop() -> None:
     """Let a look that is under way take long to end, as it does where the machine stands still."""
-    monkeypatch.setattr(reconciling, "STOP_WITHIN_S", WITHIN_S)
+    set_limits(console={"reconcile_stop_s": WITHIN_S})
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -29,7 +29,7 @@ from websockets.typing import Origin
 
 from controlplane.health import look_at_database
 from controlplane.launcher.embedded import EmbeddedServers
-from controlplane.live import TRY_AGAIN_LATER
+from controlplane.live import CloseCode
 from core.db import Patience, limit_patience, limit_process
 from core.db import connection as patient
 from governance import services
@@ -316,7 +316,7 @@ class TestControlPlane:
                 cut = clients.submit(list, lines)
                 later = clients.submit(lambda: script.get(path))
                 page_of_now = clients.submit(lambda: closed_with(opened.enter_context(open_page())))
-                assert (closed_with(page), page_of_now.result()) == (TRY_AGAIN_LATER, TRY_AGAIN_LATER)
+                assert (closed_with(page), page_of_now.result()) == (CloseCode.TRY_AGAIN_LATER, CloseCode.TRY_AGAIN_LATER)
                 assert cut.result()[-1] == ""  # ended as a whole, after an event
                 assert (later.result().status_code, later.result().json()["error"]["retryable"]) == (503, True)
         wait_for(lambda: "queued" in read_page(open_page), what="the page is live again")

@@ -14,6 +14,7 @@ import uvicorn
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle
 from gateway.client import SCOPE_HANDLE
+from tests.fakes.limits import set_limits
 from tests.system.gateway_server.serving import run_server
 
 Scope = dict[str, Any]
@@ -90,13 +91,13 @@ async def serve(
     linger_bytes: int = 2**27,
 ) -> AsyncIterator[Door]:
     """Serve ``app`` with our protocol."""
+    set_limits(
+        gateway={"server_linger_s": linger_s, "server_linger_idle_s": linger_idle_s, "server_linger_bytes": linger_bytes}
+    )
 
     class Protocol(GatewayHttpProtocol):
         header_timeout_s = header_s
         body_timeout_s = body_s
-        max_linger_s = linger_s
-        max_linger_idle_s = linger_idle_s
-        max_linger_bytes = linger_bytes
 
     config = uvicorn.Config(
         app,

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from controlplane.daphne_server.flow import HIGH_MARK, LOW_MARK, PausingQueue, WriteGate
+from controlplane.daphne_server.flow import PausingQueue, WriteGate
+from core.limits import limits
 
 
 class Transport:
@@ -60,17 +61,17 @@ async def test_nobody_waits_at_the_gate_of_a_lost_connection() -> None:
 async def test_a_client_is_held_back_above_the_high_mark_and_let_go_at_the_low_one() -> None:
     transport = Transport()
     queue = PausingQueue(transport)
-    for number in range(HIGH_MARK):
+    for number in range(limits().console.inbox_high):
         queue.put_nowait({"number": number})
     assert not transport.is_paused()
 
-    queue.put_nowait({"number": HIGH_MARK})
+    queue.put_nowait({"number": limits().console.inbox_high})
     assert transport.is_paused()
 
     taken = []
     while transport.is_paused():
         taken.append((await queue.get())["number"])
-    assert taken == list(range(HIGH_MARK + 1 - LOW_MARK))
+    assert taken == list(range(limits().console.inbox_high + 1 - limits().console.inbox_low))
 
 
 async def test_a_message_that_is_waited_for_arrives() -> None:
@@ -85,7 +86,7 @@ async def test_a_message_that_is_waited_for_arrives() -> None:
 @pytest.mark.parametrize("extra", [0, 200])
 async def test_bytes_that_were_read_already_are_still_delivered(extra: int) -> None:
     queue = PausingQueue(Transport())
-    total = HIGH_MARK + 1 + extra
+    total = limits().console.inbox_high + 1 + extra
     for number in range(total):
         queue.put_nowait({"number": number})
 

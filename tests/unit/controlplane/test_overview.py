@@ -9,16 +9,8 @@ from typing import Any
 
 import pytest
 
-from controlplane.overview import (
-    CASES,
-    MAX_OF_A_CASE,
-    MAX_PROBLEMS,
-    Facts,
-    PolicyFact,
-    Severity,
-    SlowFacts,
-    find_problems,
-)
+from controlplane.overview import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
+from core.limits import limits
 from gateway.services.overview import ExpiringKey, GatewayHealth
 from gateway.services.traffic import Minute, OpenRequests, Traffic
 from gateway.services.waiting import Wait, WaitingModel
@@ -217,8 +209,8 @@ def test_many_of_one_kind_are_counted_and_hide_nothing_else() -> None:
 
     problems = find_problems(given)
 
-    assert len(problems) == MAX_OF_A_CASE + 1
-    assert problems[MAX_OF_A_CASE - 1].beyond == 50 - MAX_OF_A_CASE
+    assert len(problems) == limits().console.problem_lines_per_case + 1
+    assert problems[limits().console.problem_lines_per_case - 1].beyond == 50 - limits().console.problem_lines_per_case
     assert problems[-1].what.startswith("The clock of rig")
 
 
@@ -232,7 +224,7 @@ def test_everything_at_once_is_counted_in_full_on_a_list_that_stays_short() -> N
     problems = find_problems(given)
     said = [problem for case in CASES for problem in case(given)]
 
-    assert len(problems) == MAX_PROBLEMS
+    assert len(problems) == limits().console.problem_lines
     assert sum(1 + problem.beyond for problem in problems) == len(said)
 
 

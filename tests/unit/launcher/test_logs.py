@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from controlplane.launcher.logs import LARGEST_BYTES, open_log, read_last_line, read_tail, rotate
+from controlplane.launcher.logs import open_log, read_last_line, read_tail, rotate
+from core.limits import limits
 
 
 def test_a_grown_log_is_kept_once_and_starts_again(tmp_path: Path) -> None:
     path = tmp_path / "part.log"
     with open_log(path) as log:
-        log.write(b"x" * (LARGEST_BYTES + 1))
+        log.write(b"x" * (limits().launcher.log_bytes + 1))
         log.flush()
         rotate(path)
         log.write(b"after\n")
     assert path.read_bytes() == b"after\n"
-    assert path.with_name("part.log.1").stat().st_size == LARGEST_BYTES + 1
+    assert path.with_name("part.log.1").stat().st_size == limits().launcher.log_bytes + 1
     assert path.stat().st_mode & 0o777 == 0o600
 
 

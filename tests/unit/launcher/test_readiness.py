@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.launcher import readiness
 from controlplane.launcher.readiness import answers_ok, describe_unreachable, fetch, lists_model, names_process
+from tests.fakes.limits import set_limits
 from tests.unit.closed_port import closed_port
 
 
@@ -29,9 +29,9 @@ class _Gateway(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def gateway_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def gateway_port() -> Iterator[int]:
     """A server that answers, however long this machine stands still before it does."""
-    monkeypatch.setattr(readiness, "_TIMEOUT_S", 30.0)
+    set_limits(launcher={"ready_answer_s": 30.0})
     with ThreadingHTTPServer(("127.0.0.1", 0), _Gateway) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
