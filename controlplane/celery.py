@@ -7,10 +7,10 @@ from typing import Any
 
 from celery import Celery
 from celery.signals import worker_init, worker_ready
-from django.conf import settings
 from kombu.transport import TRANSPORT_ALIASES
 
 from core.db import limit_process
+from core.limits import limits
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
 
@@ -25,7 +25,7 @@ app.autodiscover_tasks()
 @worker_init.connect  # type: ignore[untyped-decorator]  # Celery ships no types
 def bound_waits(**_kwargs: Any) -> None:  # Any: the signal's own arguments
     """Let no task wait for a silent database for ever: it ends with an error, and its row is due again."""
-    limit_process(settings.DATABASE_SILENCE_S)
+    limit_process(limits().core.database_silence_s)
 
 
 @worker_ready.connect  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -18,7 +18,7 @@ from core.hints import read_unreadable
 from core.limits import limits
 from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_models, read_expiring_keys, read_gateways
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
-from gateway.services.waiting import MAX_WAITING_MODELS, Wait, WaitingModel, explain_waits, read_waits
+from gateway.services.waiting import Wait, WaitingModel, explain_waits, read_waits
 from governance.services import active_policy
 from nodes.operations.lost_models import LostModel, find_lost_models
 from nodes.services.overview import FleetOverview, NodeHealth, read_fleet
@@ -120,7 +120,7 @@ def read_live_overview(slow: SlowFacts) -> Overview:
     fleet, open_requests = read_fleet(), read_open_requests()
     waits = read_waits() if open_requests.queued else ()
     missing = slow.allowed.keys() - fleet.served_models - {waiting.model for waiting in waits}
-    asked_most = sorted(missing, key=lambda model: (-slow.allowed[model], model))[:MAX_WAITING_MODELS]
+    asked_most = sorted(missing, key=lambda model: (-slow.allowed[model], model))[: limits().gateway.page_waiting_models]
     facts = Facts(
         fleet=fleet,
         open_requests=open_requests,

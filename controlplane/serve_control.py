@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     from controlplane.reconciling import Reconciler
     from core.db import limit_process
 
-    limit_process(settings.DATABASE_SILENCE_S)
+    limit_process(limits().core.database_silence_s)
     server = FlowControlledServer(
         application,
         endpoints=build_endpoint_description_strings(host=arguments.host, port=arguments.port),
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         proxies=settings.TRUSTED_PROXIES,
         websocket_max_message_size=limits().console.socket_message_bytes,
         websocket_max_frame_size=limits().console.socket_message_bytes,
-        header_timeout_s=settings.GATEWAY_TIMEOUTS.header_s,
-        body_timeout_s=settings.GATEWAY_TIMEOUTS.body_s,
+        header_timeout_s=limits().gateway.header_s,
+        body_timeout_s=limits().gateway.body_s,
         write_timeout_s=arguments.write_timeout,
         stop_grace_s=arguments.stop_grace,
         server_name="muster",

@@ -1,7 +1,8 @@
-"""Every setting of Muster, read from the environment once. ``docs/operate.md`` lists the variables."""
+"""Every setting of Muster, read from the environment once. ``docs/settings.md`` lists the variables."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from django.templatetags.static import static
@@ -9,7 +10,6 @@ from django.templatetags.static import static
 from controlplane.env import (
     read_bool,
     read_database,
-    read_float,
     read_int,
     read_limits,
     read_list,
@@ -18,11 +18,10 @@ from controlplane.env import (
     read_text,
 )
 from core.limits import install
-from gateway.values import Limits, RequestOutcome, Timeouts
+from gateway.values import RequestOutcome
 from governance.states import ApprovalState, RunState
 from wire.client_address import TrustedProxies
 from wire.contract import NodeMode, NodeStatus, RequestState
-from wire.limits import WIRE
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 
@@ -92,9 +91,6 @@ TEMPLATES = [
 
 # Connections are closed after each use: persistent ones leak under ASGI. The frame path has its own (gateway.records).
 DATABASES = {"default": {**read_database(DATABASE_URL or "postgresql:///muster"), "CONN_MAX_AGE": 0}}
-
-# How long the control plane and the worker bear a database that says nothing. Commands bear it as long as it takes.
-DATABASE_SILENCE_S = read_float("MUSTER_DATABASE_SILENCE_S", 30.0, minimum=1.0)
 
 AUTH_USER_MODEL = "controlplane.User"
 AUTH_PASSWORD_VALIDATORS = [
@@ -257,31 +253,11 @@ LOGGING = {
     },
 }
 
-install(read_limits())
-GATEWAY_TIMEOUTS = Timeouts(
-    queue_s=read_float("MUSTER_QUEUE_TIMEOUT_S", 30.0),
-    request_s=read_float("MUSTER_REQUEST_TIMEOUT_S", 300.0),
-    no_node_wait_s=read_float("MUSTER_NO_NODE_WAIT_S", 9.0),
-    stream_ping_s=read_float("MUSTER_STREAM_PING_S", 9.5),
-    accept_s=read_float("MUSTER_ACCEPT_TIMEOUT_S", 5.0),
-    client_write_s=read_float("MUSTER_CLIENT_WRITE_TIMEOUT_S", 30.0),
-    header_s=read_float("MUSTER_HEADER_TIMEOUT_S", 10.0),
-    body_s=read_float("MUSTER_BODY_TIMEOUT_S", 60.0),
-    shutdown_grace_s=read_float("MUSTER_SHUTDOWN_GRACE_S", 30.0),
-)
-GATEWAY_LIMITS = Limits(
-    max_queue=read_int("MUSTER_MAX_QUEUE_LEN", 100),
-    max_body_bytes=read_int("MUSTER_MAX_BODY_BYTES", 32 * 1024 * 1024, minimum=1024),
-    max_audio_bytes=read_int("MUSTER_MAX_AUDIO_MB", 64, minimum=1) * 1024 * 1024,
-    max_prompt_chars=read_int("MUSTER_MAX_PROMPT_CHARS", 1_000_000, minimum=1),
-    max_tokens_cap=read_int("MUSTER_MAX_TOKENS_CAP", 32_768, minimum=1),
-    requests_per_minute=read_int("MUSTER_RATE_LIMIT_RPM", 6_000, minimum=1),
-    max_requeues=read_int("MUSTER_MAX_REQUEUES", 3),
-    max_stream_bytes=read_int("MUSTER_MAX_STREAM_BYTES", 256 * 1024 * 1024, minimum=1024),
-    max_buffer_bytes=read_int("MUSTER_MAX_BUFFER_BYTES", 4 * 1024 * 1024, minimum=64 * 1024),
-    # Whether records and logs keep what an engine said when it failed or refused, without what it repeated of the request.
-    max_engine_error_chars=WIRE.error_quote_chars if read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True) else 0,
-)
+_limits = read_limits()
+# Whether records and logs keep what an engine said when it failed or refused, without what it repeated of the request.
+if not read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True):
+    _limits = replace(_limits, gateway=replace(_limits.gateway, max_engine_error_chars=0))
+install(_limits)
 # Where other gateways reach this one, and the secret they show. Both empty = a single gateway.
 GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")
 # What the acknowledgement tells our own boxes to dial as well; empty = only the gateway they found.
@@ -293,9 +269,6 @@ CORS_ORIGINS = read_list("MUSTER_CORS_ORIGINS")
 METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
 # Folders with a model's tokenizer.json, to count tokens without asking a box. Empty = boxes are asked.
 TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
-# Seconds between two canary questions to a replica, for models that have one.
-CANARY_INTERVAL_S = read_float("MUSTER_CANARY_INTERVAL_S", 300.0, minimum=1.0)
-REQUEST_RETENTION_DAYS = read_int("MUSTER_REQUEST_RETENTION_DAYS", 30, minimum=1)
 
 # Whether a node may show its secret in the URL of its socket, as old workers do.
 NODE_ALLOW_QUERY_SECRET = read_bool("MUSTER_ALLOW_QUERY_SECRET", default=True)

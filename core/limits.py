@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from wire.limits import bound
-
-MIB = 1024 * 1024
+from wire.limits import MIB, WIRE, bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +24,15 @@ class CoreLimits:
     )
     database_waiting: int = bound(1000, "calls", "One more call that runs or waits is refused with 503 at once.")
     database_threads: int = bound(4, "threads", "Further calls wait for a thread.")
+    database_silence_s: float = bound(
+        30.0,
+        "s",
+        "How long the control plane and the worker bear a database that says nothing; "
+        "[what ends then](operate.md#when-postgresql-does-not-answer). More where single statements rightly take longer. "
+        "Connecting takes `connect_timeout` at most.",
+        setting="MUSTER_DATABASE_SILENCE_S",
+        minimum=1,
+    )
     database_upkeep_threads: int = bound(4, "threads", "Further work of the process itself waits for a thread.")
     database_statement_s: float = bound(
         30.0, "s", "The server ends a statement of upkeep after so long, or after the silence that is borne, if that is longer."
@@ -33,8 +40,10 @@ class CoreLimits:
     database_least_connect_s: int = bound(2, "s", "Less is never given to libpq for a connection.")
     # Hints through Valkey
     hint_send_s: float = bound(1.0, "s", "A hint that is not sent by then is dropped; rows are read at the next sweep anyway.")
+    # Less than supervisors wait for an answer of the control plane.
     hint_read_s: float = bound(1.0, "s", "Valkey counts as unreachable.")
     hint_waiting: int = bound(1000, "hints", "The oldest hint gives way to one more.")
+    # Ours have about a hundred.
     hint_bytes: int = bound(1024, "bytes", "A longer message is no hint: it is counted and dropped.")
     hint_log_s: float = bound(10.0, "s", "The log hears of unreadable messages no more often.")
     # Whoever guesses credentials
@@ -429,6 +438,278 @@ class NodeLimits:
 class GatewayLimits:
     """Requests: their admission, queue, relay, records and dialects."""
 
+    # What an operator sets: the life of a request
+    queue_s: float = bound(
+        30.0, "s", "The longest wait in the queue; then 504 `REQUEST_TIMEOUT`.", setting="MUSTER_QUEUE_TIMEOUT_S"
+    )
+    request_s: float = bound(
+        300.0, "s", "One deadline from acceptance to the last byte; then the request ends.", setting="MUSTER_REQUEST_TIMEOUT_S"
+    )
+    canary_interval_s: float = bound(
+        300.0,
+        "s",
+        "Between two [canary questions](operate.md#canary-questions) to a node, on average; only models that have one are "
+        "asked.",
+        setting="MUSTER_CANARY_INTERVAL_S",
+        minimum=1,
+    )
+    no_node_wait_s: float = bound(
+        9.0,
+        "s",
+        "How long a request waits while no node at all serves its model.",
+        setting="MUSTER_NO_NODE_WAIT_S",
+    )
+    # Above the wait for a node, whose end is better said with a status.
+    stream_ping_s: float = bound(
+        9.5,
+        "s",
+        "The longest silence of a stream; then a comment (or a `ping` of Messages) goes out, and an error that comes later is "
+        "an event of the stream.",
+        setting="MUSTER_STREAM_PING_S",
+    )
+    accept_s: float = bound(
+        5.0,
+        "s",
+        "How long the database may take to make a request durable; then 503.",
+        setting="MUSTER_ACCEPT_TIMEOUT_S",
+    )
+    client_write_s: float = bound(
+        30.0, "s", "A client that takes nothing for this long is closed.", setting="MUSTER_CLIENT_WRITE_TIMEOUT_S"
+    )
+    header_s: float = bound(
+        10.0,
+        "s",
+        "For a client to send its request's headers, to the gateway and to the control plane; then 408.",
+        setting="MUSTER_HEADER_TIMEOUT_S",
+    )
+    body_s: float = bound(60.0, "s", "The same for its body.", setting="MUSTER_BODY_TIMEOUT_S")
+    shutdown_grace_s: float = bound(
+        30.0,
+        "s",
+        "How long a gateway that was told to stop lets streams finish.",
+        setting="MUSTER_SHUTDOWN_GRACE_S",
+    )
+    max_queue: int = bound(
+        100,
+        "requests",
+        "One more request that would wait for its model is refused with 503; a model may have a number of its own.",
+        setting="MUSTER_MAX_QUEUE_LEN",
+    )
+    max_body_bytes: int = bound(
+        32 * MIB, "bytes", "A larger request body is refused with 413.", setting="MUSTER_MAX_BODY_BYTES", minimum=1024
+    )
+    max_audio_bytes: int = bound(
+        64 * MIB,
+        "bytes",
+        "A larger request body with a recording is refused with 413.",
+        setting="MUSTER_MAX_AUDIO_MB",
+        minimum=1,
+        factor=MIB,
+    )
+    max_prompt_chars: int = bound(
+        1_000_000,
+        "characters",
+        "A longer prompt is refused with 400; a model may have a number of its own.",
+        setting="MUSTER_MAX_PROMPT_CHARS",
+        minimum=1,
+    )
+    max_tokens_cap: int = bound(
+        32_768,
+        "tokens",
+        "A larger `max_tokens` is refused with 400; a model may have a number of its own.",
+        setting="MUSTER_MAX_TOKENS_CAP",
+        minimum=1,
+    )
+    requests_per_minute: int = bound(
+        6_000,
+        "requests",
+        "One more is refused with 429, for a key that has no limit of its own and whose tenant has none.",
+        setting="MUSTER_RATE_LIMIT_RPM",
+        minimum=1,
+    )
+    max_requeues: int = bound(
+        3,
+        "nodes",
+        "How often a request may be given to another node; then it ends with 502 or 503.",
+        setting="MUSTER_MAX_REQUEUES",
+    )
+    max_stream_bytes: int = bound(
+        256 * MIB, "bytes", "A longer answer ends with an error.", setting="MUSTER_MAX_STREAM_BYTES", minimum=1024
+    )
+    max_buffer_bytes: int = bound(
+        4 * MIB,
+        "bytes",
+        "Of one stream in memory for a slow client; the node waits until the client has taken some of it.",
+        setting="MUSTER_MAX_BUFFER_BYTES",
+        minimum=64 * 1024,
+    )
+    retention_days: int = bound(
+        30, "days", "Older request records are dropped.", setting="MUSTER_REQUEST_RETENTION_DAYS", minimum=1
+    )
+    # Clients
+    keep_alive_s: float = bound(75.0, "s", "An idle connection of a client is closed.")
+    upstream_connect_s: float = bound(5.0, "s", "A node that is called over HTTP counts as out of reach.")
+    preflight_age_s: int = bound(600, "s", "A browser asks again which requests a page may send.")
+    list_parameters: int = bound(32, "parameters", "A list request with more of them is refused with 400.")
+    # As in Anthropic's reference, "List Models". Unlike there it is the default too: who does not page misses nothing.
+    list_rows: int = bound(1000, "rows", "A larger `limit` of a list is refused with 400; lists of models have so many.")
+    list_default_rows: int = bound(50, "rows", "A list of requests without `limit` has so many.")
+    input_items: int = bound(100, "items", "A larger `limit` of a list of input items is refused with 400.")
+    input_default_items: int = bound(20, "items", "A list of input items without `limit` has so many.")
+    # Queue and relay
+    busy_pause_s: float = bound(0.05, "s", "A node that refused a request as busy is asked again, unless it says when.")
+    candidates: int = bound(
+        16, "models", "Further models that a request could go to are not looked at; no alias has more targets."
+    )
+    fallbacks: int = bound(8, "models", "A request that names more fallbacks is refused with 400.")
+    latency_ms: int = bound(3_600_000, "ms", "A request that allows a longer wait (`max_latency_ms`) is refused with 400.")
+    rate_window_s: float = bound(60.0, "s", "A request that is older counts no more towards the limit of its key.")
+    hold_bytes: int = bound(MIB, "bytes", "A larger unstreamed answer goes out as it comes; of an error only so much is read.")
+    whole_bytes: int = bound(16 * MIB, "bytes", "A larger answer that has to be translated as a whole ends with an error.")
+    end_bytes: int = bound(64 * 1024, "bytes", "So much of a large answer is sent only when its record is written.")
+    # Its link may still say what was counted.
+    closed_s: float = bound(0.5, "s", "An engine that sent its closing event and did not end its stream is ended.")
+    max_engine_error_chars: int = bound(
+        WIRE.error_quote_chars,
+        "characters",
+        "Of what an engine says of a failure, what is longer is kept in no record and no log.",
+    )
+    # Records
+    max_pending_records: int = bound(100_000, "records", "One more is dropped and counted.")
+    record_integer: int = bound(2**31 - 1, "", "A larger count is cut to it, a larger limit refused: PostgreSQL's `integer`.")
+    # Nodes that say at once that they are busy are asked many times a second.
+    record_attempts: int = bound(2**15 - 1, "attempts", "A larger number is cut to it: PostgreSQL's `smallint`.")
+    records_linger_s: float = bound(0.02, "s", "A change that nobody waits for is committed.")
+    records_gather_s: float = bound(0.001, "s", "The commit after one of several requests waits so long for more.")
+    records_busy_batch: int = bound(6, "requests", "A commit of so many makes the next one wait for more.")
+    records_retry_s: float = bound(0.25, "s", "The writer tries again after an error of the database.")
+    # A slow database must not hold it.
+    records_send_s: float = bound(0.25, "s", "A finished answer waits no longer for the statement of its end.")
+    # An insert that was cut off may still arrive: the server ends it after five seconds.
+    records_late_s: float = bound(6.0, "s", "Inserts that were cut off are closed so long after the database is back.")
+    # A little more than the server gives a statement: only one that is frozen or gone stays silent for longer.
+    records_silence_s: float = bound(6.0, "s", "The writer gives up a connection that is silent for so long.")
+    # They take a millisecond or two, and whoever is accepted waits for that.
+    records_refused_batch: int = bound(50, "rows", "Further rows of refused requests go with a later commit.")
+    refusals_per_minute: int = bound(60, "rows", "Further refusals of a key get no row.")
+    orphans_batch: int = bound(1000, "rows", "One statement closes no more requests of gateways that died.")
+    partition_days_ahead: int = bound(7, "days", "Partitions of so many days to come are made.")
+    # Requests wait behind whoever maintains the partitions for at most this long.
+    partition_lock_ms: int = bound(2000, "ms", "Who could not lock the table of records tries again with the next call.")
+    usage_tries: int = bound(4, "places", "Earlier places of a piece are not searched for usage.")
+    usage_bytes: int = bound(4096, "bytes", "A usage object that is longer is not read.")
+    # Keys and catalogue
+    unknown_key_s: float = bound(2.0, "s", "A key that was unknown is looked up again.")
+    unknown_keys: int = bound(10_000, "keys", "All unknown keys are forgotten when one more comes.")
+    # Rows are never deleted, and the playground makes a key an hour for each session.
+    ended_key_s: float = bound(86_400.0, "s", "Keys that ended longer ago are not held in memory.")
+    key_models: int = bound(200, "models", "A key that names more is refused.")
+    name_chars: int = bound(80, "characters", "A longer name of a key or tenant is refused.")
+    model_name_chars: int = bound(200, "characters", "A longer name of a model is refused.")
+    alias_weight: int = bound(1_000_000, "", "A larger weight of an alias's target is refused.")
+    kept_days: int = bound(3650, "days", "A tenant's answers cannot be kept for longer.")
+    # Processes
+    dead_s: float = bound(10.0, "s", "A gateway that wrote no heartbeat is taken for dead, and its requests are closed.")
+    forgotten_s: float = bound(86_400.0, "s", "A gateway that has been silent for so long is left out of Overview.")
+    sweep_s: float = bound(2.0, "s", "Keys, models and nodes are read again.")
+    # A storm of hints costs ten sweeps a second at most.
+    hint_pause_s: float = bound(0.1, "s", "After the sweep for a hint no further hint is followed for so long.")
+    tick_s: float = bound(0.5, "s", "The silence of nodes is judged again.")
+    heartbeat_s: float = bound(1.0, "s", "The gateway says again that it lives.")
+    # A load that makes progress says something every second.
+    presence_s: float = bound(0.9, "s", "What nodes newly said is written.")
+    presence_full_rounds: int = bound(2, "rounds", "Every so many rounds all nodes are written: that is their heartbeat.")
+    reconcile_s: float = bound(5.0, "s", "Requests of gateways that died are looked for again.")
+    reload_s: float = bound(300.0, "s", "All keys are read again, changed or not.")
+    # Canary questions
+    canary_look_s: float = bound(1.0, "s", "The gateway looks again which questions are due.")
+    canary_deadline_s: float = bound(30.0, "s", "A question without an answer counts for nothing.")
+    canary_again_s: float = bound(
+        60.0, "s", "A node that answered wrongly is asked again, or after the interval if that is shorter."
+    )
+    # The node may be full, or not asked any more.
+    canary_missed: int = bound(3, "intervals", "Without an answer for so long the ejection for a wrong one ends.")
+    canary_tokens: int = bound(64, "tokens", "An answer to a canary question is cut there.")
+    canary_question_chars: int = bound(500, "characters", "A longer question is refused.")
+    canary_answer_chars: int = bound(200, "characters", "A longer expected answer is refused.")
+    # Counting tokens
+    count_threads: int = bound(2, "threads", "Further prompts wait for a thread.")
+    count_waiting: int = bound(8, "prompts", "One more prompt that would wait is counted by a node, or estimated.")
+    # The first one of a model loads its tokenizer, which takes a second or two.
+    count_thread_s: float = bound(5.0, "s", "A prompt that takes a thread longer is counted by a node, or estimated.")
+    count_nodes: int = bound(2, "nodes", "After so many nodes that gave no count it is estimated.")
+    count_asked: int = bound(32, "questions", "Further questions to nodes wait.")
+    count_node_ms: int = bound(3000, "ms", "A node that gave no count by then is not waited for.")
+    count_body_bytes: int = bound(8 * MIB, "bytes", "A larger body is not sent to a node for its count.")
+    count_answer_bytes: int = bound(16 * 1024, "bytes", "A longer answer is no count.")
+    count_large_bytes: int = bound(512 * 1024, "bytes", "A larger body is worked on in a thread.")
+    count_complain_s: float = bound(60.0, "s", "The log hears of a model's unusable tokenizer no more often.")
+    count_complaints: int = bound(1000, "models", "All are forgotten when one more complaint comes.")
+    count_folders: int = bound(8, "tokenizers", "The one that was used longest ago leaves the memory.")
+    count_file_bytes: int = bound(128 * MIB, "bytes", "A folder with a larger file is unusable.")
+    template_source_chars: int = bound(MIB, "characters", "A longer chat template is unusable.")
+    # What is longer takes too much memory to count.
+    template_chars: int = bound(
+        2_000_000, "characters", "A prompt, or a text on the way to it, that is longer is not rendered."
+    )
+    template_steps: int = bound(200_000, "steps", "A template that takes more is given up.")
+    # All that a rendering may make has 50 million characters, however small its pieces.
+    template_step_chars: int = bound(256, "characters", "Making so many counts as one more step.")
+    template_s: float = bound(2.0, "s", "A template that renders for longer is given up.")
+    template_digits: int = bound(300, "digits", "A template that rounds to more is given up.")
+    template_indent: int = bound(8, "blanks", "A larger indent of JSON is cut to it.")
+    template_separator_chars: int = bound(16, "characters", "A template with a longer separator of JSON is given up.")
+    # Of UTF-8: four letters of English, two of Russian, four thirds of a Chinese character.
+    token_bytes: int = bound(4, "bytes", "An estimate counts one token for so many of a prompt.")
+    token_chars: int = bound(4, "characters", "The record estimates one token for so many of a request or an answer.")
+    token_message: int = bound(4, "tokens", "An estimate adds so many for each message.")
+    token_answer: int = bound(3, "tokens", "An estimate adds so many where the answer begins.")
+    # Models differ too much to say it better without them.
+    token_media: int = bound(1024, "tokens", "An estimate counts so many for a picture, a recording or a file.")
+    # Dialects
+    form_parts: int = bound(64, "parts", "A form with more is refused with 400.")
+    form_field_bytes: int = bound(1024, "bytes", "A form with a longer field that the gateway reads is refused with 400.")
+    form_boundary_bytes: int = bound(200, "bytes", "A form with a longer boundary is refused with 400.")
+    form_piece_bytes: int = bound(
+        64 * 1024, "bytes", "A form is read in pieces of this size; blanks behind a boundary fill none."
+    )
+    fault_reason_chars: int = bound(200, "characters", "The reason of a 400 is cut there.")
+    fault_field_chars: int = bound(80, "characters", "The name of a field in a 400 is cut there.")
+    fault_shown_chars: int = bound(60, "characters", "A longer name from a client is not repeated in an error.")
+    ignored_names: int = bound(32, "names", "Further fields that a translation leaves out are not named.")
+    ignored_name_chars: int = bound(64, "characters", "The name of a field that a translation leaves out is cut there.")
+    # Of all strands that wait.
+    held_chars: int = bound(4 * MIB, "characters", "A translated answer that comes out of order ends with an error beyond it.")
+    strands: int = bound(
+        2 * WIRE.answer_calls, "strands", "A translated answer with more calls and texts that wait ends with an error."
+    )
+    # An engine may give the whole arguments of a call at once.
+    messages_event_bytes: int = bound(16 * MIB, "bytes", "A stream with a larger event ends with an error (Messages).")
+    responses_event_bytes: int = bound(32 * MIB, "bytes", "A stream with a larger event ends with an error (Responses).")
+    # Of all texts, arguments and log probabilities: they are said again, several times, at the end.
+    responses_answer_chars: int = bound(32 * MIB, "characters", "A longer translated answer ends with an error (Responses).")
+    refusal_chars: int = bound(1000, "characters", "What an engine says of a refusal is cut there for the caller.")
+    tool_levels: int = bound(64, "levels", "A tool of an unknown kind that is nested deeper is refused with 400.")
+    # Kept answers
+    keeping_s: float = bound(5.0, "s", "An answer that is not kept by then is not kept; one that continues another is 503.")
+    # What we say is not kept is then really not kept.
+    keeping_margin_s: float = bound(0.5, "s", "Writing ends so long before the gateway stops waiting for it.")
+    kept_read_s: float = bound(10.0, "s", "Reading or deleting a kept answer ends with 503.")
+    kept_turns: int = bound(200, "turns", "A longer conversation cannot be continued.")
+    kept_bytes: int = bound(32 * MIB, "bytes", "A larger conversation cannot be continued, a larger turn is not kept.")
+    # Few, because each may hold megabytes.
+    kept_batch: int = bound(200, "rows", "One statement deletes no more expired answers.")
+    # Pages
+    page_choices: int = bound(200, "choices", "A filter offers no more.")
+    page_recent_records: int = bound(5000, "records", "The filter of nodes looks at no more.")
+    page_exact_rows: int = bound(10_000, "rows", "A longer list shows an estimate of its length.")
+    page_body_chars: int = bound(100_000, "bytes", "A longer kept answer is cut on its page, and not indented.")
+    page_waiting_models: int = bound(8, "models", "Overview shows no more models that requests wait for.")
+    page_named: int = bound(3, "names", "Further names are counted.")
+    page_unknown_name_s: float = bound(86_400.0, "s", "A name in no table is looked for among the records of so long.")
+    page_traffic_minutes: int = bound(60, "minutes", "Traffic on Overview goes back so far.")
+    page_asked_s: float = bound(3600.0, "s", "Requests for models without a node are counted so far back.")
+    page_key_warning_s: float = bound(7 * 86_400.0, "s", "Overview names keys in use that end within it.")
     # The HTTP server of a gateway (controlplane.gateway_server)
     server_backlog: int = bound(2_048, "connections", "The kernel refuses a further connection that waits to be accepted.")
     server_stop_poll_s: float = bound(0.05, "s", "A gateway that stops looks again whether requests still run.")

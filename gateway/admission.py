@@ -11,13 +11,13 @@ from functools import lru_cache
 
 import msgspec
 
+from core.limits import limits
 from gateway.catalogue import Catalogue, ModelEntry
 from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
 from gateway.routing import AUTO, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions, Priority
 from wire import clock
 
-_WINDOW_S = 60.0
 _RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 
 
@@ -54,6 +54,7 @@ class RateLimiter:
 
     def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
+        self._window_s = limits().gateway.rate_window_s
         self._windows: dict[uuid.UUID, deque[float]] = {}
 
     def take(self, key_id: uuid.UUID, limit: int) -> RateState:
@@ -62,31 +63,31 @@ class RateLimiter:
         window = self._windows.get(key_id)
         if window is None:
             window = self._windows[key_id] = deque()
-        start = now - _WINDOW_S
+        start = now - self._window_s
         while window and window[0] <= start:
             window.popleft()
         if limit < 1:
-            raise RateLimited("This key may send no requests.", retry_after_s=_WINDOW_S)
+            raise RateLimited("This key may send no requests.", retry_after_s=self._window_s)
         if len(window) >= limit:
             # Rounding may put a sum of floats a hair above the window.
-            wait = min(_WINDOW_S, window[len(window) - limit] + _WINDOW_S - now)
+            wait = min(self._window_s, window[len(window) - limit] + self._window_s - now)
             raise RateLimited(
                 f"Rate limit of {limit} requests per minute exceeded; try again in {math.ceil(wait)} s.",
                 retry_after_s=wait,
             )
         window.append(now)
-        return RateState(limit, limit - len(window), window[0] + _WINDOW_S - now)
+        return RateState(limit, limit - len(window), window[0] + self._window_s - now)
 
     def peek(self, key_id: uuid.UUID, limit: int) -> RateState:
         """Return where a key stands without counting."""
         window = self._windows.get(key_id)
         if not window:
             return RateState(limit, limit, 0.0)
-        return RateState(limit, max(0, limit - len(window)), max(0.0, window[0] + _WINDOW_S - self._clock()))
+        return RateState(limit, max(0, limit - len(window)), max(0.0, window[0] + self._window_s - self._clock()))
 
     def forget_idle(self) -> None:
         """Drop the windows of keys that asked nothing for a minute."""
-        start = self._clock() - _WINDOW_S
+        start = self._clock() - self._window_s
         for key_id in [k for k, window in self._windows.items() if not window or window[-1] <= start]:
             del self._windows[key_id]
 

@@ -6,12 +6,10 @@ import json
 
 import msgspec
 
+from core.limits import limits
 from wire.bridge import TokenCounts
 from wire.unreadable import UNREADABLE
 
-_USAGE_TRIES = 4
-"""An engine chooses the bytes, and the event loop waits while they are searched: so few places, of bounded size."""
-_USAGE_BYTES = 4096
 _USAGE = b'"usage"'
 
 
@@ -67,12 +65,14 @@ def count_answer_chars(body: bytes) -> int:
 def find_usage(data: bytes) -> TokenCounts | None:
     """Return the last usage object in a piece of an event stream."""
     end = len(data)
-    for _ in range(_USAGE_TRIES):
+    # An engine chooses the bytes, and the event loop waits while they are searched: so few places, of bounded size.
+    bounds = limits().gateway
+    for _ in range(bounds.usage_tries):
         end = data.rfind(_USAGE, 0, end)
         if end < 0:
             break
         start = end + len(_USAGE)
-        text = data[start : start + _USAGE_BYTES].decode("latin-1").lstrip()
+        text = data[start : start + bounds.usage_bytes].decode("latin-1").lstrip()
         try:
             value, _rest = _prefix_decoder.raw_decode(text.removeprefix(":").lstrip())
             counts = _counts(msgspec.convert(value, _Usage | None))

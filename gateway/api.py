@@ -11,6 +11,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from core.limits import limits
 from gateway.models import ModelAlias, RequestRecord
 from gateway.routing import Target
 from gateway.services import (
@@ -25,8 +26,6 @@ from gateway.services import (
     read_target_states,
     read_targets,
 )
-from gateway.services.aliases import MAX_TARGETS, MAX_WEIGHT
-from gateway.services.values import MAX_MODEL_NAME_CHARS, MAX_NAME_CHARS
 from gateway.values import RequestOutcome, judge_outcome
 from governance.api.access import GovernanceView
 from governance.api.forms import Flag, Form, Text, WholeNumber
@@ -34,10 +33,7 @@ from nodes.serializers import ErrorSerializer, print_time
 from wire.contract import RequestState
 from wire.ids import format_id, parse_id
 
-DEFAULT_LIMIT = 50
-MAX_LIMIT = 1000
-
-
+_LIMIT = "How many at most, 1 to {0.list_rows}; {0.list_default_rows} by default"
 CONTRACT_STATES = [state for state in RequestState if state is not RequestState.CANCELLED]
 """The contract's list of seven: a request whose caller left is ``interrupted`` there, ``cancelled`` in our own field."""
 
@@ -90,7 +86,7 @@ class RequestListView(APIView):
     @extend_schema(
         operation_id="list_requests",
         parameters=[
-            OpenApiParameter("limit", int, description=f"How many at most, 1 to {MAX_LIMIT}; {DEFAULT_LIMIT} by default"),
+            OpenApiParameter("limit", int, description=_LIMIT.format(limits().gateway)),
             OpenApiParameter(
                 "status",
                 str,
@@ -116,9 +112,10 @@ class RequestListView(APIView):
 
 def _read_limit(text: str | None) -> int:
     if text is None:
-        return DEFAULT_LIMIT
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LIMIT)) and 1 <= int(text) <= MAX_LIMIT):
-        raise InvalidValue(f"limit must be a whole number from 1 to {MAX_LIMIT}.", param="limit")
+        return limits().gateway.list_default_rows
+    most = limits().gateway.list_rows
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
+        raise InvalidValue(f"limit must be a whole number from 1 to {most}.", param="limit")
     return int(text)
 
 
@@ -141,16 +138,20 @@ def _read_node_id(text: str) -> uuid.UUID:
 class TargetForm(Form):
     """A model behind an alias."""
 
-    model = Text(max_length=MAX_MODEL_NAME_CHARS)
+    model = Text(max_length=limits().gateway.model_name_chars)
     weight = WholeNumber(
-        required=False, default=1, min_value=0, max_value=MAX_WEIGHT, help_text="Its share; 0: only when others cannot answer"
+        required=False,
+        default=1,
+        min_value=0,
+        max_value=limits().gateway.alias_weight,
+        help_text="Its share; 0: only when others cannot answer",
     )
 
 
 class ChangeAliasForm(Form):
     """Body of ``PATCH /api/v1/aliases/{id}``. What is left out stays as it is."""
 
-    targets = serializers.ListField(child=TargetForm(), min_length=1, max_length=MAX_TARGETS, required=False)
+    targets = serializers.ListField(child=TargetForm(), min_length=1, max_length=limits().gateway.candidates, required=False)
     is_active = Flag(required=False, help_text="Whether it works; when it does not, the name means what it would without it")
 
     def validate_targets(self, value: list[dict[str, Any]]) -> list[Target]:  # Any: validated members
@@ -161,11 +162,15 @@ class ChangeAliasForm(Form):
 class AliasForm(ChangeAliasForm):
     """Body of ``POST /api/v1/aliases``."""
 
-    name = Text(max_length=MAX_MODEL_NAME_CHARS, help_text="What clients ask for")
+    name = Text(max_length=limits().gateway.model_name_chars, help_text="What clients ask for")
     tenant = Text(
-        max_length=MAX_NAME_CHARS, required=False, allow_null=True, default=None, help_text="Left out: for every tenant"
+        max_length=limits().gateway.name_chars,
+        required=False,
+        allow_null=True,
+        default=None,
+        help_text="Left out: for every tenant",
     )
-    targets = serializers.ListField(child=TargetForm(), min_length=1, max_length=MAX_TARGETS)
+    targets = serializers.ListField(child=TargetForm(), min_length=1, max_length=limits().gateway.candidates)
 
 
 class TargetSerializer(serializers.Serializer[Any]):  # Any: a value, no model

@@ -17,8 +17,6 @@ from gateway.values import Caller
 from wire import clock
 from wire.credentials import CredentialKind, digest_credential, has_good_checksum, read_keyid
 
-_UNKNOWN_FOR_S = 2.0
-_UNKNOWN_LIMIT = 10_000
 _NO_DIGEST = bytes(32)
 
 
@@ -64,9 +62,9 @@ class KeyRing:
         except DatabaseError:
             raise RecordsUnavailable("The key cannot be checked now; please retry", retry_after_s=2) from None
         if entry is None:
-            if len(self._unknown) >= _UNKNOWN_LIMIT:
+            if len(self._unknown) >= limits().gateway.unknown_keys:
                 self._unknown.clear()
-            self._unknown[keyid] = now + _UNKNOWN_FOR_S
+            self._unknown[keyid] = now + limits().gateway.unknown_key_s
             return None
         # What a sweep took meanwhile is newer: the key may have been revoked since we looked.
         return self._catalogue.keys.setdefault(keyid, entry)

@@ -6,17 +6,15 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from core.limits import limits
 from gateway import metrics
 from gateway.admission import RateLimiter
 from gateway.errors import GatewayError, RateLimited, ShuttingDown
 from gateway.outcome import Served
-from gateway.records import MAX_COUNT, Record, RecordWriter
+from gateway.records import Record, RecordWriter
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
-
-_CHARS_PER_TOKEN = 4
-_RECORDED_REFUSALS_PER_MINUTE = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,8 @@ class Bookkeeper:
             model=request.model,
             asked_model="" if asked_model == request.model else asked_model,
             is_streaming=request.is_streaming,
-            max_tokens=None if request.max_tokens is None else min(request.max_tokens, MAX_COUNT),
-            prompt_tokens_est=request.prompt_chars // _CHARS_PER_TOKEN,
+            max_tokens=None if request.max_tokens is None else min(request.max_tokens, limits().gateway.record_integer),
+            prompt_tokens_est=request.prompt_chars // limits().gateway.token_chars,
         )
 
     def record_refusal(
@@ -71,7 +69,7 @@ class Bookkeeper:
     ) -> None:
         """Write down what a known caller was refused; nobody waits for that row, and a flood is not written out."""
         try:
-            self._refusals.take(caller.key_id, _RECORDED_REFUSALS_PER_MINUTE)
+            self._refusals.take(caller.key_id, limits().gateway.refusals_per_minute)
         except RateLimited:
             return
         record = self.make_record(record_id, caller, request, asked_model=asked_model)
@@ -161,11 +159,11 @@ def count_tokens(record: Record, outcome: Served, passage: Passage) -> None:
     """Fill in the tokens: what the engine counted, else an estimate that is marked as one."""
     usage = outcome.usage
     if usage is not None:
-        record.prompt_tokens = min(max(0, usage.prompt_tokens), MAX_COUNT)
-        record.completion_tokens = min(max(0, usage.completion_tokens), MAX_COUNT)
+        record.prompt_tokens = min(max(0, usage.prompt_tokens), limits().gateway.record_integer)
+        record.completion_tokens = min(max(0, usage.completion_tokens), limits().gateway.record_integer)
     elif outcome.status < 400:
         record.tokens_estimated = True
         record.prompt_tokens = record.prompt_tokens_est
         events = max(0, passage.events - 1)
         said = outcome.text_chars if outcome.text_chars is not None else passage.bytes_out
-        record.completion_tokens = events if record.is_streaming else -(-said // _CHARS_PER_TOKEN)
+        record.completion_tokens = events if record.is_streaming else -(-said // limits().gateway.token_chars)

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from core.limits import limits
 from gateway.answers import read_usage
 from gateway.catalogue import Catalogue, ModelEntry
 from gateway.counting.boxes import exchange
 from gateway.dispatch import Dispatcher, Lease
-from gateway.records import MAX_COUNT, Record, RecordWriter
+from gateway.records import Record, RecordWriter
 from nodes.links import Link, LinkRegistry
 from nodes.session import OpenRequest
 from wire import clock
@@ -32,12 +33,6 @@ KEY_NAME = "canary"
 """Stands in the record of a canary question, whose tenant is empty."""
 _PATH = "/v1/chat/completions"
 _HEADERS = {"content-type": "application/json"}
-_MAX_TOKENS = 64
-_DEADLINE_S = 30.0
-_AGAIN_S = 60.0
-"""A node that answered wrongly is asked again so soon, or after the usual interval if that is shorter."""
-_MISSED = 3
-"""So many intervals without an answer end the ejection for a wrong one: the node may be full, or not asked any more."""
 
 
 class _Message(msgspec.Struct):
@@ -90,7 +85,7 @@ class Canaries:
         ]
 
     async def ask_due(self) -> None:
-        """Ask everybody whose time has come; each takes _DEADLINE_S at most."""
+        """Ask everybody whose time has come; each takes ``canary_deadline_s`` at most."""
         await asyncio.gather(*(self.ask(link, entry) for link, entry in self.list_due(clock.monotonic())))
 
     async def ask(self, link: Link, entry: ModelEntry) -> None:
@@ -111,13 +106,13 @@ class Canaries:
             return
         is_right = entry.canary_answer.casefold() in _read_text(answer[1]).casefold()
         self._record(record_id, link, entry, answer[1], seconds=clock.monotonic() - started)
-        again_s = self.interval_s if is_right else min(self.interval_s, _AGAIN_S)
+        again_s = self.interval_s if is_right else min(self.interval_s, limits().gateway.canary_again_s)
         now = self._plan_next(link, entry, again_s)
         if not is_right:
             logger.error(
                 "node.canary_wrong node=%s model=%s request=%s", link.node_name, entry.name, format_id("req", record_id)
             )
-        until = now + _MISSED * self.interval_s
+        until = now + limits().gateway.canary_missed * self.interval_s
         self.registry.ejections.note_canary(link, entry.name, is_right=is_right, until=until, now=now)
         self.registry.announce(link)
 
@@ -138,7 +133,7 @@ class Canaries:
             endpoint=_PATH,
             model=entry.name,
             is_streaming=False,
-            max_tokens=_MAX_TOKENS,
+            max_tokens=limits().gateway.canary_tokens,
             node_id=link.node_id,
             node_name=link.node_name,
             attempts=1,
@@ -150,14 +145,14 @@ class Canaries:
         )
         usage = read_usage(body)
         if usage is not None:
-            record.prompt_tokens = min(max(0, usage.prompt_tokens), MAX_COUNT)
-            record.completion_tokens = min(max(0, usage.completion_tokens), MAX_COUNT)
+            record.prompt_tokens = min(max(0, usage.prompt_tokens), limits().gateway.record_integer)
+            record.completion_tokens = min(max(0, usage.completion_tokens), limits().gateway.record_integer)
         self.records.add_final(record)
 
 
 def _write_request(entry: ModelEntry, request_id: str, *, tenant: str) -> OpenRequest:
     message = {"role": "user", "content": entry.canary_question}
-    body = {"model": entry.name, "messages": [message], "temperature": 0, "max_tokens": _MAX_TOKENS}
+    body = {"model": entry.name, "messages": [message], "temperature": 0, "max_tokens": limits().gateway.canary_tokens}
     return OpenRequest(
         request_id=request_id,
         attempt=1,
@@ -166,7 +161,7 @@ def _write_request(entry: ModelEntry, request_id: str, *, tenant: str) -> OpenRe
         body=msgspec.json.encode(body),
         headers=_HEADERS,
         is_streaming=False,
-        deadline_ms=int(_DEADLINE_S * 1000),
+        deadline_ms=int(limits().gateway.canary_deadline_s * 1000),
         tenant=tenant,
     )
 

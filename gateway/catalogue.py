@@ -19,14 +19,13 @@ from django.db.models.expressions import RawSQL
 from django.db.models.functions import Now
 from django.utils import timezone
 
+from core.limits import GatewayLimits
 from gateway.models import ApiKey, Model, ModelAlias
 from gateway.routing import Alias, Target
-from gateway.values import Caller, Limits, Priority
+from gateway.values import Caller, Priority
 
 logger = logging.getLogger("muster.gateway")
 
-_DEAD_FOR = timedelta(days=1)
-"""Keys that ended longer ago are not held: rows are never deleted, and the playground makes a key an hour for each session."""
 
 # A number beyond the newest transaction came with a restored dump from another server: no change of this one.
 _CHANGED = """
@@ -87,7 +86,7 @@ class AliasEntry:
 class Catalogue:
     """Keys by key id, models by name, aliases by tenant. ``apply_*`` runs on the event loop, ``load_*`` in a thread."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: GatewayLimits) -> None:
         self._limits = limits
         self.keys: dict[str, KeyEntry] = {}
         self.models: dict[str, ModelEntry] = {}
@@ -103,7 +102,7 @@ class Catalogue:
         """Return the keys changed since that mark (None = all that did not end long ago); tenants are part of their keys."""
         query = ApiKey.objects.select_related("tenant")
         if since is None:
-            long_ago = Now() - _DEAD_FOR
+            long_ago = Now() - timedelta(seconds=self._limits.ended_key_s)
             query = query.exclude(Q(revoked_at__lt=long_ago) | Q(expires_at__lt=long_ago))
         else:
             query = query.filter(pk__in=RawSQL(_CHANGED, [str(since), str(since)]))  # noqa: S611 - a constant and parameters

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from core.limits import GatewayLimits
 from core.outbox import Outbox
 from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
-from gateway.values import Limits, Timeouts
 
 Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""
@@ -64,12 +64,11 @@ class HeaderView(Mapping[str, str]):
 class ClientConnection:
     """One request of one client. ``wait`` is the only way to block on its behalf: it ends when the client leaves."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, limits: Limits, timeouts: Timeouts) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, limits: GatewayLimits) -> None:
         self.scope = scope
         self.headers = HeaderView(scope["headers"])
         self._receive = receive
         self._limits = limits
-        self._timeouts = timeouts
         self._handle: ConnectionHandle | None = scope.get("extensions", {}).get(SCOPE_HANDLE)
         self._watcher: asyncio.Task[None] | None = None
         self._waiting: asyncio.Future[Any] | None = None  # of whatever type the current wait has
@@ -79,7 +78,7 @@ class ClientConnection:
         self.outbox = Outbox(
             send,
             limit_bytes=limits.max_buffer_bytes,
-            timeout_s=timeouts.client_write_s,
+            timeout_s=limits.client_write_s,
             on_stuck=self._take_stuck,
             on_drained=self._take_drained,
         )
@@ -111,7 +110,7 @@ class ClientConnection:
         if self._handle is not None:
             return await self._collect_body(limit)  # the server watches the deadline of the body
         try:
-            async with asyncio.timeout(self._timeouts.body_s):
+            async with asyncio.timeout(self._limits.body_s):
                 return await self._collect_body(limit)
         except TimeoutError:
             self.close_after_response()

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
+from core.limits import limits
 from gateway.client import ClientConnection, Header
 
 EVERYBODY = "*"
-MAX_AGE_S = 600
 ORIGIN_RE = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+\Z")
 """Scheme, host and port as browsers send them: in small letters, without a path."""
 _HEADER_NAMES_RE = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~ ,-]{0,1000}\Z")
@@ -43,7 +43,10 @@ def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
 def answer_preflight(client: ClientConnection) -> None:
     """Say which requests a page may send; without the headers of ``admit_origin``, which the client adds, it is a no."""
     asked = client.headers.get("access-control-request-headers", "")
-    extra: list[Header] = [(b"access-control-allow-methods", _METHODS), (b"access-control-max-age", b"%d" % MAX_AGE_S)]
+    extra: list[Header] = [
+        (b"access-control-allow-methods", _METHODS),
+        (b"access-control-max-age", b"%d" % limits().gateway.preflight_age_s),
+    ]
     if asked and _HEADER_NAMES_RE.match(asked):
         extra.append((b"access-control-allow-headers", asked.encode("ascii")))
     client.respond(204, extra, b"")

@@ -15,6 +15,7 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from core.limits import GatewayLimits
 from gateway.errors import (
     EndpointNotAnswered,
     GatewayError,
@@ -31,15 +32,12 @@ from gateway.metrics import QUEUE_DEPTH
 from gateway.outcome import Outcome, judge_node
 from gateway.outlook import Busy, Closed, Outlook, Ready
 from gateway.placement import choose_link
-from gateway.values import InferenceRequest, Timeouts, Unmatched
+from gateway.values import InferenceRequest, Unmatched
 from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
-
-_BUSY_PAUSE_S = 0.05
-_HELD_WEIGHT = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -116,11 +114,11 @@ def _sequence_of(waiter: _Waiter) -> int:
 class Dispatcher:
     """The queue of every model of this process, over the links of this process."""
 
-    def __init__(self, registry: LinkRegistry, keeper: LinkKeeper, timeouts: Timeouts) -> None:
+    def __init__(self, registry: LinkRegistry, keeper: LinkKeeper, limits: GatewayLimits) -> None:
         self._registry = registry
         self._ejections = registry.ejections
         self._keeper = keeper
-        self._timeouts = timeouts
+        self._limits = limits
         self._queues: dict[str, dict[str, list[_Waiter]]] = {}
         """Who waits, by model and API path: a box may answer a model on one path and not on another."""
         self._sequence = itertools.count(1)
@@ -141,7 +139,7 @@ class Dispatcher:
             max_queue=max_queue,
             sequence=next(self._sequence),
             accepted=now,
-            deadline=now + self._timeouts.request_s,
+            deadline=now + self._limits.request_s,
             asked_model=request.model,
             max_wait_s=math.inf if wait_ms is None else wait_ms / 1000,
             prefer=(options.prefer_gpu or "") if options is not None else "",
@@ -196,7 +194,7 @@ class Dispatcher:
     def note_held(self, model: str, seconds: float) -> None:
         """Take how long a request held its slot."""
         known = self._held_s.get(model)
-        self._held_s[model] = seconds if known is None else known + _HELD_WEIGHT * (seconds - known)
+        self._held_s[model] = seconds if known is None else known + 0.1 * (seconds - known)
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
         """Remember that what serves a model on a box does not know an API path."""
@@ -288,7 +286,7 @@ class Dispatcher:
 
     def note_busy(self, link: Link, pause_s: float | None = None) -> None:
         """The node itself refused a request: leave it alone for as long as it says (None = a moment), then try again."""
-        pause_s = _BUSY_PAUSE_S if pause_s is None else pause_s
+        pause_s = self._limits.busy_pause_s if pause_s is None else pause_s
         link.busy_until = clock.monotonic() + pause_s
         asyncio.get_running_loop().call_later(pause_s + 0.001, self.place_on, link)
 
@@ -335,8 +333,8 @@ class Dispatcher:
 
     def _arm(self, waiter: _Waiter) -> None:
         now = clock.monotonic()
-        limit = min(waiter.job.accepted + min(self._timeouts.queue_s, waiter.job.max_wait_s), waiter.job.deadline)
-        patience = waiter.job.accepted + self._timeouts.no_node_wait_s
+        limit = min(waiter.job.accepted + min(self._limits.queue_s, waiter.job.max_wait_s), waiter.job.deadline)
+        patience = waiter.job.accepted + self._limits.no_node_wait_s
         due = patience if now < patience < limit else limit
         delay = max(0.0, due - now)
         waiter.timer = asyncio.get_running_loop().call_later(delay, self._take_timer, waiter, due >= limit)

@@ -17,6 +17,7 @@ import msgspec
 from django.db import DatabaseError, InterfaceError
 
 from core.db.threads import run_in_database
+from core.limits import limits
 from gateway.dialects.body import count_prompt_chars
 from gateway.dialects.responses import COMPACT_PATH, list_input_items, make_response_id, translate_compact, translate_responses
 from gateway.dialects.translation import AnswerTranslator, Translation
@@ -34,9 +35,6 @@ LANE = "/v1/chat/completions"
 """Kept answers are made by translation: an engine's own object has another id, and says that it is not stored."""
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FALSE = msgspec.Raw(b"false")
-_DATABASE_S = 5.0
-_MARGIN_S = 0.5
-"""Writing ends this long before we stop waiting for it: what we say is not kept is then really not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keepin
     body = translator.kept
     if body is None:
         return False
-    give_up_at = clock.monotonic() + _DATABASE_S - _MARGIN_S
+    give_up_at = clock.monotonic() + limits().gateway.keeping_s - limits().gateway.keeping_margin_s
     try:
         await _ask_database(
             lambda: keep_response(
@@ -135,7 +133,7 @@ def _read_history(tenant: str, response_id: str) -> tuple[list[bytes], int]:
 
 async def _ask_database(ask: Callable[[], T]) -> T:
     try:
-        async with asyncio.timeout(_DATABASE_S):
+        async with asyncio.timeout(limits().gateway.keeping_s):
             return await run_in_database(ask)
     except (TimeoutError, DatabaseError, InterfaceError, OSError):
         raise RecordsUnavailable("Kept answers cannot be reached now; please retry", retry_after_s=2) from None

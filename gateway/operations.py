@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services import (
     ServiceError,
@@ -24,7 +25,6 @@ from gateway.services import (
 )
 from gateway.services.limits import CAPS, PRIORITY, RATE
 from gateway.services.limits import LIMIT_RAISE as NAME
-from gateway.services.values import MAX_LIMIT
 from gateway.values import Priority
 from governance.errors import InvalidProposal
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
@@ -32,7 +32,6 @@ from nodes.services.serving import Has, ServingBox, read_boxes_of
 
 KEY, TENANT, MODEL = "key", "tenant", "model"
 ACTOR = "system:governance"
-_MAX_NAMED = 3
 _OWNERS = {RATE: "keys and tenants", PRIORITY: "keys"} | dict.fromkeys(CAPS, "models")
 """Which params there are, and which kinds of targets they go with."""
 _LABELS = {
@@ -185,8 +184,8 @@ def _clean_params(params: Mapping[str, object]) -> dict[str, object]:
         if name == PRIORITY:
             if value != Priority.HIGH.value:
                 raise InvalidProposal("Only high priority is asked for; normal and low can be set at once.", param=PRIORITY)
-        elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
-            raise InvalidProposal(f"{name} must be a whole number from 1 to {MAX_LIMIT}.", param=name)
+        elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits().gateway.record_integer:
+            raise InvalidProposal(f"{name} must be a whole number from 1 to {limits().gateway.record_integer}.", param=name)
     return dict(params)
 
 
@@ -243,7 +242,7 @@ def _make_field(name: str) -> dict[str, object]:
     common = {"name": name, "label": _LABELS[name], "help": _HELP[name], "required": False}
     if name == PRIORITY:
         return {**common, "kind": "select", "choices": [("", "as it is"), (Priority.HIGH.value, "high")]}
-    return {**common, "kind": "number", "min": 1, "max": MAX_LIMIT}
+    return {**common, "kind": "number", "min": 1, "max": limits().gateway.record_integer}
 
 
 def _preview_tenants(names: Sequence[str]) -> list[Impact]:
@@ -287,8 +286,9 @@ def _read_number(params: Mapping[str, object], name: str) -> int | None:
 
 
 def _join(names: Sequence[str]) -> str:
-    beyond = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{beyond}"
+    most = limits().gateway.page_named
+    beyond = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{beyond}"
 
 
 LIMIT_RAISE = LimitRaise()

@@ -12,27 +12,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 
-from django.conf import settings
 from django.db import OperationalError, connection, transaction
 from django.db.backends.utils import CursorWrapper
 from psycopg.errors import LockNotAvailable
 
+from core.limits import limits
 from wire import clock
 
 TABLE = "gateway_requestrecord"
 DEFAULT_PARTITION = f"{TABLE}_default"
-DAYS_AHEAD = 7
 ADVISORY_LOCK = 0x6D73_7470
 """Key of the advisory lock of partition maintenance."""
-LOCK_TIMEOUT = "2s"
-"""Requests wait behind us for at most this long; whoever could not get the table tries again with the next call."""
 _NAME = re.compile(rf"{TABLE}_p(\d{{8}})\Z")
 
 logger = logging.getLogger(__name__)
 
 
 class PartitionsBusy(Exception):
-    """Somebody else maintains the partitions, or a long query held the table for LOCK_TIMEOUT."""
+    """Somebody else maintains the partitions, or a long query held the table for ``partition_lock_ms``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +42,15 @@ class MaintenanceReport:
 
 
 def maintain_partitions(*, today: date | None = None) -> MaintenanceReport:
-    """Make the partitions of today and the next DAYS_AHEAD days, drop those past ``settings.REQUEST_RETENTION_DAYS``.
+    """Make the partitions of today and the next ``partition_days_ahead`` days, drop those past ``retention_days``.
 
     Idempotent; days are UTC days and each is a transaction of its own. Raises PartitionsBusy.
     """
     first = today or clock.now().date()
-    oldest_kept = first - timedelta(days=settings.REQUEST_RETENTION_DAYS)
+    oldest_kept = first - timedelta(days=limits().gateway.retention_days)
     existing = list_partition_days()
-    missing = [day for step in range(DAYS_AHEAD + 1) if (day := first + timedelta(days=step)) not in existing]
+    ahead = limits().gateway.partition_days_ahead
+    missing = [day for step in range(ahead + 1) if (day := first + timedelta(days=step)) not in existing]
     moved = sum(_create_day(day) for day in missing)
     expired = sorted(day for day in existing if day < oldest_kept)
     for day in expired:
@@ -84,17 +82,18 @@ def list_partition_days() -> set[date]:
 
 @contextmanager
 def _locked() -> Iterator[CursorWrapper]:
-    """Hold the advisory lock for one transaction, in which no table lock is waited for longer than LOCK_TIMEOUT."""
+    """Hold the advisory lock for one transaction, in which no table lock is waited for longer than ``partition_lock_ms``."""
     try:
         with transaction.atomic(), connection.cursor() as cursor:
             cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [ADVISORY_LOCK])
             if cursor.fetchone() != (True,):
                 raise PartitionsBusy("another process maintains the partitions at the moment")
-            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [LOCK_TIMEOUT])
+            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{limits().gateway.partition_lock_ms}ms"])
             yield cursor
     except OperationalError as error:
         if isinstance(error.__cause__, LockNotAvailable):
-            raise PartitionsBusy(f"{TABLE} was in use for {LOCK_TIMEOUT}") from error
+            waited_s = limits().gateway.partition_lock_ms / 1000
+            raise PartitionsBusy(f"{TABLE} was in use for {waited_s:g}s") from error
         raise
 
 

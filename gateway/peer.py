@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
+from core.limits import GatewayLimits
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
 from gateway.dispatch import Dispatcher, Job, Lease
@@ -11,8 +12,7 @@ from gateway.errors import GatewayError
 from gateway.heads import read_name
 from gateway.outcome import Broken, Retry, RetryReason, Served
 from gateway.relay import Exchange
-from gateway.services.responses import MAX_HISTORY_BYTES
-from gateway.values import InferenceRequest, Limits
+from gateway.values import InferenceRequest
 from nodes.links import Link
 from nodes.links.http import END_HEADER
 from wire import clock
@@ -22,13 +22,13 @@ _NO_HEADERS: list[Header] = []
 
 
 async def serve_peer(
-    *, dispatcher: Dispatcher, limits: Limits, client: ClientConnection, link: Link, surface: Surface, lane: str = ""
+    *, dispatcher: Dispatcher, limits: GatewayLimits, client: ClientConnection, link: Link, surface: Surface, lane: str = ""
 ) -> None:
     """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut.
 
     ``lane``: the API path the box is asked on, empty = the surface's.
     """
-    body = await client.read_body(limits.max_audio_bytes if surface.is_form else limits.max_body_bytes + MAX_HISTORY_BYTES)
+    body = await client.read_body(limits.max_audio_bytes if surface.is_form else limits.max_body_bytes + limits.kept_bytes)
     headers = client.headers
     job = Job(
         request_id=headers.get("x-request-id", "")[:80],

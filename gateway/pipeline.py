@@ -12,6 +12,7 @@ from typing import assert_never
 
 import msgspec
 
+from core.limits import GatewayLimits
 from gateway import metrics
 from gateway.admission import Admission, RateLimiter, choose_priority
 from gateway.auth import KeyRing
@@ -46,11 +47,11 @@ from gateway.keeping import Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
 from gateway.phrasing import choose_path
-from gateway.records import MAX_ATTEMPTS, Record, RecordWriter
+from gateway.records import Record, RecordWriter
 from gateway.recounting import recount_prompt
 from gateway.refusing import refuse
 from gateway.relay import Exchange
-from gateway.values import Caller, InferenceRequest, Limits, PoolOptions, Timeouts, Unmatched
+from gateway.values import Caller, InferenceRequest, PoolOptions, Unmatched
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
 from wire.contract import RequestState
@@ -90,8 +91,7 @@ class Pipeline:
     dispatcher: Dispatcher
     records: RecordWriter
     counter: TokenCounter
-    limits: Limits
-    timeouts: Timeouts
+    limits: GatewayLimits
     is_stopping: bool = False
     books: Bookkeeper = field(init=False)
 
@@ -206,7 +206,7 @@ class Pipeline:
                 self.books.seal(record, Ending(error.state, error))
             raise
         if request.is_streaming:
-            call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.timeouts.stream_ping_s)
+            call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.limits.stream_ping_s)
             call.keepalive.start()
         return record, job
 
@@ -290,7 +290,7 @@ class Pipeline:
             lease = await self._wait_for_slot(call.client, job, record)
         job.attempts += 1
         record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((clock.monotonic() - asked_at) * 1000)
-        record.attempts = min(job.attempts, MAX_ATTEMPTS)
+        record.attempts = min(job.attempts, self.limits.record_attempts)
         name_model(record, job.request.model, asked_model=job.asked_model)
         record.node_id = lease.link.node_id
         record.node_name = lease.link.node_name
@@ -312,7 +312,7 @@ class Pipeline:
 
     def _choose_model(self, call: Call, job: Job, models: Sequence[str]) -> bool:
         """Give the job to the best of the models whose boxes can be told the request; return whether there is one."""
-        left, budget_s = list(models), min(self.timeouts.queue_s, job.max_wait_s)
+        left, budget_s = list(models), min(self.limits.queue_s, job.max_wait_s)
         while left:
             best = pick_name(((name, self._outlook(call, name, job.request, job)) for name in left), budget_s)
             request = self._rename(call, job.request, best)

@@ -6,11 +6,9 @@ import logging
 
 from django.db import connection, transaction
 
-from gateway.values import DEAD_AFTER_S
+from core.limits import limits
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
-
-BATCH_ROWS = 1000
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ UPDATE gateway_requestrecord AS record
 """  # noqa: S608  # a constant
 
 
-def close_orphaned_requests(*, dead_after_s: float = DEAD_AFTER_S, confirm_s: float = 2.0) -> int:
+def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: float = 2.0) -> int:
     """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
 
     Whoever seems silent is looked at once more, ``confirm_s`` seconds later: after a database that stood still (frozen with its
@@ -64,8 +62,8 @@ def close_orphaned_requests(*, dead_after_s: float = DEAD_AFTER_S, confirm_s: fl
         "interrupted": RequestState.INTERRUPTED.value,
         "error_code": ErrorCode.REQUEST_INTERRUPTED.value,
         "open": sorted(state.value for state in OPEN_REQUEST_STATES),
-        "dead_after_s": dead_after_s,
-        "batch": BATCH_ROWS,
+        "dead_after_s": limits().gateway.dead_s if dead_after_s is None else dead_after_s,
+        "batch": limits().gateway.orphans_batch,
     }
     if _is_somebody_silent(parameters):
         clock.sleep(confirm_s)
@@ -75,7 +73,7 @@ def close_orphaned_requests(*, dead_after_s: float = DEAD_AFTER_S, confirm_s: fl
             cursor.execute(_CLOSE, parameters)
             batch = int(cursor.rowcount)
         closed += batch
-        if batch < BATCH_ROWS:
+        if batch < limits().gateway.orphans_batch:
             break
     if closed:
         logger.warning("orphaned_requests_closed count=%d", closed)

@@ -1,8 +1,8 @@
 """Request records with group commit: one transaction for all that waits, flushed at once when the writer is idle.
 
 A request is accepted when its row is durable; that is what ``accept`` waits for. Later changes ride along with the next
-commit, at most ``_LINGER_S`` later. A final state goes at once: ``finish`` is done when the kernel has its statement, so that
-PostgreSQL carries it out even if this process is killed; only then the client gets its last bytes. A final state is never
+commit, at most ``records_linger_s`` later. A final state goes at once: ``finish`` is done when the kernel has its statement, so
+that PostgreSQL carries it out even if this process is killed; only then the client gets its last bytes. A final state is never
 overwritten: the update only finds open rows, so a gateway that was declared dead and comes back changes nothing. One thread
 with its own connection does the SQL; rows travel as one JSON text per commit, which costs the event loop almost nothing.
 
@@ -25,6 +25,7 @@ import psycopg
 from django.db import connection as django_connection
 
 from core.db import Patience, PatientConnection, ServerSilent
+from core.limits import limits
 from gateway.errors import RecordsUnavailable
 from gateway.metrics import RECORD_FLUSHES, RECORDS_DROPPED, RECORDS_PENDING
 from gateway.record_sql import BOTH, INSERT, UPDATE
@@ -32,24 +33,6 @@ from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
 logger = logging.getLogger("muster.records")
-
-MAX_COUNT = 2**31 - 1
-"""What an integer column holds; clients and engines may say more."""
-MAX_ATTEMPTS = 2**15 - 1
-"""The same of the column of attempts: boxes that say at once that they are busy are asked many times a second."""
-_LINGER_S = 0.02
-_BUSY_BATCH = 6
-_GATHER_S = 0.001
-"""After a commit of several requests the next one waits this long, so that it too carries several."""
-_RETRY_S = 0.25
-_SEND_S = 0.25
-"""A finished answer waits no longer than this for the statement of its end; a slow database must not hold it."""
-_LATE_S = 6.0
-"""So long after the database is back an insert that was cut off may still arrive: the server ends it after five seconds."""
-_REFUSED_BATCH = 50
-"""Rows of refused requests that go with one commit: they take a millisecond or two, and whoever is accepted waits for that."""
-_PATIENCE = Patience(silence_s=6.0)
-"""A little more than the server gives a statement: only one that is frozen or gone stays silent for longer."""
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -117,6 +100,7 @@ class RecordWriter:
     """Writes records. ``accept``, ``touch`` and ``add_final`` are called on the event loop; the rest is the thread's."""
 
     def __init__(self, *, accept_s: float, max_pending: int) -> None:
+        self._limits = limits().gateway
         self._accept_s = accept_s
         self._max_pending = max_pending
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -194,7 +178,7 @@ class RecordWriter:
         if self._lingering is not None:
             self._lingering.cancel()
         self._end_linger()
-        timer = self._loop.call_later(_SEND_S, _settle, [future])
+        timer = self._loop.call_later(self._limits.records_send_s, _settle, [future])
         try:
             await future
         finally:
@@ -219,7 +203,7 @@ class RecordWriter:
     def _arrange_flush(self) -> None:
         """Have the thread write soon, together with what comes until then."""
         if self._lingering is None and self._loop is not None:
-            self._lingering = self._loop.call_later(_LINGER_S, self._end_linger)
+            self._lingering = self._loop.call_later(self._limits.records_linger_s, self._end_linger)
 
     def _end_linger(self) -> None:
         self._lingering = None
@@ -280,8 +264,8 @@ class RecordWriter:
         gathered = 0
         while True:
             self._wake.wait(timeout=1.0)
-            if gathered >= _BUSY_BATCH and not self._stopping:
-                clock.sleep(_GATHER_S)
+            if gathered >= self._limits.records_busy_batch and not self._stopping:
+                clock.sleep(self._limits.records_gather_s)
             self._wake.clear()
             with self._lock:
                 inserts, self._inserts = self._inserts, []
@@ -304,7 +288,7 @@ class RecordWriter:
 
     def _take_refused(self) -> list[_Accept]:
         self._wake.set()  # there may be more
-        number = min(_REFUSED_BATCH, len(self._refused))
+        number = min(self._limits.records_refused_batch, len(self._refused))
         return [_Accept(self._refused.popleft(), None, was_refused=True) for _ in range(number)]
 
     def _flush(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], finishing: list[asyncio.Future[None]]) -> bool:
@@ -322,7 +306,7 @@ class RecordWriter:
             return False
         if not self.is_healthy:
             logger.info("records.recovered")
-            self._loop.call_soon_threadsafe(self._loop.call_later, _LATE_S, self._close_late)
+            self._loop.call_soon_threadsafe(self._loop.call_later, limits().gateway.records_late_s, self._close_late)
         self.is_healthy = True
         RECORD_FLUSHES.labels("ok").inc()
         if any(entry.future is not None for entry in inserts):
@@ -401,7 +385,7 @@ class RecordWriter:
             self._database = None
         self._give_back(inserts, updates)
         if not self._stopping:
-            threading.Event().wait(_RETRY_S)
+            threading.Event().wait(limits().gateway.records_retry_s)
             self._wake.set()
         else:
             self._updates.clear()
@@ -414,7 +398,7 @@ class RecordWriter:
             options = f"{parameters.get('options', '')} -c statement_timeout=5000".strip()
             own = {"connect_timeout": 3, "application_name": "muster-records", "options": options}
             database = PatientConnection.connect(**{**wanted, **own}, autocommit=True)
-            database.patience = _PATIENCE
+            database.patience = Patience(silence_s=limits().gateway.records_silence_s)
             self._database = database
             self._prepared.clear()
         return self._database

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
+from core.limits import GatewayLimits
 from gateway.answers import count_answer_chars, find_usage, read_usage
 from gateway.client import ClientConnection, Header
 from gateway.dialects import Surface
@@ -29,7 +30,6 @@ from gateway.keepalive import KeepAlive
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
 from gateway.phrasing import find_other_words
 from gateway.rewriting import Rewriter
-from gateway.values import Limits
 from nodes.links import EndKind, LinkEnd, Stream
 from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest
@@ -41,15 +41,9 @@ from wire.ids import format_id
 from wire.tidy import ChatTidier
 from wire.usage import write_token_counts
 
-_HOLD_LIMIT_BYTES = 1024 * 1024
-_WHOLE_LIMIT_BYTES = 16 * 1024 * 1024
-"""An answer that has to be read as a whole (it is translated, or it is an error) is not passed on in parts."""
-_END_BYTES = 64 * 1024
 _JSON = "application/json"
 _CUT = "The engine ended its stream before its answer was finished."
 _SILENT = "The engine ended its stream before it said anything."
-_CLOSED_S = 0.5
-"""An engine that sent its closing event has so long to end its stream, and its link to say what was counted."""
 _DONE_ENDS = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 _WITHOUT_BODY = frozenset({204, 205})
 
@@ -77,7 +71,7 @@ class Exchange:
         lease: Lease,
         client: ClientConnection,
         surface: Surface | None,
-        limits: Limits,
+        limits: GatewayLimits,
         extra: list[Header],
         translation: Translation | None = None,
         keepalive: KeepAlive | None = None,
@@ -156,12 +150,12 @@ class Exchange:
 
     def send_ahead(self) -> None:
         """Send an unstreamed answer that is too large for a socket's buffer but for its end: its client may still leave."""
-        if self.is_delivered or self._client.started or len(self.last) <= _END_BYTES:
+        if self.is_delivered or self._client.started or len(self.last) <= self._limits.end_bytes:
             return
         head = self._head(_JSON if self.translator is not None else "")
         self._client.start(self._status, [*head, (b"content-length", b"%d" % len(self.last))])
-        self._client.write(self.last[:-_END_BYTES])
-        self.last = self.last[-_END_BYTES:]
+        self._client.write(self.last[: -self._limits.end_bytes])
+        self.last = self.last[-self._limits.end_bytes :]
 
     def deliver(self, last: bytes) -> None:
         """Send the end of an answer: its closing bytes, or all of it."""
@@ -290,7 +284,7 @@ class Exchange:
     def _take_closing(self) -> None:
         """The engine said all there is to say: from here on the answer is whole, whatever becomes of its node."""
         self.events += 1
-        self._closed = asyncio.get_running_loop().call_later(_CLOSED_S, self._end_closed)
+        self._closed = asyncio.get_running_loop().call_later(self._limits.closed_s, self._end_closed)
 
     def _end_closed(self) -> None:
         if not self._over:
@@ -300,14 +294,14 @@ class Exchange:
     def _hold(self, data: bytes) -> None:
         self._held.append(data)
         self._grant(len(data))
-        if self.received <= _HOLD_LIMIT_BYTES:
+        if self.received <= self._limits.hold_bytes:
             return
         if self._status >= 400:  # no error says anything worth reading in its second megabyte
             self._stop(CANCEL_CLIENT_DISCONNECT)
-            self._complete_refused(b"".join(self._held)[:_HOLD_LIMIT_BYTES])
+            self._complete_refused(b"".join(self._held)[: self._limits.hold_bytes])
             return
         if self._rewriter is not None or self._client.started:
-            if self.received > _WHOLE_LIMIT_BYTES:
+            if self.received > self._limits.whole_bytes:
                 self._fail(StreamTooLarge())
             return
         self._passing = True

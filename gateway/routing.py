@@ -9,12 +9,11 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from core.limits import limits
 from gateway.errors import GatewayError, NoAvailableNode
 
 AUTO = "auto"
 """The name by which a client leaves the choice to us, unless an alias is called so."""
-MAX_CANDIDATES = 16
-"""Of one request; no alias has more targets, and of what a client names no more is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Alias:
 class Route:
     """Where a request may go. ``asked``: the name the client used; ``models``: candidates in order, first the chosen one.
 
-    There are 1 to MAX_CANDIDATES of them, each once, and the caller may use every one.
+    There are 1 to ``candidates`` of them, each once, and the caller may use every one.
     """
 
     asked: str
@@ -97,7 +96,7 @@ def resolve(
     chain.add(_list_models(name, aliases, rank_auto), via=name)
     if alias is not None:
         chain.prefer(_choose_target(alias, chain.models, choose))
-    for other in extra[:MAX_CANDIDATES]:
+    for other in extra[: limits().gateway.candidates]:
         chain.add(_list_models(other, aliases, rank_auto), via=other)
     if not chain.models:
         is_auto = alias is None and name == AUTO
@@ -123,7 +122,7 @@ class _Chain:
     def add(self, models: Iterable[str], *, via: str) -> None:
         """Put at the end those that the caller may use by asking for ``via``."""
         for model in models:
-            if len(self.models) == MAX_CANDIDATES:
+            if len(self.models) == limits().gateway.candidates:
                 return
             if model in self.models:
                 continue

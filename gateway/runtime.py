@@ -27,6 +27,7 @@ from django.db.models.functions import Now
 
 from core.db.threads import run_pulse, run_upkeep
 from core.hints import HINT_GROUP
+from core.limits import limits
 from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
@@ -56,20 +57,6 @@ from wire.ids import new_uuid7
 
 logger = logging.getLogger("muster.gateway")
 
-_SWEEP_S = 2.0
-_HINT_PAUSE_S = 0.1
-"""So long no further hint is followed after the sweep for one: a storm of them costs ten sweeps a second at most."""
-_TICK_S = 0.5
-_CANARY_LOOK_S = 1.0
-_HEARTBEAT_S = 1.0
-_PRESENCE_S = 0.9
-"""How often what boxes newly said is written; a load that makes progress says something every second."""
-_PRESENCE_FULL_EVERY = 2
-"""Every so many rounds all boxes are written, whether they said something or not: that is their heartbeat."""
-_RECONCILE_S = 5.0
-_FULL_RELOAD_S = 300.0
-_PEER_FRESH_S = 10.0
-
 
 class GatewayRuntime:
     """One gateway process: links, queue, pipeline, and its background tasks."""
@@ -77,20 +64,19 @@ class GatewayRuntime:
     def __init__(self) -> None:
         self.gateway_id = new_uuid7()
         self.started_at = clock.unix_s()
-        self.limits = settings.GATEWAY_LIMITS
-        self.timeouts = settings.GATEWAY_TIMEOUTS
+        self.limits = limits().gateway
         self.registry = LinkRegistry()
         self.keeper = LinkKeeper(
             self.registry,
             gateway_id=self.gateway_id,
-            connect_s=self.timeouts.upstream_connect_s,
+            connect_s=self.limits.upstream_connect_s,
         )
         FLEET.keeper = self.keeper
         self.catalogue = Catalogue(self.limits)
         self.keys = KeyRing(self.catalogue)
         self.limiter = RateLimiter()
-        self.dispatcher = Dispatcher(self.registry, self.keeper, self.timeouts)
-        self.records = RecordWriter(accept_s=self.timeouts.accept_s, max_pending=self.limits.max_pending_records)
+        self.dispatcher = Dispatcher(self.registry, self.keeper, self.limits)
+        self.records = RecordWriter(accept_s=self.limits.accept_s, max_pending=self.limits.max_pending_records)
         self.pipeline = Pipeline(
             gateway_id=self.gateway_id,
             keys=self.keys,
@@ -100,7 +86,6 @@ class GatewayRuntime:
             records=self.records,
             counter=TokenCounter(self.registry, Path(settings.TOKENIZERS_DIR) if settings.TOKENIZERS_DIR else None),
             limits=self.limits,
-            timeouts=self.timeouts,
         )
         self.canaries = Canaries(
             gateway_id=self.gateway_id,
@@ -108,7 +93,7 @@ class GatewayRuntime:
             dispatcher=self.dispatcher,
             catalogue=self.catalogue,
             records=self.records,
-            interval_s=settings.CANARY_INTERVAL_S,
+            interval_s=self.limits.canary_interval_s,
         )
         self.workers = WorkerEndpoint(
             registry=self.registry,
@@ -200,7 +185,7 @@ class GatewayRuntime:
         next_hint_at = 0.0
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_SWEEP_S):
+                async with asyncio.timeout(self.limits.sweep_s):
                     await self._refresh.wait()
                     await asyncio.sleep(next_hint_at - loop.time())
             was_hinted = self._refresh.is_set()
@@ -211,12 +196,12 @@ class GatewayRuntime:
                 self._keys_mark = None  # the database that comes back may be another, with other marks
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
             if was_hinted:
-                next_hint_at = loop.time() + _HINT_PAUSE_S
+                next_hint_at = loop.time() + self.limits.hint_pause_s
 
     async def _run_heartbeat(self) -> None:
         """Say that we live, on a clock and a thread of its own: nothing that holds anything else up must make us look dead."""
         while True:
-            await asyncio.sleep(_HEARTBEAT_S)
+            await asyncio.sleep(self.limits.heartbeat_s)
             try:
                 await run_pulse(self._beat)
             except (DatabaseError, InterfaceError, OSError) as error:
@@ -226,8 +211,8 @@ class GatewayRuntime:
         """Write presences on a clock of their own: what holds a sweep up must not make our boxes look silent."""
         for turn in itertools.count():
             if turn:
-                await asyncio.sleep(_PRESENCE_S)
-            news_only = turn % _PRESENCE_FULL_EVERY != 0
+                await asyncio.sleep(self.limits.presence_s)
+            news_only = turn % self.limits.presence_full_rounds != 0
             drains = self.keeper.list_drains()
             ejections = self.registry.ejections.list_marks()
             has_news = (drains, ejections) != (self._drains_told, self._ejections_told) or any(
@@ -267,7 +252,7 @@ class GatewayRuntime:
 
     async def _run_reconciler(self) -> None:
         while True:
-            await asyncio.sleep(_RECONCILE_S)
+            await asyncio.sleep(self.limits.reconcile_s)
             try:
                 await run_upkeep(close_orphaned_requests)
             except (DatabaseError, InterfaceError, OSError) as error:
@@ -275,7 +260,7 @@ class GatewayRuntime:
 
     async def _run_ticks(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(self.limits.tick_s)
             self.keeper.tick()
             self.limiter.forget_idle()
             self.pipeline.books.forget_idle()
@@ -283,7 +268,7 @@ class GatewayRuntime:
 
     async def _run_canaries(self) -> None:
         while True:
-            await asyncio.sleep(_CANARY_LOOK_S)
+            await asyncio.sleep(self.limits.canary_look_s)
             await self.canaries.ask_due()
 
     async def _run_hints(self) -> None:
@@ -312,7 +297,7 @@ class GatewayRuntime:
 
     async def _sweep(self) -> None:
         now = clock.monotonic()
-        since = self._keys_mark if now - self._keys_full_at <= _FULL_RELOAD_S else None
+        since = self._keys_mark if now - self._keys_full_at <= self.limits.reload_s else None
         mark, full, keys, models, aliases, rows, (others, peers), revoked = await run_upkeep(
             self._load, since, self._credentials_in_use()
         )
@@ -382,7 +367,7 @@ class GatewayRuntime:
 
     def _load_others(self) -> tuple[frozenset[uuid.UUID], dict[uuid.UUID, HttpTarget]]:
         """Return which other gateways are alive, and where those are that can be asked to reach their boxes."""
-        since = Now() - timedelta(seconds=_PEER_FRESH_S)
+        since = Now() - timedelta(seconds=self.limits.dead_s)
         alive = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since).exclude(pk=self.gateway_id)
         others = list(alive)
         peers: dict[uuid.UUID, HttpTarget] = {}

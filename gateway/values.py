@@ -1,4 +1,4 @@
-"""Plain values of the gateway: what a caller is, what a request asks for, and every limit and time-out. No I/O."""
+"""Plain values of the gateway: what a caller is and what a request asks for. No I/O."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import msgspec
 
 from gateway.whole_numbers import WholeNumber
 from wire.contract import RequestState
-from wire.limits import WIRE
-
-DEAD_AFTER_S = 10.0
-"""A gateway that wrote no heartbeat for so long is taken for dead."""
 
 
 class Priority(StrEnum):
@@ -54,42 +50,6 @@ def judge_outcome(state: RequestState, status_code: int | None) -> RequestOutcom
         is_callers = status_code is not None and 400 <= status_code < 500
         return RequestOutcome.REFUSED if is_callers else RequestOutcome.FAILED
     return _OUTCOMES.get(state)
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Every await of the request path that can hang is bounded by one of these. Seconds."""
-
-    queue_s: float = 30.0
-    request_s: float = 300.0
-    no_node_wait_s: float = 9.0
-    stream_ping_s: float = 9.5
-    """Longest silence of a stream, from acceptance on; above the wait for a box, whose end is better said with a status."""
-    accept_s: float = 5.0
-    client_write_s: float = 30.0
-    header_s: float = 10.0
-    body_s: float = 60.0
-    keep_alive_s: float = 75.0
-    upstream_connect_s: float = 5.0
-    shutdown_grace_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Every bound of the request path."""
-
-    max_queue: int = 100
-    max_body_bytes: int = 32 * 1024 * 1024
-    max_audio_bytes: int = 64 * 1024 * 1024
-    max_prompt_chars: int = 1_000_000
-    max_tokens_cap: int = 32_768
-    requests_per_minute: int = 6_000
-    max_requeues: int = 3
-    max_stream_bytes: int = 256 * 1024 * 1024
-    max_buffer_bytes: int = 4 * 1024 * 1024
-    max_pending_records: int = 100_000
-    max_engine_error_chars: int = WIRE.error_quote_chars
-    """Of what an engine says when it fails or refuses, on the record and in the log; 0 = nothing is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
+from core.limits import Limits
 from wire.contract import ErrorCode, NodeStatus, RequestState
 from wire.credentials import CREDENTIAL_PATTERN, CredentialKind, mint_credential
+from wire.limits import list_bounds
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -97,7 +100,8 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 
 def test_every_setting_is_documented_and_every_documented_one_exists() -> None:
-    settings = variables_read_by(ROOT / "controlplane" / "settings.py")
+    bounds = (bound for section in fields(Limits()) for bound in list_bounds(getattr(Limits(), section.name)))
+    settings = variables_read_by(ROOT / "controlplane" / "settings.py") | {bound.setting for bound in bounds if bound.setting}
     rows = {name for name in documented_rows(DOCS / "operate.md") if re.fullmatch(r"[A-Z][A-Z0-9_]+", name)}
     assert settings - rows == set(), "add them to docs/operate.md"
     assert rows - settings == set(), "docs/operate.md names variables that nobody reads"

@@ -48,6 +48,8 @@ class WireLimits:
 
     # What a request may hold, so that no engine computes for seconds before it says a word
     request_head_bytes: int = bound(64 * 1024, "bytes", "Request target and headers beyond it are refused with 431.")
+    # Commas and opening brackets outside of strings. The longest list of token ids that OpenAI's API takes has 300,000.
+    body_marks: int = bound(500_000, "marks", "A request body with more values is refused with 413, an engine's is not read.")
     # llama.cpp compares each name with all before it: 1,000 names cost it 3 ms, 20,000 two seconds.
     body_members: int = bound(1000, "members", "A request with a larger object is refused with 400, the field named.")
     # llama.cpp's templates take 0.9 s of a core for 4,000, minutes for 80,000.

@@ -17,7 +17,6 @@ from gateway.client import Receive, Scope, Send
 from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
-from gateway.values import Timeouts
 from wire import clock
 from wire.client_address import TrustedProxies
 
@@ -75,7 +74,7 @@ class GatewayServer(uvicorn.Server):
             listener.shutdown(socket.SHUT_RDWR)  # it is open elsewhere too: closing it alone would let clients wait for nobody
         for server in self.servers:
             server.close()
-        until = clock.monotonic() + runtime.timeouts.shutdown_grace_s
+        until = clock.monotonic() + runtime.limits.shutdown_grace_s
         # Polled: an event would cost every request something to spare one shutdown a wake-up.
         while runtime.running_requests and clock.monotonic() < until and not self.force_exit:  # noqa: ASYNC110
             await asyncio.sleep(limits().gateway.server_stop_poll_s)
@@ -88,14 +87,15 @@ def serve(*, host: str, port: int, fd: int | None = None) -> None:
     """Run a gateway until it is told to stop. ``fd``: a socket that is bound to the port, to listen on instead of a new one."""
     runtime = GatewayRuntime()
     app = GatewayApp(runtime, make_application(runtime))
-    server = GatewayServer(make_config(app, host=host, port=port, timeouts=runtime.timeouts), runtime)
+    server = GatewayServer(make_config(app, host=host, port=port), runtime)
     server.run(None if fd is None else [socket.socket(fileno=fd)])
 
 
-def make_config(app: GatewayApp, *, host: str, port: int, timeouts: Timeouts) -> uvicorn.Config:
+def make_config(app: GatewayApp, *, host: str, port: int) -> uvicorn.Config:
     """Return how uvicorn serves a gateway."""
-    GatewayHttpProtocol.header_timeout_s = timeouts.header_s
-    GatewayHttpProtocol.body_timeout_s = timeouts.body_s
+    bounds = limits().gateway
+    GatewayHttpProtocol.header_timeout_s = bounds.header_s
+    GatewayHttpProtocol.body_timeout_s = bounds.body_s
     return uvicorn.Config(
         app,
         host=host,
@@ -110,8 +110,8 @@ def make_config(app: GatewayApp, *, host: str, port: int, timeouts: Timeouts) ->
         date_header=True,
         proxy_headers=False,
         log_config=None,
-        backlog=limits().gateway.server_backlog,
-        timeout_keep_alive=int(timeouts.keep_alive_s),
+        backlog=bounds.server_backlog,
+        timeout_keep_alive=int(bounds.keep_alive_s),
         timeout_graceful_shutdown=5,
         ws_max_size=limits().nodes.max_message_bytes,
         ws_per_message_deflate=False,

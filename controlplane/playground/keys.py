@@ -23,7 +23,6 @@ from core.admin_pages import name_actor
 from core.limits import limits
 from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_api_key
 from gateway.services.keys import is_key_usable
-from gateway.services.values import MAX_NAME_CHARS
 from wire import clock
 from wire.cipher import derive_cipher
 
@@ -83,10 +82,10 @@ def forget_keys_of_session(request: HttpRequest, user: AbstractBaseUser | None, 
 def name_key(username: str) -> str:
     """Return what the page's keys of a person are called; a name that is too long ends in a part of its hash."""
     name = f"playground: {username}"
-    if len(name) <= MAX_NAME_CHARS:
+    if len(name) <= limits().gateway.name_chars:
         return name
     mark = hashlib.sha256(username.encode()).hexdigest()[:12]
-    return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}~{mark}"
+    return f"{name[: limits().gateway.name_chars - len(mark) - 1]}~{mark}"
 
 
 def _open_held(entry: object, *, at: datetime | None = None) -> str | None:

@@ -94,7 +94,7 @@ class Passage:
         self._reading.get_loop().call_soon_threadsafe(self._reading.cancel)
 
     async def _read(self, call: Call) -> None:
-        longest_s = settings.GATEWAY_TIMEOUTS.request_s + limits().console.playground_overtime_s
+        longest_s = limits().gateway.request_s + limits().console.playground_overtime_s
         try:
             async with asyncio.timeout(longest_s), self._open_client(longest_s) as client:
                 await self._pass_on(client, call)

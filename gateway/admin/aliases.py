@@ -15,6 +15,7 @@ from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextareaWidget, UnfoldAdminTextInputWidget
 
 from core.admin_pages import Created, CreatingAdmin, RowChange, Values, column
+from core.limits import limits
 from gateway.models import ModelAlias, Tenant
 from gateway.routing import Target
 from gateway.services import (
@@ -25,8 +26,6 @@ from gateway.services import (
     read_target_states,
     read_targets,
 )
-from gateway.services.aliases import MAX_WEIGHT
-from gateway.services.values import MAX_MODEL_NAME_CHARS
 
 TARGETS_HELP = (
     "One model to a line, then its weight: qwen3-8b 9. Without a weight: 1. The others stand in, heaviest first, "
@@ -64,8 +63,9 @@ def _read_target(number: int, line: str) -> Target:
     *words, last = line.split()
     if not words or not _NUMBER.fullmatch(last):
         return Target(line)
-    if not last.isdecimal() or len(last) > len(str(MAX_WEIGHT)) or int(last) > MAX_WEIGHT:
-        problem = f"Line {number}: the weight must be a whole number from 0 to {MAX_WEIGHT}, not {last[:20]}."
+    most = limits().gateway.alias_weight
+    if not last.isdecimal() or len(last) > len(str(most)) or int(last) > most:
+        problem = f"Line {number}: the weight must be a whole number from 0 to {most}, not {last[:20]}."
         raise forms.ValidationError(problem, code="weight")
     return Target(" ".join(words), int(last))
 
@@ -80,7 +80,7 @@ class AliasForm(TargetsForm):
     """What is asked for a new alias."""
 
     name = forms.CharField(
-        max_length=MAX_MODEL_NAME_CHARS,
+        max_length=limits().gateway.model_name_chars,
         widget=UnfoldAdminTextInputWidget,
         help_text="What clients ask for, such as gpt-4o-mini. It hides a model of the same name; "
         "called auto it takes the place of the gateway's own choice.",

@@ -10,6 +10,7 @@ from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
+from core.limits import limits
 from gateway.models import Model, RequestRecord, Tenant
 from gateway.services.traffic import FAILED, REFUSED
 from wire import clock
@@ -24,8 +25,6 @@ PERIODS: dict[str, timedelta] = {
     "24h": timedelta(hours=24),
     "7d": timedelta(days=7),
 }
-MAX_CHOICES = 200
-RECENT_RECORDS = 5000
 
 
 def _same(words: Iterable[str]) -> Choices:
@@ -82,7 +81,7 @@ class ModelFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
         """Return the known models."""
-        return _same(Model.objects.values_list("name", flat=True)[:MAX_CHOICES])
+        return _same(Model.objects.values_list("name", flat=True)[: limits().gateway.page_choices])
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
         """Return the records of that model."""
@@ -97,7 +96,7 @@ class TenantFilter(admin.SimpleListFilter):
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
         """Return the tenants."""
-        return _same(Tenant.objects.values_list("name", flat=True)[:MAX_CHOICES])
+        return _same(Tenant.objects.values_list("name", flat=True)[: limits().gateway.page_choices])
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
         """Return the records of that tenant."""
@@ -114,7 +113,8 @@ class NodeFilter(admin.SimpleListFilter):
         """Return the boxes of the last day's newest records."""
         since = clock.now() - timedelta(days=1)
         recent = RequestRecord.objects.filter(created_at__gte=since).exclude(node_name="").order_by("-created_at")
-        return _same(sorted(set(recent.values_list("node_name", flat=True)[:RECENT_RECORDS]))[:MAX_CHOICES])
+        names = set(recent.values_list("node_name", flat=True)[: limits().gateway.page_recent_records])
+        return _same(sorted(names)[: limits().gateway.page_choices])
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
         """Return the records that box served last."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django import forms
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextareaWidget, UnfoldAdminTextInputWidget
 
-from gateway.services.values import MAX_LIMIT
+from core.limits import limits
 
 
 def limit_field(label: str, help_text: str) -> forms.IntegerField:
@@ -15,7 +15,7 @@ def limit_field(label: str, help_text: str) -> forms.IntegerField:
         help_text=help_text,
         required=False,
         min_value=1,
-        max_value=MAX_LIMIT,
+        max_value=limits().gateway.record_integer,
         widget=UnfoldAdminIntegerFieldWidget,
     )
 

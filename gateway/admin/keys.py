@@ -16,10 +16,10 @@ from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from core.admin_pages import Created, CreatingAdmin, NextStep, Offer, RowChange, Values, column
+from core.limits import limits
 from gateway.admin.forms import DateInput, NameListField, limit_field
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services import change_key_limits, create_api_key, key_limit, revoke_api_key, tenant_limit
-from gateway.services.values import MAX_NAME_CHARS
 from gateway.values import Priority
 from wire import clock
 
@@ -40,7 +40,9 @@ def _priority_field() -> forms.ChoiceField:
 class ApiKeyForm(forms.Form):
     """What is asked for a new key."""
 
-    name = forms.CharField(max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it")
+    name = forms.CharField(
+        max_length=limits().gateway.name_chars, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
+    )
     tenant = forms.ModelChoiceField(
         queryset=Tenant.objects.filter(is_active=True), widget=UnfoldAdminSelectWidget, empty_label="Choose a tenant"
     )

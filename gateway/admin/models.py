@@ -11,6 +11,7 @@ from django.http import HttpRequest
 from unfold.widgets import UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
 
 from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, Values, column
+from core.limits import limits
 from gateway.admin.forms import NameListField, limit_field
 from gateway.models import Model
 from gateway.services import (
@@ -24,8 +25,6 @@ from gateway.services import (
     model_caps,
 )
 from gateway.services.limits import CAPS
-from gateway.services.models import MAX_ANSWER_CHARS, MAX_QUESTION_CHARS
-from gateway.services.values import MAX_MODEL_NAME_CHARS
 from gateway.services.waiting import explain_waits
 from nodes.services.overview import read_served_models
 
@@ -49,7 +48,7 @@ class ModelDetailsForm(forms.Form):
     )
     context_tokens = limit_field("Context window in tokens", "Shown to clients. Empty: what the nodes report.")
     tokenizer = forms.CharField(
-        max_length=MAX_MODEL_NAME_CHARS,
+        max_length=limits().gateway.model_name_chars,
         required=False,
         widget=UnfoldAdminTextInputWidget,
         help_text="Folder below MUSTER_TOKENIZERS_DIR with its tokenizer.json, to count tokens without asking a node.",
@@ -66,14 +65,14 @@ class ModelCanaryForm(forms.Form):
     """What the nodes of a model are asked now and then."""
 
     question = forms.CharField(
-        max_length=MAX_QUESTION_CHARS,
+        max_length=limits().gateway.canary_question_chars,
         required=False,
         widget=UnfoldAdminTextInputWidget,
         help_text="Something every honest node answers alike, e.g. What is 17 times 3? Empty: nothing is asked.",
     )
     answer = forms.CharField(
         label="The answer contains",
-        max_length=MAX_ANSWER_CHARS,
+        max_length=limits().gateway.canary_answer_chars,
         required=False,
         widget=UnfoldAdminTextInputWidget,
         help_text="For example 51. Capital letters do not matter.",
@@ -84,7 +83,7 @@ class ModelForm(ModelCapsForm):
     """What is asked for a model to allow."""
 
     name = forms.CharField(
-        max_length=MAX_MODEL_NAME_CHARS,
+        max_length=limits().gateway.model_name_chars,
         widget=UnfoldAdminTextInputWidget,
         help_text="The model name clients send, e.g. llama3.2",
     )

@@ -9,9 +9,7 @@ from django.db import connection
 from django.db.models import QuerySet
 from django.utils.functional import cached_property
 
-EXACT_ROWS = 10_000
-"""Up to here rows are counted; a list that is longer shows an estimate."""
-
+from core.limits import limits
 
 if TYPE_CHECKING:
     _Paginator = Paginator[Any]  # Any: whichever rows the list shows
@@ -20,16 +18,17 @@ else:
 
 
 class EstimatedPaginator(_Paginator):
-    """Counts up to EXACT_ROWS rows. Beyond that a filtered list shows EXACT_ROWS and all records the planner's estimate."""
+    """Counts up to ``page_exact_rows``. Beyond that a filtered list shows this number, all records the planner's estimate."""
 
     @cached_property
     def count(self) -> int:
         """Return how many rows there are, at least for the page links."""
         queryset = cast("QuerySet[Any]", self.object_list)
-        counted = int(queryset.order_by()[: EXACT_ROWS + 1].count())
-        if counted <= EXACT_ROWS:
+        most = limits().gateway.page_exact_rows
+        counted = int(queryset.order_by()[: most + 1].count())
+        if counted <= most:
             return counted
-        return EXACT_ROWS if queryset.query.where else max(EXACT_ROWS, _estimate_rows(queryset.query.get_meta().db_table))
+        return most if queryset.query.where else max(most, _estimate_rows(queryset.query.get_meta().db_table))
 
 
 def _estimate_rows(table: str) -> int:

@@ -14,6 +14,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from core.admin_pages import RowList, ShowingAdmin, column
+from core.limits import limits
 from gateway.admin.endings import name_state
 from gateway.admin.filters import ErrorFilter, ModelFilter, NodeFilter, PeriodFilter, StateFilter, TenantFilter
 from gateway.admin.paginator import EstimatedPaginator
@@ -23,9 +24,6 @@ from gateway.services.requests import find_records
 from gateway.services.waiting import explain_waits
 from wire.contract import RequestState
 from wire.ids import format_id
-
-HEARTBEAT_LIMIT = timedelta(seconds=10)
-"""A gateway that is silent for so long is taken for dead."""
 
 _TWO_LINES = '<span class="mst-pair"><span>{}</span><small>{}</small></span>'
 _STATE = '<span class="mst-pair"><span class="mst-badge mst-is-{}">{}</span><small class="mst-whole">{}</small></span>'
@@ -205,7 +203,7 @@ class GatewayProcessAdmin(ShowingAdmin):
         if process.stopped_at is not None:
             return "stopped"
         now: datetime = process.database_now  # type: ignore[attr-defined]  # the annotation
-        return "serving" if now - process.heartbeat_at < HEARTBEAT_LIMIT else "lost"
+        return "serving" if now - process.heartbeat_at < timedelta(seconds=limits().gateway.dead_s) else "lost"
 
 
 def print_ms(value: int | None) -> str:

@@ -11,10 +11,10 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from core.admin_pages import ShowingAdmin, column
+from core.limits import limits
 from gateway.admin.paginator import EstimatedPaginator
 from gateway.models import StoredResponse
 
-MAX_SHOWN_CHARS = 100_000
 _SIZE = Func(F("body"), function="octet_length", output_field=IntegerField()) + Func(
     F("input_items"), function="octet_length", output_field=IntegerField()
 )
@@ -81,10 +81,10 @@ class StoredResponseAdmin(ShowingAdmin):
 
 def _fold(content: bytes) -> SafeString:
     """Return JSON behind a disclosure: indented when it is short, else its beginning."""
-    if len(content) <= MAX_SHOWN_CHARS:
+    if len(content) <= limits().gateway.page_body_chars:
         text = msgspec.json.format(content, indent=2).decode()
     else:
-        text = content[:MAX_SHOWN_CHARS].decode(errors="replace") + " …"
+        text = content[: limits().gateway.page_body_chars].decode(errors="replace") + " …"
     return format_html(
         '<details><summary class="cursor-pointer">Show</summary>'
         '<pre class="max-w-full whitespace-pre-wrap break-words">{}</pre></details>',

@@ -11,6 +11,7 @@ from django.http import HttpRequest
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
 
 from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, Values, column
+from core.limits import limits
 from gateway.admin.forms import limit_field
 from gateway.models import StoredResponse, Tenant
 from gateway.services import (
@@ -22,7 +23,6 @@ from gateway.services import (
     enable_tenant,
     forget_responses,
 )
-from gateway.services.values import MAX_KEPT_DAYS, MAX_NAME_CHARS
 
 RATE_HELP = "What its keys get unless a key says otherwise. Empty: the installation's default."
 
@@ -30,7 +30,9 @@ RATE_HELP = "What its keys get unless a key says otherwise. Empty: the installat
 class TenantForm(forms.Form):
     """What is asked for a new tenant."""
 
-    name = forms.CharField(max_length=MAX_NAME_CHARS, widget=UnfoldAdminTextInputWidget, help_text="A team or a customer")
+    name = forms.CharField(
+        max_length=limits().gateway.name_chars, widget=UnfoldAdminTextInputWidget, help_text="A team or a customer"
+    )
     requests_per_minute = limit_field("Requests per minute", RATE_HELP)
 
 
@@ -52,7 +54,7 @@ class ResponsePolicyForm(forms.Form):
     responses_kept_days = forms.IntegerField(
         label="Days",
         min_value=1,
-        max_value=MAX_KEPT_DAYS,
+        max_value=limits().gateway.kept_days,
         widget=UnfoldAdminIntegerFieldWidget,
         help_text="Then they are deleted",
     )

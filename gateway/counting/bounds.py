@@ -16,18 +16,9 @@ from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Namespace, pass_environment
 
+from core.limits import limits
 from wire import clock
 
-MAX_TEXT_CHARS = 2_000_000
-"""Of a prompt, and of anything on the way to it: what is longer takes too much memory to count."""
-MAX_STEPS = 200_000
-RENDER_S = 2.0
-CHARS_PER_STEP = 256
-"""All that a rendering may make has 50 million characters, however small its pieces."""
-_MAX_NUMBER = 2**63
-_MAX_DIGITS = 300
-_MAX_INDENT = 8
-_MAX_SEPARATOR_CHARS = 16
 _TEXT_METHODS = frozenset({
     "capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit",
     "islower", "isnumeric", "isspace", "istitle", "isupper", "join", "lower", "lstrip", "partition", "removeprefix",
@@ -56,12 +47,14 @@ class Rendering:
     """What one rendering may still do."""
 
     def __init__(self) -> None:
-        self._left = MAX_STEPS
-        self._ends_at = clock.monotonic() + RENDER_S
+        bounds = limits().gateway
+        self._left = bounds.template_steps
+        self._step_chars = bounds.template_step_chars
+        self._ends_at = clock.monotonic() + bounds.template_s
 
     def take(self, chars: int = 0) -> None:
         """Count a step that makes so many characters. Raises TemplateFailed after the last."""
-        self._left -= 1 + chars // CHARS_PER_STEP
+        self._left -= 1 + chars // self._step_chars
         if self._left < 0 or clock.monotonic() > self._ends_at:
             raise TemplateFailed
 
@@ -89,14 +82,15 @@ def show(value: Any) -> Any:  # Any: a value of a template, handed on
 
 
 def measure(value: object) -> int:
-    """Return about how many characters a value has when it is printed. Raises TemplateFailed beyond MAX_TEXT_CHARS.
+    """Return about how many characters a value has when it is printed. Raises TemplateFailed beyond ``template_chars``.
 
     What a value holds several times is looked through once and counted each time.
     """
+    most = limits().gateway.template_chars
     size = _weigh(value)
     waiting: list[tuple[object, int, Iterator[object]]] = [(value, size, _list_parts(value))]
     known: dict[int, tuple[object, int]] = {}  # with the values themselves, so that no other can get their identity
-    while waiting and size <= MAX_TEXT_CHARS:
+    while waiting and size <= most:
         whole, before, parts = waiting[-1]
         part = next(parts, waiting)
         if part is waiting:
@@ -109,9 +103,9 @@ def measure(value: object) -> int:
         if id(part) in known:
             size += known[id(part)][1]
         else:
-            known[id(part)] = part, MAX_TEXT_CHARS + 1  # until all of it is seen: what holds itself has no end
+            known[id(part)] = part, most + 1  # until all of it is seen: what holds itself has no end
             waiting.append((part, size, _list_parts(part)))
-    if size > MAX_TEXT_CHARS:
+    if size > most:
         raise TemplateFailed
     return size
 
@@ -119,7 +113,7 @@ def measure(value: object) -> int:
 def _weigh(value: object) -> int:
     if isinstance(value, str | bytes):
         return len(value)
-    if isinstance(value, Namespace) or (isinstance(value, int) and abs(value) > _MAX_NUMBER):
+    if isinstance(value, Namespace) or (isinstance(value, int) and abs(value) > 2**63):
         raise TemplateFailed  # a namespace prints all that it holds
     return 2
 
@@ -184,7 +178,7 @@ def _replace(text: object, old: object, new: object, count: int | None = None) -
 
 def _check_replaced(text: str, old: str, new: str) -> None:
     found = text.count(old)
-    if len(text) + found * max(0, len(new) - len(old)) > MAX_TEXT_CHARS:
+    if len(text) + found * max(0, len(new) - len(old)) > limits().gateway.template_chars:
         raise TemplateFailed
 
 
@@ -193,25 +187,25 @@ def _join(environment: SandboxedEnvironment, parts: Iterable[Any], between: obje
     """``join`` of jinja2. Any: values of a template."""
     found = parts if attribute is None else map(make_attrgetter(environment, attribute), parts)
     texts: list[str] = []
-    separator, size = str(between), 0
+    separator, size, most = str(between), 0, limits().gateway.template_chars
     for part in found:
         size += measure(part) + len(separator)
-        if size > MAX_TEXT_CHARS:
+        if size > most:
             raise TemplateFailed
         texts.append(str(part))
     return separator.join(texts)
 
 
 def _check_joined(between: str, parts: Iterable[str]) -> None:
-    size = 0
+    size, most = 0, limits().gateway.template_chars
     for part in parts:
         size += len(part) + len(between)
-        if size > MAX_TEXT_CHARS:
+        if size > most:
             raise TemplateFailed
 
 
 def _round(value: Any, precision: int = 0, method: str = "common") -> Any:  # Any: values of a template
-    if not isinstance(precision, int) or abs(precision) > _MAX_DIGITS:
+    if not isinstance(precision, int) or abs(precision) > limits().gateway.template_digits:
         raise TemplateFailed
     return FILTERS["round"](value, precision, method)
 
@@ -241,15 +235,15 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """``tojson`` as Hugging Face has it."""
-    if separators is not None and any(len(part) > _MAX_SEPARATOR_CHARS for part in separators):
+    if separators is not None and any(len(part) > limits().gateway.template_separator_chars for part in separators):
         raise TemplateFailed
-    indent = min(indent, _MAX_INDENT) if indent is not None else None
+    indent = min(indent, limits().gateway.template_indent) if indent is not None else None
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     pieces: list[str] = []
-    size = 0
+    size, most = 0, limits().gateway.template_chars
     for piece in encoder.iterencode(value):
         size += len(piece)
-        if size > MAX_TEXT_CHARS:
+        if size > most:
             raise TemplateFailed
         pieces.append(piece)
     return "".join(pieces)

@@ -8,15 +8,12 @@ from typing import Annotated
 
 import msgspec
 
+from core.limits import limits
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.session import OpenRequest
 from nodes.states import TOKENIZE
 from wire.bridge import CANCEL_TIMEOUT
 
-MAX_COUNTED_BYTES = 8 * 1024 * 1024
-"""A larger body, of pictures, is not sent to a box for its count."""
-MAX_ANSWER_BYTES = 16 * 1024
-DEADLINE_MS = 3000
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -43,7 +40,7 @@ class Reply:
     def on_data(self, data: bytes) -> None:
         """Take a piece of the body; one that is too long for a count breaks it."""
         self._body += data
-        if len(self._body) > MAX_ANSWER_BYTES:
+        if len(self._body) > limits().gateway.count_answer_bytes:
             self._body.clear()
             self._finish(None)
 

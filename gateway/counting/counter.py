@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from core.limits import limits
 from gateway.catalogue import ModelEntry
-from gateway.counting.boxes import DEADLINE_MS, MAX_COUNTED_BYTES, ask_box, find_counting
+from gateway.counting.boxes import ask_box, find_counting
 from gateway.counting.values import Count, Source, UnusableFolder, estimate_tokens, read_prompt
 from nodes.links import LinkRegistry
 from wire import clock
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("muster.gateway")
 
-THREADS = 2
-MAX_WAITING = 8
-THREAD_S = 5.0
-"""Longest wait for a thread's count; the first one of a model loads its tokenizer, which takes a second or two."""
-MAX_BOXES = 2
-MAX_ASKED_AT_ONCE = 32
-LARGE_BODY_BYTES = 512 * 1024
-_COMPLAIN_EVERY_S = 60.0
-_MAX_COMPLAINTS = 1000
 T = TypeVar("T")
 
 
@@ -38,14 +30,14 @@ class TokenCounter:
     def __init__(self, registry: LinkRegistry, root: Path | None) -> None:
         self._registry = registry
         self._folders = _open_folders(root) if root is not None else None
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="count")
+        self._threads = ThreadPoolExecutor(limits().gateway.count_threads, thread_name_prefix="count")
         self._busy = 0
-        self._asking = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
+        self._asking = asyncio.Semaphore(limits().gateway.count_asked)
         self._complained: dict[str, float] = {}
 
     async def count(self, entry: ModelEntry, chat: bytes, *, tenant: str, request_id: str) -> Count:
         """Return how many tokens the prompt of a chat completion has; ``chat`` is its body, for that model."""
-        if len(chat) <= MAX_COUNTED_BYTES:
+        if len(chat) <= limits().gateway.count_body_bytes:
             found = await self._ask_tokenizer(entry, chat)
             if found is None:
                 found = await self._ask_boxes(entry.name, chat, tenant, request_id)
@@ -57,12 +49,12 @@ class TokenCounter:
     async def _ask_tokenizer(self, entry: ModelEntry, chat: bytes) -> Count | None:
         """Count in a thread. What cannot be counted so in time is None; its thread is not waited for, but counted as busy."""
         folders, name = self._folders, entry.tokenizer
-        if folders is None or not name or self._busy >= THREADS + MAX_WAITING:
+        if folders is None or not name or self._busy >= limits().gateway.count_threads + limits().gateway.count_waiting:
             return None
         self._busy += 1
         job = asyncio.get_running_loop().run_in_executor(self._threads, lambda: folders.get(name).count(read_prompt(chat)))
         job.add_done_callback(lambda done: self._take_end(entry.name, done))
-        await asyncio.wait({job}, timeout=THREAD_S)
+        await asyncio.wait({job}, timeout=limits().gateway.count_thread_s)
         # Whatever a foreign library raised is an outcome here: there are two more ways to a number.
         if not job.done() or job.cancelled() or job.exception() is not None:
             return None
@@ -78,18 +70,20 @@ class TokenCounter:
     def _complain(self, model: str, reason: str) -> None:
         """Log why a model's tokenizer is of no use, now and then."""
         now = clock.monotonic()
-        if now - self._complained.get(model, -_COMPLAIN_EVERY_S) < _COMPLAIN_EVERY_S:
+        every_s = limits().gateway.count_complain_s
+        if now - self._complained.get(model, -every_s) < every_s:
             return
-        if len(self._complained) >= _MAX_COMPLAINTS:
+        if len(self._complained) >= limits().gateway.count_complaints:
             self._complained.clear()
         self._complained[model] = now
         logger.warning("count.tokenizer_unusable model=%s reason=%s", model, reason)
 
     async def _ask_boxes(self, model: str, chat: bytes, tenant: str, request_id: str) -> Count | None:
-        ends_at = clock.monotonic() + DEADLINE_MS / 1000
+        limit_s = limits().gateway.count_node_ms / 1000
+        ends_at = clock.monotonic() + limit_s
         try:
-            async with asyncio.timeout(DEADLINE_MS / 1000), self._asking:
-                for link in find_counting(self._registry, model)[:MAX_BOXES]:
+            async with asyncio.timeout(limit_s), self._asking:
+                for link in find_counting(self._registry, model)[: limits().gateway.count_nodes]:
                     left_ms = max(1, int((ends_at - clock.monotonic()) * 1000))
                     tokens = await ask_box(
                         link, model=model, body=chat, tenant=tenant, request_id=request_id, deadline_ms=left_ms
@@ -109,4 +103,4 @@ def _open_folders(root: Path) -> TokenizerFolders:
 
 async def run_beside(size_bytes: int, work: Callable[[], T]) -> T:
     """Return what ``work`` returns; a large body is worked on in a thread, so that the event loop gets its turn."""
-    return await asyncio.to_thread(work) if size_bytes > LARGE_BODY_BYTES else work()
+    return await asyncio.to_thread(work) if size_bytes > limits().gateway.count_large_bytes else work()

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from gateway.counting.templates import MAX_TEXT_CHARS, ChatTemplate, TemplateFailed
+from core.limits import limits
+from gateway.counting.templates import ChatTemplate, TemplateFailed
 from gateway.counting.values import ChatPrompt, UnusableFolder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CACHED = 8
-MAX_FILE_BYTES = 128 * 1024 * 1024
 _TOKENIZER, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -40,7 +39,7 @@ class ModelTokenizer:
         None for a prompt that is too long to be counted here.
         """
         plain = prompt.to_text()
-        if len(plain) > MAX_TEXT_CHARS:
+        if len(plain) > limits().gateway.template_chars:
             return None
         try:
             text = None if self.template is None else self.template.render(prompt)
@@ -74,7 +73,7 @@ class TokenizerFolders:
                 known = (state, load_tokenizer(folder))
                 self._loaded[folder] = known
             self._loaded.move_to_end(folder)
-            while len(self._loaded) > CACHED:
+            while len(self._loaded) > limits().gateway.count_folders:
                 self._loaded.popitem(last=False)
         return known[1]
 
@@ -153,8 +152,8 @@ def _read(path: Path) -> str | None:
     try:
         if not path.is_file():
             return None
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UnusableFolder(f"{path.name} has more than {MAX_FILE_BYTES} bytes")
+        if path.stat().st_size > limits().gateway.count_file_bytes:
+            raise UnusableFolder(f"{path.name} has more than {limits().gateway.count_file_bytes} bytes")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UnusableFolder(f"{path.name} cannot be read ({type(error).__name__})") from None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from core.limits import limits
 from gateway.client import ClientConnection
-from gateway.counting.boxes import DEADLINE_MS, MAX_COUNTED_BYTES, exchange
+from gateway.counting.boxes import exchange
 from gateway.heads import read_name
 from nodes.links import Link
 from nodes.session import OpenRequest
@@ -14,10 +15,11 @@ _JSON = [(b"content-type", b"application/json")]
 
 async def count_for_peer(client: ClientConnection, link: Link) -> None:
     """Pass a question on to the box and its answer back; 502 when there is none. Raises BodyTooLarge, ClientLeft."""
-    body = await client.read_body(MAX_COUNTED_BYTES)
+    body = await client.read_body(limits().gateway.count_body_bytes)
     headers = client.headers
     asked_ms = headers.get("x-muster-deadline-ms", "")
-    deadline_ms = int(asked_ms) if asked_ms.isascii() and asked_ms.isdigit() and len(asked_ms) < 9 else DEADLINE_MS
+    most_ms = limits().gateway.count_node_ms
+    deadline_ms = int(asked_ms) if asked_ms.isascii() and asked_ms.isdigit() and len(asked_ms) < 9 else most_ms
     request = OpenRequest(
         request_id=headers.get("x-request-id", "")[:80],
         attempt=1,
@@ -26,7 +28,7 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
         body=body,
         headers={"content-type": "application/json"},
         is_streaming=False,
-        deadline_ms=max(1, min(deadline_ms, DEADLINE_MS)),
+        deadline_ms=max(1, min(deadline_ms, most_ms)),
         tenant=read_name(headers, "x-muster-tenant", max_chars=80),
     )
     try:

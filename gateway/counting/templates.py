@@ -18,8 +18,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from core.limits import limits
 from gateway.counting.bounds import (
-    MAX_TEXT_CHARS,
     Rendering,
     TemplateFailed,
     call_method,
@@ -33,18 +33,17 @@ from gateway.counting.bounds import (
 from gateway.counting.values import ChatPrompt
 from wire import clock
 
-MAX_TEMPLATE_CHARS = 1024 * 1024
 _GLOBALS = ("range", "dict", "namespace")
 
-__all__ = ["MAX_TEMPLATE_CHARS", "MAX_TEXT_CHARS", "ChatTemplate", "TemplateFailed"]
+__all__ = ["ChatTemplate", "TemplateFailed"]
 
 
 class ChatTemplate:
     """A compiled template. Raises ValueError when ``source`` is none."""
 
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise ValueError(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
+        if len(source) > limits().gateway.template_source_chars:
+            raise ValueError(f"the chat template has more than {limits().gateway.template_source_chars} characters")
         environment = _make_environment()
         try:
             tree = environment.parse(source)
@@ -68,7 +67,7 @@ class ChatTemplate:
             pieces, length = [], 0
             for piece in self._template.generate(values):
                 length += len(piece)
-                if length > MAX_TEXT_CHARS:
+                if length > limits().gateway.template_chars:
                     raise TemplateFailed
                 pieces.append(piece)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError):

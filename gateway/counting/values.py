@@ -9,14 +9,7 @@ from typing import Any
 
 import msgspec
 
-BYTES_PER_TOKEN = 4
-"""Of UTF-8: four letters of English, two of Russian, four thirds of a Chinese character."""
-MESSAGE_TOKENS = 4
-"""What a chat template puts around a message."""
-ANSWER_TOKENS = 3
-"""What it puts where the answer begins."""
-MEDIA_TOKENS = 1024
-"""For a picture, a recording or a file: models differ too much to say it better without them."""
+from core.limits import limits
 
 
 class Source(StrEnum):
@@ -78,12 +71,12 @@ class ChatPrompt:
     @property
     def framing_tokens(self) -> int:
         """Tokens that a template would add to the text."""
-        return MESSAGE_TOKENS * len(self.messages) + ANSWER_TOKENS
+        return limits().gateway.token_message * len(self.messages) + limits().gateway.token_answer
 
     @property
     def media_tokens(self) -> int:
         """Tokens that pictures, recordings and files are taken to have."""
-        return MEDIA_TOKENS * self.media
+        return limits().gateway.token_media * self.media
 
 
 def read_prompt(chat: bytes) -> ChatPrompt:
@@ -101,7 +94,7 @@ def read_prompt(chat: bytes) -> ChatPrompt:
 
 def estimate_tokens(prompt: ChatPrompt) -> int:
     """Return about how many tokens a prompt has."""
-    return -(-len(prompt.to_text().encode()) // BYTES_PER_TOKEN) + prompt.framing_tokens + prompt.media_tokens
+    return -(-len(prompt.to_text().encode()) // limits().gateway.token_bytes) + prompt.framing_tokens + prompt.media_tokens
 
 
 def _flatten(content: object) -> tuple[str, int]:

@@ -6,12 +6,14 @@ import re
 
 import msgspec
 
-from gateway.dialects.crowding import MAX_MARKS, is_crowded
+from core.limits import limits
+from gateway.dialects.crowding import is_crowded
 from gateway.dialects.faults import join_fault, read_fault
 from gateway.errors import BadRequest, BodyTooLarge
 from gateway.values import PoolOptions
 from gateway.whole_numbers import WholeNumber, read_whole_number
 from wire.bounds import find_crowd
+from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
 _IMAGE_URL_PREFIX = "data:"
@@ -61,9 +63,6 @@ _options_decoder = msgspec.json.Decoder(PoolOptions, dec_hook=read_whole_number)
 _encoder = msgspec.json.Encoder()
 _GAP = re.compile(rb"[ \t\n\r]*[{},:]?[ \t\n\r]*")
 """What may stand around a key or a value. It matches everywhere, if need be nothing."""
-MAX_FALLBACKS = 8
-MAX_LATENCY_MS = 3_600_000
-MAX_MODEL_CHARS = 200
 
 
 def read_body(body: bytes) -> RequestBody:
@@ -71,7 +70,7 @@ def read_body(body: bytes) -> RequestBody:
     if not body.strip():
         raise BadRequest("The request body is empty; send a JSON object.")
     if is_crowded(body):
-        raise BodyTooLarge(f"The body holds more than {MAX_MARKS} values; send less at once.")
+        raise BodyTooLarge(f"The body holds more than {WIRE.body_marks} values; send less at once.")
     if (crowd := find_crowd(body)) is not None:
         raise BadRequest(crowd[1], param=crowd[0])
     if not body.isascii():
@@ -164,12 +163,12 @@ def read_options(raw: msgspec.Raw) -> PoolOptions:
         raise BadRequest(f"Invalid x_pool_options: {reason}.", param=f"x_pool_options{path}") from None
     except UNREADABLE as error:
         raise BadRequest(f"The field 'x_pool_options' is not valid JSON: {error}.", param="x_pool_options") from None
-    if options.max_latency_ms is not None and not 0 <= options.max_latency_ms <= MAX_LATENCY_MS:
+    if options.max_latency_ms is not None and not 0 <= options.max_latency_ms <= limits().gateway.latency_ms:
         name = "x_pool_options.max_latency_ms"
-        raise BadRequest(f"The field '{name}' must lie between 0 and {MAX_LATENCY_MS}.", param=name)
-    if len(options.fallback_models) > MAX_FALLBACKS:
+        raise BadRequest(f"The field '{name}' must lie between 0 and {limits().gateway.latency_ms}.", param=name)
+    if len(options.fallback_models) > limits().gateway.fallbacks:
         name = "x_pool_options.fallback_models"
-        raise BadRequest(f"The field '{name}' may name at most {MAX_FALLBACKS} models.", param=name)
+        raise BadRequest(f"The field '{name}' may name at most {limits().gateway.fallbacks} models.", param=name)
     for model in options.fallback_models:
         check_model_name(model, "x_pool_options.fallback_models")
     return options
@@ -177,8 +176,9 @@ def read_options(raw: msgspec.Raw) -> PoolOptions:
 
 def check_model_name(name: str, field: str) -> None:
     """Raise BadRequest, naming ``field``, for what no model can be called."""
-    if not name or len(name) > MAX_MODEL_CHARS or not name.isprintable():
-        raise BadRequest(f"The field '{field}' must be a name of 1 to {MAX_MODEL_CHARS} printable characters.", param=field)
+    most = limits().gateway.model_name_chars
+    if not name or len(name) > most or not name.isprintable():
+        raise BadRequest(f"The field '{field}' must be a name of 1 to {most} printable characters.", param=field)
 
 
 def replace_fields(body: bytes, *, drop: str = "", model: str = "") -> bytes:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from gateway.dialects.crowding import MAX_MARKS, is_crowded
+from gateway.dialects.crowding import is_crowded
 from wire.bridge import TokenCounts
+from wire.limits import WIRE
 
 
 class FunctionPart(msgspec.Struct, gc=False):
@@ -146,8 +147,8 @@ chat_decoder = msgspec.json.Decoder(ChatPiece)
 
 def read_chat(data: bytes) -> ChatPiece:
     """Return a chunk or a whole answer. Raises one of UNREADABLE for what is none, or holds more values than any does."""
-    if len(data) > MAX_MARKS and is_crowded(data):
-        raise msgspec.DecodeError(f"more than {MAX_MARKS} values")
+    if len(data) > WIRE.body_marks and is_crowded(data):
+        raise msgspec.DecodeError(f"more than {WIRE.body_marks} values")
     return chat_decoder.decode(data)
 
 

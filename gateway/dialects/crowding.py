@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import re
 
-MAX_MARKS = 500_000
-"""Commas and opening brackets outside of strings. The longest list of token ids that OpenAI's API takes has 300,000."""
-_STEP = 1000
-_STEP_OF_MARKS = re.compile(rb'(?:[^"\[{,]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[{,]*+)*+[\[{,]){%d}+' % _STEP, re.DOTALL)
+from wire.limits import WIRE
+
+_STEP_OF_MARKS = re.compile(rb'(?:[^"\[{,]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[{,]*+)*+[\[{,]){1000}+', re.DOTALL)
 
 
 def is_crowded(data: bytes) -> bool:
-    """Return whether a JSON text holds more values than anybody needs. Texts shorter than MAX_MARKS bytes cannot.
+    """Return whether a JSON text holds more values than anybody needs. Texts shorter than ``body_marks`` bytes cannot.
 
     Marks are counted wherever they stand first, which is quick; only a text with too many is looked at for its strings.
     """
-    if len(data) <= MAX_MARKS or data.count(b",") + data.count(b"[") + data.count(b"{") <= MAX_MARKS:
+    if len(data) <= WIRE.body_marks or data.count(b",") + data.count(b"[") + data.count(b"{") <= WIRE.body_marks:
         return False
     at = 0
-    for _ in range(MAX_MARKS // _STEP):
+    for _ in range(WIRE.body_marks // 1000):
         found = _STEP_OF_MARKS.match(data, at)
         if found is None:
             return False

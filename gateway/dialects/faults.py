@@ -6,11 +6,11 @@ import re
 
 import msgspec
 
+from core.limits import limits
+
 # The place stands last: what comes before may hold a name or a value that a client chose.
 _PLACE = re.compile(r" - at `\$([^`]*)`\Z")
 _NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(.*)`\Z", re.DOTALL)
-_MAX_REASON_CHARS = 200
-_MAX_NAME_CHARS = 80
 
 
 def read_fault(error: msgspec.ValidationError) -> tuple[str, str]:
@@ -21,8 +21,8 @@ def read_fault(error: msgspec.ValidationError) -> tuple[str, str]:
     reason = said[: place.start()] if place is not None else said
     named = _NAMED.match(reason)
     if named is not None:
-        path += f".{named.group(1)[:_MAX_NAME_CHARS]}"
-    return reason[:_MAX_REASON_CHARS], path
+        path += f".{named.group(1)[: limits().gateway.fault_field_chars]}"
+    return reason[: limits().gateway.fault_reason_chars], path
 
 
 def join_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:

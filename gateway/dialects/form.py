@@ -10,13 +10,10 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
+from core.limits import limits
 from gateway.errors import BadRequest
 
 FORM_TYPE = b"multipart/form-data"
-MAX_PARTS = 64
-_MAX_FIELD_BYTES = 1024
-_MAX_BOUNDARY_BYTES = 200
-_PIECE_BYTES = 64 * 1024
 _READ_FIELDS = frozenset({b"model", b"stream"})
 _TRUE = frozenset({"true", "1", "on", "yes"})
 _FALSE = frozenset({"false", "0", "off", "no", ""})
@@ -56,7 +53,7 @@ def replace_form_model(body: bytes, content_type: str, model: str) -> bytes:
 def _read_boundary(content_type: str) -> bytes:
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary", b"")
-    if kind != FORM_TYPE or not 0 < len(boundary) <= _MAX_BOUNDARY_BYTES:
+    if kind != FORM_TYPE or not 0 < len(boundary) <= limits().gateway.form_boundary_bytes:
         raise BadRequest("Send this as multipart/form-data, with its boundary in the content-type header.")
     return boundary
 
@@ -77,12 +74,12 @@ def _run_parser(body: bytes, boundary: bytes, collector: _Collector) -> None:
     mark = b"\r\n--" + boundary
     marks = padded = 0
     try:
-        for start in range(0, len(body), _PIECE_BYTES):
-            end = start + _PIECE_BYTES
+        for start in range(0, len(body), limits().gateway.form_piece_bytes):
+            end = start + limits().gateway.form_piece_bytes
             # The parser is quick between boundaries and slow at each thing that begins like one.
             marks += body.count(mark, max(0, start - len(mark) + 1), end)
-            if marks > MAX_PARTS:
-                raise BadRequest(f"The form has too many parts; at most {MAX_PARTS} are accepted.")
+            if marks > limits().gateway.form_parts:
+                raise BadRequest(f"The form has too many parts; at most {limits().gateway.form_parts} are accepted.")
             collector.offset = start
             parser.write(body[start:end])
             # Blanks behind a boundary are walked one by one: no form needs more than a piece of them.
@@ -161,7 +158,7 @@ class _Collector:
         if self._name == b"model":
             first = self.model_span[0] or self.offset + start
             self.model_span = (first, first + len(self._data))
-        if len(self._data) > _MAX_FIELD_BYTES:
+        if len(self._data) > limits().gateway.form_field_bytes:
             text = self._name.decode()
             raise BadRequest(f"The field '{text}' is too long.", param=text)
 

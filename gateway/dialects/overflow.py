@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from gateway.errors import ContextTooLong
+from wire.limits import WIRE
 
 _MARKS = tuple(
     mark.encode()
@@ -29,7 +30,6 @@ _MARKS = tuple(
         "`max_new_tokens` must be <=",
     )
 )
-_HEAD_BYTES = 8192
 _NUMBER = r"(\d{1,12})"
 _PROMPT = re.compile(rf"{_NUMBER} (?:input tokens|tokens from the input|`inputs` tokens|in the (?:messages|prompt))")
 _ANSWER = re.compile(
@@ -46,7 +46,7 @@ _COMMA = re.compile(r"(?<=\d),(?=\d{3})")
 
 def is_about_context(body: bytes) -> bool:
     """Whether an engine says that prompt and answer do not fit into the context."""
-    head = body[:_HEAD_BYTES].lower()
+    head = body[: WIRE.error_head_bytes].lower()
     return any(mark in head for mark in _MARKS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from core.limits import limits
 from gateway.dialects.crowding import is_crowded
 from gateway.dialects.overflow import is_about_context, read_overflow
 from gateway.errors import ContextTooLong, EngineRefused, GatewayError
@@ -17,9 +18,6 @@ from wire.engine_errors import (
     strip_markup,
 )
 from wire.unreadable import UNREADABLE
-
-MAX_WORDS_CHARS = 1000
-_STATUS_OF_NOTHING, _STATUS_OF_REQUEST = 502, 400
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -87,7 +85,7 @@ def read_refusal(status: int, body: bytes) -> GatewayError:
     """Return an engine's error as one of ours: ContextTooLong, or EngineRefused with its words and the status due to it."""
     outer = _decode(body)
     inner = outer.error if outer is not None and isinstance(outer.error, EngineErrorObject) else None
-    words = (find_message(outer) if outer is not None else strip_markup(body))[:MAX_WORDS_CHARS]
+    words = (find_message(outer) if outer is not None else strip_markup(body))[: limits().gateway.refusal_chars]
     if status < 500 and is_about_context(body):
         return _read_context(words, inner)
     param = inner.param if inner is not None and isinstance(inner.param, str) else None
@@ -106,7 +104,7 @@ def read_stream_failure(error: bytes) -> GatewayError:
     is_status = isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599
     if is_status and isinstance(code, int):
         return read_refusal(code, body)
-    return read_refusal(_STATUS_OF_REQUEST if is_about_context(body) else _STATUS_OF_NOTHING, body)
+    return read_refusal(400 if is_about_context(body) else 502, body)
 
 
 def _read_context(words: str, inner: EngineErrorObject | None) -> ContextTooLong:

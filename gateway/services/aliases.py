@@ -11,17 +11,15 @@ from enum import StrEnum
 from django.db import IntegrityError, transaction
 
 from core.hints import publish_hint
+from core.limits import limits
 from gateway.models import Model, ModelAlias
-from gateway.routing import MAX_CANDIDATES, Target
+from gateway.routing import Target
 from gateway.services.errors import AliasNotFound, InvalidValue, NameTaken
 from gateway.services.models import require_known_models
 from gateway.services.tenants import get_tenant
 from gateway.services.values import clean_model_name
 from governance.audit import record_event
 from nodes.services.overview import read_served_models
-
-MAX_TARGETS = MAX_CANDIDATES
-MAX_WEIGHT = 1_000_000
 
 
 class TargetState(StrEnum):
@@ -113,15 +111,16 @@ def _lock_alias(alias_id: int) -> ModelAlias:
 
 def _clean_targets(targets: Iterable[Target]) -> list[Target]:
     chosen = [Target(clean_model_name(target.model, param="targets"), target.weight) for target in targets]
-    if not 1 <= len(chosen) <= MAX_TARGETS:
-        raise InvalidValue(f"Name 1 to {MAX_TARGETS} models that the alias leads to.", param="targets")
+    if not 1 <= len(chosen) <= limits().gateway.candidates:
+        raise InvalidValue(f"Name 1 to {limits().gateway.candidates} models that the alias leads to.", param="targets")
     names = [target.model for target in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InvalidValue(f"{twice} is named twice; give it one weight.", param="targets")
-    wrong = next((target.model for target in chosen if not 0 <= target.weight <= MAX_WEIGHT), None)
+    most = limits().gateway.alias_weight
+    wrong = next((target.model for target in chosen if not 0 <= target.weight <= most), None)
     if wrong is not None:
-        raise InvalidValue(f"The weight of {wrong} must be a whole number from 0 to {MAX_WEIGHT}.", param="targets")
+        raise InvalidValue(f"The weight of {wrong} must be a whole number from 0 to {most}.", param="targets")
     if not any(target.weight for target in chosen):
         raise InvalidValue("Give one of the models a weight above 0: those of weight 0 only stand in for it.", param="targets")
     require_known_models(names, param="targets")

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from core.limits import limits
 from gateway.errors import BadRequest
 
-MAX_LIMIT = 100
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
@@ -27,10 +27,10 @@ def render_input_page(items: bytes, *, response_id: str, after: str, limit: int,
     """Return the list object for a JSON array of input items. ``after``: id of the last item of the page before, or empty.
 
     An item without an id gets one that says where it stands, so that every page can be asked for.
-    Raises BadRequest for a limit outside 1 to MAX_LIMIT, an order other than "asc" and "desc", and an unknown ``after``.
+    Raises BadRequest for a limit outside 1 to ``input_items``, an order other than "asc" and "desc", and an unknown ``after``.
     """
-    if not 1 <= limit <= MAX_LIMIT:
-        raise BadRequest(f"limit must be between 1 and {MAX_LIMIT}.", param="limit")
+    if not 1 <= limit <= limits().gateway.input_items:
+        raise BadRequest(f"limit must be between 1 and {limits().gateway.input_items}.", param="limit")
     if order not in {"asc", "desc"}:
         raise BadRequest("order must be 'asc' or 'desc'.", param="order")
     rows = [(_name_item(item, response_id, position), item) for position, item in enumerate(_lists.decode(items))]

@@ -9,6 +9,7 @@ from datetime import datetime
 from django.db import transaction
 
 from core.hints import publish_hint
+from core.limits import limits
 from gateway.models import ApiKey
 from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
 from gateway.services.limits import (
@@ -27,8 +28,6 @@ from governance.audit import record_event
 from governance.registry import RunOrder
 from wire import clock
 from wire.credentials import CredentialKind, mint_credential
-
-MAX_ALLOWED_MODELS = 200
 
 
 @transaction.atomic
@@ -178,6 +177,6 @@ def _lock_key(key_id: uuid.UUID) -> ApiKey:
 
 def _clean_models(names: Iterable[str]) -> list[str]:
     models = sorted({clean_model_name(name, param="allowed_models") for name in names})
-    if len(models) > MAX_ALLOWED_MODELS:
-        raise InvalidValue(f"A key may name at most {MAX_ALLOWED_MODELS} models.", param="allowed_models")
+    if len(models) > limits().gateway.key_models:
+        raise InvalidValue(f"A key may name at most {limits().gateway.key_models} models.", param="allowed_models")
     return models

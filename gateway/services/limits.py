@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from django.conf import settings
-
+from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import InvalidValue, ServiceError
 from gateway.values import Priority
@@ -40,7 +39,7 @@ class ApprovalNeeded(ServiceError):
 
 def default_limit() -> int:
     """Return the requests per minute of whoever has no limit of their own."""
-    return int(settings.GATEWAY_LIMITS.requests_per_minute)
+    return limits().gateway.requests_per_minute
 
 
 def tenant_limit(tenant: Tenant) -> int:
@@ -55,8 +54,8 @@ def key_limit(key: ApiKey) -> int:
 
 def default_caps() -> dict[str, int]:
     """Return the caps of a model that has none of its own."""
-    limits = settings.GATEWAY_LIMITS
-    return dict(zip(CAPS, (limits.max_tokens_cap, limits.max_prompt_chars, limits.max_queue), strict=True))
+    bounds = limits().gateway
+    return dict(zip(CAPS, (bounds.max_tokens_cap, bounds.max_prompt_chars, bounds.max_queue), strict=True))
 
 
 def model_caps(model: Model) -> dict[str, int]:

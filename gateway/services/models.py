@@ -8,16 +8,14 @@ from collections.abc import Iterable, Sequence
 from django.db import transaction
 
 from core.hints import publish_hint
+from core.limits import limits
 from gateway.models import Model, ModelAlias
-from gateway.routing import MAX_CANDIDATES
 from gateway.services.errors import InvalidValue, ModelNotFound
 from gateway.services.limits import require_approved_caps, require_no_higher_caps
-from gateway.services.values import MAX_MODEL_NAME_CHARS, clean_limit, clean_model_name
+from gateway.services.values import clean_limit, clean_model_name
 from governance.audit import record_event
 from governance.registry import RunOrder
 
-MAX_QUESTION_CHARS, MAX_ANSWER_CHARS = 500, 200
-MAX_FALLBACKS = MAX_CANDIDATES - 1
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 """Part by part below one folder: no ``..``, nothing hidden, nothing absolute."""
 
@@ -148,8 +146,8 @@ def change_model_canary(*, name: str, question: str, answer: str, actor: str) ->
 
     Raises InvalidValue, ModelNotFound.
     """
-    question = _clean_line(question, param="question", max_chars=MAX_QUESTION_CHARS)
-    answer = _clean_line(answer, param="answer", max_chars=MAX_ANSWER_CHARS)
+    question = _clean_line(question, param="question", max_chars=limits().gateway.canary_question_chars)
+    answer = _clean_line(answer, param="answer", max_chars=limits().gateway.canary_answer_chars)
     if bool(question) != bool(answer):
         missing = "answer" if question else "question"
         raise InvalidValue(
@@ -220,8 +218,9 @@ def _clean_caps(**caps: int | None) -> dict[str, int | None]:
 
 def _clean_fallbacks(names: Iterable[str], *, of: str) -> list[str]:
     cleaned = list(dict.fromkeys(clean_model_name(name, param="fallbacks") for name in names))
-    if len(cleaned) > MAX_FALLBACKS:
-        raise InvalidValue(f"A model may have at most {MAX_FALLBACKS} fallbacks.", param="fallbacks")
+    most = limits().gateway.candidates - 1
+    if len(cleaned) > most:
+        raise InvalidValue(f"A model may have at most {most} fallbacks.", param="fallbacks")
     if of in cleaned:
         raise InvalidValue(f"{of} cannot stand in for itself.", param="fallbacks")
     require_known_models(cleaned, param="fallbacks")
@@ -237,7 +236,7 @@ def _clean_line(text: str, *, param: str, max_chars: int) -> str:
 
 def _clean_folder(text: str) -> str:
     folder = text.strip()
-    if folder and (not _FOLDER.fullmatch(folder) or len(folder) > MAX_MODEL_NAME_CHARS):
+    if folder and (not _FOLDER.fullmatch(folder) or len(folder) > limits().gateway.model_name_chars):
         raise InvalidValue(
             "Name a folder below MUSTER_TOKENIZERS_DIR in letters, digits and ._-/, such as qwen3 or meta/llama-3.",
             param="tokenizer",

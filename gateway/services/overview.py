@@ -9,14 +9,9 @@ from datetime import datetime, timedelta
 from django.db.models import Count, F
 from django.db.models.functions import Now
 
+from core.limits import limits
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord
 from wire import clock
-
-GATEWAY_SILENT_S = 10.0
-GATEWAY_FORGOTTEN = timedelta(days=1)
-"""A gateway process that has been silent for so long is history."""
-KEY_WARNING = timedelta(days=7)
-ASKED_WITHIN = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,7 @@ class GatewayHealth:
     @property
     def is_alive(self) -> bool:
         """Whether it was heard recently enough not to count as lost."""
-        return self.silent_s < GATEWAY_SILENT_S
+        return self.silent_s < limits().gateway.dead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,8 @@ def read_gateways() -> tuple[GatewayHealth, ...]:
     A process that died wrote no end. It counts until it is forgotten, or until one that started later took its place: on the
     same host, under the same internal address.
     """
-    rows = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=Now() - GATEWAY_FORGOTTEN)
+    since = Now() - timedelta(seconds=limits().gateway.forgotten_s)
+    rows = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since)
     processes = list(rows.annotate(silence=Now() - F("heartbeat_at")).order_by("host", "pid"))
     newest: dict[tuple[str, str], datetime] = {}
     for process in processes:
@@ -64,16 +60,18 @@ def read_gateways() -> tuple[GatewayHealth, ...]:
 
 
 def count_asked_models() -> dict[str, int]:
-    """Return every allowed model with the requests for it within ASKED_WITHIN, in two queries."""
+    """Return every allowed model with the requests for it within ``page_asked_s``, in two queries."""
     names = Model.objects.filter(allowed=True).values_list("name", flat=True)
-    recent = RequestRecord.objects.filter(created_at__gte=clock.now() - ASKED_WITHIN).values_list("model")
+    since = clock.now() - timedelta(seconds=limits().gateway.page_asked_s)
+    recent = RequestRecord.objects.filter(created_at__gte=since).values_list("model")
     asked = dict(recent.annotate(requests=Count("pk")).order_by())
     return {name: asked.get(name, 0) for name in names}
 
 
 def read_expiring_keys() -> tuple[ExpiringKey, ...]:
-    """Return the keys that end within KEY_WARNING and were used within it, the first to end first; one query."""
+    """Return the keys that end within ``page_key_warning_s`` and were used within it, the first to end first; one query."""
     now = clock.now()
-    usable = ApiKey.objects.filter(revoked_at=None, last_used_at__gte=now - KEY_WARNING)
-    rows = usable.filter(expires_at__range=(now, now + KEY_WARNING)).order_by("expires_at")
+    within = timedelta(seconds=limits().gateway.page_key_warning_s)
+    usable = ApiKey.objects.filter(revoked_at=None, last_used_at__gte=now - within)
+    rows = usable.filter(expires_at__range=(now, now + within)).order_by("expires_at")
     return tuple(ExpiringKey(key.pk, key.name, key.expires_at) for key in rows if key.expires_at is not None)

@@ -13,12 +13,12 @@ from typing import Any
 from django.db.models import Q, QuerySet, TextField
 from django.db.models.functions import Cast, Right
 
+from core.limits import limits
 from gateway.models import TAIL_CHARS, ApiKey, Model, ModelAlias, RequestRecord, Tenant
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 from wire.ids import parse_id
 
-UNKNOWN_NAMES_FOR = timedelta(days=1)
 _TAIL = re.compile(rf"[0-9a-f]{{{TAIL_CHARS},31}}\Z")
 
 
@@ -64,7 +64,7 @@ def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[Reques
 
     It is an id (``req_…`` or a UUID), the last TAIL_CHARS characters of one or more, or the exact name of a model or alias, a
     tenant or a key, in any case. Whose name it is shows in small tables; one that is in none of them, such as that of
-    a model that clients ask for in vain, is looked for among the records of the last UNKNOWN_NAMES_FOR.
+    a model that clients ask for in vain, is looked for among the records of the last ``page_unknown_name_s``.
     """
     record_id = parse_id("req", text)
     if record_id is not None:
@@ -87,7 +87,8 @@ def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[Reques
     if named:
         return records.filter(named)
     unknown = (Q(**{f"{field}__iexact": text}) for field in ("model", "asked_model", "tenant", "key_name"))
-    return records.filter(reduce(or_, unknown), created_at__gte=clock.now() - UNKNOWN_NAMES_FOR)
+    since = clock.now() - timedelta(seconds=limits().gateway.page_unknown_name_s)
+    return records.filter(reduce(or_, unknown), created_at__gte=since)
 
 
 def _with_tail(tail: str) -> QuerySet[RequestRecord]:

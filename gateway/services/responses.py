@@ -16,6 +16,7 @@ from django.db import connection, transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 
+from core.limits import limits
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.models import StoredResponse
 from gateway.services.errors import ResponseNotKept
@@ -23,12 +24,6 @@ from gateway.services.input_items import render_input_page
 from gateway.services.tenants import get_tenant
 from governance.audit import record_event
 from wire import clock
-
-MAX_TURNS = 200
-MAX_HISTORY_BYTES = 32 * 1024 * 1024
-"""Bounds of a conversation that is read back; one turn alone is bounded by the same size when it is kept."""
-EXPIRED_BATCH = 200
-"""Rows that one statement of the sweep deletes: few, because each may hold megabytes."""
 
 _ID = re.compile(r"resp_[A-Za-z0-9_-]{1,75}")
 
@@ -143,20 +138,21 @@ def load_history(*, tenant: str, response_id: str) -> History:
     """Return the conversation that ends with a response, in one query.
 
     Raises ResponseNotFound when the response or one before it is deleted, expired, another tenant's or was never kept, and
-    BadRequest for more than MAX_TURNS turns or MAX_HISTORY_BYTES bytes.
+    BadRequest for more than ``kept_turns`` turns or ``kept_bytes``.
     """
     param = "previous_response_id"
     _check_id(response_id, param=param)
+    most_turns, most_bytes = limits().gateway.kept_turns, limits().gateway.kept_bytes
     with connection.cursor() as cursor:
-        limits = {"max_turns": MAX_TURNS, "max_bytes": MAX_HISTORY_BYTES}
-        cursor.execute(_HISTORY, {"id": response_id, "tenant": tenant, **limits})
+        bounds = {"max_turns": most_turns, "max_bytes": most_bytes}
+        cursor.execute(_HISTORY, {"id": response_id, "tenant": tenant, **bounds})
         rows = cursor.fetchall()
     if not rows:
         raise _make_not_found(response_id, param=param)
     turns, size_bytes, missing_id = rows[0][:3]
-    if turns > MAX_TURNS or size_bytes > MAX_HISTORY_BYTES:
+    if turns > most_turns or size_bytes > most_bytes:
         raise BadRequest(
-            f"The conversation is longer than can be continued: at most {MAX_TURNS} turns and {MAX_HISTORY_BYTES} bytes. "
+            f"The conversation is longer than can be continued: at most {most_turns} turns and {most_bytes} bytes. "
             "Start a new one with what is still needed as input.",
             param=param,
         )
@@ -214,10 +210,10 @@ def delete_expired_responses() -> int:
     total = 0
     while True:
         with connection.cursor() as cursor:
-            cursor.execute(_DELETE_EXPIRED, [EXPIRED_BATCH])
+            cursor.execute(_DELETE_EXPIRED, [limits().gateway.kept_batch])
             deleted = int(cursor.rowcount)
         total += deleted
-        if deleted < EXPIRED_BATCH:
+        if deleted < limits().gateway.kept_batch:
             return total
 
 
@@ -232,8 +228,9 @@ def _check_turn(input_items: Sequence[Any], body: bytes) -> tuple[str, bytes]:
         raise ResponseNotKept("This is no response object with an input that could be read back.") from error
     if not _ID.fullmatch(answer.id):
         raise ResponseNotKept("The id of a kept response is 'resp_' and 1 to 75 letters, digits, '_' or '-'.", param="id")
-    if len(items) + len(body) > MAX_HISTORY_BYTES:
-        raise ResponseNotKept(f"The turn has more than the {MAX_HISTORY_BYTES} bytes that could be continued.", param="input")
+    most_bytes = limits().gateway.kept_bytes
+    if len(items) + len(body) > most_bytes:
+        raise ResponseNotKept(f"The turn has more than the {most_bytes} bytes that could be continued.", param="input")
     return answer.id, items
 
 

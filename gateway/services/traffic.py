@@ -6,17 +6,15 @@ import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from django.conf import settings
 from django.db.models import Aggregate, Count, FloatField, Min, Q, Sum
 from django.db.models.functions import Now, TruncMinute
 
+from core.limits import limits
 from gateway.models import GatewayProcess, RequestRecord
-from gateway.values import DEAD_AFTER_S
 from nodes.services.drains import DrainFacts
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
-WINDOW_MINUTES = 60
 REFUSED = Q(state=RequestState.REJECTED.value, status_code__range=(400, 499))
 """The caller's mistake, as ``gateway.values.judge_outcome`` has it."""
 FAILED = Q(state__in=[RequestState.FAILED.value, RequestState.INTERRUPTED.value]) | (
@@ -46,7 +44,7 @@ class Minute:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The last WINDOW_MINUTES minutes. Latencies in ms, of completed requests; None when there were none."""
+    """The last ``page_traffic_minutes``. Latencies in ms, of completed requests; None when there were none."""
 
     requests: int
     served: int
@@ -87,10 +85,10 @@ def read_traffic_of_node(node_id: uuid.UUID, model: str | None) -> tuple[int, in
 
 def read_drain_facts(node_id: uuid.UUID, since: datetime) -> DrainFacts:
     """Return what the gateways know of a node that drains ``since``; for ``nodes.services.drains``."""
-    alive = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=Now() - timedelta(seconds=DEAD_AFTER_S))
+    alive = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=Now() - timedelta(seconds=limits().gateway.dead_s))
     running, _tenants = read_traffic_of_node(node_id, None)
     interrupted = RequestRecord.objects.filter(
-        created_at__gte=since - timedelta(seconds=settings.GATEWAY_TIMEOUTS.request_s),  # names the partitions to look in
+        created_at__gte=since - timedelta(seconds=limits().gateway.request_s),  # names the partitions to look in
         finished_at__gte=since,
         node_id=node_id,
         state=RequestState.INTERRUPTED.value,
@@ -109,7 +107,7 @@ class _Percentile(Aggregate):
 def read_traffic() -> Traffic:
     """Return totals, percentiles and the minutes of the last hour in two queries."""
     this_minute = clock.now().replace(second=0, microsecond=0)
-    first = this_minute - timedelta(minutes=WINDOW_MINUTES - 1)
+    first = this_minute - timedelta(minutes=limits().gateway.page_traffic_minutes - 1)
     recent = RequestRecord.objects.filter(created_at__gte=first)
     completed = Q(state=RequestState.COMPLETED.value)
     totals = recent.aggregate(
@@ -133,6 +131,6 @@ def read_traffic() -> Traffic:
         )
     )
     counted = {row["minute"]: (row["requests"], row["refused"], row["failed"]) for row in by_minute}
-    times = [first + timedelta(minutes=step) for step in range(WINDOW_MINUTES)]
+    times = [first + timedelta(minutes=step) for step in range(limits().gateway.page_traffic_minutes)]
     latencies = {name: None if totals[name] is None else round(totals[name]) for name in ("p50_ms", "p95_ms")}
     return Traffic(**{**totals, **latencies}, minutes=tuple(Minute(time, *counted.get(time, (0, 0, 0))) for time in times))

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 
 from django.db.models import Count, Min
 
+from core.limits import limits
 from gateway.models import RequestRecord
 from nodes.services.serving import Has, ServingBox, read_boxes_of
 from nodes.states import Obstacle
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
-MAX_WAITING_MODELS = 8
-_MAX_NAMED = 3
 _BRIEF = {
     Obstacle.DRAINING: "draining",
     Obstacle.DRAINED: "drained",
@@ -59,7 +58,8 @@ class WaitingModel:
 def read_waits() -> tuple[WaitingModel, ...]:
     """Return what is waited for, the longest wait first; one query when nothing waits, three when something does."""
     queued = RequestRecord.objects.filter(state=RequestState.QUEUED.value).values("model")
-    rows = queued.annotate(requests=Count("pk"), since=Min("created_at")).order_by("since")[:MAX_WAITING_MODELS]
+    waits = queued.annotate(requests=Count("pk"), since=Min("created_at")).order_by("since")
+    rows = waits[: limits().gateway.page_waiting_models]
     found = {row["model"]: row for row in rows}
     now = clock.now()
     return tuple(
@@ -161,5 +161,6 @@ def _add_running(boxes: Sequence[ServingBox], running: Mapping[uuid.UUID, int]) 
 
 def _join(parts: Iterable[str]) -> str:
     named = list(parts)
-    beyond = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
-    return ", ".join(named[:_MAX_NAMED]) + beyond
+    most = limits().gateway.page_named
+    beyond = f" and {len(named) - most} more" if len(named) > most else ""
+    return ", ".join(named[:most]) + beyond

@@ -34,7 +34,7 @@ _JSON_TYPE: Header = (b"content-type", b"application/json")
 
 def make_client(runtime: GatewayRuntime, scope: Scope, receive: Receive, send: Send) -> ClientConnection:
     """Return the client of a scope, under this process's limits."""
-    client = ClientConnection(scope, receive, send, limits=runtime.limits, timeouts=runtime.timeouts)
+    client = ClientConnection(scope, receive, send, limits=runtime.limits)
     if settings.CORS_ORIGINS and scope["path"].startswith(_FOR_PAGES):
         client.common = admit_origin(client.headers, settings.CORS_ORIGINS)
     return client

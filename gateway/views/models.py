@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
+from core.limits import limits
 from gateway.catalogue import Catalogue, ModelEntry
 from gateway.errors import BadRequest
 from gateway.routing import Alias, may_use
 from gateway.values import Caller
 from nodes.links import LinkRegistry
-
-MAX_PAGE = 1000
-"""As in Anthropic's reference, "List Models". Unlike there it is the default too: who does not page misses nothing."""
-_MAX_PARAMETERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +103,9 @@ def cut_page(models: Sequence[ListedModel], query: bytes) -> Page:
     An id that is not in the list (any more) marks the place where it would stand. Raises BadRequest, which names the parameter.
     """
     try:
-        given = dict(parse_qsl(query.decode("latin-1"), max_num_fields=_MAX_PARAMETERS))
+        given = dict(parse_qsl(query.decode("latin-1"), max_num_fields=limits().gateway.list_parameters))
     except ValueError:
-        raise BadRequest(f"Send at most {_MAX_PARAMETERS} parameters.") from None
+        raise BadRequest(f"Send at most {limits().gateway.list_parameters} parameters.") from None
     limit = _read_limit(given.get("limit"))
     after, before = given.get("after_id"), given.get("before_id")
     if after is not None and before is not None:
@@ -122,9 +119,9 @@ def cut_page(models: Sequence[ListedModel], query: bytes) -> Page:
 
 def _read_limit(text: str | None) -> int:
     if text is None:
-        return MAX_PAGE
-    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= MAX_PAGE):
-        raise BadRequest(f"limit must be a whole number from 1 to {MAX_PAGE}.", param="limit")
+        return limits().gateway.list_rows
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= limits().gateway.list_rows):
+        raise BadRequest(f"limit must be a whole number from 1 to {limits().gateway.list_rows}.", param="limit")
     return int(text)
 
 

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from core.db.threads import run_in_database
+from core.limits import limits
 from gateway.client import ClientConnection
 from gateway.errors import BadRequest, RecordsUnavailable, ResponseNotFound
 from gateway.refusing import Application
@@ -27,8 +28,6 @@ ROOT = "v1/responses/(?P<response_id>[^/]+)"
 NOT_KEPT_HERE = (
     "There is no kept response of that id: answers are not kept for this tenant; an operator can allow it on the tenant's page."
 )
-DEFAULT_LIMIT = 20
-_DATABASE_S = 10.0
 T = TypeVar("T")
 
 
@@ -92,7 +91,7 @@ class ResponseViews:
 async def _ask(caller: Caller, ask: Callable[[], T]) -> T:
     """Return what the database says. Raises RecordsUnavailable when it does not, and whatever ``ask`` raises."""
     try:
-        async with asyncio.timeout(_DATABASE_S):
+        async with asyncio.timeout(limits().gateway.kept_read_s):
             return await run_in_database(ask)
     except TimeoutError:
         raise RecordsUnavailable("Kept responses cannot be reached now; please retry", retry_after_s=2) from None
@@ -105,7 +104,7 @@ async def _ask(caller: Caller, ask: Callable[[], T]) -> T:
 def _read_limit(query: dict[str, str]) -> int:
     text = query.get("limit", "")
     if not text:
-        return DEFAULT_LIMIT
+        return limits().gateway.input_default_items
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
         raise BadRequest("limit must be a number.", param="limit")
     return int(text)

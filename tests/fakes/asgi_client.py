@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from core.limits import GatewayLimits
 from gateway.client import SCOPE_HANDLE, ClientConnection
-from gateway.values import Limits, Timeouts
 
 
 class Handle:
@@ -41,8 +41,7 @@ class MemoryClient:
         *,
         body: list[bytes] | None = None,
         headers: dict[str, str] | None = None,
-        limits: Limits | None = None,
-        timeouts: Timeouts | None = None,
+        limits: GatewayLimits | None = None,
         with_handle: bool = True,
         path: str = "/v1/chat/completions",
     ) -> None:
@@ -63,9 +62,7 @@ class MemoryClient:
             "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()],
             "extensions": {SCOPE_HANDLE: self.handle} if with_handle else {},
         }
-        self.connection = ClientConnection(
-            self.scope, self.incoming.get, self.send, limits=limits or Limits(), timeouts=timeouts or Timeouts()
-        )
+        self.connection = ClientConnection(self.scope, self.incoming.get, self.send, limits=limits or GatewayLimits())
 
     async def send(self, event: dict[str, Any]) -> None:
         """ASGI send: waits while the client does not read."""

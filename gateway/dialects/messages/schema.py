@@ -12,14 +12,13 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw
 
+from core.limits import limits
 from gateway.dialects.faults import read_fault
 from gateway.errors import BadRequest
 from gateway.whole_numbers import WholeNumber
 from wire.unreadable import UNREADABLE
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
-_MAX_NAME_CHARS = 64
-_MAX_NAMES = 32
 _Value = TypeVar("_Value")
 
 
@@ -147,8 +146,8 @@ class LeftOut:
 
     def note(self, name: str) -> None:
         """Remember a name such as ``tools.web_search_20250305``."""
-        if len(self._names) < _MAX_NAMES:
-            self._names[_UNSAFE.sub("?", name[:_MAX_NAME_CHARS])] = None
+        if len(self._names) < limits().gateway.ignored_names:
+            self._names[_UNSAFE.sub("?", name[: limits().gateway.ignored_name_chars])] = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -11,18 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 
+from core.limits import limits
 from gateway.dialects.chat import ToolCallPart
 from gateway.dialects.messages import events
 from gateway.dialects.messages.arguments import read_arguments
 from gateway.dialects.object_scan import ObjectScan
 from gateway.errors import ForwardedRequestFailed, StreamTooLarge
-
-MAX_HELD_CHARS = 4 * 1024 * 1024
-"""Of all strands that wait. More than this of an answer that does not come in order is not held."""
-MAX_CALLS = 1024
-"""In one answer: each is remembered, for its pieces may come at any time."""
-MAX_WAITING = 2 * MAX_CALLS
-"""Strands behind the open one: calls, and texts between them."""
+from wire.limits import WIRE
 
 
 class Kind(StrEnum):
@@ -65,6 +60,7 @@ class Strands:
         self._by_index: dict[int, Strand] = {}
         self._by_id: dict[str, Strand] = {}
         self._last_call: Strand | None = None
+        self._limits = limits().gateway
         self._held_chars = 0
         self._next_index = 0
         self.has_calls = False
@@ -115,7 +111,7 @@ class Strands:
 
     def _begin(self, strand: Strand) -> Strand:
         """Put a strand behind the others. Raises StreamTooLarge."""
-        if len(self._strands) >= MAX_WAITING or strand.number >= MAX_CALLS:
+        if len(self._strands) >= self._limits.strands or strand.number >= WIRE.answer_calls:
             raise StreamTooLarge
         self._strands.append(strand)
         return strand
@@ -155,7 +151,7 @@ class Strands:
             if len(strands) == 1 or not strands[0].is_whole:
                 break
             out.append(self._close(strands.popleft()))
-        if self._held_chars > MAX_HELD_CHARS:
+        if self._held_chars > self._limits.held_chars:
             raise StreamTooLarge
         self.open_kind = strands[0].kind if len(strands) == 1 else None
         self.prefix = strands[0].prefix if strands else b""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from core.limits import limits
 from gateway.dialects.chat import ChatChoice, ChatMessage, ChatPiece, ChatUsage, list_payloads, read_chat
 from gateway.dialects.messages import events
 from gateway.dialects.messages.answer import FAILED_FINISHES, count_tokens, find_stop, render_whole
@@ -15,9 +16,6 @@ from wire.bridge import TokenCounts
 from wire.events import EventCutter
 from wire.unreadable import UNREADABLE
 
-MAX_EVENT_BYTES = 16 * 1024 * 1024
-"""Of one event: an engine may give the whole arguments of a call at once."""
-_ENGINE_STATUS = 502
 _DONE = b"[DONE]"
 _ERROR_OBJECT = re.compile(rb'"object"\s*:\s*"error"')
 _SPOKEN = re.compile(r"[^A-Za-z0-9_-]")
@@ -130,7 +128,7 @@ class MessagesTranslator:
             self._failure = read_stream_failure(_encode(piece.error))
         elif choice is None or choice.message is None:
             is_error = _ERROR_OBJECT.search(body) is not None
-            self._failure = read_refusal(_ENGINE_STATUS, body) if is_error else ForwardedRequestFailed(_NOT_CHAT)
+            self._failure = read_refusal(502, body) if is_error else ForwardedRequestFailed(_NOT_CHAT)
         elif choice.finish_reason in FAILED_FINISHES:
             self._failure = ForwardedRequestFailed(_NOT_FINISHED)
         else:
@@ -153,7 +151,7 @@ class MessagesTranslator:
     def _gather(self, piece: bytes) -> bytes:
         """Collect an event that is larger than what the cutter holds; return it once it is whole."""
         self._large += piece
-        if len(self._large) > MAX_EVENT_BYTES:
+        if len(self._large) > limits().gateway.messages_event_bytes:
             self._failure = StreamTooLarge()
             self._large = b""
         if self._cutter.is_inside_event or not piece:
@@ -194,7 +192,7 @@ class MessagesTranslator:
         choices = piece.choices
         if not choices:
             if piece.usage is None and _ERROR_OBJECT.search(payload):
-                self._failure = read_refusal(_ENGINE_STATUS, payload)
+                self._failure = read_refusal(502, payload)
             return b""
         out = [] if self._has_started else [self._start()]
         for choice in choices:

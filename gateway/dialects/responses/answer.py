@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.limits import limits
 from gateway.dialects.chat import ChatChoice, ChatMessage, FunctionPart, ToolCallPart
 from gateway.dialects.responses.logprobs import render_logprobs
 from gateway.dialects.responses.object import Status
 from gateway.dialects.responses.output import REFUSAL, TEXT, THOUGHT, CallItem, EventLog, OutputItem, PartKind, SpokenItem
 from gateway.dialects.responses.tools import ToolTable
 from gateway.errors import StreamTooLarge
-
-MAX_ANSWER_CHARS = 32 * 1024 * 1024
-"""Of all texts, arguments and log probabilities: they are said again, several times, at the end."""
-MAX_CALLS = MAX_ITEMS = 1024
-"""In one answer: each is kept to its end."""
+from wire.limits import WIRE
 
 
 @dataclass(slots=True)
@@ -44,7 +41,7 @@ class AnswerItems:
         self._calls: list[_Call] = []
         self._by_index: dict[int, _Call] = {}
         self._last_index = 0
-        self._chars_left = MAX_ANSWER_CHARS
+        self._chars_left = limits().gateway.responses_answer_chars
         self._call_ids: set[str] = set()
 
     @property
@@ -115,7 +112,7 @@ class AnswerItems:
 
     def _place_item(self) -> int:
         """Return the index of the next item. Raises StreamTooLarge."""
-        if len(self._items) >= MAX_ITEMS:
+        if len(self._items) >= WIRE.answer_calls:
             raise StreamTooLarge
         return len(self._items)
 
@@ -161,7 +158,7 @@ class AnswerItems:
             is_other = part.id != call.engine_id if part.id else _begins_another(call, call.item, part.function)
             call = None if is_other or part.index is None else call
         if call is None:
-            if len(self._calls) >= MAX_CALLS:
+            if len(self._calls) >= WIRE.answer_calls:
                 raise StreamTooLarge
             call = _Call(part.id or None, [])
             self._by_index[index] = call

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from core.limits import limits
 from gateway.errors import BadRequest
-
-_MAX_SHOWN_CHARS = 60
 
 
 def show_name(name: str) -> str:
     """Return a name a client gave, for an error text; long and unprintable ones are not repeated."""
-    return f"'{name}'" if name and len(name) <= _MAX_SHOWN_CHARS and name.isprintable() else "another one"
+    return f"'{name}'" if name and len(name) <= limits().gateway.fault_shown_chars and name.isprintable() else "another one"
 
 
 def kind_of(fields: dict[str, object]) -> str:

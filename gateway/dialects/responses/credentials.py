@@ -5,18 +5,18 @@ OpenAI neither keeps them nor shows them (guide "Connectors and remote MCP", "Au
 
 from __future__ import annotations
 
+from core.limits import limits
 from gateway.dialects.responses.items import Item
 from gateway.errors import BadRequest
 
 _CREDENTIALS = frozenset({"authorization", "headers", "domain_secrets"})
 _DESCRIBED = frozenset({"function", "custom", "tool_search"})
 """Tools whose members describe arguments, where those names mean nothing."""
-MAX_LEVELS = 64
-"""Of lists and objects within each other in a tool of an unknown kind."""
 
 
-def hide_tool_credentials(tool: dict[str, object], *, levels: int = MAX_LEVELS) -> dict[str, object]:
+def hide_tool_credentials(tool: dict[str, object], *, levels: int | None = None) -> dict[str, object]:
     """Return a tool as it may be kept and repeated. Raises BadRequest for one with more than ``levels`` levels."""
+    levels = limits().gateway.tool_levels if levels is None else levels
     _check(levels)
     kind = tool.get("type")
     if isinstance(kind, str) and kind in _DESCRIBED:
@@ -30,7 +30,8 @@ def hide_tool_credentials(tool: dict[str, object], *, levels: int = MAX_LEVELS) 
 def hide_item_credentials(item: Item) -> Item:
     """Return an input item as it may be kept: the tools that it brings without their credentials. Raises BadRequest."""
     tools = item.get("tools")
-    return {**item, "tools": [_hide_in_tool(tool, MAX_LEVELS) for tool in tools]} if isinstance(tools, list) else item
+    levels = limits().gateway.tool_levels
+    return {**item, "tools": [_hide_in_tool(tool, levels) for tool in tools]} if isinstance(tools, list) else item
 
 
 def _hide_in_tool(tool: object, levels: int) -> object:
@@ -50,4 +51,5 @@ def _clean(value: object, levels: int) -> object:
 
 def _check(levels: int) -> None:
     if levels <= 0:
-        raise BadRequest(f"The field 'tools' has more than {MAX_LEVELS} levels of lists and objects.", param="tools")
+        most = limits().gateway.tool_levels
+        raise BadRequest(f"The field 'tools' has more than {most} levels of lists and objects.", param="tools")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from core.limits import limits
 from gateway.dialects.chat import ChatPiece, ChatTimings, ChatUsage, list_payloads, read_chat
 from gateway.dialects.refusal import read_stream_failure
 from gateway.dialects.responses.answer import AnswerItems, number_calls
@@ -28,8 +29,6 @@ from wire.bridge import TokenCounts
 from wire.events import EventCutter
 from wire.unreadable import UNREADABLE
 
-MAX_EVENT_BYTES = 32 * 1024 * 1024
-"""An engine whose single event is larger than this has lost its way."""
 _INCOMPLETE_REASONS = {"length": b"max_output_tokens", "content_filter": b"content_filter"}
 _BROKEN_ENDS = frozenset({"abort", "error"})
 """Finish reasons with which vLLM says that it gave the request up."""
@@ -151,7 +150,7 @@ class ResponsesTranslator:
     def _gather(self, events: bytes) -> bytes:
         """Put an event together that is too large for the cutter to hold."""
         self._large.append(events)
-        if sum(map(len, self._large)) > MAX_EVENT_BYTES:
+        if sum(map(len, self._large)) > limits().gateway.responses_event_bytes:
             self._failure = StreamTooLarge()
             self._large.clear()
             return b""

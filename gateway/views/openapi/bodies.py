@@ -5,7 +5,7 @@ Sources: OpenAI API reference; Anthropic API reference; Cohere API reference, "R
 
 from __future__ import annotations
 
-from gateway.dialects.body import MAX_FALLBACKS, MAX_LATENCY_MS
+from core.limits import limits
 from gateway.views.openapi.terms import (
     COUNT,
     FLAG,
@@ -231,8 +231,8 @@ _AUDIO = members(
 BODIES: dict[str, Schema] = {
     "PoolOptions": members(
         prefer_gpu=nullable(TEXT),
-        max_latency_ms=nullable({**COUNT, "maximum": MAX_LATENCY_MS}),
-        fallback_models=listed(MODEL, most=MAX_FALLBACKS),
+        max_latency_ms=nullable({**COUNT, "maximum": limits().gateway.latency_ms}),
+        fallback_models=listed(MODEL, most=limits().gateway.fallbacks),
         priority=nullable(choice("high", "normal", "low")),
     ),
     "ImagePart": members("type image_url", type=const("image_url"), image_url=members("url", url=TEXT)),

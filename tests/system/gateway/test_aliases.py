@@ -15,6 +15,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
+from core.limits import GatewayLimits, limits
 from gateway.catalogue import Catalogue
 from gateway.models import Model, ModelAlias
 from gateway.routing import Target
@@ -37,9 +38,7 @@ from gateway.services import (
     read_target_states,
     remember_models,
 )
-from gateway.services.aliases import MAX_TARGETS, MAX_WEIGHT
 from gateway.urls import make_application
-from gateway.values import Limits
 from governance.services import create_admin_token
 from nodes.models import Provider, ProviderState
 from tests.system.gateway_admin.factories import ACTOR, audited, make_operator
@@ -65,7 +64,7 @@ def make_alias(name: str = "x", **changes: Any) -> ModelAlias:
 
 def load() -> Catalogue:
     """Return what a gateway would know now."""
-    catalogue = Catalogue(Limits())
+    catalogue = Catalogue(GatewayLimits())
     catalogue.apply_models(catalogue.load_models())
     catalogue.apply_aliases(catalogue.load_aliases())
     return catalogue
@@ -105,10 +104,10 @@ def test_a_name_is_free_once_for_everybody_and_once_for_each_tenant() -> None:
 
 BAD_TARGETS: dict[str, tuple[list[Target], str]] = {
     "none": ([], "1 to 16 models"),
-    "too many": ([Target(f"m{number}") for number in range(MAX_TARGETS + 1)], "1 to 16 models"),
+    "too many": ([Target(f"m{number}") for number in range(limits().gateway.candidates + 1)], "1 to 16 models"),
     "twice": ([Target("a"), Target(" a ")], "a is named twice"),
     "negative": ([Target("a", -1), Target("b")], "The weight of a"),
-    "huge": ([Target("a"), Target("b", MAX_WEIGHT + 1)], "The weight of b"),
+    "huge": ([Target("a"), Target("b", limits().gateway.alias_weight + 1)], "The weight of b"),
     "all zero": ([Target("a", 0), Target("b", 0)], "weight above 0"),
     "unknown": ([Target("a"), Target("nobody")], "There is no model nobody"),
     "alias": ([Target("a"), Target("other")], "other is an alias"),

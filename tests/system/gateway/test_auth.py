@@ -12,18 +12,19 @@ from django.db import connections
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from core.limits import GatewayLimits
 from core.throttle import AuthThrottle
-from gateway import auth
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue, read_change_mark, store_key_use
 from gateway.errors import InvalidApiKey, RateLimited
 from gateway.models import ApiKey, Tenant
 from gateway.services import allow_model, create_api_key, create_tenant, disable_tenant, disallow_model, revoke_api_key
-from gateway.values import Caller, Limits
+from gateway.values import Caller
+from tests.fakes.limits import set_limits
 from wire.credentials import CredentialKind, mint_credential
 
 ACTOR = "user:ada"
-LIMITS = Limits(requests_per_minute=77, max_tokens_cap=1000, max_prompt_chars=2000, max_queue=3)
+LIMITS = GatewayLimits(requests_per_minute=77, max_tokens_cap=1000, max_prompt_chars=2000, max_queue=3)
 
 
 class CountingCatalogue(Catalogue):
@@ -81,7 +82,7 @@ class TestKeyRing:
         assert ring.used.keys() == {key.pk}
 
     async def test_an_unknown_key_is_asked_for_once_until_keys_change(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(auth, "_UNKNOWN_FOR_S", 600.0)  # two seconds pass where a machine stands still
+        set_limits(gateway={"unknown_key_s": 600.0})  # two seconds pass where a machine stands still
         catalogue = CountingCatalogue()
         ring = KeyRing(catalogue)
         unknown = mint_credential(CredentialKind.CLIENT).text

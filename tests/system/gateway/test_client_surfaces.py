@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
 from gateway.routing import Alias, Target
-from gateway.values import Priority, Timeouts
+from gateway.values import Priority
 from nodes.links import EndKind
 from tests.system.gateway.test_pipeline import SSE, Gateway, Make, make_gateway
 
@@ -209,7 +210,7 @@ AT_LEAST = {"error": {"message": (
 async def test_a_prompt_of_which_the_engine_says_only_that_it_is_too_long_is_counted(
     make_gateway: Make, *, paths: set[str], begun: bool
 ) -> None:
-    gateway = make_gateway(timeouts=Timeouts(stream_ping_s=0.01 if begun else 30.0), max_prompt_chars=50_000)
+    gateway = make_gateway(limits=GatewayLimits(stream_ping_s=0.01 if begun else 30.0), max_prompt_chars=50_000)
     link = gateway.link(paths=paths)
     results = [{"type": "tool_result", "tool_use_id": "t", "content": "word " * 8000}]
     calls = [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]
@@ -311,7 +312,7 @@ async def test_a_client_is_told_what_it_named_that_is_nothing_here(
 
 
 async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, timeouts=Timeouts(queue_s=0.05, no_node_wait_s=0.02))
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, limits=GatewayLimits(queue_s=0.05, no_node_wait_s=0.02))
     link, spare = gateway.link(), gateway.link("spare")
     first, second = gateway.ask(), gateway.ask(model="spare")
     one, two = await first.on(link), await second.on(spare)
@@ -350,14 +351,14 @@ async def test_a_client_may_lower_its_priority(make_gateway: Make) -> None:
 
 # signs of life
 
-QUICK = Timeouts(stream_ping_s=0.01, no_node_wait_s=29.0)
+QUICK = GatewayLimits(stream_ping_s=0.01, no_node_wait_s=29.0)
 
 
 @pytest.mark.parametrize("surface", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 async def test_a_stream_that_waits_for_its_engine_shows_signs_of_life_and_then_its_answer(
     make_gateway: Make, surface: str
 ) -> None:
-    gateway = make_gateway(timeouts=QUICK)
+    gateway = make_gateway(limits=QUICK)
     link = gateway.link(paths={CHAT})
     request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
     stream = await request.on(link)
@@ -372,7 +373,7 @@ async def test_a_stream_that_waits_for_its_engine_shows_signs_of_life_and_then_i
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"], ids=["translated", "native"])
 async def test_no_ping_event_precedes_the_beginning_of_a_message(make_gateway: Make, path: str) -> None:
-    gateway = make_gateway(timeouts=QUICK)
+    gateway = make_gateway(limits=QUICK)
     link = gateway.link(paths={path})
     request = gateway.ask(surface=MESSAGES, stream=True, max_tokens=5)
     stream = await request.on(link)
@@ -396,7 +397,7 @@ async def test_no_ping_event_precedes_the_beginning_of_a_message(make_gateway: M
     ],
 )
 async def test_an_error_after_signs_of_life_is_an_event_of_the_stream(make_gateway: Make, surface: str, last: str) -> None:
-    gateway = make_gateway(timeouts=QUICK)
+    gateway = make_gateway(limits=QUICK)
     link = gateway.link(paths={CHAT})
     request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
     stream = await request.on(link)
@@ -419,7 +420,7 @@ def end_waits(gateway: Gateway) -> None:
 
 
 async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_gateway: Make) -> None:
-    gateway = make_gateway(timeouts=QUICK)
+    gateway = make_gateway(limits=QUICK)
     surfaces = (MESSAGES, RESPONSES, SURFACES[CHAT])
     requests = [gateway.ask(surface=surface, stream=True, max_tokens=5, input="hi") for surface in surfaces]
     await requests[0].client.wait(lambda: all(b": ping" in request.client.body for request in requests))
@@ -434,7 +435,7 @@ async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_g
 
 
 async def test_another_box_takes_over_after_signs_of_life(make_gateway: Make) -> None:
-    gateway = make_gateway(timeouts=QUICK)
+    gateway = make_gateway(limits=QUICK)
     one = gateway.link()
     request = gateway.ask(stream=True)
     stream = await request.on(one)

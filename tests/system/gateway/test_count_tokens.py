@@ -24,7 +24,7 @@ from pytest_django import Settings
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from gateway.catalogue import AliasEntry, KeyEntry, ModelEntry
-from gateway.counting import Source, TokenCounter, bounds, counter, peer
+from gateway.counting import Source, TokenCounter
 from gateway.models import RequestRecord
 from gateway.routing import Alias, Target
 from gateway.runtime import GatewayRuntime
@@ -38,6 +38,7 @@ from runner.definitions.plan import LoadPlan
 from runner.engines.port import Capabilities
 from runner.engines.remote import RemoteEngine
 from runner.engines.tabbyapi import TabbyApiEngine
+from tests.fakes.limits import set_limits
 from tests.fakes.models.make import hf_model_dir
 from tests.rings.contract.waiting import eventually
 from tests.system.gateway_server.serving import run_server
@@ -100,12 +101,9 @@ class Setting:
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patience() -> None:
     """Let a machine that stands still count all the same. That who takes too long is left out is tested elsewhere."""
-    for module in (counter, peer):
-        monkeypatch.setattr(module, "DEADLINE_MS", 30_000)
-    monkeypatch.setattr(counter, "THREAD_S", 30.0)
-    monkeypatch.setattr(bounds, "RENDER_S", 30.0)
+    set_limits(gateway={"count_node_ms": 30_000, "count_thread_s": 30.0, "template_s": 30.0})
 
 
 @pytest.fixture

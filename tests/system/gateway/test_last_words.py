@@ -14,13 +14,14 @@ import pytest
 from controlplane.launcher.embedded import EmbeddedServers
 from core.db import threads
 from core.db.threads import run_in_database
-from gateway import keeping
+from core.limits import GatewayLimits
 from gateway.dialects.translation import Translation
 from gateway.errors import ShuttingDown
 from gateway.routing import Alias, Target
-from gateway.values import InferenceRequest, Timeouts
+from gateway.values import InferenceRequest
 from nodes.links import EndKind
 from tests.fakes.frozen_database import frozen
+from tests.fakes.limits import set_limits
 from tests.system.gateway.test_client_surfaces import CHAT, MESSAGES, RESPONSES, STREAM, WHOLE, chunk
 from tests.system.gateway.test_odd_moments import allow_keeping
 from tests.system.gateway.test_pipeline import SSE, Gateway, Make, Rows, make_gateway
@@ -136,7 +137,7 @@ async def test_a_fallback_that_cannot_be_told_the_request_does_not_cost_it(make_
 
 
 async def test_a_wait_that_no_fallback_can_end_is_over_in_time(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, timeouts=Timeouts(queue_s=0.05))
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, limits=GatewayLimits(queue_s=0.05))
     first, stream = await occupy(gateway)
     gateway.link("spare", paths={CHAT})
     second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=DOCUMENT)
@@ -283,7 +284,7 @@ async def test_an_item_that_is_nested_without_end_costs_the_keeping_and_not_the_
 async def test_an_answer_that_a_frozen_database_cannot_keep_reaches_its_client_and_is_not_kept_later(
     make_gateway: Make, rows: Rows, private_servers: EmbeddedServers, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    monkeypatch.setattr(keeping, "_DATABASE_S", 1.0)
+    set_limits(gateway={"keeping_s": 1.0})
     gateway = make_gateway()
     allow_keeping(gateway)
     link = gateway.link(paths={CHAT})

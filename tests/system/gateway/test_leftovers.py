@@ -13,8 +13,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
-from gateway.values import Timeouts
 from nodes.links import EndKind
 from tests.system.gateway.test_pipeline import ANSWER, SSE, Gateway, Request
 from tests.unit.nodes.link_fakes import FakeStream
@@ -30,7 +30,7 @@ MESSAGES = SURFACES["/v1/messages"]
 @pytest.fixture
 async def gateway(rows: Rows) -> AsyncIterator[Gateway]:
     """A gateway whose queue is short and whose patience is too."""
-    made = Gateway(rows, max_queue=1, timeouts=Timeouts(queue_s=0.2, no_node_wait_s=0.1, request_s=30.0))
+    made = Gateway(rows, max_queue=1, limits=GatewayLimits(queue_s=0.2, no_node_wait_s=0.1, request_s=30.0))
     yield made
     await made.records.stop()
 

@@ -9,11 +9,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from core.limits import GatewayLimits
 from gateway import metrics
 from gateway.catalogue import KeyEntry
 from gateway.dialects import SURFACES
 from gateway.dialects.translation import Translation
-from gateway.values import InferenceRequest, Limits, Timeouts
+from gateway.values import InferenceRequest
 from nodes.links import EndKind
 from nodes.states import POOL_RESPONSES
 from tests.system.gateway.test_client_surfaces import CHAT, MESSAGES, RESPONSES, STREAM, WHOLE, end_waits
@@ -277,7 +278,7 @@ async def test_what_cannot_be_translated_is_refused_by_name_once_nobody_speaks_i
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 @pytest.mark.parametrize("trouble", ["whole", "empty", "large", "unknown path", "deadline"])
 async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_gateway: Make, path: str, trouble: str) -> None:
-    gateway = make_gateway(timeouts=Timeouts(stream_ping_s=0.01))
+    gateway = make_gateway(limits=GatewayLimits(stream_ping_s=0.01))
     link = gateway.link()
     request = gateway.ask(surface=SURFACES[path], stream=True, max_tokens=5, input="hi")
     stream = await request.on(link)
@@ -285,7 +286,7 @@ async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_ga
     if trouble == "whole":
         stream.answer(ANSWER)
     elif trouble == "empty":
-        for _ in range(Limits().max_requeues):
+        for _ in range(GatewayLimits().max_requeues):
             stream.answer(headers=SSE)
             stream = await request.on(link)
         stream.answer(headers=SSE)

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from core.db import threads
-from gateway import keeping
+from core.limits import GatewayLimits
 from gateway.admission import Admission, RateLimiter
 from gateway.auth import KeyRing
 from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry
@@ -25,7 +25,7 @@ from gateway.errors import ShuttingDown
 from gateway.pipeline import Pipeline
 from gateway.records import RecordWriter
 from gateway.routing import Alias
-from gateway.values import Caller, Limits, Priority, Timeouts
+from gateway.values import Caller, Priority
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
@@ -49,7 +49,7 @@ class Gateway:
         self,
         rows: Rows,
         *,
-        timeouts: Timeouts | None = None,
+        limits: GatewayLimits | None = None,
         per_minute: int = 1000,
         max_queue: int = 10,
         max_prompt_chars: int = 1000,
@@ -59,8 +59,7 @@ class Gateway:
         tidy: bool = False,
     ) -> None:
         self.rows = rows
-        self.timeouts = timeouts or Timeouts(no_node_wait_s=29.0, stream_ping_s=60.0)  # longer than a machine stands still
-        self.limits = Limits()
+        self.limits = limits or GatewayLimits(no_node_wait_s=29.0, stream_ping_s=60.0)  # longer than a machine stands still
         self.registry = LinkRegistry()
         gateway_id = uuid.uuid4()
         keeper = LinkKeeper(self.registry, gateway_id=gateway_id, connect_s=1.0)
@@ -96,7 +95,7 @@ class Gateway:
         catalogue.apply_aliases([AliasEntry(None, alias) for alias in aliases])
         self.records = RecordWriter(accept_s=30.0, max_pending=1000)
         self.records.start()
-        self.dispatcher = Dispatcher(self.registry, keeper, self.timeouts)
+        self.dispatcher = Dispatcher(self.registry, keeper, self.limits)
         self.pipeline = Pipeline(
             gateway_id=gateway_id,
             keys=KeyRing(catalogue),
@@ -106,7 +105,6 @@ class Gateway:
             records=self.records,
             counter=TokenCounter(self.registry, None),
             limits=self.limits,
-            timeouts=self.timeouts,
         )
 
     def link(self, *models: str, slots: int = 1, paths: set[str] | None = None) -> FakeLink:
@@ -121,7 +119,7 @@ class Gateway:
         """Send a request, a chat request if nothing else is said."""
         content = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
         headers = {"authorization": f"Bearer {key or self.key}", "content-type": "application/json"}
-        client = MemoryClient(body=[content], headers=headers, limits=self.limits, timeouts=self.timeouts)
+        client = MemoryClient(body=[content], headers=headers, limits=self.limits)
         return Request(self, client, asyncio.create_task(self.pipeline.serve(client.connection, surface)))
 
 
@@ -164,7 +162,7 @@ class Request:
 async def make_gateway(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Gateway]]:
     """Makes gateways whose database may be slow, for that is not the subject, and lets nothing of them outlive the test."""
     set_limits(core={"database_s": DATABASE_S})
-    monkeypatch.setattr(keeping, "_DATABASE_S", DATABASE_S)
+    set_limits(gateway={"keeping_s": DATABASE_S})
     made: list[Gateway] = []
 
     def make(**options: Any) -> Gateway:
@@ -441,7 +439,7 @@ async def test_a_full_queue_refuses_before_anything_is_accepted(make_gateway: Ma
 
 
 async def test_nobody_to_serve_the_model_is_said_after_a_short_wait(make_gateway: Make) -> None:
-    gateway = make_gateway(timeouts=Timeouts(no_node_wait_s=0.5))
+    gateway = make_gateway(limits=GatewayLimits(no_node_wait_s=0.5))
     request = gateway.ask()
     await request.done()
     assert (request.client.status, request.error["code"]) == (503, "NO_AVAILABLE_NODE")

@@ -16,10 +16,12 @@ from django.db import connections
 
 from controlplane.launcher.embedded import EmbeddedServers
 from core.db import Patience
-from gateway import metrics, record_sql, records
+from core.limits import limits
+from gateway import metrics, record_sql
 from gateway.errors import RecordsUnavailable
 from gateway.reconciler import close_orphaned_requests
-from gateway.records import MAX_COUNT, Record, RecordWriter
+from gateway.records import Record, RecordWriter
+from tests.fakes.limits import set_limits
 from wire.contract import RequestState
 from wire.ids import new_uuid7
 
@@ -107,7 +109,7 @@ async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) ->
         "node_name": "rig é \U0001f600",
         "attempts": 3,
         "prompt_tokens": 1,
-        "completion_tokens": MAX_COUNT,
+        "completion_tokens": limits().gateway.record_integer,
         "tokens_estimated": True,
         "bytes_out": 2**40,
         "queue_ms": 4,
@@ -318,7 +320,8 @@ async def test_what_is_given_up_before_it_is_sent_has_a_row_like_what_was_sent(r
         assert final == {("rejected", "NO_AVAILABLE_NODE", 503)}
         portions = "SELECT count(DISTINCT xmin::text) FROM gateway_requestrecord WHERE id = ANY(%s)"
         (number,) = rows.execute(portions, [[record.id for record in unsent]]).fetchone() or (0,)
-        assert int(str(number)) >= 120 / records._REFUSED_BATCH  # each is soon through, so that nobody has to wait for all
+        # Each is soon through, so that nobody has to wait for all.
+        assert int(str(number)) >= 120 / limits().gateway.records_refused_batch
     finally:
         await writer.stop()
 
@@ -354,7 +357,7 @@ async def test_stop_writes_what_waits(rows: Rows) -> None:
 async def test_while_the_database_is_away_requests_are_refused_and_nothing_is_lost(
     rows: Rows, private_servers: EmbeddedServers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_LATE_S", 0.1)
+    set_limits(gateway={"records_late_s": 0.1})
     writer = RecordWriter(accept_s=ACCEPT_S, max_pending=10_000)
     writer.start()
     running = [make_record() for _ in range(50)]
@@ -455,7 +458,7 @@ async def test_a_refused_request_that_gets_in_after_the_database_is_back_is_clos
     rows: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frozen server carries out what it had received when it thaws, perhaps after the writer has closed what it found."""
-    monkeypatch.setattr(records, "_LATE_S", 0.5)
+    set_limits(gateway={"records_late_s": 0.5})
     writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
     writer.start()
     try:

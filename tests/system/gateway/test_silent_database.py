@@ -16,15 +16,14 @@ import pytest
 from django.db import DatabaseError, connection, transaction
 
 from controlplane.launcher.embedded import EmbeddedServers
-from core.db import Patience, threads
+from core.db import threads
 from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
-from gateway import records
+from core.limits import GatewayLimits
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue
 from gateway.errors import RecordsUnavailable
 from gateway.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
-from gateway.values import Limits
 from tests.fakes.frozen_database import frozen
 from tests.fakes.limits import set_limits
 from wire.contract import RequestState
@@ -107,10 +106,9 @@ async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 @pytest.fixture
-def limit_s(monkeypatch: pytest.MonkeyPatch) -> float:
+def limit_s() -> float:
     """Less patience than we ship: what is tested waits it out."""
-    set_limits(core={"database_s": 2.0})
-    monkeypatch.setattr(records, "_PATIENCE", Patience(silence_s=1.0))
+    set_limits(core={"database_s": 2.0}, gateway={"records_silence_s": 1.0})
     return 2.0
 
 
@@ -137,7 +135,7 @@ async def test_what_asks_a_frozen_server_ends_and_all_threads_come_back(
 
 @pytest.mark.usefixtures("rows")
 async def test_an_unknown_key_is_refused_while_the_server_is_frozen(private_servers: EmbeddedServers, limit_s: float) -> None:
-    keys = KeyRing(Catalogue(Limits()))
+    keys = KeyRing(Catalogue(GatewayLimits()))
     key = mint_credential(CredentialKind.CLIENT).text
     with frozen(private_servers):
         async with asyncio.timeout(limit_s + SLACK_S):

@@ -37,6 +37,7 @@ from gateway.services.responses import (
 )
 from gateway.tasks import forget_expired_responses
 from governance.models import AuditEvent
+from tests.fakes.limits import set_limits
 
 pytestmark = pytest.mark.django_db
 ACTOR = "user:ada"
@@ -176,7 +177,7 @@ def test_what_could_not_be_read_back_is_not_kept(change: dict[str, Any]) -> None
 
 def test_a_turn_that_is_too_large_to_go_on_from_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     make_keeper()
-    monkeypatch.setattr(responses_module, "MAX_HISTORY_BYTES", 1000)
+    set_limits(gateway={"kept_bytes": 1000})
     with pytest.raises(ResponseNotKept):
         keep("resp_1", input_items=[say("user", "x" * 1000)])
 
@@ -315,11 +316,11 @@ def test_whatever_is_called_a_response_that_is_none_is_not_found(text: str) -> N
             ask(tenant="acme", response_id=text)
 
 
-@pytest.mark.parametrize(("limit", "most"), [("MAX_TURNS", 3), ("MAX_HISTORY_BYTES", 400)], ids=["turns", "bytes"])
-def test_a_conversation_that_is_too_long_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, limit: str, most: int) -> None:
+@pytest.mark.parametrize(("limit", "most"), [("kept_turns", 3), ("kept_bytes", 400)], ids=["turns", "bytes"])
+def test_a_conversation_that_is_too_long_is_refused_by_name(limit: str, most: int) -> None:
     make_keeper()
     last = keep_chain(5)
-    monkeypatch.setattr(responses_module, limit, most)
+    set_limits(gateway={limit: most})
 
     assert load_history(tenant="acme", response_id="resp_1").turns == 2
     with pytest.raises(BadRequest) as caught:
@@ -332,7 +333,7 @@ def test_a_conversation_that_is_too_long_is_refused_by_name(monkeypatch: pytest.
 def test_a_conversation_of_exactly_the_most_turns_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     make_keeper()
     last = keep_chain(5)
-    monkeypatch.setattr(responses_module, "MAX_TURNS", 5)
+    set_limits(gateway={"kept_turns": 5})
 
     assert load_history(tenant="acme", response_id=last).turns == 5
 
@@ -429,7 +430,7 @@ def test_nobody_deletes_another_tenants_answer() -> None:
 
 
 def test_an_expired_answer_is_unreadable_at_once_and_deleted_by_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses_module, "EXPIRED_BATCH", 2)
+    set_limits(gateway={"kept_batch": 2})
     make_keeper()
     keep_chain(6)
     for number in range(5):

@@ -15,13 +15,13 @@ from django.db.models.functions import Now
 from pytest_django import Settings
 
 from core.db.threads import run_upkeep
+from core.limits import GatewayLimits
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey
 from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
 from gateway.services import create_api_key, create_tenant, revoke_api_key
-from gateway.values import Limits
 from nodes.services.sessions import SessionEnd, close_sessions
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
@@ -73,7 +73,7 @@ class OvertakenCatalogue(Catalogue):
 
 async def test_a_look_up_that_a_revocation_overtook_does_not_let_the_key_live_on() -> None:
     _, text = await make_key()
-    ring = KeyRing(OvertakenCatalogue(Limits()))
+    ring = KeyRing(OvertakenCatalogue(GatewayLimits()))
     for _ in range(2):
         with pytest.raises(InvalidApiKey):
             await ring.identify({"authorization": f"Bearer {text}"}, allow_x_api_key=True)
@@ -117,7 +117,7 @@ def end_key(key: ApiKey, **columns: object) -> None:
 @pytest.mark.parametrize("column", ["revoked_at", "expires_at"])
 async def test_keys_that_ended_long_ago_are_not_held_in_memory_and_stay_refused(column: str) -> None:
     key, text = await make_key()
-    catalogue = Catalogue(Limits())
+    catalogue = Catalogue(GatewayLimits())
     await end_key(key, **{column: Now() - timedelta(hours=23)})
     assert [keyid for keyid, _entry in await sync_to_async(catalogue.load_keys)(None)] == [key.keyid]
     await end_key(key, **{column: Now() - timedelta(hours=25)})

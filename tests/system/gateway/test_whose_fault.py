@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from core.limits import GatewayLimits
 from gateway.dialects import SURFACES, Surface
 from gateway.errors import GatewayError, InvalidApiKey, NoAvailableNode, QueueFull, RateLimited
 from gateway.records import Record, RecordWriter
-from gateway.values import Limits, RequestOutcome, judge_outcome
+from gateway.values import RequestOutcome, judge_outcome
 from tests.system.gateway.test_pipeline import Make, make_gateway
 from wire.contract import RequestState
 
@@ -108,7 +109,7 @@ async def test_nothing_of_what_engines_say_is_kept_where_that_is_switched_off(
     make_gateway: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway = make_gateway()
-    gateway.pipeline.limits = Limits(max_engine_error_chars=0)
+    gateway.pipeline.limits = GatewayLimits(max_engine_error_chars=0)
     link = gateway.link()
     request = gateway.ask()
     (await request.on(link)).answer(fail("out of memory"), status=500)

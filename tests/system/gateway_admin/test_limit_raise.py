@@ -11,11 +11,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from django.conf import settings
 from django.test import Client
 from django.urls import reverse
 from django.utils.html import escape
 
+from core.limits import GatewayLimits
 from gateway.models import ApiKey, Tenant
 from gateway.operations import LIMIT_RAISE
 from gateway.services import (
@@ -37,7 +37,7 @@ from tests.system.governance.team import Team, make_governed
 from wire.contract import ErrorCode
 
 pytestmark = pytest.mark.django_db
-SETTING = settings.GATEWAY_LIMITS.requests_per_minute
+SETTING = GatewayLimits().requests_per_minute
 
 
 AN_ORDER = RunOrder(

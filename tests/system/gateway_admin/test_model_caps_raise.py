@@ -11,13 +11,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.test import Client
 from django.urls import reverse
 
 from controlplane.management.commands.bootstrap import MODEL, make_credentials
+from core.limits import GatewayLimits
 from gateway.models import Model
 from gateway.operations import LIMIT_RAISE
 from gateway.services import (
@@ -42,7 +42,7 @@ from wire.contract import ErrorCode
 from wire.optoken.proposal import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
-LIMITS = settings.GATEWAY_LIMITS
+LIMITS = GatewayLimits()
 NONE: dict[str, int | None] = {"max_tokens": None, "max_prompt_chars": None, "max_queue": None}
 
 

@@ -25,6 +25,7 @@ from gateway.services import allow_model, create_alias, remember_models, revoke_
 from gateway.services.requests import find_records
 from gateway.services.traffic import FAILED, REFUSED
 from gateway.values import RequestOutcome, judge_outcome
+from tests.fakes.limits import set_limits
 from tests.system.gateway_admin.factories import (
     ACTOR,
     audited,
@@ -311,7 +312,7 @@ def test_tokens_that_the_engine_did_not_report_are_marked(boss: Client) -> None:
 
 
 def test_a_long_table_is_estimated_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paginator, "EXACT_ROWS", 3)
+    set_limits(gateway={"page_exact_rows": 3})
     for _ in range(5):
         make_record()
     rows = RequestRecord.objects.order_by("-created_at")

@@ -9,13 +9,11 @@ from datetime import UTC, date, datetime, timedelta
 
 import pytest
 from django.db import connection, transaction
-from pytest_django import Settings
 
-from gateway import partitions
+from core.limits import limits
 from gateway.models import RequestRecord
 from gateway.partitions import (
     ADVISORY_LOCK,
-    DAYS_AHEAD,
     DEFAULT_PARTITION,
     TABLE,
     PartitionsBusy,
@@ -24,19 +22,20 @@ from gateway.partitions import (
     partition_name,
 )
 from gateway.tasks import maintain_partitions as maintain_task
+from tests.fakes.limits import set_limits
 from tests.rings.contract.waiting import wait_until
 from tests.system.gateway_admin.factories import make_record
 
 pytestmark = pytest.mark.django_db(transaction=True)
 TODAY = date(2031, 5, 17)
 NOON = datetime(2031, 5, 17, 12, tzinfo=UTC)
-PATIENT = "30s"
+PATIENT_MS = 30_000
 
 
 @pytest.fixture(autouse=True)
-def no_partitions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_partitions() -> Iterator[None]:
     """Start and end with the DEFAULT partition alone, and have the maintainer wait for its locks as long as that takes."""
-    monkeypatch.setattr(partitions, "LOCK_TIMEOUT", PATIENT)
+    set_limits(gateway={"partition_lock_ms": PATIENT_MS})
     drop_days()
     yield
     drop_days()
@@ -59,11 +58,11 @@ def partition_of(record: RequestRecord) -> str:
 def test_partitions_of_today_and_the_next_days_are_made_once() -> None:
     report = maintain_partitions(today=TODAY)
 
-    assert len(report.created) == DAYS_AHEAD + 1
-    assert list_partition_days() == {TODAY + timedelta(days=step) for step in range(DAYS_AHEAD + 1)}
+    assert len(report.created) == limits().gateway.partition_days_ahead + 1
+    assert list_partition_days() == {TODAY + timedelta(days=step) for step in range(limits().gateway.partition_days_ahead + 1)}
     assert maintain_partitions(today=TODAY).created == ()
     assert maintain_partitions(today=TODAY + timedelta(days=1)).created == (
-        partition_name(TODAY + timedelta(days=DAYS_AHEAD + 1)),
+        partition_name(TODAY + timedelta(days=limits().gateway.partition_days_ahead + 1)),
     )
 
 
@@ -89,8 +88,8 @@ def test_new_rows_land_in_the_partition_of_their_utc_day() -> None:
     assert partition_of(first) == partition_name(TODAY + timedelta(days=1))
 
 
-def test_what_is_past_its_retention_goes_wherever_it_lies(settings: Settings) -> None:
-    settings.REQUEST_RETENTION_DAYS = 3
+def test_what_is_past_its_retention_goes_wherever_it_lies() -> None:
+    set_limits(gateway={"retention_days": 3})
     kept = make_record(created_at=NOON - timedelta(days=3))
     make_record(created_at=NOON - timedelta(days=4))
     maintain_partitions(today=TODAY - timedelta(days=4))
@@ -108,21 +107,21 @@ def test_a_second_maintainer_leaves_at_once() -> None:
         maintain_partitions(today=TODAY)
 
 
-def test_a_table_that_stays_in_use_is_left_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitions, "LOCK_TIMEOUT", "500ms")
+def test_a_table_that_stays_in_use_is_left_for_the_next_call() -> None:
+    set_limits(gateway={"partition_lock_ms": 500})
     with hold(f"LOCK TABLE {TABLE} IN ACCESS SHARE MODE"):
         with pytest.raises(PartitionsBusy):
             maintain_partitions(today=TODAY)
         assert maintain_task() == 0
 
-    monkeypatch.setattr(partitions, "LOCK_TIMEOUT", PATIENT)
-    assert len(maintain_partitions(today=TODAY).created) == DAYS_AHEAD + 1
+    set_limits(gateway={"partition_lock_ms": PATIENT_MS})
+    assert len(maintain_partitions(today=TODAY).created) == limits().gateway.partition_days_ahead + 1
 
 
 @pytest.mark.timeout(180)  # above the sum of the waits
-def test_an_update_that_waits_for_the_move_finds_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_waits_for_the_move_finds_its_row() -> None:
     """A statement planned before the partition existed must still see the row that moved into it."""
-    monkeypatch.setattr(partitions, "LOCK_TIMEOUT", "120s")  # the maintainer must not give up before the update waits too
+    set_limits(gateway={"partition_lock_ms": 120_000})  # the maintainer must not give up before the update waits too
     record = make_record(created_at=NOON)
     updated: list[int] = []
 

@@ -11,6 +11,7 @@ import pytest
 from django.utils import timezone
 from pytest_django import DjangoCaptureOnCommitCallbacks
 
+from core.limits import GatewayLimits
 from gateway.catalogue import Catalogue
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services import (
@@ -34,7 +35,7 @@ from gateway.services import (
     remember_models,
     revoke_api_key,
 )
-from gateway.values import Limits, Priority
+from gateway.values import Priority
 from tests.system.gateway_admin.factories import ACTOR, audited, make_key, make_tenant
 
 pytestmark = pytest.mark.django_db
@@ -132,7 +133,7 @@ def test_a_key_has_a_priority_that_stays_until_it_is_changed() -> None:
     changed = change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), priority="high", actor=ACTOR)
     assert changed.priority == "high"
     assert audited("api_key.limits")[-1].detail["to"]["priority"] == "high"
-    assert dict(Catalogue(Limits()).load_keys(None))[key.keyid].caller.priority is Priority.HIGH
+    assert dict(Catalogue(GatewayLimits()).load_keys(None))[key.keyid].caller.priority is Priority.HIGH
 
 
 def test_a_priority_that_no_box_knows_is_refused() -> None:
@@ -211,9 +212,9 @@ def test_every_change_sends_one_hint_after_the_commit(
 
 def test_a_canary_question_is_set_and_taken_away_and_gateways_hear_of_it() -> None:
     allow_model(name="m", actor=ACTOR)
-    assert Catalogue(Limits()).load_models()[0].canary_question == ""
+    assert Catalogue(GatewayLimits()).load_models()[0].canary_question == ""
     change_model_canary(name="m", question=" What is 17 times 3? ", answer="51", actor=ACTOR)
-    (entry,) = Catalogue(Limits()).load_models()
+    (entry,) = Catalogue(GatewayLimits()).load_models()
     assert (entry.canary_question, entry.canary_answer) == ("What is 17 times 3?", "51")
     change_model_canary(name="m", question="", answer="", actor=ACTOR)
     assert [event.detail for event in audited("model.canary")] == [{"is_asked": True}, {"is_asked": False}]

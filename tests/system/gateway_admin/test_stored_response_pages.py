@@ -13,10 +13,10 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from controlplane.management.commands.invite import let_propose
-from gateway.admin import responses as page_module
 from gateway.models import StoredResponse, Tenant
 from gateway.services import change_response_policy
 from gateway.services.responses import keep_response
+from tests.fakes.limits import set_limits
 from tests.system.gateway_admin.factories import ACTOR, audited, make_operator, make_tenant
 
 pytestmark = pytest.mark.django_db
@@ -80,7 +80,7 @@ def test_a_row_shows_its_content_folded_and_as_text(boss: Client) -> None:
 
 
 def test_a_long_content_is_cut(boss: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_module, "MAX_SHOWN_CHARS", 50)
+    set_limits(gateway={"page_body_chars": 50})
     keep("resp_1", "x" * 500)
     html = boss.get(reverse(PAGE, args=["resp_1"])).content.decode()
 

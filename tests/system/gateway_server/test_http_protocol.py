@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from controlplane.gateway_server.http_protocol import Handle
+from core.limits import GatewayLimits
 from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
-from gateway.values import Limits, Timeouts
 from tests.system.gateway_server.doors import GET, Scope, error_of, handle_of, hello, serve, until
 
 # receiving
@@ -244,8 +244,8 @@ async def test_pipelined_requests_are_answered_in_order_by_either_way_of_answeri
 TOTAL = 8 * 1024 * 1024
 
 
-def _connection(scope: Scope, receive: Any, send: Any, **timeouts: float) -> ClientConnection:
-    return ClientConnection(scope, receive, send, limits=Limits(max_buffer_bytes=2 * TOTAL), timeouts=Timeouts(**timeouts))
+def _connection(scope: Scope, receive: Any, send: Any, **timeouts: Any) -> ClientConnection:
+    return ClientConnection(scope, receive, send, limits=GatewayLimits(max_buffer_bytes=2 * TOTAL, **timeouts))
 
 
 async def test_a_client_that_reads_late_gets_the_whole_answer() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from core.limits import GatewayLimits
 from gateway.client import ClientConnection
-from gateway.values import Limits, Timeouts
 from tests.system.gateway_server.doors import GET, Scope, Visitor, handle_of, serve, until
 
 HIGH_WATER_BYTES = 65_536
@@ -30,7 +30,7 @@ class Service:
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        client = ClientConnection(scope, receive, send, limits=Limits(), timeouts=Timeouts())
+        client = ClientConnection(scope, receive, send, limits=GatewayLimits())
         self.served.append(len(await client.read_body()))
         handle = handle_of(scope)
         handle.set_lost_callback(self.lost.set)

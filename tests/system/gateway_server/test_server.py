@@ -20,8 +20,8 @@ import uvicorn
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.server import GatewayApp, GatewayServer
 from controlplane.launcher.ports import claim_port
+from core.limits import GatewayLimits
 from gateway.runtime import GatewayRuntime
-from gateway.values import Timeouts
 from tests.system.gateway_server.serving import run_server
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ class Runtime:
     """What the server asks of a gateway, without one."""
 
     def __init__(self, *, grace_s: float = 60.0) -> None:
-        self.timeouts = Timeouts(shutdown_grace_s=grace_s)
+        self.limits = GatewayLimits(shutdown_grace_s=grace_s)
         self.running_requests = 0
         self.is_stopping = False
         self.interrupted = asyncio.Event()

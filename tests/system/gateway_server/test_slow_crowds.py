@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from core.limits import GatewayLimits
 from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
-from gateway.values import Limits, Timeouts
 from tests.system.gateway_server.doors import GET, Scope, Visitor, hello, serve
 
 TRICKLING, STALLED = 500, 50
@@ -40,7 +40,7 @@ async def test_a_good_client_is_served_while_hundreds_trickle_and_stall_and_all_
         if scope["path"] != "/stall":
             await hello(scope, receive, send)
             return
-        client = ClientConnection(scope, receive, send, limits=Limits(), timeouts=Timeouts(client_write_s=3.0))
+        client = ClientConnection(scope, receive, send, limits=GatewayLimits(client_write_s=3.0))
         await client.read_body()
         client.watch()
         client.start(200, [])

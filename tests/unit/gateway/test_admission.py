@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.limits import GatewayLimits
 from gateway.admission import Admission, RateLimiter
 from gateway.bookkeeping import Bookkeeper, unread_request
 from gateway.catalogue import AliasEntry, Catalogue, ModelEntry
@@ -24,7 +25,7 @@ from gateway.errors import (
 )
 from gateway.records import RecordWriter
 from gateway.routing import Alias, Target
-from gateway.values import Caller, InferenceRequest, Limits, PoolOptions
+from gateway.values import Caller, InferenceRequest, PoolOptions
 
 KEY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
 
@@ -135,7 +136,7 @@ def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass
 
 def make_admission(*known: str, **caps: int) -> Admission:
     limits: dict[str, Any] = {"max_tokens": 100, "max_prompt_chars": 1000, "max_queue": 10, **caps}
-    catalogue = Catalogue(Limits())
+    catalogue = Catalogue(GatewayLimits())
     catalogue.apply_models(
         [
             ModelEntry(name="m", allowed=True, owned_by="x", created=0, **limits),
@@ -216,7 +217,7 @@ def hide_model(*, is_allowed: bool) -> Admission:
     def rank(names: Iterable[str], _path: str) -> list[str]:
         return list(names)
 
-    catalogue = Catalogue(Limits())
+    catalogue = Catalogue(GatewayLimits())
     row = ModelEntry(HIDDEN, is_allowed, "", max_tokens=9, max_prompt_chars=9, max_queue=9, created=0)
     catalogue.apply_models([row])
     catalogue.apply_aliases([AliasEntry(None, Alias("fast", (Target(HIDDEN), Target("gone"))))])

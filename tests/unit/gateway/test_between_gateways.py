@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
 from gateway.heads import render_head
 from gateway.peer import serve_peer
-from gateway.values import Limits
 from nodes.links.http import END_HEADER
 from nodes.states import POOL_RESPONSES
 from tests.fakes.asgi_client import MemoryClient
@@ -19,7 +19,7 @@ async def test_a_peer_names_model_and_tenant_in_any_script() -> None:
     link = floor.link("модель")
     headers = {"x-muster-model": "модель", "x-muster-tenant": "大学", "x-muster-deadline-ms": "30000"}
     client = MemoryClient(headers={name: value.encode().decode("latin-1") for name, value in headers.items()})
-    limits = Limits()
+    limits = GatewayLimits()
     serving = asyncio.create_task(
         serve_peer(dispatcher=floor.dispatcher, limits=limits, client=client.connection, link=link, surface=SURFACES[CHAT])
     )
@@ -32,7 +32,7 @@ async def test_a_peer_names_model_and_tenant_in_any_script() -> None:
 async def test_a_peer_may_send_a_conversation_that_was_kept_beside_the_largest_request() -> None:
     floor = Floor()
     link = floor.link("m")
-    limits = Limits(max_body_bytes=100)
+    limits = GatewayLimits(max_body_bytes=100)
     headers = {"x-muster-model": "m", "x-muster-deadline-ms": "30000"}
     client = MemoryClient(headers=headers, body=[b"x" * 101], limits=limits)
     serving = asyncio.create_task(
@@ -66,7 +66,7 @@ async def test_a_peer_may_ask_a_box_for_what_only_boxes_of_ours_answer() -> None
     serving = asyncio.create_task(
         serve_peer(
             dispatcher=floor.dispatcher,
-            limits=Limits(),
+            limits=GatewayLimits(),
             client=client.connection,
             link=link,
             surface=SURFACES["/v1/responses"],

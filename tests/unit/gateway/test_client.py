@@ -7,16 +7,16 @@ import asyncio
 import pytest
 from pytest_django import Settings
 
+from core.limits import GatewayLimits
 from gateway.checks import check_settings
 from gateway.client import ClientConnection
 from gateway.cors import admit_origin, is_preflight
 from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, ClientTooSlow, RequestTimeout
 from gateway.keepalive import KeepAlive
-from gateway.values import Limits, Timeouts
 from gateway.views.nearness import came_directly
 from tests.fakes.asgi_client import MemoryClient
 
-SMALL = Limits(max_body_bytes=10, max_buffer_bytes=100)
+SMALL = GatewayLimits(max_body_bytes=10, max_buffer_bytes=100)
 
 
 async def test_a_body_in_parts_is_put_together() -> None:
@@ -30,7 +30,7 @@ async def test_headers_are_read_by_lower_case_name_and_the_last_of_a_repeated_on
     async def nothing(*_: object) -> None:
         raise AssertionError
 
-    client = ClientConnection(scope, nothing, nothing, limits=SMALL, timeouts=Timeouts())  # type: ignore[arg-type]
+    client = ClientConnection(scope, nothing, nothing, limits=SMALL)  # type: ignore[arg-type]
     assert client.headers["x-a"] == "é"
     assert client.headers.get("x-b") is None
     assert dict(client.headers) == {"x-a": "é"}
@@ -71,7 +71,7 @@ async def test_a_strange_declared_length_is_not_our_bug(length: str) -> None:
 
 
 async def test_a_body_that_does_not_come_in_time_is_a_timeout_on_a_plain_server() -> None:
-    client = MemoryClient(body=[], timeouts=Timeouts(body_s=0.01), with_handle=False)
+    client = MemoryClient(body=[], limits=GatewayLimits(body_s=0.01), with_handle=False)
     with pytest.raises(RequestTimeout):
         await client.connection.read_body()
 
@@ -148,7 +148,7 @@ async def test_drain_waits_for_a_client_that_reads_late() -> None:
 
 async def test_drain_ends_when_the_client_leaves_or_takes_too_long() -> None:
     for patience, error in ((30.0, ClientLeft), (0.01, ClientTooSlow)):
-        client = MemoryClient(timeouts=Timeouts(client_write_s=patience))
+        client = MemoryClient(limits=GatewayLimits(client_write_s=patience))
         client.connection.watch()
         client.reading.clear()
         client.connection.start(200, [])

@@ -14,24 +14,17 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
+from core.limits import limits
 from gateway.catalogue import ModelEntry
 from gateway.checks import check_settings
-from gateway.counting import Count, Source, TokenCounter, bounds
-from gateway.counting import counter as counter_module
-from gateway.counting.boxes import MAX_ANSWER_BYTES, MAX_COUNTED_BYTES, ask_box, find_counting
-from gateway.counting.folders import CACHED, TokenizerFolders, find_folder, load_tokenizer
-from gateway.counting.templates import MAX_TEMPLATE_CHARS, MAX_TEXT_CHARS, ChatTemplate, TemplateFailed
-from gateway.counting.values import (
-    ANSWER_TOKENS,
-    MEDIA_TOKENS,
-    MESSAGE_TOKENS,
-    ChatPrompt,
-    UnusableFolder,
-    estimate_tokens,
-    read_prompt,
-)
+from gateway.counting import Count, Source, TokenCounter
+from gateway.counting.boxes import ask_box, find_counting
+from gateway.counting.folders import TokenizerFolders, find_folder, load_tokenizer
+from gateway.counting.templates import ChatTemplate, TemplateFailed
+from gateway.counting.values import ChatPrompt, UnusableFolder, estimate_tokens, read_prompt
 from nodes.links import EndKind, LinkRegistry
 from nodes.states import TOKENIZE
+from tests.fakes.limits import set_limits
 from tests.fakes.models.make import hf_model_dir
 from tests.unit.nodes.link_fakes import FakeLink, FakeStream
 
@@ -51,9 +44,7 @@ TALK: list[dict[str, object]] = [
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be given up because this machine stood still. What does too much is given up by the number of its steps."""
-    monkeypatch.setattr(bounds, "RENDER_S", 60.0)
-    monkeypatch.setattr(counter_module, "THREAD_S", 60.0)
-    monkeypatch.setattr(counter_module, "DEADLINE_MS", PATIENT_MS)
+    set_limits(gateway={"template_s": 60.0, "count_thread_s": 60.0, "count_node_ms": PATIENT_MS})
 
 
 def chat(*messages: Mapping[str, object], **fields: object) -> bytes:
@@ -91,12 +82,12 @@ def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
 
 
 def test_four_bytes_are_taken_for_a_token_and_pictures_for_a_fixed_number() -> None:
-    framed = MESSAGE_TOKENS + ANSWER_TOKENS
+    framed = limits().gateway.token_message + limits().gateway.token_answer
     assert estimate_tokens(prompt(say("four"))) == 1 + framed
     assert estimate_tokens(prompt(say("fours"))) == 2 + framed
     assert estimate_tokens(prompt(say("λλλλ"))) == 2 + framed
     shown = {"role": "user", "content": [{"type": "text", "text": "four"}, PICTURE, {"type": "file", "file": {}}]}
-    assert estimate_tokens(prompt(shown)) == 1 + framed + 2 * MEDIA_TOKENS
+    assert estimate_tokens(prompt(shown)) == 1 + framed + 2 * limits().gateway.token_media
 
 
 def test_an_estimate_grows_with_system_tools_calls_and_every_message() -> None:
@@ -165,7 +156,7 @@ def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_th
 def test_a_template_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{% for message in messages %}{{ message.role }}{% endfor %}", {})
     assert template.render(prompt(say("x"))) == "user"
-    monkeypatch.setattr(bounds, "RENDER_S", -1.0)
+    set_limits(gateway={"template_s": -1.0})
     with pytest.raises(TemplateFailed):
         template.render(prompt(say("x")))
 
@@ -191,7 +182,7 @@ def test_what_a_client_hands_to_a_template_cannot_take_the_place_of_what_is_ours
         "{{ x",
         "{{ x | indent(999) }}",
         "{% for a in b %}" * 30 + "{% endfor %}" * 30,
-        "x" * (MAX_TEMPLATE_CHARS + 1),
+        "x" * (limits().gateway.template_source_chars + 1),
     ],
     ids=["syntax", "open", "filter", "nested", "large"],
 )
@@ -266,16 +257,16 @@ def test_a_tokenizer_stays_in_memory_until_its_files_change(root: Path) -> None:
 
 
 def test_of_many_tokenizers_those_used_last_stay(root: Path) -> None:
-    for number in range(CACHED):
+    for number in range(limits().gateway.count_folders):
         put_tokenizer(root / str(number))
     folders = TokenizerFolders(root)
     kept = folders.get("tiny")
-    for number in range(CACHED - 1):
+    for number in range(limits().gateway.count_folders - 1):
         folders.get(str(number))
     assert folders.get("tiny") is kept
     zero = folders.get("0")
-    folders.get(str(CACHED - 1))
-    assert len(folders._loaded) == CACHED
+    folders.get(str(limits().gateway.count_folders - 1))
+    assert len(folders._loaded) == limits().gateway.count_folders
     assert folders.get("0") is zero
     assert folders.get("1") is not None
 
@@ -385,7 +376,7 @@ async def test_a_box_is_asked_without_a_slot_and_its_count_is_taken() -> None:
         lambda stream: stream.answer(b"\xff"),
         lambda stream: stream.answer(b'{"count": -1}'),
         lambda stream: stream.answer(b'{"count": 9999999999999}'),
-        lambda stream: stream.answer(b" " * (MAX_ANSWER_BYTES + 1), ends=False),
+        lambda stream: stream.answer(b" " * (limits().gateway.count_answer_bytes + 1), ends=False),
         lambda stream: stream.end(EndKind.BUSY, retryable=True),
         lambda stream: stream.end(EndKind.LINK_LOST),
     ],
@@ -434,7 +425,7 @@ async def test_pictures_make_a_count_an_estimate_also_with_a_tokenizer(root: Pat
     shown = {"role": "user", "content": [{"type": "text", "text": "hi"}, PICTURE]}
     plain = await count(counter, tokenizer="tiny", body=chat(say("hi")))
     found = await count(counter, tokenizer="tiny", body=chat(shown))
-    assert found == Count(plain.tokens + MEDIA_TOKENS, Source.TOKENIZER, is_estimated=True)
+    assert found == Count(plain.tokens + limits().gateway.token_media, Source.TOKENIZER, is_estimated=True)
 
 
 @pytest.mark.parametrize("tokenizer", ["", "absent", "../tokenizers/tiny", "foreign"])
@@ -480,14 +471,20 @@ async def test_after_two_boxes_it_is_estimated() -> None:
 async def test_a_body_that_is_too_large_to_send_about_is_estimated(root: Path) -> None:
     link = counting_link()
     counter = TokenCounter(registry_of(link), root)
-    found = await count(counter, tokenizer="tiny", body=chat(say("x" * MAX_COUNTED_BYTES)))
-    assert found == Count(MAX_COUNTED_BYTES // 4 + MESSAGE_TOKENS + ANSWER_TOKENS, Source.ESTIMATE, is_estimated=True)
+    found = await count(counter, tokenizer="tiny", body=chat(say("x" * limits().gateway.count_body_bytes)))
+    assert found == Count(
+        limits().gateway.count_body_bytes // 4 + limits().gateway.token_message + limits().gateway.token_answer,
+        Source.ESTIMATE,
+        is_estimated=True,
+    )
     assert link.streams == []
 
 
 async def test_a_text_beyond_the_bound_is_not_tokenized(root: Path) -> None:
     found = await count(
-        TokenCounter(LinkRegistry(), root), tokenizer="tiny", body=chat(say("word " * (MAX_TEXT_CHARS // 5 + 1)))
+        TokenCounter(LinkRegistry(), root),
+        tokenizer="tiny",
+        body=chat(say("word " * (limits().gateway.template_chars // 5 + 1))),
     )
     assert found.source is Source.ESTIMATE
 

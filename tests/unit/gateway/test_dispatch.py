@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.limits import GatewayLimits
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
     ClientLeft,
@@ -27,7 +28,7 @@ from gateway.errors import (
     QueueTimeout,
     ShuttingDown,
 )
-from gateway.values import InferenceRequest, Timeouts
+from gateway.values import InferenceRequest
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Ejection, Fault
 from nodes.links.keeper import LinkKeeper
@@ -36,16 +37,16 @@ from wire import clock
 
 CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
 MESSAGES = "/v1/messages"
-SHORT = Timeouts(queue_s=0.04, no_node_wait_s=0.01, request_s=5.0)
+SHORT = GatewayLimits(queue_s=0.04, no_node_wait_s=0.01, request_s=5.0)
 
 
 class Floor:
     """A dispatcher with its registry and keeper."""
 
-    def __init__(self, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, limits: GatewayLimits | None = None) -> None:
         self.registry = LinkRegistry()
         self.keeper = LinkKeeper(self.registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
-        self.dispatcher = Dispatcher(self.registry, self.keeper, timeouts or Timeouts())
+        self.dispatcher = Dispatcher(self.registry, self.keeper, limits or GatewayLimits())
 
     def link(self, *models: str, slots: int = 1, **endpoints: set[str]) -> FakeLink:
         """Connect a box; ``endpoints`` are the paths on which it answers a model, where it says so."""
@@ -335,7 +336,7 @@ async def test_a_wait_for_a_model_nobody_serves_ends_early() -> None:
 
 
 async def test_a_wait_whose_only_box_stops_ends_at_its_timeout_with_the_reason() -> None:
-    floor = Floor(Timeouts(queue_s=0.02, no_node_wait_s=10.0))
+    floor = Floor(GatewayLimits(queue_s=0.02, no_node_wait_s=10.0))
     box = floor.link()
     floor.take()
     wait = floor.queue()
@@ -344,7 +345,7 @@ async def test_a_wait_whose_only_box_stops_ends_at_its_timeout_with_the_reason()
 
 
 async def test_the_deadline_of_a_request_bounds_its_wait() -> None:
-    floor = Floor(Timeouts(queue_s=30, no_node_wait_s=20, request_s=0.02))
+    floor = Floor(GatewayLimits(queue_s=30, no_node_wait_s=20, request_s=0.02))
     floor.link()
     floor.take()
     assert type(await fails(floor.queue())) is QueueTimeout

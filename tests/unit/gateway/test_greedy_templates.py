@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway.counting import bounds
 from gateway.counting.bounds import measure
 from gateway.counting.templates import ChatTemplate, TemplateFailed
 from gateway.counting.values import ChatPrompt
+from tests.fakes.limits import set_limits
 
 PROMPT = ChatPrompt([{"role": "user", "content": "Hello"}], None, {}, 0)
 DOUBLED = "{% set a = [1, 2] %}" + "{% set a = [a, a] %}" * 40
@@ -23,7 +23,7 @@ ROOM_BYTES = 512 * 1024 * 1024
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be given up because this machine stood still: what does too much is given up for what it does."""
-    monkeypatch.setattr(bounds, "RENDER_S", 60.0)
+    set_limits(gateway={"template_s": 60.0})
 
 
 @pytest.fixture

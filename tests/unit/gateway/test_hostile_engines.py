@@ -17,9 +17,9 @@ from conformance.events import read_stream
 from conformance.readers import messages as messages_reader
 from conformance.readers import responses as responses_reader
 from conformance.verdicts import Violation
+from core.limits import limits
 from gateway.dialects import SURFACES
 from gateway.dialects.refusal import read_refusal
-from gateway.dialects.responses.answer import MAX_ANSWER_CHARS
 from gateway.dialects.translation import FailingTranslator
 from gateway.errors import GatewayError, StreamTooLarge
 from tests.fakes.chat_engine import MESSAGES, RESPONSES, open_answer, run
@@ -134,7 +134,7 @@ def test_an_answer_that_has_to_be_repeated_at_its_end_may_not_go_on_for_ever(nam
         assert isinstance(translator.failure, StreamTooLarge)
         assert isinstance(translator, FailingTranslator)
         ending = translator.fail(translator.failure)
-        assert tracemalloc.get_traced_memory()[1] < 8 * MAX_ANSWER_CHARS
+        assert tracemalloc.get_traced_memory()[1] < 8 * limits().gateway.responses_answer_chars
     finally:
         tracemalloc.stop()
     assert ending.count(b"\n\n") == 1

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.limits import GatewayLimits
 from gateway.errors import EndpointNotAnswered, NoAvailableNode, NodeDraining
 from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
 from gateway.placement import choose_link
-from gateway.values import InferenceRequest, PoolOptions, Timeouts
+from gateway.values import InferenceRequest, PoolOptions
 from nodes.states import POOL_RESPONSES
 from tests.unit.gateway.test_dispatch import CHAT, EMBED, Floor, fails
 
@@ -136,7 +137,7 @@ async def test_a_preferred_box_is_taken_while_it_has_room_and_nothing_waits_for_
 
 
 async def test_a_client_waits_no_longer_than_it_said() -> None:
-    floor = Floor(Timeouts(queue_s=30, no_node_wait_s=20))
+    floor = Floor(GatewayLimits(queue_s=30, no_node_wait_s=20))
     floor.link("m").policy.draining = True
     request = InferenceRequest(
         endpoint=CHAT, model="m", is_streaming=False, max_tokens=None, prompt_chars=1, body=b"{}", headers={},

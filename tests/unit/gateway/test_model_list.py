@@ -9,10 +9,11 @@ import anthropic.types
 import openai.types
 import pytest
 
+from core.limits import GatewayLimits
 from gateway.catalogue import AliasEntry, Catalogue, ModelEntry
 from gateway.errors import BadRequest
 from gateway.routing import Alias, Target
-from gateway.values import Caller, Limits
+from gateway.values import Caller
 from gateway.views.models import (
     ListedModel,
     ModelList,
@@ -46,7 +47,7 @@ def make_list(
     *, models: list[ModelEntry], aliases: list[AliasEntry], served: str = "abc", contexts: Sequence[dict[str, int]] = ({},)
 ) -> ModelList:
     """``contexts``: for each box what it says of its context windows."""
-    catalogue, registry = Catalogue(Limits()), LinkRegistry()
+    catalogue, registry = Catalogue(GatewayLimits()), LinkRegistry()
     catalogue.apply_models(models)
     catalogue.apply_aliases(aliases)
     for said in contexts:

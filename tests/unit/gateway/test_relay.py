@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.limits import GatewayLimits
 from gateway import answers
 from gateway.dialects import SURFACES, Surface
 from gateway.dispatch import Dispatcher, Lease
@@ -25,7 +26,7 @@ from gateway.errors import (
 )
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.relay import Exchange
-from gateway.values import InferenceRequest, Limits, Timeouts
+from gateway.values import InferenceRequest
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import LinkEnd
@@ -47,15 +48,14 @@ class Attempt:
         self,
         *,
         streams: bool = True,
-        limits: Limits | None = None,
-        timeouts: Timeouts | None = None,
+        limits: GatewayLimits | None = None,
         surface: Surface | None = CHAT,
         deadline_s: float = 30.0,
         with_handle: bool = True,
     ) -> None:
         registry = LinkRegistry()
         keeper = LinkKeeper(registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
-        dispatcher = Dispatcher(registry, keeper, Timeouts(request_s=deadline_s))
+        dispatcher = Dispatcher(registry, keeper, GatewayLimits(request_s=deadline_s))
         self.link = FakeLink()
         registry.add(self.link)
         request = InferenceRequest(
@@ -72,13 +72,13 @@ class Attempt:
         assert isinstance(lease, Lease)
         self.lease = lease
         self.job.attempts = 1
-        self.client = MemoryClient(limits=limits, timeouts=timeouts, with_handle=with_handle)
+        self.client = MemoryClient(limits=limits, with_handle=with_handle)
         self.exchange = Exchange(
             job=self.job,
             lease=lease,
             client=self.client.connection,
             surface=surface,
-            limits=limits or Limits(),
+            limits=limits or GatewayLimits(),
             extra=[(b"x-request-id", b"req_1")],
         )
         self.task: asyncio.Task[Outcome] | None = None
@@ -368,7 +368,7 @@ async def test_a_broken_body_that_is_no_event_stream_is_cut(surface: Surface | N
 
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_answer_over_the_ceiling_is_ended(*, streams: bool) -> None:
-    attempt = Attempt(streams=streams, limits=Limits(max_stream_bytes=1000))
+    attempt = Attempt(streams=streams, limits=GatewayLimits(max_stream_bytes=1000))
     stream = await attempt.begin()
     stream.answer(b"x" * 1000, headers=SSE, ends=False)
     assert stream in attempt.link.streams
@@ -497,7 +497,7 @@ async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> N
 
 
 async def test_a_client_that_reads_nothing_is_closed_and_its_box_freed() -> None:
-    attempt = Attempt(timeouts=Timeouts(client_write_s=0.01))
+    attempt = Attempt(limits=GatewayLimits(client_write_s=0.01))
     stream = await attempt.begin()
     attempt.client.reading.clear()
     stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
@@ -508,7 +508,7 @@ async def test_a_client_that_reads_nothing_is_closed_and_its_box_freed() -> None
 
 
 async def test_a_client_with_too_much_waiting_is_closed_within_the_call() -> None:
-    attempt = Attempt(limits=Limits(max_buffer_bytes=1000))
+    attempt = Attempt(limits=GatewayLimits(max_buffer_bytes=1000))
     stream = await attempt.begin()
     attempt.client.reading.clear()
     stream.answer(*[b"x" * 298 + b"\n\n"] * 10, headers=SSE, ends=False)
@@ -604,7 +604,7 @@ async def test_looking_for_usage_costs_little_on_a_hostile_stream(monkeypatch: p
             return super().raw_decode(s, idx)
 
     monkeypatch.setattr(answers, "_prefix_decoder", Decoder())
-    attempt = Attempt(limits=replace(Limits(), max_buffer_bytes=64 * 1024 * 1024))
+    attempt = Attempt(limits=replace(GatewayLimits(), max_buffer_bytes=64 * 1024 * 1024))
     stream = await attempt.begin()
     stream.answer(b'"usage":{' * 30_000, headers=SSE)
     await attempt.outcome()

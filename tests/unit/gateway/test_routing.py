@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from core.limits import limits
 from gateway.errors import GatewayError, ModelNotAllowed, ModelUnknown, NoAvailableNode
-from gateway.routing import AUTO, MAX_CANDIDATES, Alias, Route, Target, choose_by_weight, may_use, resolve
+from gateway.routing import AUTO, Alias, Route, Target, choose_by_weight, may_use, resolve
 
 
 def alias(name: str, **weights: int) -> Alias:
@@ -159,14 +160,14 @@ def test_what_a_client_names_is_bounded() -> None:
 
     with pytest.raises(ModelUnknown):
         route("a", refuse=refuse, extra=[f"m{number}" for number in range(100_000)])
-    assert len(asked) == MAX_CANDIDATES + 1
+    assert len(asked) == limits().gateway.candidates + 1
 
 
 NAMES = st.sampled_from([*"abcdefgh", "x", "y", AUTO])
 MODELS = st.lists(st.sampled_from("abcdefghz"), max_size=30)
 ALIASES = st.dictionaries(
     st.sampled_from(["x", "y", "a", AUTO]),
-    st.dictionaries(st.sampled_from("abcdefghz"), st.integers(0, 3), min_size=1, max_size=MAX_CANDIDATES),
+    st.dictionaries(st.sampled_from("abcdefghz"), st.integers(0, 3), min_size=1, max_size=limits().gateway.candidates),
     max_size=4,
 )
 
@@ -184,7 +185,7 @@ def test_candidates_are_few_each_once_and_all_usable(
     except (ModelUnknown, NoAvailableNode):
         assert not set(served) & set("abcdefgh") or name != AUTO or AUTO in made
         return
-    assert 1 <= len(found.models) <= MAX_CANDIDATES
+    assert 1 <= len(found.models) <= limits().gateway.candidates
     assert len(set(found.models)) == len(found.models)
     assert set(found.models) <= set("abcdefgh")
     if name in made and any(weight for model, weight in aliases[name].items() if model != "z"):

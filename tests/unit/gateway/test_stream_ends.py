@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conformance.events import DONE, Stream, read_stream
+from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
 from gateway.dispatch import Dispatcher, Lease
 from gateway.errors import EngineRefused, RequestInterrupted
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.relay import Exchange
-from gateway.values import Limits, Timeouts
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper
@@ -85,7 +85,7 @@ class Serving:
     def __init__(self, passage: Passage, *, for_peer: bool = False, measures: bool = False) -> None:
         registry = LinkRegistry()
         keeper = LinkKeeper(registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
-        self.dispatcher = Dispatcher(registry, keeper, Timeouts())
+        self.dispatcher = Dispatcher(registry, keeper, GatewayLimits())
         self.link = FakeLink()
         self.link.endpoints = {"m": frozenset(stream.path for stream in STREAMS)}
         registry.add(self.link)
@@ -111,7 +111,7 @@ class Serving:
             lease=lease,
             client=client.connection,
             surface=self.surface,
-            limits=Limits(),
+            limits=GatewayLimits(),
             extra=[],
             translation=self.translation,
         )
