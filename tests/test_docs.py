@@ -102,14 +102,14 @@ def test_every_page_is_reached_from_the_readme() -> None:
 def test_every_setting_is_documented_and_every_documented_one_exists() -> None:
     bounds = (bound for section in fields(Limits()) for bound in list_bounds(getattr(Limits(), section.name)))
     settings = variables_read_by(ROOT / "controlplane" / "settings.py") | {bound.setting for bound in bounds if bound.setting}
-    rows = {name for name in documented_rows(DOCS / "operate.md") if re.fullmatch(r"[A-Z][A-Z0-9_]+", name)}
-    assert settings - rows == set(), "add them to docs/operate.md"
-    assert rows - settings == set(), "docs/operate.md names variables that nobody reads"
+    rows = {name for name in documented_rows(DOCS / "settings.md") if re.fullmatch(r"[A-Z][A-Z0-9_]+", name)}
+    assert settings - rows == set(), "add them to tests/test_settings_page.py"
+    assert rows - settings == set(), "docs/settings.md names variables that nobody reads"
 
 
 def test_documented_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = ast.parse(read(ROOT / "controlplane" / "settings.py"))
-    rows = documented_rows(DOCS / "operate.md")
+    rows = documented_rows(DOCS / "settings.md")
     wrong: dict[str, tuple[str, str]] = {}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if not (isinstance(call.func, ast.Name) and call.func.id in {"read_int", "read_float", "read_bool"}):
@@ -120,7 +120,7 @@ def test_documented_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -
         shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else f"{value:g}" if value < 1e6 else f"{value}"
         if rows.get(name) != shown:
             wrong[name] = (rows.get(name, "missing"), shown)
-    assert not wrong, "docs/operate.md shows (left) what is not the default (right)"
+    assert not wrong, "docs/settings.md shows (left) what is not the default (right)"
 
 
 def test_every_option_of_the_box_is_documented() -> None:

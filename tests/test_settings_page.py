@@ -1,0 +1,194 @@
+"""docs/settings.md is made from the limits in the code; ``python -m tests.test_settings_page`` writes it anew."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from core.limits import Limits
+from wire.limits import MIB, WIRE, Bound, list_bounds
+
+PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+HEAD = """# Settings
+
+Written by `python -m tests.test_settings_page` from `core/limits.py`, `wire/limits.py` and `runner/limits.py`; a test fails
+when this page is older.
+
+Environment variables only, read once at start. Any of them may be given as `NAME_FILE`, the path of a file to read it from; use
+that for secrets. A value that cannot be used stops the process with one line that says why.
+
+"""
+SETTING_HEAD = "| Variable | Default | Unit | What it does, or what happens at it |\n|---|---|---|---|\n"
+BOUND_HEAD = "| Field | Default | Unit | What happens at it |\n|---|---|---|---|\n"
+ROWS = """\
+DATABASE_URL | `postgresql:///muster` | `postgresql://user:password@host:port/name`; `?host=/directory` for a Unix socket, \
+other parameters as in libpq. Unless it says otherwise: `connect_timeout=5`, `keepalives_idle=5`, `keepalives_interval=2`, \
+`keepalives_count=3`, `tcp_user_timeout=10000`
+MUSTER_DATABASE_SILENCE_S
+REDIS_URL | `redis://127.0.0.1:6379/0` | `redis://`, `rediss://` or `unix:///path/valkey.sock?db=0`
+MUSTER_SECRET_KEY | none | Required. Signs sessions and encrypts the API keys of nodes; changing it signs every operator \
+out, and those keys have to be given again. Long and random
+MUSTER_DEBUG | off | Error pages with details. Never where others can reach it
+MUSTER_ALLOWED_HOSTS | `localhost,127.0.0.1,[::1]` | Hosts, without a port, under which the control plane answers. \
+`./muster up` adds its own
+MUSTER_CSRF_TRUSTED_ORIGINS | empty | `https://muster.example.com`, when a proxy changes host or scheme
+MUSTER_BEHIND_TLS | off | On when a TLS proxy stands in front: secure cookies, HSTS, and `X-Forwarded-Proto` of a trusted \
+proxy is believed
+MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of the proxies in front, as control plane and gateway see them, \
+separated by commas: `127.0.0.1,10.0.0.0/28`. The address of a client is then the last in `X-Forwarded-For` that is none of \
+them. Empty = no forwarding header is believed. Name proxies alone: whoever calls from such an address chooses what the \
+throttles and the logs take for its address
+MUSTER_LOG_LEVEL | `info` | `debug` (or `trace`), `info`, `warning` (or `warn`), `error`, `critical`, in any case. For \
+nodes too
+MUSTER_ADMIN_PAGES | on | Load the admin's modules. Off for gateways and workers, which show no page: a second and 15 MB \
+less each
+MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes
+MUSTER_STATIC_FINDERS | on | Serve static files from the packages. Off in an image that has collected them
+**Approvals**
+MUSTER_PUBLIC_URL | `http://localhost:8000` | Where people open the control plane. Passkeys are bound to this host name, \
+policies name this origin, links in notices lead there. Changing it later means enrolling passkeys again and a new policy. \
+HTTPS anywhere but on localhost
+MUSTER_LOG_KEY | empty | Seed of the Ed25519 key that signs audit checkpoints: 32 bytes in base64url. Empty = no \
+checkpoints. `./muster up` makes one
+MUSTER_LOG_ORIGIN | `muster.local/audit` | Name of the log in its checkpoints
+MUSTER_MAIL_FROM | empty | Sender of notices. Empty = no mail
+MUSTER_MAIL_HOST | `localhost` | Mail server
+MUSTER_MAIL_PORT | 25 | Its port
+MUSTER_MAIL_USER | empty | User name there
+MUSTER_MAIL_PASSWORD | empty | Its password
+MUSTER_MAIL_TLS | off | STARTTLS
+**Requests**
+MUSTER_QUEUE_TIMEOUT_S
+MUSTER_REQUEST_TIMEOUT_S
+MUSTER_CANARY_INTERVAL_S
+MUSTER_NO_NODE_WAIT_S
+MUSTER_STREAM_PING_S
+MUSTER_TOKENIZERS_DIR | empty | Folder with a folder for each model's `tokenizer.json` (and `tokenizer_config.json`, \
+`chat_template.jinja`), named on the model's page; empty = boxes are asked, or counts are estimated
+MUSTER_ACCEPT_TIMEOUT_S
+MUSTER_CLIENT_WRITE_TIMEOUT_S
+MUSTER_HEADER_TIMEOUT_S
+MUSTER_BODY_TIMEOUT_S
+MUSTER_SHUTDOWN_GRACE_S
+MUSTER_MAX_QUEUE_LEN
+MUSTER_MAX_BODY_BYTES
+MUSTER_MAX_AUDIO_MB
+MUSTER_MAX_PROMPT_CHARS
+MUSTER_MAX_TOKENS_CAP
+MUSTER_RATE_LIMIT_RPM
+MUSTER_MAX_REQUEUES
+MUSTER_MAX_STREAM_BYTES
+MUSTER_MAX_BUFFER_BYTES
+MUSTER_PUBLIC_MODEL_LIST | on | `GET /v1/models` without a key
+MUSTER_CORS_ORIGINS | empty | Origins whose pages may call `/v1/…` from a browser, separated by commas \
+(`https://chat.example.com`), or `*` for all
+MUSTER_METRICS_REQUIRE_TOKEN | off | `GET /metrics` always asks for an admin token; otherwise only of callers on other \
+machines or behind a proxy
+MUSTER_REQUEST_RETENTION_DAYS
+MUSTER_KEEP_ENGINE_ERRORS | on | Request records and logs keep what an engine said when it failed or refused: at most 300 \
+characters, cut before the first 20 that the request holds too. A node has [the same switch](connect-a-box.md) for its own \
+log
+**Playground**
+MUSTER_PLAYGROUND_GATEWAY_URL | `http://127.0.0.1:8080` | Where the control plane asks for the playground: scheme, host and \
+port of a gateway, or of what stands before them. `./muster up` sets it
+MUSTER_GATEWAY_PUBLIC_URL | the one above | Where clients reach the gateways; what the playground's code names
+**Several gateways**
+MUSTER_INTERNAL_URL | empty | Where other gateways reach this one
+MUSTER_CLUSTER_SECRET | empty | What gateways show each other; without it they do not reach each other's boxes
+MUSTER_GATEWAY_URLS | empty | Public address of each gateway by itself, separated by commas: what our own boxes are told to \
+dial as well
+**Boxes**
+MUSTER_HEARTBEAT_INTERVAL_S | 5 | How often a box reports
+MUSTER_STALE_AFTER_S | 10 | Silence after which a box gets no new work
+MUSTER_OFFLINE_AFTER_S | 15 | Silence after which a box is gone and its work is given away or ended
+MUSTER_BRIDGE_PING_INTERVAL_S | 15 | How often a bridge v1 worker is asked for a sign of life
+MUSTER_BRIDGE_PONG_WINDOW_S | 45 | How long it may take to answer
+MUSTER_RECLAIM_GRACE_S | 15 | What runs on a box when its owner takes it back may go on for so long
+MUSTER_DRAIN_TIMEOUT_S | 120 | The same for a drained box, unless the drain says otherwise
+MUSTER_WORKER_AUTH_FAILURES | 3 | Wrong worker secrets from one address before its next unknown one has to wait; a good one \
+never does
+MUSTER_WORKER_AUTH_BLOCK_S | 0.25 | How long
+MUSTER_ALLOW_QUERY_SECRET | on | Accept `?worker_secret=`, as old workers send it
+MUSTER_DIRECT_HOSTS | empty | Host names and networks that nodes may register as `public_base_url`, for example \
+`gpu.example.com,10.20.0.0/16`; `private` = every private network (RFC 1918, RFC 4193). Control plane, worker and gateways \
+read it when they start
+MUSTER_DIRECT_ALLOW_LOOPBACK | off | Allow loopback and metadata addresses among them. For tests on one machine
+"""
+"""In operators' order: a setting that is no bound with all that is said of it, a bound by its name, a heading in stars."""
+
+
+def list_sections(limits: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each section. Any: a dataclass of dataclasses."""
+    return ((field.name, getattr(limits, field.name)) for field in fields(limits))
+
+
+def read_node_limits() -> Any:
+    """Return what a node's program has; None where it has no such value."""
+    return import_module("runner.limits").Limits() if find_spec("runner.limits") else None
+
+
+def list_settings(limits: Any) -> dict[str, Bound]:
+    """Return the bounds that a variable sets, by its name."""
+    return {bound.setting: bound for _, section in list_sections(limits) for bound in list_bounds(section) if bound.setting}
+
+
+def render() -> str:
+    """Return the page as Markdown."""
+    node, server = read_node_limits(), Limits()
+    parts = [HEAD, SETTING_HEAD, *_render_rows(list_settings(server))]
+    parts.append("\nWhat a node itself reads is in [connect-a-box.md](connect-a-box.md).\n")
+    parts += ["\n## Bounds of the server\n\nNo setting reaches them.\n", *_render_sections(server, has_settings=False)]
+    parts += ["\n## Bounds of the formats\n\nServer and node share them.\n\n", _render_bounds(WIRE, has_settings=False)]
+    if node is not None:
+        parts += ["\n## Bounds of a node\n", *_render_sections(node, has_settings=True)]
+    return "".join(parts)
+
+
+def _render_rows(settings: dict[str, Bound]) -> Iterator[str]:
+    for line in ROWS.splitlines():
+        name, *said = line.split(" | ")
+        if name.startswith("**"):
+            yield f"| {name} | | | |\n"
+        elif name in settings:
+            yield _render_row(name, settings[name], in_setting=True)
+        else:
+            default, text = said
+            yield f"| `{name}` | {default} | | {text} |\n"
+
+
+def _render_sections(limits: Any, *, has_settings: bool) -> Iterator[str]:
+    for name, section in list_sections(limits):
+        rows = _render_bounds(section, has_settings=has_settings)
+        if rows:
+            yield f"\n### {name}\n\n{inspect.getdoc(type(section))}\n\n{rows}"
+
+
+def _render_bounds(section: Any, *, has_settings: bool) -> str:
+    bounds = [bound for bound in list_bounds(section) if has_settings or not bound.setting]
+    return BOUND_HEAD + "".join(_render_row(bound.name, bound, in_setting=False) for bound in bounds) if bounds else ""
+
+
+def _render_row(name: str, bound: Bound, *, in_setting: bool) -> str:
+    factor = bound.factor if in_setting else 1
+    unit = "MiB" if factor == MIB else bound.unit
+    default = bound.default / factor
+    shown = f"{default:g}" if abs(default) < 1e6 else f"{default:.0f}"
+    then = bound.then if in_setting or not bound.setting else f"{bound.then} Variable: `{bound.setting}`."
+    return f"| `{name}` | {shown} | {unit} | {then} |\n"
+
+
+def test_the_page_of_the_settings_is_what_the_limits_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render(), "run python -m tests.test_settings_page"
+
+
+def test_every_bound_of_the_server_that_a_variable_sets_has_its_place_in_the_list() -> None:
+    assert set(list_settings(Limits())) - {line.split(" | ")[0] for line in ROWS.splitlines()} == set()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(), encoding="utf-8")
