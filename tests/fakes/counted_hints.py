@@ -48,16 +48,19 @@ class CountedHintLayer(HintLayer):
     async def group_send(self, group: str, message: dict[str, Any]) -> None:
         """Send a hint; it is under way until every listener of this process has it."""
         loop, key = self.loop, (message["topic"], message["ident"])
-        listeners = len(self._listening) if loop is not None else 0
+        if loop is None:
+            await self._get_layer().group_send(group, message)
+            return
+        listeners = len(self._listening)
         for _ in range(listeners):
             self._coming[key] += 1
-            self.loop.begin(f"hint {message['topic']}")
+            loop.begin(f"hint {message['topic']}")
         try:
             await self._get_layer().group_send(group, message)
         except BaseException:
             for _ in range(listeners):
                 self._coming[key] -= 1
-                self.loop.end(f"hint {message['topic']}")
+                loop.end(f"hint {message['topic']}")
             raise
 
     async def receive(self, channel: str) -> dict[str, Any]:

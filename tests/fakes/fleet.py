@@ -21,7 +21,6 @@ import asyncio
 import itertools
 import json
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -260,6 +259,18 @@ class Node:
         self.task.result()
 
 
+class _Runtime(GatewayRuntime):
+    """A gateway that, when a task of its background dies, notes that instead of ending the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deaths: list[BaseException] = []
+
+    def _take_dead_task(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.deaths.append(error)
+
+
 class Fleet:
     """See the module. ``rows`` None = made by the fleet, with model ``m`` and key ``k``; the time-outs are as deployed.
 
@@ -275,17 +286,15 @@ class Fleet:
         runner: RunnerTimeouts | None = None,
         within_s: float = WITHIN_S,
     ) -> None:
-        self._rows = rows
+        self._given_rows = rows
         self.timeouts: Timeouts = timeouts or settings.GATEWAY_TIMEOUTS
         self.health: HealthPolicy = health or settings.NODE_HEALTH
         self.runner = runner or RunnerTimeouts()
         self.within_s = within_s
         self.nodes: list[Node] = []
         self.answers: list[Answer] = []
-        self.gateways: list[GatewayRuntime] = []
+        self.gateways: list[_Runtime] = []
         self.is_listening = False
-        self.deaths: list[str] = []
-        """Why the gateway would have ended itself."""
         self._numbers = itertools.count(1)
         self._sockets: dict[asyncio.Task[None], MemoryLink] = {}
         self._stack = AsyncExitStack()
@@ -298,9 +307,8 @@ class Fleet:
         self._stack.enter_context(_counted_hints(loop))
         self._stack.enter_context(_lasting_connections())
         self._stack.enter_context(override_settings(GATEWAY_TIMEOUTS=self.timeouts, NODE_HEALTH=self.health))
-        self._stack.enter_context(self._watch_deaths())
         try:
-            self.rows = self._rows or await run_upkeep(Rows.create)
+            self.rows: Rows = self._given_rows or await run_upkeep(Rows.create)
             await self.start_gateway()
         except BaseException:
             await self._stack.aclose()
@@ -321,7 +329,7 @@ class Fleet:
             await self.settle()
             left = asyncio.all_tasks() - self._tasks_before - {asyncio.current_task()}
             if error is None:
-                assert not self.deaths, self.deaths
+                assert not self.deaths
                 assert not left, f"tasks are left behind: {left}"
         finally:
             await self._stack.aclose()
@@ -329,13 +337,18 @@ class Fleet:
     # the gateway
 
     @property
-    def runtime(self) -> GatewayRuntime:
+    def runtime(self) -> _Runtime:
         """The gateway, or the last one."""
         return self.gateways[-1]
 
+    @property
+    def deaths(self) -> list[BaseException]:
+        """Why gateways would have ended themselves."""
+        return [error for runtime in self.gateways for error in runtime.deaths]
+
     async def start_gateway(self) -> None:
         """Start a gateway: the first, or the next after one that was stopped."""
-        runtime = GatewayRuntime()
+        runtime = _Runtime()
         self._bell = runtime.records._wake = WorkBell(self.loop)
         self.app = make_application(runtime)
         await runtime.start()
@@ -354,7 +367,10 @@ class Fleet:
         for link in list(self._sockets.values()):
             link.gateway_end.close(1012)
         if running := [answer.task for answer in self.answers if not answer.is_over]:
-            await asyncio.wait(running, timeout=5.0)
+            _, late = await asyncio.wait(running, timeout=5.0)
+            for task in late:
+                task.cancel()
+            await asyncio.wait(running)
         if self._sockets:
             await asyncio.wait(list(self._sockets))
         await runtime.stop()
@@ -424,21 +440,12 @@ class Fleet:
         ids = [runtime.gateway_id for runtime in self.gateways]
 
         def read() -> list[dict[str, Any]]:
-            return list(RequestRecord.objects.filter(gateway_id__in=ids, max_tokens__in=numbers).values())
+            return [dict(row) for row in RequestRecord.objects.filter(gateway_id__in=ids, max_tokens__in=numbers).values()]
 
         found: dict[int, list[dict[str, Any]]] = {number: [] for number in numbers}
         for row in await run_upkeep(read):
             found[row["max_tokens"]].append(row)
         return found
-
-    @contextmanager
-    def _watch_deaths(self) -> Iterator[None]:
-        """A gateway whose background dies sends itself SIGTERM: note that instead."""
-        before = signal.signal(signal.SIGTERM, lambda _number, _frame: self.deaths.append("a task of the background died"))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _unescape(body: bytes) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from tests.fakes.clock import VirtualClock
 from wire import clock
 
-STUCK_S = 60.0
+STUCK_S = 30.0
 """Real seconds after which whatever is under way is taken to be stuck, and the loop raises instead of waiting on."""
 
 
@@ -152,19 +152,20 @@ class WorkBell(threading.Event):
         super().__init__()
         self._loop = loop
         self._mutex = threading.Lock()
-        self._is_busy = False
+        self._is_busy = self._is_retired = False
 
     def set(self) -> None:
         """Ring."""
         with self._mutex:
-            if not self._is_busy:
+            if not self._is_busy and not self._is_retired:
                 self._is_busy = True
                 self._loop.begin("work of a bell")
             super().set()
 
     def retire(self) -> None:
-        """Take it that the thread has ended."""
+        """Take it that the thread has ended: a timer that rings later leads to nothing."""
         with self._mutex:
+            self._is_retired = True
             if self._is_busy:
                 self._is_busy = False
                 self._loop.end("work of a bell")
@@ -186,7 +187,7 @@ def _nothing() -> None:
 @contextmanager
 def _count_executors(loop: VirtualLoop) -> Iterator[None]:
     """Count every job of every thread pool from its submission until all that its end calls was called."""
-    submit, run = ThreadPoolExecutor.submit, thread._WorkItem.run  # type: ignore[attr-defined]  # known to no stub
+    submit, run = ThreadPoolExecutor.submit, thread._WorkItem.run
 
     def submit_counted(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         job = _Counted(function)
@@ -205,7 +206,7 @@ def _count_executors(loop: VirtualLoop) -> Iterator[None]:
             if isinstance(job, _Counted):
                 loop.end(job.name)
 
-    with _replaced(ThreadPoolExecutor, "submit", submit_counted), _replaced(thread._WorkItem, "run", run_counted):  # type: ignore[attr-defined]
+    with _replaced(ThreadPoolExecutor, "submit", submit_counted), _replaced(thread._WorkItem, "run", run_counted):
         yield
 
 

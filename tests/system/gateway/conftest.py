@@ -29,7 +29,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
 def fleet_rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Rows]:
     """What fleets of this module find in the database, which is emptied after the last: that takes longer than most of them."""
     with django_db_blocker.unblock():
-        yield Rows.create()
+        yield Rows.create(models={"m": None, "tight": 2}, keys={"k": None, "few": 3})
         call_command("flush", verbosity=0, interactive=False)
         connections.close_all()
 
