@@ -7,9 +7,11 @@ message comes or the clock is turned, so the same calls always lead to the same 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import selectors
 import shutil
+import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan, Report
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult
 from runner.errors import EngineError, LoadConflict
-from runner.ledger import Ledger, LedgerError
+from runner.ledger import FILE_NAME, Ledger, LedgerError
 from runner.library import Library
 from runner.operations.commands import Commands
 from runner.operations.gate import Gate, GateRules
@@ -355,3 +357,10 @@ async def _seek(model_id: str) -> None:
 
 async def _reload() -> Any:
     raise EngineError("there are no settings files")
+
+
+def read_ops(folder: Path) -> dict[tuple[str, int], sqlite3.Row]:
+    """What a runner booked, by approval and use."""
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as ledger:
+        ledger.row_factory = sqlite3.Row
+        return {(row["approval_id"], row["use"]): row for row in ledger.execute("SELECT * FROM ops")}
