@@ -35,6 +35,15 @@ class VirtualClock:
         self.monotonic_s += seconds
 
 
+class TickingClock(VirtualClock):
+    """No two looks at it show the same time of day, so what is sorted by time has one order."""
+
+    def time(self) -> float:
+        """Return Unix seconds."""
+        self.unix_s += 0.0001
+        return self.unix_s
+
+
 class ShiftedClock:
     """The clock of the machine, set to another time of day."""
 

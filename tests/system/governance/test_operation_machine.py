@@ -37,7 +37,7 @@ from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS,
 from nodes.commands.statuses import RECEIPT_INVALID
 from nodes.models import NodeCommand, NodeOpKey
 from runner.operations.fingerprint import write_trusted
-from tests.fakes.clock import VirtualClock
+from tests.fakes.clock import TickingClock, VirtualClock
 from tests.fakes.governed_fleet import BROKER, BROKER_PATH, FleetNode, Gateway, Processes
 from tests.fakes.runner_process import Effect, RunnerProcess, read_ops
 from tests.system.governance.team import Member, Team, make_team
@@ -99,15 +99,6 @@ class Asked:
     def find_params(self) -> dict[str, object]:
         """What was signed."""
         return dict(read_statement(bytes(self.row.statement)).params)
-
-
-class TickingClock(VirtualClock):
-    """No two looks at it show the same time of day, so what is sorted by time has one order."""
-
-    def time(self) -> float:
-        """Return Unix seconds."""
-        self.unix_s += 0.0001
-        return self.unix_s
 
 
 class OperationLife(RuleBasedStateMachine):
@@ -649,8 +640,6 @@ class OperationLife(RuleBasedStateMachine):
         elif run.state == RunState.FAILED.value:
             assert outcome in {None, "failed"} or asked.is_twisted, "failed, and done"
 
-    # The end
-
     def settle(self) -> None:
         """Let everybody live for as long as it takes, or, where nodes never come back, for as long as anything may take."""
         for node in self.nodes:
@@ -658,6 +647,7 @@ class OperationLife(RuleBasedStateMachine):
             node.notice_its_end()
         if self.comes_back:
             self.freeze(is_on=False)
+            self.be_killed()
             self.live()
         for node in self.nodes:
             node.process.kill()
@@ -678,6 +668,16 @@ class OperationLife(RuleBasedStateMachine):
 
         if self.comes_back:
             self.be_robbed()
+
+    def be_killed(self) -> None:
+        """Have the first runner killed before and after each call of its ledger in the midst of an operation."""
+        for calls in range(8):
+            for node in self.nodes:
+                if node.link is None:
+                    self.gateway.link(node)
+            self.ask(0, "flush", (1, 2, 3), both=False, where=0, window="now", goes_on=False)
+            self.kill_a_runner(0, calls)
+            self.everything_holds()
 
     def be_robbed(self) -> None:
         """Have the thief try everything: on what one person signed, on what is signed and then repeated, and too late."""
