@@ -35,16 +35,14 @@ from django.test import override_settings
 
 from core.db import threads
 from core.db.threads import run_upkeep
+from core.limits import limits
 from gateway.models import RequestRecord
 from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant
 from gateway.urls import make_application
-from gateway.values import Timeouts
 from nodes.services import create_credential, create_provider
-from nodes.states import HealthPolicy
 from runner.admission import FairQueue
 from runner.app import Box
-from runner.config import Timeouts as RunnerTimeouts
 from runner.config import read_config
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
@@ -189,7 +187,7 @@ class Node:
         """Whether it reaches the gateway when it dials."""
         words = ["--gateway", "ws://gateway", "--token", fleet.rows.credential, "--name", name]
         config = read_config([*words, "--backend", "http://played", "--max-concurrent", str(slots)], {})
-        self.box = Box(replace(config, engine=None, timeouts=fleet.runner), cast("aiohttp.ClientSession", _Dialer(self)))
+        self.box = Box(replace(config, engine=None), cast("aiohttp.ClientSession", _Dialer(self)))
         self._leave, self._hurry = asyncio.Event(), asyncio.Event()
         self._supervisor: Supervisor | None = None
         self.task = asyncio.get_running_loop().create_task(self.box.run(self._leave, self._hurry))
@@ -281,15 +279,10 @@ class Fleet:
         self,
         *,
         rows: Rows | None = None,
-        timeouts: Timeouts | None = None,
-        health: HealthPolicy | None = None,
-        runner: RunnerTimeouts | None = None,
         within_s: float = WITHIN_S,
     ) -> None:
         self._given_rows = rows
-        self.timeouts: Timeouts = timeouts or settings.GATEWAY_TIMEOUTS
-        self.health: HealthPolicy = health or settings.NODE_HEALTH
-        self.runner = runner or RunnerTimeouts()
+        self.rows: Rows
         self.within_s = within_s
         self.nodes: list[Node] = []
         self.answers: list[Answer] = []
@@ -306,9 +299,8 @@ class Fleet:
         self._tasks_before = asyncio.all_tasks()
         self._stack.enter_context(_counted_hints(loop))
         self._stack.enter_context(_lasting_connections())
-        self._stack.enter_context(override_settings(GATEWAY_TIMEOUTS=self.timeouts, NODE_HEALTH=self.health))
         try:
-            self.rows: Rows = self._given_rows or await run_upkeep(Rows.create)
+            self.rows = await run_upkeep(Rows.create) if self._given_rows is None else self._given_rows
             await self.start_gateway()
         except BaseException:
             await self._stack.aclose()
@@ -359,7 +351,7 @@ class Fleet:
         """Stop it as its server does on a signal, after ``grace_s`` for what runs (None = the gateway's own time-out)."""
         runtime, self.is_listening = self.runtime, False
         runtime.begin_stop()
-        until = clock.monotonic() + (runtime.timeouts.shutdown_grace_s if grace_s is None else grace_s)
+        until = clock.monotonic() + (runtime.limits.shutdown_grace_s if grace_s is None else grace_s)
         while runtime.running_requests and clock.monotonic() < until:
             await asyncio.sleep(0.05)
         runtime.interrupt_running()
@@ -474,7 +466,12 @@ def _lasting_connections() -> Iterator[None]:
         yield
     finally:
         kept["CONN_MAX_AGE"] = before
-        for pool in (threads._pool, threads._upkeep_pool, threads._pulse_pool):
+        bounds = limits().core
+        for pool in (
+            threads._pool("orm", bounds.database_threads),
+            threads._pool("upkeep", bounds.database_upkeep_threads),
+            threads._pool("pulse", 1),
+        ):
             together = threading.Barrier(pool._max_workers)
             for job in [pool.submit(_close_connections, together) for _ in range(pool._max_workers)]:
                 job.result()

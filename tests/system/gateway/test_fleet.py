@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from core.limits import limits
 from gateway.errors import QueueTimeout
 from tests.fakes.engine import PROMPT_TOKENS, CallState
 from tests.fakes.fleet import MESSAGES_PATH, Fleet, Rows
@@ -49,8 +50,8 @@ async def test_a_wait_of_half_a_minute_takes_no_such_time_and_ends_to_the_second
     assert (second.status, second.error_code) == (QueueTimeout.status, QueueTimeout.code)
     assert (row["state"], row["error_code"], row["attempts"]) == ("failed", QueueTimeout.code, 0)
     assert second.ended_at is not None
-    assert second.ended_at - second.asked_at == pytest.approx(fleet.timeouts.queue_s)
-    assert time.monotonic() - began < fleet.timeouts.queue_s
+    assert second.ended_at - second.asked_at == pytest.approx(limits().gateway.queue_s)
+    assert time.monotonic() - began < limits().gateway.queue_s
     assert node.engine.running == first.calls
 
 

@@ -19,11 +19,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from gateway import metrics
-from gateway.values import Timeouts
-from nodes.states import HealthPolicy
-from runner.config import Timeouts as RunnerTimeouts
 from tests.fakes.engine import PROMPT_TOKENS, CallState, EngineCall
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Answer, Fleet, Node, Rows
+from tests.fakes.limits import set_limits, set_runner_limits
 from tests.fakes.memory_link import Way
 from tests.fakes.virtual_loop import VirtualLoop
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
@@ -33,19 +31,21 @@ EXAMPLES_VARIABLE = "MUSTER_TEST_EXAMPLES"
 DEFAULT_EXAMPLES, STEPS = 12, 25
 MODEL, MAX_QUEUE = "tight", 2
 MAX_NODES = 3
-TIMEOUTS = Timeouts(
-    queue_s=5.0, request_s=12.0, no_node_wait_s=2.0, stream_ping_s=2.5, client_write_s=4.0, shutdown_grace_s=1.0
-)
-HEALTH = HealthPolicy(heartbeat_interval_s=1.0, stale_after_s=2.0, offline_after_s=3.0)
-RUNNER = RunnerTimeouts(
-    connect_s=3.0, ack_s=3.0, silence_s=3.0, heartbeat_s=1.0, reconnect_max_s=1.0, auth_retry_s=1.0, healthy_after_s=1.0,
-    drain_s=3.0, queue_s=5.0,
-)  # fmt: skip
-LOST_S = RUNNER.silence_s + 2.0
+REQUEST_S, SILENCE_S = 12.0, 3.0
+GATEWAY = {
+    "queue_s": 5.0, "request_s": REQUEST_S, "no_node_wait_s": 2.0, "stream_ping_s": 2.5, "client_write_s": 4.0,
+    "shutdown_grace_s": 1.0,
+}  # fmt: skip
+NODES = {"heartbeat_interval_s": 1.0, "stale_after_s": 2.0, "offline_after_s": 3.0}
+RUNNER = {
+    "connect_s": 3.0, "ack_s": 3.0, "silence_s": SILENCE_S, "heartbeat_s": 1.0, "reconnect_max_s": 1.0, "auth_retry_s": 1.0,
+    "healthy_after_s": 1.0, "drain_s": 3.0,
+}  # fmt: skip
+LOST_S = SILENCE_S + 2.0
 """After so long a node that lost its gateway knows of it, and has stopped what it did for it."""
 WHICH = st.integers(0, 7)
 WAYS = st.sampled_from([None, Way.UP, Way.DOWN])
-SETTLED_S = TIMEOUTS.request_s + LOST_S
+SETTLED_S = REQUEST_S + LOST_S
 
 
 class Bugs(logging.Handler):
@@ -73,7 +73,9 @@ class QueueAndLinks(RuleBasedStateMachine):
             logging.getLogger(name).addHandler(self.bugs)
         self.runner = asyncio.Runner(loop_factory=VirtualLoop)
         self.in_flight_before = metrics.TALLY.in_flight
-        self.fleet = Fleet(rows=self.rows, timeouts=TIMEOUTS, health=HEALTH, runner=RUNNER)
+        set_limits(gateway=GATEWAY, nodes=NODES)
+        set_runner_limits(connection=RUNNER, serving={"queue_s": 5.0})
+        self.fleet = Fleet(rows=self.rows)
         self.run(self.fleet.__aenter__())
         self.finals: dict[object, tuple[object, ...]] = {}
         self.calls_when_shown: dict[int, int] = {}
@@ -153,7 +155,8 @@ class QueueAndLinks(RuleBasedStateMachine):
     @rule(which=WHICH, count=st.integers(0, 2))
     def finish(self, which: int, count: int) -> None:
         if (call := self.call(which)) is not None:
-            self.act(lambda: (call.emit(count), call.finish()))
+            self.act(lambda: call.emit(count))
+            self.act(call.finish)
 
     @rule(which=WHICH)
     def fail(self, which: int) -> None:

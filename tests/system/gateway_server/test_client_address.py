@@ -16,7 +16,6 @@ from websockets.exceptions import ConnectionClosedError
 from websockets.frames import Frame, Opcode
 
 from controlplane.gateway_server.server import GatewayApp, make_config
-from core.limits import GatewayLimits
 from gateway.runtime import GatewayRuntime
 from tests.system.gateway_server.serving import run_server
 from wire.client_address import TrustedProxies
@@ -49,7 +48,7 @@ async def show_client(scope: Scope, receive: Any, send: Any) -> None:
 async def ask(hops: list[str]) -> tuple[str, str]:
     """Return the addresses that routes see of a request and of a socket with these header lines."""
     app = GatewayApp(cast("GatewayRuntime", Runtime()), show_client)
-    config = make_config(app, host="127.0.0.1", port=0, limits=GatewayLimits())
+    config = make_config(app, host="127.0.0.1", port=0)
     headers = [("x-forwarded-for", hop) for hop in hops]
     async with run_server(uvicorn.Server(config)) as port:
         async with httpx.AsyncClient() as client:
@@ -75,7 +74,7 @@ async def test_a_worker_socket_is_never_compressed(settings: Settings) -> None:
     """A message of some kilobytes could otherwise become gigabytes in the gateway's memory."""
     settings.TRUSTED_PROXIES = TrustedProxies(())
     app = GatewayApp(cast("GatewayRuntime", Runtime()), wait_for_message)
-    config = make_config(app, host="127.0.0.1", port=0, limits=GatewayLimits())
+    config = make_config(app, host="127.0.0.1", port=0)
     async with run_server(uvicorn.Server(config)) as port:
         url = f"ws://127.0.0.1:{port}/v1/worker/connect"
         async with connect(url, compression="deflate", open_timeout=30) as plain:

@@ -17,17 +17,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runner.app import FAREWELL_S, Box
+from runner.app import Box
 from runner.config import read_config
 from runner.config.values import RunnerConfig
-from runner.connection import MIN_REPORT_GAP_S
 from runner.definitions.plan import LoadPlan
-from runner.engines.supervisor import UNLOAD_LIMIT_S
 from runner.errors import EngineError
-from runner.operations.executions import CLOSE_S
+from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelState
-from runner.pool.unloading import CUT_S
 from tests.fakes.clock import VirtualClock
 from tests.fakes.gateway import GatewayStream, MemoryGateway
 from tests.fakes.loop import VirtualLoop
@@ -330,8 +327,8 @@ class ModelLife(RuleBasedStateMachine):
     def stand_still(self) -> None:
         """Have the process stopped for longer than a gateway may be silent: that one is not given up for it."""
         socket = self.gateway.socket
-        self.clock.advance(2 * self.config.timeouts.silence_s)
-        self.loop.advance(self.config.timeouts.heartbeat_s + MIN_REPORT_GAP_S)
+        self.clock.advance(2 * limits().connection.silence_s)
+        self.loop.advance(limits().connection.heartbeat_s + limits().connection.report_gap_s)
         assert self.gateway.socket is socket
 
     @rule(how=st.sampled_from(["gently", "at once", "killed"]))
@@ -357,8 +354,14 @@ class ModelLife(RuleBasedStateMachine):
         if hurry:
             self.hurry.set()
         stuck = [engine for engine in self.engines if not engine.may_unload.is_set()]
-        drain_s = 0.0 if hurry else self.config.timeouts.drain_s
-        limit_s = drain_s + FAREWELL_S + CLOSE_S + 3 * UNLOAD_LIMIT_S * len(stuck) + TICK_S
+        drain_s = 0.0 if hurry else limits().connection.drain_s
+        limit_s = (
+            drain_s
+            + limits().connection.farewell_s
+            + limits().operations.close_s
+            + 3 * limits().engines.unload_s * len(stuck)
+            + TICK_S
+        )
         self.loop.run_until_complete(asyncio.wait({self.run}, timeout=limit_s))
         assert self.run.done(), f"the runner has not left within {limit_s:g} s"
         self.run.result()
@@ -405,7 +408,9 @@ class ModelLife(RuleBasedStateMachine):
             if model.state is not ModelState.UNLOADING:
                 self.unloading_since.pop(model.model_id, None)
             since = self.unloading_since.setdefault(model.model_id, now) if model.state is ModelState.UNLOADING else now
-            limit_s = self.config.timeouts.unload_drain_s + (1 + len(model.replicas)) * UNLOAD_LIMIT_S + CUT_S
+            limit_s = (
+                limits().engines.unload_drain_s + (1 + len(model.replicas)) * limits().engines.unload_s + limits().engines.cut_s
+            )
             assert now - since <= limit_s, "an unload goes on for ever"
 
     @invariant()
@@ -468,10 +473,10 @@ class ModelLife(RuleBasedStateMachine):
         assert gateway.models == self.parts.pool.registry.ready_ids()
         if self.is_reclaimed:
             assert gateway.mode == "spare_off"
-        if now - max(gateway.told_at, gateway.since) > MIN_REPORT_GAP_S + TICK_S:
+        if now - max(gateway.told_at, gateway.since) > limits().connection.report_gap_s + TICK_S:
             told = [(replica.model, replica.state, replica.slots) for replica in gateway.replicas]
             assert told == [(replica.model, replica.state, replica.slots) for replica in self.box.describe().replicas]
-            assert now - gateway.told_at <= self.config.timeouts.heartbeat_s + MIN_REPORT_GAP_S + TICK_S
+            assert now - gateway.told_at <= limits().connection.heartbeat_s + limits().connection.report_gap_s + TICK_S
 
     def teardown(self) -> None:
         try:

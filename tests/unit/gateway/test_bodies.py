@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from gateway.dialects import SURFACES
 from gateway.dialects.body import read_fields, read_options, replace_fields
-from gateway.dialects.crowding import MAX_MARKS, is_crowded
+from gateway.dialects.crowding import is_crowded
 from gateway.errors import BadRequest, BodyTooLarge, GatewayError
 from gateway.values import InferenceRequest
 from nodes.states import BINARY_ENDPOINTS
+from wire.limits import WIRE
 
 CHAT, MESSAGES, RESPONSES, AUDIO = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/audio/transcriptions"
 JSON = {"content-type": "application/json"}
@@ -206,7 +207,7 @@ def test_a_large_body_of_few_values_passes(body: bytes) -> None:
 
 
 def test_the_bound_is_counted_outside_of_strings_only() -> None:
-    marks = b"[" + b"0," * MAX_MARKS + b"0]"
+    marks = b"[" + b"0," * WIRE.body_marks + b"0]"
     assert not is_crowded(b"[" + marks[7:])
     assert is_crowded(marks)
     assert is_crowded(b'["\\\\",' + marks + b"]")

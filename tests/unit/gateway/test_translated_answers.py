@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from core.limits import limits
 from gateway.dialects import SURFACES
 from gateway.dialects.messages import to_chat_body
-from gateway.dialects.messages.strands import MAX_HELD_CHARS
-from gateway.dialects.messages.translator import MAX_EVENT_BYTES
 from gateway.dialects.refusal import read_stream_failure
 from gateway.dialects.responses import ResponsesTranslator, list_input_items, read_responses_body, render_failed_response
 from gateway.dialects.responses.compaction import pack_summary
@@ -80,20 +79,20 @@ def test_one_event_is_bounded(path: str) -> None:
         translator.feed(piece)
         fed += 1
     assert isinstance(translator.failure, StreamTooLarge)
-    assert path == RESPONSES or fed <= MAX_EVENT_BYTES // len(piece) + 1
+    assert path == RESPONSES or fed <= limits().gateway.messages_event_bytes // len(piece) + 1
 
 
 def test_what_waits_for_its_turn_is_bounded() -> None:
-    waiting = chunk(call(1, "x" * (MAX_HELD_CHARS // 4), name="g", id="c2"))
+    waiting = chunk(call(1, "x" * (limits().gateway.held_chars // 4), name="g", id="c2"))
     _, failure = run(MESSAGES, [chunk(call(0, '{"a', name="f", id="c1")), *[waiting] * 5])
     assert isinstance(failure, StreamTooLarge)
 
 
 def test_a_long_call_that_comes_in_order_is_not_held() -> None:
-    pieces = [call(0, '{"a":"', name="f", id="c1"), *[call(0, "x" * (MAX_HELD_CHARS // 4))] * 5, call(0, '"}')]
+    pieces = [call(0, '{"a":"', name="f", id="c1"), *[call(0, "x" * (limits().gateway.held_chars // 4))] * 5, call(0, '"}')]
     data, failure = run(MESSAGES, [*map(chunk, pieces), chunk(finish="tool_calls")])
     assert failure is None
-    assert len(json.loads(read_said(MESSAGES, data).calls[0][2])["a"]) == 5 * (MAX_HELD_CHARS // 4)
+    assert len(json.loads(read_said(MESSAGES, data).calls[0][2])["a"]) == 5 * (limits().gateway.held_chars // 4)
 
 
 @pytest.mark.parametrize(
