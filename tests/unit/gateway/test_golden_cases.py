@@ -73,14 +73,13 @@ def read_response(response: Case) -> Case:
 def read_event(event: bytes, path: str, number: int) -> list[object]:
     """Return an event of a client's stream as it stands in a case. ``number``: how many came before."""
     name, _, data = event.partition(b"\n")
-    head = {"type": name.removeprefix(b"event: ").decode()} | ({"sequence_number": number} if path == "/v1/responses" else {})
-    value = read_bytes(data.removeprefix(b"data: ").removesuffix(b"\n\n"))
-    if isinstance(value, dict) and list(value.items())[: len(head)] == list(head.items()):
-        said = {key: member for key, member in value.items() if key not in head}
+    kind, value = name.removeprefix(b"event: ").decode(), read_bytes(data.removeprefix(b"data: ").removesuffix(b"\n\n"))
+    for head in ("type", "sequence_number"), ("type",):
+        said = {key: member for key, member in value.items() if key not in head} if isinstance(value, dict) else {}
         if isinstance(said.get("response"), dict):
             said["response"] = read_response(said["response"])
-        if write_event(["client", head["type"], said], path, number) == event:
-            return ["client", head["type"], said]
+        if write_event(["client", kind, said], path, number) == event:
+            return ["client", kind, said]
     return ["client", event.decode("utf-8", "surrogateescape")]
 
 
@@ -89,7 +88,8 @@ def write_event(entry: list[Any], path: str, number: int) -> bytes:
     if len(entry) == 2:
         return write_bytes(entry[1])
     _, name, said = entry
-    head = {"type": name} | ({"sequence_number": number} if path == "/v1/responses" else {})
+    is_numbered = path == "/v1/responses" and "sequence_number" not in said
+    head = {"type": name} | ({"sequence_number": number} if is_numbered else {})
     if "response" in said:
         said = said | {"response": PLAIN | said["response"]}
     return f"event: {name}\ndata: ".encode() + msgspec.json.encode(head | said) + b"\n\n"

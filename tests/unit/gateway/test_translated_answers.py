@@ -275,6 +275,11 @@ def test_a_body_that_cannot_be_read_is_a_bad_request_to_every_reader(body: bytes
             read(body)
 
 
+def test_input_is_required_of_every_reader() -> None:
+    with pytest.raises(BadRequest, match="'input' is required"):
+        read_responses_body(b'{"model":"m"}')
+
+
 async def test_the_id_of_a_kept_answer_does_not_follow_from_that_of_its_request() -> None:
     request_id = "req_0199f6a2c0de7000a000000000000001"
     caller = Caller(uuid.uuid4(), "k", "acme", 60, frozenset(), stores_responses=True)
