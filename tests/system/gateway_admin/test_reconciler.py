@@ -65,6 +65,14 @@ def test_gateways_that_could_not_write_while_the_database_stood_still_are_not_ta
     assert (running.state, orphan.state) == ("running", "interrupted")
 
 
+def test_nobody_is_dead_before_a_database_that_began_anew_has_run_for_as_long() -> None:
+    record = make_record(gateway_id=make_gateway(silent_s=2e8).pk, state=RequestState.RUNNING, age_s=60)
+
+    assert close_orphaned_requests(dead_after_s=1e8, confirm_s=0.01) == 0
+    record.refresh_from_db()
+    assert record.state == "running"
+
+
 def test_an_unknown_gateway_gets_time_to_write_its_first_heartbeat() -> None:
     make_record(gateway_id=new_uuid7(), state=RequestState.QUEUED, age_s=1)
     make_record(gateway_id=new_uuid7(), state=RequestState.QUEUED, age_s=11)

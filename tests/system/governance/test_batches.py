@@ -75,6 +75,14 @@ def test_a_failure_stops_the_rest_of_a_batch_at_once_and_each_has_its_event(box:
     assert len(box.sent) == 1
 
 
+def test_an_end_of_which_nobody_knows_how_it_went_stops_the_rest_of_a_batch_as_well(box: FakeBox, team: Team) -> None:
+    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
+    services.run_due()
+    for event, states in [(RunEvent.LOSE, ["unknown", "queued"]), (RunEvent.RESOLVE, ["resolved", "skipped"])]:
+        services.finish_run(run_id=run_of(operation, "box-a").pk, event=event, code="interrupted")
+        assert states_of(operation) == states
+
+
 def test_a_batch_that_goes_on_after_failures_passes_a_box_that_is_away(box: FakeBox, team: Team) -> None:
     box.away.add("box-a")
     operation = approve(team, propose_load(team[0], "box-a", "box-b", stops_on_failure=False))
