@@ -118,9 +118,7 @@ class GovernanceLimits:
 
     # Audit
     audit_events_per_hour: int = bound(
-        20,
-        "events",
-        "Further events of one action by one node are not written: nothing is ever removed from the log.",
+        20, "events", "Further events of one action by one node are not written: nothing is ever removed from the log."
     )
     audit_alarms_per_hour: int = bound(
         10, "events", "Further alarms of one witness are not written: a stolen node may sign whatever it likes."
@@ -396,9 +394,7 @@ class NodeLimits:
     )
     courier_statuses: int = bound(256, "operations", "What nodes said of further operations waits for the next round.")
     courier_reports_per_node: int = bound(
-        8,
-        "reports",
-        "Further reports of a node that wait are dropped; the node says it again when it registers.",
+        8, "reports", "Further reports of a node that wait are dropped; the node says it again when it registers."
     )
     courier_proofs: int = bound(8, "proofs", "Nodes that need a further consistency proof wait for the next round.")
     courier_policies: int = bound(
@@ -454,10 +450,7 @@ class GatewayLimits:
         minimum=1,
     )
     no_node_wait_s: float = bound(
-        9.0,
-        "s",
-        "How long a request waits while no node at all serves its model.",
-        setting="MUSTER_NO_NODE_WAIT_S",
+        9.0, "s", "How long a request waits while no node at all serves its model.", setting="MUSTER_NO_NODE_WAIT_S"
     )
     # Above the wait for a node, whose end is better said with a status.
     stream_ping_s: float = bound(
@@ -468,10 +461,7 @@ class GatewayLimits:
         setting="MUSTER_STREAM_PING_S",
     )
     accept_s: float = bound(
-        5.0,
-        "s",
-        "How long the database may take to make a request durable; then 503.",
-        setting="MUSTER_ACCEPT_TIMEOUT_S",
+        5.0, "s", "How long the database may take to make a request durable; then 503.", setting="MUSTER_ACCEPT_TIMEOUT_S"
     )
     client_write_s: float = bound(
         30.0, "s", "A client that takes nothing for this long is closed.", setting="MUSTER_CLIENT_WRITE_TIMEOUT_S"
@@ -484,10 +474,7 @@ class GatewayLimits:
     )
     body_s: float = bound(60.0, "s", "The same for its body.", setting="MUSTER_BODY_TIMEOUT_S")
     shutdown_grace_s: float = bound(
-        30.0,
-        "s",
-        "How long a gateway that was told to stop lets streams finish.",
-        setting="MUSTER_SHUTDOWN_GRACE_S",
+        30.0, "s", "How long a gateway that was told to stop lets streams finish.", setting="MUSTER_SHUTDOWN_GRACE_S"
     )
     max_queue: int = bound(
         100,
