@@ -75,7 +75,7 @@ class QueueAndLinks(RuleBasedStateMachine):
         self.runner = asyncio.Runner(loop_factory=VirtualLoop)
         self.in_flight_before = metrics.TALLY.in_flight
         set_limits(gateway=GATEWAY, nodes=NODES)
-        set_runner_limits(connection=RUNNER, serving={"queue_s": 5.0})
+        set_runner_limits(connection=RUNNER, admission={"timeout_s": 5.0})
         self.fleet = Fleet(rows=self.rows)
         self.run(self.fleet.__aenter__())
         self.finals: dict[object, tuple[object, ...]] = {}
