@@ -15,11 +15,11 @@ import psycopg
 from psycopg.rows import dict_row
 from websockets.exceptions import ConnectionClosed
 
+from tests.fakes.waiting import DEADLINE_S, eventually
 from tests.rings.contract.client import REPLY_WITHIN_S, Exchange, Reply, call
 from tests.rings.contract.scripted_box import ScriptedBox
 from tests.rings.contract.scripted_worker import Job, ScriptedWorker
 from tests.rings.contract.stack import Gateway, Stack
-from tests.rings.contract.waiting import DEADLINE_S, eventually
 from wire.bridge import ReplicaInfo
 
 CHAT = "/v1/chat/completions"

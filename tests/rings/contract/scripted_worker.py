@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from tests.rings.contract.waiting import DEADLINE_S
+from tests.fakes.waiting import DEADLINE_S
 
 PROTOCOL = "2026-04-bridge-v1"
 Frame = dict[str, Any]

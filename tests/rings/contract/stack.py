@@ -21,7 +21,7 @@ from typing import IO, Any  # rows that come back from services are JSON
 import psutil
 
 from tests.fakes.control_process import free_port
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 READY_WITHIN_S = 120.0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract.client import call
 from tests.rings.contract.expect import assert_failure
 from tests.rings.contract.lab import CHAT, IMPATIENT, Lab, bearer, chat_body, unique
-from tests.rings.contract.waiting import eventually
 from wire.bridge import MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 
 pytestmark = pytest.mark.asyncio

@@ -7,11 +7,11 @@ from typing import Any  # bodies are JSON
 
 import pytest
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract import expect
 from tests.rings.contract.client import Reply, call, send_raw
 from tests.rings.contract.expect import assert_failure
 from tests.rings.contract.lab import CHAT, IMPATIENT, PROBE_TOKENS, Lab, bearer, chat_body, heard_in_time, unique
-from tests.rings.contract.waiting import eventually
 from wire import frames
 from wire.credentials import CredentialKind, mint_credential
 

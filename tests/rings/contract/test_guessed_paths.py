@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract.client import call
 from tests.rings.contract.lab import CHAT, Lab
-from tests.rings.contract.waiting import eventually
 from tests.system.runner.processes import run_box
 from tests.system.runner.scripted_engine import run_engine
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract.expect import assert_failure, assert_stream_failure
 from tests.rings.contract.lab import IMPATIENT, Lab, unique
-from tests.rings.contract.waiting import eventually
 from wire import bridge, frames
 
 pytestmark = pytest.mark.asyncio

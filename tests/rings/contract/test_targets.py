@@ -10,12 +10,12 @@ import time
 import psycopg
 import pytest
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract.client import Reply
 from tests.rings.contract.expect import assert_failure
 from tests.rings.contract.lab import Lab, bearer, chat_body, unique
 from tests.rings.contract.scripted_worker import delta_text
 from tests.rings.contract.stack import Gateway
-from tests.rings.contract.waiting import eventually
 from wire.bridge import ReplicaInfo
 
 pytestmark = pytest.mark.asyncio

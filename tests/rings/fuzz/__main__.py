@@ -19,10 +19,10 @@ from pathlib import Path
 
 import redis
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract.client import call
 from tests.rings.contract.lab import ACTOR, Lab, unique
 from tests.rings.contract.stack import Stack
-from tests.rings.contract.waiting import eventually
 from tests.rings.fuzz.bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED
 from tests.rings.fuzz.broken_http import KINDS as BROKEN
 from tests.rings.fuzz.document import Attack

@@ -18,10 +18,10 @@ from conformance.readers.messages import read_messages
 from conformance.readers.messages import require_end as require_end_of_message
 from conformance.readers.responses import LAST_EVENTS, read_responses
 from conformance.verdicts import Violation
+from tests.fakes.waiting import eventually
 from tests.rings.contract.client import Reply, call
 from tests.rings.contract.lab import Lab
 from tests.rings.contract.stack import Gateway
-from tests.rings.contract.waiting import eventually
 from tests.rings.fuzz.bodies import CHAT, MESSAGES, NATIVE, RESPONSES, TALKING, TRANSLATED, make_body, make_plain, write
 from tests.rings.fuzz.boxes import STREAM, Answer, good_box, hostile_box
 from tests.rings.fuzz.broken_http import KINDS as BROKEN

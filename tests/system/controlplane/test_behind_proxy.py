@@ -14,7 +14,7 @@ from django.utils import timezone
 from core.models import User
 from governance.models import SignInFailure
 from tests.fakes.control_process import ServerProcess, serve_control
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 

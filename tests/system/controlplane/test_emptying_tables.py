@@ -16,7 +16,7 @@ from psycopg.errors import DeadlockDetected
 
 from core.models import User
 from tests.fakes.control_process import database_url_of_tests
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(120)]
 

@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from tests.fakes.control_process import ServerProcess, free_port, serve
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 APPLICATION = str(Path(__file__).with_name("flow_application.py"))

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.fakes.control_process import ROOT, ServerProcess, free_port, serve_control
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 

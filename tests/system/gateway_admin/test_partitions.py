@@ -23,7 +23,7 @@ from gateway.partitions import (
 )
 from gateway.tasks import maintain_partitions as maintain_task
 from tests.fakes.limits import set_limits
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 from tests.system.gateway_admin.factories import make_record
 
 pytestmark = pytest.mark.django_db(transaction=True)

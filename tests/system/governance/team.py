@@ -11,7 +11,7 @@ from core.models import User
 from governance import services
 from governance.models import ApproverKey, Operation, PolicyVersion
 from governance.services import ApproverChoice, Proposer
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 from tests.unit.wire.passkeys import SoftPasskey
 from wire.optoken.approval import encode_bytes, read_statement
 

@@ -20,7 +20,7 @@ from governance.audit import record_event
 from governance.audit.reading import check_tail
 from governance.checkpoints import checkpoint_if_due, log_keys, make_checkpoint
 from governance.models import AuditCheckpoint, AuditEntry, AuditEvent
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 from tests.system.governance.audit_rows import (
     LOG_KEY,
     TABLES,

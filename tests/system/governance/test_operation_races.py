@@ -20,7 +20,7 @@ from governance.models import ApproverKey, AuditEvent, Decision, Operation, Oper
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunState
 from tests.fakes.limits import set_limits
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 from tests.system.governance.fake_box import fake_boxes, propose_load
 from tests.system.governance.team import Team, make_due, make_governed, make_key, propose_token
 

@@ -23,7 +23,7 @@ from controlplane.launcher.embedded.postgres import find_tree
 from controlplane.launcher.embedded.servers import RunningServer
 from controlplane.launcher.embedded.unprivileged import place_binaries
 from controlplane.launcher.processes import UserIdentity, find_by_directory, identify, wait_gone
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 RECOVERY_S = 30.0

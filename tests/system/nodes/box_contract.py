@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from tests.rings.contract.waiting import wait_until
+from tests.fakes.waiting import wait_until
 
 
 @dataclass

@@ -26,8 +26,8 @@ from governance.models import Operation, WitnessStatement
 from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodePresence
 from tests.fakes.limits import set_limits
+from tests.fakes.waiting import eventually
 from tests.rings.contract.scripted_box import ScriptedBox
-from tests.rings.contract.waiting import eventually
 from tests.system.gateway_server.serving import run_server
 from tests.system.governance.team import Team, make_due, make_governed
 from tests.system.nodes.factories import make_credential

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract.client import call
 from tests.rings.contract.lab import PROBE_TOKENS, Lab, bearer, chat_body, unique
 from tests.rings.contract.stack import Gateway
-from tests.rings.contract.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract.client import call
 from tests.rings.contract.lab import Lab, bearer
-from tests.rings.contract.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 

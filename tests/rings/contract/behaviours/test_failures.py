@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from tests.fakes.waiting import eventually
 from tests.rings.contract import expect
 from tests.rings.contract.expect import assert_failure
 from tests.rings.contract.lab import Lab, chat_body, heard_in_time, unique
-from tests.rings.contract.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
