@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("controlplane", "core", "gateway", "governance", "nodes", "runner", "wire")
 MAX_FUNCTION_LINES = 80
 MAX_MODULE_LINES = 800
+TABLES = {"core/limits.py": "a table of fields, as long as the server has bounds"}
+"""Modules that may be longer, and why."""
 
 PROCESS_EDGES: dict[str, str] = {
     "controlplane/gateway_server/server.py::GatewayApp._live": "the server is told that it cannot start, and exits",
@@ -209,7 +211,7 @@ def test_functions_fit_a_screen() -> None:
 
 def test_modules_stay_small() -> None:
     counts = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in shipped_modules()}
-    assert not {name: count for name, count in counts.items() if count > MAX_MODULE_LINES}
+    assert not {name: count for name, count in counts.items() if count > MAX_MODULE_LINES and name not in TABLES}
 
 
 def test_module_names_say_what_is_inside() -> None:
