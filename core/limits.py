@@ -821,7 +821,7 @@ class LauncherLimits:
     start_s: float = bound(90.0, "s", "A process that is not ready ends the start.")
     late_s: float = bound(10.0, "s", "A process that is not ready is named, again and again.")
     stop_s: float = bound(10.0, "s", "A process that does not stop is killed.")
-    attach_stop_s: float = bound(120.0, "s", "`./muster stop` gives up on a launcher that still runs.")
+    attach_stop_s: float = bound(120.0, "s", "`./muster down` gives up on a launcher that still runs.")
     ready_poll_s: float = bound(0.1, "s", "A process that is not ready is asked again.")
     ready_answer_s: float = bound(1.0, "s", "A process that does not answer when asked is not ready.")
     ready_answer_bytes: int = bound(MIB, "bytes", "No more of an answer is read.")

@@ -103,16 +103,15 @@ MUSTER_CLUSTER_SECRET | empty | What gateways show each other; without it they d
 MUSTER_GATEWAY_URLS | empty | Public address of each gateway by itself, separated by commas: what our own boxes are told to \
 dial as well
 **Boxes**
-MUSTER_HEARTBEAT_INTERVAL_S | 5 | How often a box reports
-MUSTER_STALE_AFTER_S | 10 | Silence after which a box gets no new work
-MUSTER_OFFLINE_AFTER_S | 15 | Silence after which a box is gone and its work is given away or ended
-MUSTER_BRIDGE_PING_INTERVAL_S | 15 | How often a bridge v1 worker is asked for a sign of life
-MUSTER_BRIDGE_PONG_WINDOW_S | 45 | How long it may take to answer
-MUSTER_RECLAIM_GRACE_S | 15 | What runs on a box when its owner takes it back may go on for so long
-MUSTER_DRAIN_TIMEOUT_S | 120 | The same for a drained box, unless the drain says otherwise
-MUSTER_WORKER_AUTH_FAILURES | 3 | Wrong worker secrets from one address before its next unknown one has to wait; a good one \
-never does
-MUSTER_WORKER_AUTH_BLOCK_S | 0.25 | How long
+MUSTER_HEARTBEAT_INTERVAL_S
+MUSTER_STALE_AFTER_S
+MUSTER_OFFLINE_AFTER_S
+MUSTER_BRIDGE_PING_INTERVAL_S
+MUSTER_BRIDGE_PONG_WINDOW_S
+MUSTER_RECLAIM_GRACE_S
+MUSTER_DRAIN_TIMEOUT_S
+MUSTER_WORKER_AUTH_FAILURES
+MUSTER_WORKER_AUTH_BLOCK_S
 MUSTER_ALLOW_QUERY_SECRET | on | Accept `?worker_secret=`, as old workers send it
 MUSTER_DIRECT_HOSTS | empty | Host names and networks that nodes may register as `public_base_url`, for example \
 `gpu.example.com,10.20.0.0/16`; `private` = every private network (RFC 1918, RFC 4193). Control plane, worker and gateways \
