@@ -21,9 +21,9 @@ from governance.services.people import Assurance
 from nodes.admin import describe_age
 from nodes.models import Node, NodeCredential, Provider, ProviderState
 from nodes.services import cordon_node, delete_provider, find_credential
+from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence, make_provider
 from tests.system.governance.team import make_governed
-from tests.system.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence, make_provider
-from tests.system.nodes.governed import Identity, make_box
 
 pytestmark = pytest.mark.django_db
 

@@ -14,7 +14,7 @@ from nodes.models import Node, NodePresence
 from nodes.services import delete_provider
 from nodes.services.boxes import BoxView, count_replicas, describe_box, describe_counts, describe_limits, draw_memory, read_box
 from nodes.services.overview import read_fleet
-from tests.system.nodes.factories import ACTOR, make_credential, make_node, make_presence
+from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts
 
 

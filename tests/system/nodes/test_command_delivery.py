@@ -25,13 +25,13 @@ from governance.checkpoints import make_checkpoint
 from governance.models import Operation, WitnessStatement
 from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodePresence
+from tests.fakes.governed_nodes import Identity, approve_load, only_run
 from tests.fakes.limits import set_limits
+from tests.fakes.nodes import make_credential
 from tests.fakes.waiting import eventually
 from tests.rings.contract.scripted_box import ScriptedBox
 from tests.system.gateway_server.serving import run_server
 from tests.system.governance.team import Team, make_due, make_governed
-from tests.system.nodes.factories import make_credential
-from tests.system.nodes.governed import Identity, approve_load, only_run
 from wire import bridge
 from wire.auditlog import LogKey, open_note, to_bytes, verify_consistency, verify_signature
 from wire.optoken.approval import decode_bytes, encode_bytes, read_policy

@@ -16,9 +16,9 @@ from governance.states import RunState
 from nodes.commands import Ask, Command, Delivery, Send, plan_deliveries, put_command, store_status
 from nodes.commands.rows import park_command
 from nodes.models import Node, NodeCommand
+from tests.fakes.governed_nodes import Identity, approve_load, make_box, only_run
+from tests.fakes.nodes import audited
 from tests.system.governance.team import Team, make_due, make_governed
-from tests.system.nodes.factories import audited
-from tests.system.nodes.governed import Identity, approve_load, make_box, only_run
 from wire.bridge import OpStatus
 from wire.optoken import Level, Operation, Verifier, read_token
 from wire.optoken.approval import read_policy

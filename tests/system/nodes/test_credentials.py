@@ -11,7 +11,7 @@ from governance.services import create_admin_token
 from nodes.errors import BadRequest, CredentialNotFound, NodeError, NodeNotFound, ProviderNotFound
 from nodes.models import NodeCredential
 from nodes.services import create_credential, disable_provider, find_credential, revoke_credential
-from tests.system.nodes.factories import ACTOR, audited, make_credential, make_node, make_provider
+from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_provider
 from wire.credentials import CredentialKind, digest_credential, mint_credential
 
 pytestmark = pytest.mark.django_db

@@ -19,10 +19,10 @@ from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.models import Node, NodeCommand, Reach
 from nodes.services import set_api_key, set_op_key
 from nodes.tasks import call_box, ring_direct_boxes
+from tests.fakes.direct_node import DirectNode, run_direct_node
+from tests.fakes.governed_nodes import approve_load, only_run
+from tests.fakes.nodes import ACTOR, make_node, make_presence
 from tests.system.governance.team import Team, make_due, make_governed
-from tests.system.nodes.box_contract import BoxContract, run_box_contract
-from tests.system.nodes.factories import ACTOR, make_node, make_presence
-from tests.system.nodes.governed import approve_load, only_run
 from wire.optoken import Level, Verifier, read_token
 from wire.optoken import Operation as Verb
 
@@ -33,17 +33,15 @@ LOAD, TASK = "/v1/models/load", "/v1/models/load/load-1"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[BoxContract]:
-    with run_box_contract() as contract:
+def server() -> Iterator[DirectNode]:
+    with run_direct_node() as contract:
         yield contract
 
 
 @pytest.fixture
-def box(server: BoxContract, settings: Settings) -> BoxContract:
+def box(server: DirectNode, settings: Settings) -> DirectNode:
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
-    server.answers.clear()
-    server.seen.clear()
-    server.bearers.clear()
+    server.forget()
     return server
 
 
@@ -77,7 +75,7 @@ class Called:
         return call_direct_box(self.run.pk)
 
 
-def test_every_call_carries_the_api_key_of_the_node(team: Team, box: BoxContract) -> None:
+def test_every_call_carries_the_api_key_of_the_node(team: Team, box: DirectNode) -> None:
     called = Called(team, box.url)
     set_api_key(node_id=called.node.pk, api_key="a-key-of-the-node", actor=ACTOR)
     box.answers[LOAD] = (202, {"taskId": "load-1", "status": "loading"})
@@ -88,7 +86,7 @@ def test_every_call_carries_the_api_key_of_the_node(team: Team, box: BoxContract
 
 
 @pytest.mark.parametrize(("level", "kind"), [("L0", Level.L0), ("L1", Level.L1)])
-def test_a_load_is_handed_over_polled_and_ended(team: Team, box: BoxContract, level: str, kind: Level) -> None:
+def test_a_load_is_handed_over_polled_and_ended(team: Team, box: DirectNode, level: str, kind: Level) -> None:
     called = Called(team, box.url, level=level)
     box.answers[LOAD] = (202, {"taskId": "load-1", "status": "loading", "stage": "waiting", "progress": 0.0})
     assert called.call()
@@ -116,7 +114,7 @@ def test_a_load_is_handed_over_polled_and_ended(team: Team, box: BoxContract, le
     assert box.paths() == [f"POST {LOAD}", f"GET {TASK}", f"GET {TASK}"]
 
 
-def test_an_unload_that_is_answered_at_once_has_ended(team: Team, box: BoxContract) -> None:
+def test_an_unload_that_is_answered_at_once_has_ended(team: Team, box: DirectNode) -> None:
     called = Called(team, box.url, operation="model-unload")
     box.answers["/v1/models/unload"] = (200, {"modelId": "m", "gpuMemoryFreedMB": 9})
     assert not called.call()
@@ -136,7 +134,7 @@ def test_an_unload_that_is_answered_at_once_has_ended(team: Team, box: BoxContra
     ids=["refused", "an error without words", "a redirect", "no JSON", "too long", "unavailable"],
 )
 def test_other_answers_end_it_or_send_it_again(
-    team: Team, box: BoxContract, answer: tuple[int, Any], state: RunState, code: str
+    team: Team, box: DirectNode, answer: tuple[int, Any], state: RunState, code: str
 ) -> None:
     called = Called(team, box.url)
     box.answers[LOAD] = answer
@@ -158,7 +156,7 @@ def test_other_answers_end_it_or_send_it_again(
     ],
     ids=["failed", "interrupted", "forgotten"],
 )
-def test_a_load_can_end_badly(team: Team, box: BoxContract, answer: tuple[int, Any], state: RunState) -> None:
+def test_a_load_can_end_badly(team: Team, box: DirectNode, answer: tuple[int, Any], state: RunState) -> None:
     called = Called(team, box.url)
     box.answers |= {LOAD: (202, {"taskId": "load-1"}), TASK: answer}
     assert called.call()
@@ -167,7 +165,7 @@ def test_a_load_can_end_badly(team: Team, box: BoxContract, answer: tuple[int, A
 
 
 @pytest.mark.parametrize("answer", [(500, {}), (200, PlainTextResponse("?"))], ids=["an error", "no JSON"])
-def test_a_poll_without_a_proper_answer_is_tried_again(team: Team, box: BoxContract, answer: tuple[int, Any]) -> None:
+def test_a_poll_without_a_proper_answer_is_tried_again(team: Team, box: DirectNode, answer: tuple[int, Any]) -> None:
     called = Called(team, box.url)
     box.answers |= {LOAD: (202, {"taskId": "load-1"}), TASK: answer}
     assert called.call()
@@ -175,7 +173,7 @@ def test_a_poll_without_a_proper_answer_is_tried_again(team: Team, box: BoxContr
     assert called.run.state == RunState.EXECUTING.value
 
 
-def test_what_the_call_over_http_would_do_without_a_token_is_not_called(team: Team, box: BoxContract) -> None:
+def test_what_the_call_over_http_would_do_without_a_token_is_not_called(team: Team, box: DirectNode) -> None:
     called = Called(team, box.url)
     NodeCommand.objects.update(operation="settings-reload")
     assert not called.call()
@@ -184,7 +182,7 @@ def test_what_the_call_over_http_would_do_without_a_token_is_not_called(team: Te
     assert not box.seen
 
 
-def test_a_task_id_that_is_no_plain_word_is_not_put_into_a_path(team: Team, box: BoxContract) -> None:
+def test_a_task_id_that_is_no_plain_word_is_not_put_into_a_path(team: Team, box: DirectNode) -> None:
     called = Called(team, box.url)
     box.answers[LOAD] = (202, {"taskId": "../../admin"})
     assert not called.call()
@@ -192,7 +190,7 @@ def test_a_task_id_that_is_no_plain_word_is_not_put_into_a_path(team: Team, box:
     assert box.paths() == [f"POST {LOAD}", "GET /v1/capabilities"]
 
 
-def test_a_box_that_cannot_be_reached_gets_it_again(team: Team, box: BoxContract) -> None:
+def test_a_box_that_cannot_be_reached_gets_it_again(team: Team, box: DirectNode) -> None:
     with socket.socket() as placeholder:  # bound, so that nobody else listens there meanwhile
         placeholder.bind(("127.0.0.1", 0))
         called = Called(team, f"http://127.0.0.1:{placeholder.getsockname()[1]}")
@@ -206,7 +204,7 @@ def test_a_box_that_cannot_be_reached_gets_it_again(team: Team, box: BoxContract
     assert (called.run.state, called.run.attempt) == (RunState.SUCCEEDED.value, 2)
 
 
-def test_an_address_that_is_not_allowed_is_not_called(team: Team, box: BoxContract, settings: Settings) -> None:
+def test_an_address_that_is_not_allowed_is_not_called(team: Team, box: DirectNode, settings: Settings) -> None:
     called = Called(team, box.url)
     settings.NODE_DIRECT_ALLOW_LOOPBACK = False
     assert not called.call()
@@ -214,7 +212,7 @@ def test_an_address_that_is_not_allowed_is_not_called(team: Team, box: BoxContra
     assert box.seen == []
 
 
-def test_two_workers_hand_it_over_once(team: Team, box: BoxContract) -> None:
+def test_two_workers_hand_it_over_once(team: Team, box: DirectNode) -> None:
     called = Called(team, box.url)
     stale = NodeCommand.objects.select_related("node").get()
     box.answers[LOAD] = (202, {"taskId": "load-1"})
@@ -225,7 +223,7 @@ def test_two_workers_hand_it_over_once(team: Team, box: BoxContract) -> None:
     assert box.paths() == [f"POST {LOAD}"]
 
 
-def test_a_worker_that_died_with_the_call_leaves_an_outcome_that_nobody_knows(team: Team, box: BoxContract) -> None:
+def test_a_worker_that_died_with_the_call_leaves_an_outcome_that_nobody_knows(team: Team, box: DirectNode) -> None:
     called = Called(team, box.url)
     NodeCommand.objects.update(state="sent", sent_at=timezone.now())
     assert not called.call()
@@ -233,7 +231,7 @@ def test_a_worker_that_died_with_the_call_leaves_an_outcome_that_nobody_knows(te
     assert f"POST {LOAD}" not in box.paths()
 
 
-def test_a_command_without_a_worker_is_found_by_the_sweep(team: Team, box: BoxContract) -> None:
+def test_a_command_without_a_worker_is_found_by_the_sweep(team: Team, box: DirectNode) -> None:
     called = Called(team, box.url)
     NodeCommand.objects.update(updated_at=timezone.now() + timedelta(minutes=1))  # however slow the machine is: just now
     assert find_unattended() == []

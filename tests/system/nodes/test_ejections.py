@@ -11,7 +11,7 @@ from django.utils import timezone
 from nodes.models import Node, NodePresence
 from nodes.services.ejections import EjectionReport, list_ejections, write_ejections
 from nodes.services.overview import read_fleet
-from tests.system.nodes.factories import audited, make_credential, make_node, make_presence
+from tests.fakes.nodes import audited, make_credential, make_node, make_presence
 
 pytestmark = pytest.mark.django_db
 HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)

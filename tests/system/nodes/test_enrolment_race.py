@@ -11,7 +11,7 @@ from django.db import connection
 from nodes.errors import EnrolmentRefused
 from nodes.models import Node
 from nodes.services import claim_node
-from tests.system.nodes.factories import make_credential
+from tests.fakes.nodes import make_credential
 
 
 @pytest.mark.django_db(transaction=True)

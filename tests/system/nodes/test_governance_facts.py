@@ -19,8 +19,8 @@ from governance.checkpoints import make_checkpoint, root_at
 from nodes.errors import BadRequest
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
-from tests.system.nodes.factories import ACTOR, audited, make_node, make_provider
-from tests.system.nodes.governed import Identity, make_box
+from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.nodes import ACTOR, audited, make_node, make_provider
 from wire.auditlog import Checkpoint, LogKey
 from wire.bridge import BoxGovernance, GovernanceReport
 from wire.optoken.approval import decode_bytes, encode_bytes

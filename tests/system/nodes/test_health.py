@@ -10,7 +10,7 @@ from django.utils import timezone
 
 from nodes.models import Node, NodePresence
 from nodes.services import describe_gpus, judge_status, status_expression
-from tests.system.nodes.factories import make_credential, make_node, make_presence
+from tests.fakes.nodes import make_credential, make_node, make_presence
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 

@@ -18,9 +18,9 @@ from nodes.consumers.courier import Courier
 from nodes.links import LinkRegistry
 from nodes.models import Node, NodeOpKey
 from nodes.session import ServerSession
+from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.nodes import audited, make_node
 from tests.system.governance.team import make_governed
-from tests.system.nodes.factories import audited, make_node
-from tests.system.nodes.governed import Identity, make_box
 from tests.system.nodes.test_commands import Sent
 from tests.system.nodes.test_governance_facts import now_ms, tell
 from wire import bridge

@@ -12,7 +12,7 @@ from django.utils import timezone
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node
 from nodes.services import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
-from tests.system.nodes.factories import ACTOR, audited, make_node
+from tests.fakes.nodes import ACTOR, audited, make_node
 from wire.contract import NodeMode
 
 pytestmark = pytest.mark.django_db

@@ -17,9 +17,9 @@ from governance.registry import OffersChoices, find_kind
 from nodes.models import Node, NodePresence
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT
 from nodes.services import revoke_credential
+from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.nodes import ACTOR, make_node
 from tests.system.governance.team import Team, make_governed
-from tests.system.nodes.factories import ACTOR, make_node
-from tests.system.nodes.governed import Identity, make_box
 from wire.optoken.approval import read_statement
 
 pytestmark = pytest.mark.django_db

@@ -9,7 +9,7 @@ import pytest
 from nodes.errors import BadRequest, Conflict, ProviderNotFound
 from nodes.models import Provider, ProviderState
 from nodes.services import create_provider, delete_provider, disable_provider, enable_provider, find_credential
-from tests.system.nodes.factories import ACTOR, audited, make_credential, make_provider
+from tests.fakes.nodes import ACTOR, audited, make_credential, make_provider
 
 pytestmark = pytest.mark.django_db
 

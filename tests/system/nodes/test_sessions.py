@@ -35,7 +35,7 @@ from nodes.services.sessions import (
     open_session,
     write_presences,
 )
-from tests.system.nodes.factories import ACTOR, audited, make_credential, make_node, make_presence, make_provider
+from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence, make_provider
 from wire import bridge
 from wire.contract import NodeMode
 

@@ -14,7 +14,7 @@ from nodes.models import Node, NodePresence
 from nodes.services import SweepReport, drain_node, sweep_presence
 from nodes.services.sweep import LOCK_KEY
 from nodes.tasks import sweep_nodes
-from tests.system.nodes.factories import ACTOR, audited, make_node, make_presence
+from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 
 pytestmark = pytest.mark.django_db

@@ -32,7 +32,7 @@ from nodes.services import cordon_node, disable_provider, revoke_credential, set
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.session import ModeRequested, OpenRequest
 from tests.fakes.limits import set_limits
-from tests.system.nodes.factories import ACTOR, audited, make_credential
+from tests.fakes.nodes import ACTOR, audited, make_credential
 from wire import bridge, frames
 from wire.contract import NodeMode
 from wire.credentials import CredentialKind, mint_credential

@@ -15,7 +15,7 @@ from nodes.services.registry import Heartbeat, record_heartbeat
 from nodes.services.sessions import PresenceReport, SessionRequest, load_node_rows, open_session, write_presences
 from nodes.states import NodeRow
 from tests.fakes.clock import shift_clock
-from tests.system.nodes.factories import ACTOR, make_credential, make_node, make_presence
+from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
 from wire import bridge
 from wire.contract import NodeMode, NodeStatus
 

@@ -15,7 +15,7 @@ from core.limits import limits
 from gateway.placement import choose_link
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Fault, Trial, Verdict
-from tests.unit.nodes.link_fakes import FakeLink
+from tests.fakes.links import FakeLink
 
 CALLER, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
 

@@ -11,7 +11,7 @@ from core.limits import limits
 from nodes.links import LinkRegistry
 from nodes.links.keeper import FleetGauges, LinkKeeper
 from nodes.links.port import Link
-from tests.unit.nodes.link_fakes import make_row
+from tests.fakes.links import make_row
 from tests.unit.nodes.test_keeper import Box
 from wire import bridge
 from wire.contract import NodeStatus

@@ -13,8 +13,8 @@ import pytest
 from nodes.links.http import END_HEADER, HttpLink, HttpStream, HttpTarget
 from nodes.links.port import EndKind, LinkEnd
 from nodes.session import OpenRequest
+from tests.fakes.upstream import Answer, Visit, run_upstream
 from tests.unit.closed_port import closed_port
-from tests.unit.nodes.upstream import Answer, Visit, run_upstream
 from wire.bridge import TokenCounts
 
 OK = b"HTTP/1.1 200 OK\r\n"

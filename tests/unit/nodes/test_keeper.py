@@ -20,7 +20,7 @@ from nodes.links.relay import RelayLink
 from nodes.session import OpenRequest, ServerSession
 from nodes.states import DrainCount, NodeRow
 from tests.fakes.clock import virtual_clock
-from tests.unit.nodes.link_fakes import make_row
+from tests.fakes.links import make_row
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 

@@ -11,7 +11,7 @@ from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.port import Link, LinkEnd
 from nodes.session import OpenRequest
 from nodes.states import TOKENIZE
-from tests.unit.nodes.link_fakes import FakeLink
+from tests.fakes.links import FakeLink
 
 
 class Sink:

@@ -1,0 +1,86 @@
+"""Somebody else's model runner, called over HTTP as its public contract says: on a loopback port, scripted by a test."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from tests.fakes.waiting import wait_until
+
+NOT_FOUND = (404, {"error": {"code": "not_found", "message": "no"}})
+
+
+@dataclass
+class DirectNode:
+    """``answers``: what each path answers below any base: (status, JSON members, bytes, where a redirect leads, or a response).
+
+    ``seen``: method, path and body of every request; ``hosts`` and ``bearers``: its headers, empty = none.
+    ``api_key``: the only one that it accepts; empty = it asks for none.
+    """
+
+    answers: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    seen: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    bearers: list[str] = field(default_factory=list)
+    api_key: str = ""
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        """What the node registered."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def paths(self) -> list[str]:
+        """What was asked for, in order."""
+        return [f"{method} {path}" for method, path, _ in self.seen]
+
+    def forget(self) -> None:
+        """Be as it was when it began to listen."""
+        for kept in (self.answers, self.seen, self.hosts, self.bearers):
+            kept.clear()
+        self.api_key = ""
+
+    async def answer(self, request: Request) -> Response:
+        """Answer as the script says."""
+        body = await request.json() if request.method == "POST" else {}
+        bearer = request.headers.get("authorization", "")
+        self.hosts.append(request.headers["host"])
+        self.bearers.append(bearer)
+        self.seen.append((request.method, request.url.path, body))
+        if self.api_key and bearer != f"Bearer {self.api_key}":
+            return Response(status_code=401)
+        found = (answer for path, answer in self.answers.items() if request.url.path.endswith(path))
+        status, said = next(found, NOT_FOUND)
+        if isinstance(said, Response):
+            return said
+        if 300 <= status < 400:
+            return RedirectResponse(str(said), status_code=status)
+        return Response(said, status) if isinstance(said, bytes) else JSONResponse(said, status)
+
+
+@contextmanager
+def run_direct_node() -> Iterator[DirectNode]:
+    """Serve until the block ends."""
+    node = DirectNode()
+    app = Starlette(routes=[Route("/{path:path}", node.answer, methods=["GET", "POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node.port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            wait_until(lambda: server.started, "the node listens")
+            yield node
+        finally:
+            server.should_exit = True
+            thread.join(timeout=30)
