@@ -11,11 +11,11 @@ import pytest
 
 from runner.operations import trust
 from runner.operations.policies import FORGOTTEN, WAITING
+from tests.fakes.audit_logs import FORK, LOG, offer_of
 from tests.system.runner.governed_box import Control, enrol, options_of
 from tests.system.runner.processes import eventually, run_box
 from tests.system.runner.scripted_gateway import run_gateway
 from tests.unit.runner.box_approvals import Fleet, Issuer
-from tests.unit.runner.test_box_witness import FORK, LOG, offer_of
 from tests.unit.wire.audit_logs import checkpoint_of
 from wire import bridge
 from wire.auditlog import to_bytes, verify_signature

@@ -12,7 +12,7 @@ from runner.limits import limits
 from runner.operations.identity import FILE_NAME, load_identity
 from runner.operations.keys import KeyRing
 from runner.operations.op_keys import OpKeys, TooManyKeys
-from tests.unit.runner.ledger_files import T0
+from tests.fakes.ledgers import T0
 from wire.optoken import owns_runner_id
 
 

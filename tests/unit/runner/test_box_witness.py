@@ -12,21 +12,12 @@ from msgspec.structs import replace
 
 from runner.operations.identity import load_identity
 from runner.operations.witness import FACT, Sighting, Witness
-from tests.unit.runner.ledger_files import opened
-from tests.unit.wire.audit_logs import KEY, checkpoint_of, make_body, make_chain, seal
-from wire.auditlog import Entry, consistency_proof, leaf_hash, root, to_bytes, to_text, verify_signature
+from tests.fakes.audit_logs import FORK, KEY, LOG, checkpoint_of, offer_of, seal
+from tests.fakes.ledgers import opened
+from wire.auditlog import Entry, to_bytes, to_text, verify_signature
 from wire.bridge import CheckpointOffer
 
-LOG = make_chain(make_body(number) for number in range(40))
-FORK = make_chain(make_body(number, n=number + (number > 3)) for number in range(40))
 KEYS = [str(KEY)]
-
-
-def offer_of(entries: Sequence[Entry], *, old: int = 0, note: str | None = None) -> CheckpointOffer:
-    """The checkpoint over ``entries`` with the proof that it extends its first ``old``."""
-    leaves = [leaf_hash(entry.hash) for entry in entries]
-    proof = consistency_proof(old, len(leaves), lambda lo, hi: root(leaves[lo:hi]))
-    return CheckpointOffer(note=note or seal(entries).note, old_size=old, proof=[to_text(each) for each in proof])
 
 
 @asynccontextmanager

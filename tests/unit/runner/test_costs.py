@@ -23,7 +23,7 @@ from runner.pool import Model
 from runner.serving.costs import Costs, Spending, estimate_cost
 from runner.serving.request import Inference
 from runner.serving.service import Answer
-from tests.unit.runner.ledger_files import Clock, opened
+from tests.fakes.ledgers import Clock, opened
 from wire.bridge import TokenCounts
 
 MODEL = "cloud-large"

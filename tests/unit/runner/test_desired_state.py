@@ -29,8 +29,8 @@ from runner.operations.fingerprint import write_trusted
 from runner.operations.gate import Gate, GateRules
 from runner.operations.governance import Governance
 from runner.operations.identity import Identity, load_identity
-from tests.unit.runner.box_approvals import Fleet, Issuer
-from tests.unit.runner.ledger_files import T0, Clock
+from tests.fakes.approvals import Fleet, Issuer
+from tests.fakes.ledgers import T0, Clock
 from wire.bridge import PolicyOffer
 from wire.optoken import Grant, Level, Operation, encode_token, sign_l0
 

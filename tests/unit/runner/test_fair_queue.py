@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 import pytest
 
 from runner.admission import FairQueue, KeyShare, QueueLimits, Turn, WaitBudget
-from tests.unit.runner.queue_visitors import LONG_S, Visitors, settle
+from tests.fakes.queue_visitors import LONG_S, Visitors, settle
 
 
 def finish_at_once(entering: Coroutine[object, object, Turn]) -> Turn:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
 from runner.errors import ModelQueueFull, ModelUnloading, QueueFull, QueueTimeout, TenantQueueFull
 from tests.fakes.clock import install_virtual_clock
-from tests.unit.runner.queue_visitors import LONG_S, Visitors, settle
+from tests.fakes.queue_visitors import LONG_S, Visitors, settle
 
 
 async def refused(visitors: Visitors, name: str) -> BaseException:

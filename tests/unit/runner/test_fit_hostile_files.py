@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from runner.errors import CorruptModel
 from runner.fit import ModelShape, estimate, read_shape
-from tests.unit.runner.model_files import LLAMA, LLAMA_TENSORS, gguf_bytes, safetensors_bytes, write_ct2
+from tests.fakes.model_files import LLAMA, LLAMA_TENSORS, gguf_bytes, safetensors_bytes, write_ct2
 
 MAX_BYTES = 8 << 20
 HEADER, DATA_BYTES = gguf_bytes(LLAMA, LLAMA_TENSORS)

@@ -11,7 +11,7 @@ import pytest
 
 from runner.errors import CorruptModel
 from runner.fit import KvLayer, estimate, read_shape
-from tests.unit.runner.model_files import (
+from tests.fakes.model_files import (
     GGUF_F16,
     LLAMA,
     LLAMA_TENSORS,

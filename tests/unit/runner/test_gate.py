@@ -19,8 +19,8 @@ import pytest
 from runner.errors import OperationsDisabled, OpTokenRefused, Unavailable
 from runner.ledger import FILE_NAME, Ledger
 from runner.operations.gate import REFUSED, Admitted, Gate, GateRules, OperationRunning
+from tests.fakes.ledgers import T0, Clock
 from tests.fakes.limits import set_runner_limits
-from tests.unit.runner.ledger_files import T0, Clock
 from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
 
 ROOT = Path(__file__).resolve().parents[3]

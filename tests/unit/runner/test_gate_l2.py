@@ -14,8 +14,8 @@ from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused
 from runner.ledger import Ledger, approvals
 from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning
 from runner.operations.op_keys import OpKeys
-from tests.unit.runner.box_approvals import Fleet, Issuer
-from tests.unit.runner.ledger_files import T0, Clock
+from tests.fakes.approvals import Fleet, Issuer
+from tests.fakes.ledgers import T0, Clock
 from wire.optoken import Level, Operation, Policy
 
 NOW = T0 + 10

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from runner.errors import OpTokenRefused
-from tests.unit.runner.box_approvals import Fleet
-from tests.unit.runner.ledger_files import T0, Clock
+from tests.fakes.approvals import Fleet
+from tests.fakes.ledgers import T0, Clock
 from tests.unit.runner.test_gate_l2 import MODEL, NOW, Door, door_in, refused
 from wire.optoken import Operation
 

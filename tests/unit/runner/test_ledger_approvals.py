@@ -20,8 +20,8 @@ from runner.ledger import (
     approvals,
 )
 from runner.limits import limits
+from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.limits import set_runner_limits
-from tests.unit.runner.ledger_files import T0, Clock, opened
 
 EXPIRES = T0 + 300
 

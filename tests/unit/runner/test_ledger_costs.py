@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from runner.ledger import CostState, Ledger, LedgerFull
+from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.limits import set_runner_limits
-from tests.unit.runner.ledger_files import T0, Clock, opened
 
 MONTH = "2026-11"
 

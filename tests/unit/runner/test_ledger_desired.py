@@ -10,7 +10,7 @@ import pytest
 
 from runner.ledger import FILE_NAME, DesiredModel, Ledger, LedgerFull, OpDetails, OpStarted, approvals
 from runner.limits import limits
-from tests.unit.runner.ledger_files import T0, opened
+from tests.fakes.ledgers import T0, opened
 
 DONE: dict[str, object] = {"state": "succeeded"}
 FAILED: dict[str, object] = {"state": "failed"}

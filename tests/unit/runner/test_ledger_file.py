@@ -14,8 +14,8 @@ import pytest
 from runner.ledger import FILE_NAME, Ledger, LedgerError
 from runner.ledger.database import LOCK_NAME
 from runner.limits import limits
+from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.limits import set_runner_limits
-from tests.unit.runner.ledger_files import T0, Clock, opened
 
 
 def ledger_threads() -> set[threading.Thread]:

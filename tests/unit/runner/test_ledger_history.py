@@ -7,8 +7,8 @@ from pathlib import Path
 
 from runner.definitions.plan import Observation
 from runner.ledger import TaskRow, TaskState, history
+from tests.fakes.ledgers import T0, opened
 from tests.fakes.limits import set_runner_limits
-from tests.unit.runner.ledger_files import T0, opened
 
 TASK = TaskRow(
     task_id="load-1", model_id="org/model", state=TaskState.LOADING, stage="reading weights", fraction=0.25, started_at=T0

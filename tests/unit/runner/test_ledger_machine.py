@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from runner.ledger import OpAlreadyDone, OpDetails, OpIsRunning, OpStarted, StaleFence, TooManyOps, approvals
 from runner.ledger.database import Database, open_database
-from tests.unit.runner.ledger_files import T0
+from tests.fakes.ledgers import T0
 
 OPS = st.sampled_from(["op-1", "op-2", "op-3", "op-4"])
 SLOTS = st.sampled_from(["model:a", "model:b"])

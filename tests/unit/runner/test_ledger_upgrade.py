@@ -11,7 +11,7 @@ import pytest
 
 from runner.ledger import FILE_NAME, Ledger, LedgerError, OpAlreadyDone, OpDetails, OpStarted, StaleFence, approvals
 from runner.ledger.database import SCHEMA_VERSION
-from tests.unit.runner.ledger_files import T0, opened
+from tests.fakes.ledgers import T0, opened
 
 FIRST = """
 CREATE TABLE born (born_at REAL NOT NULL);

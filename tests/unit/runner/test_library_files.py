@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runner.errors import InvalidRequest, UnknownModel
 from runner.fit import ModelShape, read_shape
 from runner.library import FoundModel, Library, check_model_id
-from tests.unit.runner.model_files import LLAMA, LLAMA_TENSORS, write_ct2, write_folder, write_gguf
+from tests.fakes.model_files import LLAMA, LLAMA_TENSORS, write_ct2, write_folder, write_gguf
 
 CONFIG = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
 COMMIT = "a" * 40

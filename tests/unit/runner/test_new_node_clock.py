@@ -13,8 +13,8 @@ from runner.config.values import OperationsConfig
 from runner.ledger import Ledger
 from runner.operations.gate import Gate, GateRules
 from runner.operations.governance import Governance
-from tests.unit.runner.box_approvals import Fleet, Issuer
-from tests.unit.runner.ledger_files import T0, Clock
+from tests.fakes.approvals import Fleet, Issuer
+from tests.fakes.ledgers import T0, Clock
 from tests.unit.runner.test_gate_l2 import Door, refused
 from wire.optoken import Level
 

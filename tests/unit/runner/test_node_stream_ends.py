@@ -30,7 +30,7 @@ from runner.serving.pool_surface import PoolSurface
 from runner.serving.request import Inference
 from runner.serving.service import Serving
 from runner.serving.tally import Tally
-from tests.unit.wire.recorded_streams import (
+from tests.fakes.recorded_streams import (
     BARE_ERRORS,
     CHAT,
     COMPLETIONS,

@@ -14,9 +14,9 @@ import pytest
 
 from runner.ledger import FILE_NAME
 from runner.operations.policies import ANOTHER, FORGOTTEN, WAITING, PolicyStore
-from tests.unit.runner.box_approvals import Fleet
-from tests.unit.runner.ledger_files import T0, opened
-from tests.unit.wire.policies import approve, make_change, make_link
+from tests.fakes.approvals import Fleet
+from tests.fakes.ledgers import T0, opened
+from tests.fakes.policies import approve, make_change, make_link
 
 
 class Desk:

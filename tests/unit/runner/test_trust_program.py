@@ -12,8 +12,8 @@ from runner.operations import trust
 from runner.operations.fingerprint import TRUSTED_NAME, is_asked_to_forget, read_trusted
 from runner.operations.op_keys import FOLDER_NAME, OpKeys
 from runner.operations.policies import PolicyStore
-from tests.unit.runner.box_approvals import Fleet
-from tests.unit.runner.ledger_files import T0, opened
+from tests.fakes.approvals import Fleet
+from tests.fakes.ledgers import T0, opened
 
 WORDS = "zusoz-linog-kipaz-hupup-kofij-vumas-lusab-babad-gutih-tugad-bufol-zizin"
 

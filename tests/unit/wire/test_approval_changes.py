@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.passkeys import Proof, SoftPasskey
-from tests.unit.wire.policies import (
+from tests.fakes.passkeys import Proof, SoftPasskey
+from tests.fakes.policies import (
     NOW,
     Person,
     approve,

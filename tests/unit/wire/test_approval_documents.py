@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.wire.passkeys import KeyFile, SoftPasskey, spki_of
-from tests.unit.wire.policies import NOW, Person, make_people, make_policy_bytes, make_statement
+from tests.fakes.passkeys import KeyFile, SoftPasskey, spki_of
+from tests.fakes.policies import NOW, Person, make_people, make_policy_bytes, make_statement
 from wire.optoken.approval import (
     BREAK_GLASS,
     MAX_DEPTH,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.passkeys import KeyFile
-from tests.unit.wire.policies import (
+from tests.fakes.passkeys import KeyFile
+from tests.fakes.policies import (
     NOW,
     approve,
     make_change,

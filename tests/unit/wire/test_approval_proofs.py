@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.wire.passkeys import (
+from tests.fakes.passkeys import (
     BACKED_UP,
     BACKUP_ELIGIBLE,
     USER_PRESENT,
@@ -28,7 +28,7 @@ from tests.unit.wire.passkeys import (
     Proof,
     SoftPasskey,
 )
-from tests.unit.wire.policies import (
+from tests.fakes.policies import (
     Person,
     approve,
     edit_statement,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.wire.audit_logs import (
+from tests.fakes.audit_logs import (
     KEY,
     SIGNER,
     checkpoint_of,

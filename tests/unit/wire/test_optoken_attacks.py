@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.signed_tokens import (
+from tests.fakes.signed_tokens import (
     BOX,
     FLUSH_PARAMS,
     KEY,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.wire.signed_tokens import make_l0, make_l1, verify
+from tests.fakes.signed_tokens import make_l0, make_l1, verify
 from wire.limits import WIRE
 from wire.optoken import OpTokenError, Reason, encode_token, read_token
 from wire.optoken.signed_token import decode_base64url

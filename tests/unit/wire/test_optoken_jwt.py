@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.wire.signed_tokens import BOX, KEY, MODEL, NOW, OTHER_KEY, make_l0, make_l1, make_l2, make_verifier, verify
+from tests.fakes.signed_tokens import BOX, KEY, MODEL, NOW, OTHER_KEY, make_l0, make_l1, make_l2, make_verifier, verify
 from wire.limits import WIRE
 from wire.optoken import Level, Operation, OpTokenError, Reason, sign_jwt
 

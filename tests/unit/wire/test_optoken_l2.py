@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.passkeys import USER_PRESENT
-from tests.unit.wire.policies import approve, edit_statement, make_people, make_policy, make_policy_bytes, make_statement
-from tests.unit.wire.signed_tokens import (
+from tests.fakes.passkeys import USER_PRESENT
+from tests.fakes.policies import approve, edit_statement, make_people, make_policy, make_policy_bytes, make_statement
+from tests.fakes.signed_tokens import (
     BOX,
     FLUSH_PARAMS,
     KEY,

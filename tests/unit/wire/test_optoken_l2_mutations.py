@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.policies import approve, edit_statement, make_policy, make_statement
-from tests.unit.wire.signed_tokens import BOX, PARAMS, PEOPLE, Token, make_l2, make_verifier, sign_claims, verify
+from tests.fakes.policies import approve, edit_statement, make_policy, make_statement
+from tests.fakes.signed_tokens import BOX, PARAMS, PEOPLE, Token, make_l2, make_verifier, sign_claims, verify
 from wire.optoken import Level, OpTokenError, encode_token, read_token
 from wire.optoken.approval import ApprovalError, decode_bytes, encode_bytes
 from wire.optoken.proposal import DEFAULT_CLASSES

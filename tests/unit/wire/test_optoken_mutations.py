@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.wire.signed_tokens import Token, make_l0, make_l1, make_verifier, verify
+from tests.fakes.signed_tokens import Token, make_l0, make_l1, make_verifier, verify
 from wire.optoken import Level, OpTokenError, encode_token, read_token
 
 ROUNDS = int(os.environ.get("MUSTER_TEST_MUTATIONS", "5000"))

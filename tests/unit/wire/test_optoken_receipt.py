@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.wire.passkeys import KeyFile, SoftPasskey
+from tests.fakes.passkeys import KeyFile, SoftPasskey
 from wire.limits import WIRE
 from wire.optoken.approval import RECEIPT_DOMAIN, canonical, decode_bytes, encode_bytes, read_canonical
 from wire.optoken.identity import make_runner_id, owns_runner_id

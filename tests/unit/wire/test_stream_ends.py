@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.wire.recorded_streams import (
+from tests.fakes.recorded_streams import (
     BARE_ERRORS,
     CHAT,
     COMPLETIONS,

@@ -8,9 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.unit.wire.passkeys import Proof
-from tests.unit.wire.policies import NOW as POLICY_NOW
-from tests.unit.wire.policies import approve, make_people, make_policy, make_statement
+from tests.fakes.passkeys import Proof
+from tests.fakes.policies import NOW as POLICY_NOW
+from tests.fakes.policies import approve, make_people, make_policy, make_statement
 from wire.optoken import (
     Binding,
     Grant,

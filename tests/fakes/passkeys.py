@@ -1,0 +1,108 @@
+"""A passkey in software: what authenticator and browser make of a challenge (W3C Web Authentication Level 3, section 6.1)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, EllipticCurvePrivateKey, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from wire.optoken.approval import encode_bytes
+
+ORIGIN = "https://muster.example"
+RP_ID = "muster.example"
+USER_PRESENT, USER_VERIFIED, BACKUP_ELIGIBLE, BACKED_UP = 0x01, 0x04, 0x08, 0x10
+
+Proof = dict[str, Any]  # Any: tests put anything into a proof.
+
+
+PrivateKey = EllipticCurvePrivateKey | Ed25519PrivateKey | RSAPrivateKey
+
+
+def spki_of(key: PrivateKey) -> bytes:
+    """The public half as SPKI DER."""
+    return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+
+
+@dataclass(frozen=True)
+class SoftPasskey:
+    """A passkey of one site; ``replace`` a field to make it, or its browser, misbehave."""
+
+    private_key: PrivateKey = field(default_factory=lambda: generate_private_key(SECP256R1()))
+    rp_id: str = RP_ID
+    origin: str = ORIGIN
+    flags: int = USER_PRESENT | USER_VERIFIED
+    client_type: str = "webauthn.get"
+    client_changes: dict[str, Any] = field(default_factory=dict)
+    """Members of the client data that differ; ``...`` leaves one out."""
+
+    @property
+    def public_key(self) -> bytes:
+        """SPKI DER."""
+        return spki_of(self.private_key)
+
+    @property
+    def keyid(self) -> str:
+        """The credential id, in base64url."""
+        return encode_bytes(hashlib.sha256(b"credential" + self.public_key).digest()[:16])
+
+    def misbehaving(self, **changes: Any) -> SoftPasskey:
+        """The same passkey with other fields."""
+        return replace(self, **changes)
+
+    def sign(self, challenge: bytes, *, approver: str) -> Proof:
+        """An assertion over ``challenge``, as the proof that a token carries."""
+        client = {
+            "type": self.client_type,
+            "challenge": encode_bytes(challenge),
+            "origin": self.origin,
+            "crossOrigin": False,
+            **self.client_changes,
+        }
+        client_data = json.dumps({name: value for name, value in client.items() if value is not ...}).encode()
+        device_data = hashlib.sha256(self.rp_id.encode()).digest() + struct.pack(">BI", self.flags, 0)
+        return {
+            "type": "webauthn",
+            "approver": approver,
+            "keyid": self.keyid,
+            "clientDataJSON": encode_bytes(client_data),
+            "authenticatorData": encode_bytes(device_data),
+            "signature": encode_bytes(self._sign(device_data + hashlib.sha256(client_data).digest())),
+        }
+
+    def _sign(self, message: bytes) -> bytes:
+        if isinstance(self.private_key, Ed25519PrivateKey):
+            return self.private_key.sign(message)
+        if isinstance(self.private_key, RSAPrivateKey):
+            return self.private_key.sign(message, PKCS1v15(), SHA256())
+        return self.private_key.sign(message, ECDSA(SHA256()))
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """An Ed25519 key of an approver who signs on the command line."""
+
+    private_key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+
+    @property
+    def public_key(self) -> bytes:
+        """SPKI DER."""
+        return spki_of(self.private_key)
+
+    @property
+    def keyid(self) -> str:
+        """The first half of the thumbprint."""
+        return hashlib.sha256(self.public_key).hexdigest()[:32]
+
+    def sign(self, challenge: bytes, *, approver: str) -> Proof:
+        """The proof that a token carries."""
+        signature = encode_bytes(self.private_key.sign(challenge))
+        return {"type": "ed25519", "approver": approver, "keyid": self.keyid, "signature": signature}
