@@ -21,7 +21,7 @@ from tests.services_plugin import THROWN_AWAY_VARIABLE
 from wire import clock
 
 # A module of checks that several test modules import: its asserts should say what they compared.
-pytest.register_assert_rewrite("tests.system.runner.engine_suite")
+pytest.register_assert_rewrite("tests.fakes.engines.suite")
 
 
 @pytest.fixture(scope="session")

@@ -33,10 +33,10 @@ _OWN_SYSTEM = ("tests/rings/contract/test_governed_fleet.py", "tests/rings/contr
 """Long files in such a folder that share nothing with it: they break systems of their own."""
 LONGEST = (
     "tests/rings/contract/",
-    "tests/system/runner/test_engine_port.py",
+    "tests/rings/engines/test_engine_port.py",
     "tests/rings/browser/",
     *_OWN_SYSTEM,
-    "tests/system/runner/test_runner_box.py",
+    "tests/rings/runner/test_runner_box.py",
 )
 """Scopes that take a worker more than half a minute, the longest first."""
 

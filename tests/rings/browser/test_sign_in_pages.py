@@ -13,8 +13,8 @@ from core.models import User
 from governance.models import ApproverKey
 from governance.services.people import create_invitation
 from tests.fakes.control_process import ROOT
+from tests.fakes.policies import make_people, make_policy, make_statement
 from tests.rings.browser.conftest import PASSWORD, Visit, in_database, press
-from tests.unit.wire.policies import make_people, make_policy, make_statement
 from wire.optoken.approval import digest_words, encode_bytes
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.browser, pytest.mark.timeout(300)]

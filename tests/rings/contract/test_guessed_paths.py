@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from tests.fakes.engines.scripted_server import run_engine
+from tests.fakes.runners.process import run_box
 from tests.fakes.waiting import eventually
 from tests.rings.contract.client import call
 from tests.rings.contract.lab import CHAT, Lab
-from tests.system.runner.processes import run_box
-from tests.system.runner.scripted_engine import run_engine
 
 pytestmark = pytest.mark.asyncio
 

@@ -13,8 +13,8 @@ import psutil
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import Call
 from runner.engines.vllm import VllmEngine
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, openai_cached_tokens
 from tests.fakes.models.make import hf_model_dir
-from tests.system.runner.engine_suite import EngineCase, EngineUnderTest, chat_call, openai_cached_tokens
 
 MIB = 1024 * 1024
 LOAD_LIMIT_S = 300.0

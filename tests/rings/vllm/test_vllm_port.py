@@ -7,8 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.fakes.engines.suite import CHECKS
 from tests.rings.vllm.serving import CASE
-from tests.system.runner.engine_suite import CHECKS
 
 
 @pytest.mark.timeout(900)

@@ -33,9 +33,7 @@ from runner.engines.port import (
 )
 from runner.engines.vllm import VllmEngine
 from runner.errors import EngineError, ModalityUnsupported
-from tests.fakes.models.make import lora_dir
-from tests.rings.vllm.serving import ENDLESS, LOAD_LIMIT_S, break_model, call, memory_mb, question, tiny_plan
-from tests.system.runner.engine_suite import (
+from tests.fakes.engines.suite import (
     ask,
     assert_gone,
     chat_call,
@@ -44,7 +42,10 @@ from tests.system.runner.engine_suite import (
     process_tree,
     wait_until,
 )
-from tests.system.runner.processes import ROOT, eventually
+from tests.fakes.models.make import lora_dir
+from tests.fakes.runners.process import ROOT
+from tests.fakes.waiting import eventually
+from tests.rings.vllm.serving import ENDLESS, LOAD_LIMIT_S, break_model, call, memory_mb, question, tiny_plan
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 

@@ -40,10 +40,10 @@ from runner.engines.remote import RemoteEngine
 from runner.engines.tabbyapi import TabbyApiEngine
 from tests.fakes.limits import set_limits
 from tests.fakes.models.make import hf_model_dir
+from tests.fakes.runners.process import run_box
 from tests.fakes.waiting import eventually
 from tests.system.gateway_server.serving import run_server
 from tests.system.nodes.factories import make_credential
-from tests.system.runner.processes import run_box
 from tests.unit.nodes.link_fakes import FakeLink
 from wire.credentials import CredentialKind, mint_credential
 

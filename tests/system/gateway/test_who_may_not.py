@@ -26,9 +26,9 @@ from gateway.services import change_response_policy, create_api_key, create_tena
 from gateway.services.responses import keep_response
 from gateway.views.responses import make_response_routes
 from governance.models import PolicyVersion
+from tests.fakes.policies import make_people, make_policy
 from tests.system.gateway_admin.factories import ACTOR, PASSWORD, make_operator
 from tests.system.gateway_server.serving import run_server
-from tests.unit.wire.policies import make_people, make_policy
 
 pytestmark = pytest.mark.django_db(transaction=True)
 KEPT = json.dumps({"id": "resp_1", "object": "response", "output": []}).encode()

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from tests.unit.wire.passkeys import BACKED_UP, BACKUP_ELIGIBLE, SoftPasskey
+from tests.fakes.passkeys import BACKED_UP, BACKUP_ELIGIBLE, SoftPasskey
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 ATTESTED = 0x40

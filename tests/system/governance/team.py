@@ -11,8 +11,8 @@ from core.models import User
 from governance import services
 from governance.models import ApproverKey, Operation, PolicyVersion
 from governance.services import ApproverChoice, Proposer
+from tests.fakes.passkeys import SoftPasskey
 from tests.fakes.waiting import wait_until
-from tests.unit.wire.passkeys import SoftPasskey
 from wire.optoken.approval import encode_bytes, read_statement
 
 RP_ID = "localhost"

@@ -39,10 +39,10 @@ from nodes.models import NodeCommand, NodeOpKey
 from runner.operations.fingerprint import write_trusted
 from tests.fakes.clock import TickingClock, VirtualClock
 from tests.fakes.governed_fleet import BROKER, BROKER_PATH, FleetNode, Gateway, Processes
+from tests.fakes.passkeys import KeyFile, SoftPasskey
 from tests.fakes.runner_process import Effect, RunnerProcess, read_ops
 from tests.system.governance.team import Member, Team, make_team
 from tests.system.nodes.factories import make_node, make_presence
-from tests.unit.wire.passkeys import KeyFile, SoftPasskey
 from wire import bridge, clock
 from wire.auditlog import entry_hash
 from wire.bridge import PolicyOffer

@@ -19,9 +19,9 @@ from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.clock import shift_clock
 from tests.fakes.limits import set_limits
+from tests.fakes.passkeys import SoftPasskey
 from tests.system.governance.fake_box import FakeBox, fake_boxes, propose_load
 from tests.system.governance.team import Team, make_due, make_governed, make_key, make_team, propose_token
-from tests.unit.wire.passkeys import SoftPasskey
 from wire.ids import new_uuid7
 
 pytestmark = pytest.mark.django_db

@@ -34,8 +34,8 @@ from nodes.services.health import explain_unreachable
 from nodes.services.overview import read_fleet, read_served_models
 from nodes.services.sessions import load_node_rows
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, make_credential, make_node
-from tests.system.runner.api_process import run_api_box
+from tests.fakes.runners.api_process import run_api_box
+from tests.system.nodes.factories import ACTOR, make_credential, make_node
 from tests.unit.nodes.test_reports import CAPABILITIES
 from wire.contract import NodeStatus
 

@@ -8,7 +8,6 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,99 +16,16 @@ import pytest
 
 from runner.definitions.plan import Progress
 from runner.errors import EngineError
-from runner.operations.commands import Commands
-from runner.operations.gate import Gate, GateRules
-from runner.operations.receipts import Clerk
-from runner.operations.tasks import Operations
-from runner.parts import Parts
-from runner.pool import Pool
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.runners.governed import Desk, Ear, desk_of
+from tests.fakes.runners.parts import assembled
 from tests.fakes.scripted_engine import FakeEngine
-from tests.system.runner.governed_box import FINAL, enrol
-from tests.system.runner.processes import eventually
-from tests.system.runner.test_pool_lifecycle import assembled
-from tests.system.runner.test_pool_races import Bench
-from tests.unit.runner.box_approvals import Fleet, Issuer
+from tests.fakes.waiting import eventually
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.ids import new_uuid7
-from wire.optoken import encode_token
 from wire.optoken.receipt import digest_result, read_receipt
 
 pytestmark = pytest.mark.timeout(180)
-
-
-class Ear:
-    """A gateway that listens."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[float, OpStatus]] = []
-
-    def __call__(self, status: OpStatus) -> None:
-        self.heard.append((time.monotonic(), status))
-
-    @property
-    def last(self) -> OpStatus:
-        return self.heard[-1][1]
-
-    async def hear_stage(self, stage: str) -> None:
-        """Wait until the operation is said to be there."""
-        await eventually(lambda: self.heard and self.last.stage == stage, f"the stage {stage} is told")
-
-    async def end(self) -> OpStatus:
-        """Wait for a final status and return it."""
-        await eventually(lambda: self.heard and self.last.state in FINAL, "the operation ends")
-        return self.last
-
-
-class Desk:
-    """Commands over gated engines, and the control plane that approves them."""
-
-    def __init__(self, parts: Parts, fleet: Fleet) -> None:
-        governance = parts.governance
-        told = governance.describe()
-        assert told is not None
-        assert governance.identity is not None
-        self.parts = parts
-        self.bench = Bench(parts)
-        self.issuer = Issuer.of(fleet, told)
-        self.public_key = governance.identity.public_key
-        self.gate = Gate(
-            GateRules(
-                key_path=governance.key_path, level=governance.level, min_signers=2, runner_id=governance.runner_id,
-                policy=lambda: governance.policy,
-            ),
-            ledger=parts.ledger,
-        )  # fmt: skip
-        pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
-        self.operations = Operations(pool, self.gate, parts.ledger, Clerk(governance.identity))
-        self.commands = Commands(self.operations, parts.seek, parts.reload_settings)
-
-    def command(self, operation: str = "model-load", *, op_id: str = "", **body: Any) -> OpCommand:
-        op_id = op_id or new_uuid7().hex
-        token = encode_token(self.issuer.token(operation, body, op_id=op_id))
-        return OpCommand(op_id=op_id, use=1, operation=operation, body=body, token=token)
-
-    def hold_loads(self) -> None:
-        """Have every engine wait for ``may_load``."""
-        self.bench.prepare = lambda engine: engine.may_load.clear()
-
-    async def loading(self, count: int = 1) -> None:
-        """Wait until so many engines were started."""
-        await eventually(lambda: len(self.bench.engines) == count, "the engine is started")
-
-
-@asynccontextmanager
-async def desk_of(tmp_path: Path) -> AsyncIterator[Desk]:
-    fleet = Fleet()
-    if not (tmp_path / "data").exists():
-        await enrol(tmp_path / "data", fleet)
-    async with assembled(tmp_path) as parts:
-        desk = Desk(parts, fleet)
-        try:
-            yield desk
-        finally:
-            await desk.commands.close()
-            await desk.operations.close()
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from runner.pool import Model, ModelState
 from tests.fakes.clock import VirtualClock
 from tests.fakes.gateway import GatewayStream, MemoryGateway
 from tests.fakes.loop import VirtualLoop
+from tests.fakes.model_files import write_gguf
 from tests.fakes.scripted_engine import MIB, FakeAnswer, FakeEngine, Gpu
-from tests.unit.runner.model_files import write_gguf
 from wire import clock
 from wire.bridge import OpCommand
 from wire.ids import new_uuid7

@@ -35,10 +35,9 @@ from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import ModelState, Pool
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.runners.parts import Bench, assembled, find, write_models
 from tests.fakes.scripted_engine import FakeEngine
-from tests.system.runner.processes import eventually
-from tests.system.runner.test_pool_lifecycle import assembled, find, write_models
-from tests.system.runner.test_pool_races import Bench
+from tests.fakes.waiting import eventually
 from wire.ids import new_uuid7
 from wire.optoken import Binding, Grant, Level, Operation, params_digest, sign_l0, sign_l1
 

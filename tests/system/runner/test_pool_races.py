@@ -4,59 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from runner.definitions.definition import ModelDefinition
-from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushScope
 from runner.errors import EngineError, InsufficientMemory, ModelLoading, RunnerError, SettingsConflict, UnknownModel, WrongState
-from runner.parts import Parts
-from runner.pool import Loader, LoadOptions, LoadOrder, Model, ModelState
+from runner.pool import LoadOrder, Model, ModelState
 from runner.telemetry import TreeMemory
+from tests.fakes.runners.parts import Bench, assembled, find, write_models
 from tests.fakes.scripted_engine import FakeEngine
-from tests.system.runner.processes import eventually
-from tests.system.runner.test_pool_lifecycle import assembled, find, write_models
+from tests.fakes.waiting import eventually
 
 FLUSH = FlushRequest(FlushScope.ALL)
 HUGE = {"gguf_n_ctx": 200_000_000}
 """More than any machine of ours has memory for."""
-
-
-class Bench:
-    """The parts of a box whose loads start gated engines; ``engines`` in the order of their making."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.engines: list[FakeEngine] = []
-        self.prepare: Callable[[FakeEngine], None] = lambda _engine: None
-        pool = parts.pool
-        self.unloader = pool.unloader
-        self.loader = Loader(
-            pool.registry, capacity=pool.capacity, unloader=pool.unloader, options=LoadOptions(), make_engine=self.make_engine
-        )
-
-    def make_engine(self, plan: LoadPlan) -> FakeEngine:
-        del plan
-        engine = FakeEngine()
-        self.prepare(engine)
-        self.engines.append(engine)
-        return engine
-
-    async def order(self, model_id: str, *, evict: str | None = None, **overrides: object) -> LoadOrder:
-        order = await self.loader.order(model_id, overrides=overrides, evict=evict)
-        assert isinstance(order, LoadOrder)
-        return order
-
-    async def load(self, model_id: str) -> Model:
-        await self.loader.carry_out(await self.order(model_id), lambda _: None)
-        return find(self.parts, model_id)
-
-    def start(self, order: LoadOrder) -> asyncio.Task[object]:
-        return asyncio.create_task(self.loader.carry_out(order, lambda _: None))
 
 
 @pytest.fixture

@@ -34,11 +34,10 @@ from runner.parts import Parts
 from runner.pool import ModelState
 from runner.serving.request import Inference
 from runner.serving.service import Answer
+from tests.fakes.engines.scripted_server import Handler, ScriptedEngine, run_engine
+from tests.fakes.runners.parts import Bench, assembled, find
 from tests.fakes.scripted_engine import FakeEngine
-from tests.system.runner.processes import eventually
-from tests.system.runner.scripted_engine import Handler, ScriptedEngine, run_engine
-from tests.system.runner.test_pool_lifecycle import assembled, find
-from tests.system.runner.test_pool_races import Bench
+from tests.fakes.waiting import eventually
 
 WORD = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'
 USAGE = (

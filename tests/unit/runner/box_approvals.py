@@ -1,3 +1,1 @@
 """The names of tests.fakes.approvals, for the tests that import them from here."""
-
-from tests.fakes.approvals import *  # noqa: F403

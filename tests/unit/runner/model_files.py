@@ -1,3 +1,1 @@
 """The names of tests.fakes.model_files, for the tests that import them from here."""
-
-from tests.fakes.model_files import *  # noqa: F403

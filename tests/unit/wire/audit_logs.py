@@ -1,3 +1,1 @@
 """The names of tests.fakes.audit_logs, for the tests that import them from here."""
-
-from tests.fakes.audit_logs import *  # noqa: F403

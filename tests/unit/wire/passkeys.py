@@ -1,3 +1,1 @@
 """The names of tests.fakes.passkeys, for the tests that import them from here."""
-
-from tests.fakes.passkeys import *  # noqa: F403

@@ -1,3 +1,1 @@
 """The names of tests.fakes.policies, for the tests that import them from here."""
-
-from tests.fakes.policies import *  # noqa: F403

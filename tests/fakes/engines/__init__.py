@@ -1,0 +1,1 @@
+"""Engines, and servers that answer as engines do."""

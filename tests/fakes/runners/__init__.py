@@ -1,0 +1,1 @@
+"""Runners that tests start."""

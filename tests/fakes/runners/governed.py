@@ -1,0 +1,185 @@
+"""A box of level L2 on a real socket: enrolled beforehand where a test is about something else, with approvals for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from runner.ledger import Ledger
+from runner.operations.commands import Commands
+from runner.operations.fingerprint import write_trusted
+from runner.operations.gate import Gate, GateRules
+from runner.operations.policies import PolicyStore
+from runner.operations.receipts import Clerk
+from runner.operations.tasks import Operations
+from runner.parts import Parts
+from runner.pool import Pool
+from tests.fakes.approvals import Fleet, Issuer
+from tests.fakes.runners.parts import Bench, assembled, write_models
+from tests.fakes.scripted_gateway import ConnectedBox
+from tests.fakes.waiting import eventually
+from wire import bridge
+from wire.ids import new_uuid7
+from wire.optoken import encode_token
+from wire.optoken.approval import decode_bytes
+from wire.optoken.receipt import Receipt, digest_result, read_receipt
+
+FINAL = frozenset({"succeeded", "failed", "refused", "interrupted", "unknown"})
+
+
+async def enrol(data: Path, fleet: Fleet) -> None:
+    """Leave the data folder of a box on which a person confirmed the policy of ``fleet``, and that has taken it over."""
+    data.mkdir()  # noqa: ASYNC240 - nothing else runs yet
+    write_trusted(data, fleet.words)
+    ledger = await Ledger.open(data)
+    try:
+        store = PolicyStore(ledger, lambda: fleet.words)
+        await store.offer(fleet.links)
+        assert store.policy == fleet.policy
+    finally:
+        await ledger.close()
+
+
+def options_of(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    """Flags and variables of a box with the models ``a`` and ``b`` and a data folder."""
+    models = write_models(tmp_path / "models", "a", "b")
+    return ["--threads", "1", "--data", str(tmp_path / "data")], {"MODEL_BASE_PATH": str(models)}
+
+
+class Control:
+    """The control plane of one connected box: sends commands, reads statuses."""
+
+    def __init__(self, box: ConnectedBox, fleet: Fleet) -> None:
+        governance = box.register.governance
+        assert governance is not None
+        self.box = box
+        self.governance = governance
+        self.issuer = Issuer.of(fleet, governance)
+
+    def command(
+        self, operation: str, body: dict[str, Any], *, op_id: str = "", use: int = 1, token: dict[str, Any] | None = None,
+        **approval: Any,
+    ) -> bridge.OpCommand:  # fmt: skip
+        """An approved command; ``token`` stands in for the one that belongs to it."""
+        op_id = op_id or new_uuid7().hex
+        made = token or self.issuer.token(operation, body, op_id=op_id, use=use, **approval)
+        return bridge.OpCommand(op_id=op_id, use=use, operation=operation, body=body, token=encode_token(made))
+
+    async def carry_out(self, command: bridge.OpCommand) -> bridge.OpStatus:
+        """Send a command and return how it ended."""
+        seen = len(self.statuses(command.op_id, command.use))
+        await self.box.send(command)
+        return await self.end_of(command.op_id, command.use, seen)
+
+    async def query(self, op_id: str, use: int = 1) -> bridge.OpStatus:
+        """Ask where an operation stands."""
+        seen = len(self.statuses(op_id, use))
+        await self.box.send(bridge.OpQuery(op_id=op_id, use=use))
+        return await self.end_of(op_id, use, seen)
+
+    def statuses(self, op_id: str, use: int = 1) -> list[bridge.OpStatus]:
+        """Everything the box has said of an operation."""
+        found = [message for message in self.box.messages if isinstance(message, bridge.OpStatus)]
+        return [status for status in found if (status.op_id, status.use) == (op_id, use)]
+
+    async def end_of(self, op_id: str, use: int, seen: int) -> bridge.OpStatus:
+        """The first final status after ``seen`` of them."""
+        at = 0
+        while True:
+            status = await self.box.expect(bridge.OpStatus, skip=at)
+            at += 1
+            if (status.op_id, status.use) != (op_id, use):
+                continue
+            if seen > 0:
+                seen -= 1
+            elif status.state in FINAL:
+                return status
+
+    def read(self, status: bridge.OpStatus) -> Receipt:
+        """The receipt of a status, which must be signed by this box and be about this very result."""
+        receipt = read_receipt(status.receipt, decode_bytes(self.governance.public_key))
+        assert (receipt.op_id, receipt.use, receipt.outcome) == (status.op_id, status.use, status.state)
+        assert receipt.result_digest == digest_result(status.result)
+        assert receipt.runner_id == self.governance.runner_id
+        return receipt
+
+    async def report(self, *, skip: int) -> bridge.GovernanceReport:
+        """The next report after ``skip`` of them."""
+        return await self.box.expect(bridge.GovernanceReport, skip=skip)
+
+
+class Ear:
+    """A gateway that listens."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[float, bridge.OpStatus]] = []
+
+    def __call__(self, status: bridge.OpStatus) -> None:
+        self.heard.append((time.monotonic(), status))
+
+    @property
+    def last(self) -> bridge.OpStatus:
+        return self.heard[-1][1]
+
+    async def hear_stage(self, stage: str) -> None:
+        """Wait until the operation is said to be there."""
+        await eventually(lambda: self.heard and self.last.stage == stage, f"the stage {stage} is told")
+
+    async def end(self) -> bridge.OpStatus:
+        """Wait for a final status and return it."""
+        await eventually(lambda: self.heard and self.last.state in FINAL, "the operation ends")
+        return self.last
+
+
+class Desk:
+    """Commands over gated engines, and the control plane that approves them."""
+
+    def __init__(self, parts: Parts, fleet: Fleet) -> None:
+        governance = parts.governance
+        told = governance.describe()
+        assert told is not None
+        assert governance.identity is not None
+        self.parts = parts
+        self.bench = Bench(parts)
+        self.issuer = Issuer.of(fleet, told)
+        self.public_key = governance.identity.public_key
+        self.gate = Gate(
+            GateRules(
+                key_path=governance.key_path, level=governance.level, min_signers=2, runner_id=governance.runner_id,
+                policy=lambda: governance.policy,
+            ),
+            ledger=parts.ledger,
+        )  # fmt: skip
+        pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
+        self.operations = Operations(pool, self.gate, parts.ledger, Clerk(governance.identity))
+        self.commands = Commands(self.operations, parts.seek, parts.reload_settings)
+
+    def command(self, operation: str = "model-load", *, op_id: str = "", **body: Any) -> bridge.OpCommand:
+        op_id = op_id or new_uuid7().hex
+        token = encode_token(self.issuer.token(operation, body, op_id=op_id))
+        return bridge.OpCommand(op_id=op_id, use=1, operation=operation, body=body, token=token)
+
+    def hold_loads(self) -> None:
+        """Have every engine wait for ``may_load``."""
+        self.bench.prepare = lambda engine: engine.may_load.clear()
+
+    async def loading(self, count: int = 1) -> None:
+        """Wait until so many engines were started."""
+        await eventually(lambda: len(self.bench.engines) == count, "the engine is started")
+
+
+@asynccontextmanager
+async def desk_of(tmp_path: Path) -> AsyncIterator[Desk]:
+    fleet = Fleet()
+    if not (tmp_path / "data").exists():
+        await enrol(tmp_path / "data", fleet)
+    async with assembled(tmp_path) as parts:
+        desk = Desk(parts, fleet)
+        try:
+            yield desk
+        finally:
+            await desk.commands.close()
+            await desk.operations.close()

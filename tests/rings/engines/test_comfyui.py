@@ -1,0 +1,487 @@
+"""Images from ComfyUI: what is asked of it, what comes back, what is withdrawn, and how its checkpoint comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from runner.engines.comfyui import ComfyUiEngine
+from runner.engines.comfyui.workflow import make_text_to_image
+from runner.engines.port import CHAT, Health, Priority, Progress
+from runner.errors import EngineError, ModalityUnsupported
+from runner.limits import limits
+from tests.fakes.engines.cases_comfyui import comfy_plan, image_call
+from tests.fakes.engines.comfyui_contract import ComfyContract, make_png
+from tests.fakes.engines.suite import assert_health, wait_until
+from tests.fakes.limits import set_runner_limits
+
+pytestmark = pytest.mark.timeout(180)
+
+PROMPT = "a lighthouse"
+OTHERS: dict[str, Any] = {  # Any: JSON
+    "s": {"class_type": "KSampler", "inputs": {"steps": 100_000}},
+    "i": {"class_type": "SaveImage", "inputs": {}},
+}
+
+ORDER: tuple[Priority, ...] = ("low", "normal", "high")
+
+
+@asynccontextmanager
+async def prepared(
+    server: ComfyContract | None = None, model: str = "sd15", **options: object
+) -> AsyncIterator[tuple[ComfyUiEngine, ComfyContract]]:
+    """Yield an adapter that is not loaded, and its server."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with (server or ComfyContract()).serve() as served, aiohttp.ClientSession(timeout=timeout) as client:
+        adapter = ComfyUiEngine(comfy_plan(served.url, model, **options), client)
+        try:
+            yield adapter, served
+        finally:
+            served.keeps_memory, served.reserved = False, 0
+            await adapter.unload(gently=False)
+
+
+@asynccontextmanager
+async def loaded(
+    server: ComfyContract | None = None, model: str = "sd15", **options: object
+) -> AsyncIterator[tuple[ComfyUiEngine, ComfyContract]]:
+    """Yield a loaded adapter, and its server with the traces of loading gone."""
+    async with prepared(server, model, **options) as (adapter, served):
+        await adapter.load(lambda _progress: None)
+        served.asked.clear()
+        served.executed.clear()
+        yield adapter, served
+
+
+async def ask(adapter: ComfyUiEngine, **fields: object) -> tuple[int, dict[str, Any]]:  # Any: JSON
+    async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, **fields)) as response:
+        return response.status, await response.json()
+
+
+async def ask_stream(adapter: ComfyUiEngine, **fields: object) -> list[dict[str, Any]]:  # Any: JSON
+    async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, stream=True, **fields)) as response:
+        assert response.status == 200, await response.read()
+        body = await response.text()
+    return [json.loads(data) for data in re.findall(r"^data: (.*)$", body, re.MULTILINE)]
+
+
+def pictures(answer: dict[str, Any]) -> list[bytes]:
+    return [base64.b64decode(item["b64_json"]) for item in answer["data"]]
+
+
+# ---- making images ----
+
+
+async def test_a_request_becomes_a_graph_and_its_picture_comes_back_without_it() -> None:
+    async with loaded() as (adapter, server):
+        status, answer = await ask(adapter, negative_prompt="rain", seed=5, cfg=3.5, size="64x128", user="u")
+        assert status == 200
+        assert pictures(answer) == [make_png(64, 128, {})]
+        assert (answer["size"], answer["output_format"]) == ("64x128", "png")
+        (asked,) = server.asked
+        values: dict[str, str | int | float] = {
+            "prompt": "a lighthouse", "negative_prompt": "rain", "width": 64, "height": 128, "seed": 5, "steps": 4,
+            "cfg": 3.5, "batch_size": 1, "checkpoint": "sd15.safetensors",
+        }  # fmt: skip
+        assert asked["prompt"] == make_text_to_image().fill(values)
+        assert not {"front", "number"} & asked.keys()
+
+
+async def test_several_images_are_one_batch() -> None:
+    async with loaded() as (adapter, server):
+        _, answer = await ask(adapter, n=3)
+        assert len(pictures(answer)) == 3
+        assert len(server.executed) == 1
+
+
+async def test_the_servers_history_forgets_what_was_asked() -> None:
+    async with loaded() as (adapter, server):
+        await ask(adapter)
+        await ask_stream(adapter)
+        assert len(server.executed) == 2
+        assert server.history == {}
+
+
+async def test_a_stream_tells_how_far_it_is_and_ends_with_the_images() -> None:
+    async with loaded(ComfyContract(step_s=0.01)) as (adapter, _):
+        events = await ask_stream(adapter, n=2, steps=10)
+        progress = [event for event in events if event["type"] == "image_generation.progress"]
+        percents = [event["percent"] for event in progress]
+        assert percents == sorted(percents)
+        assert percents[0] == 0
+        assert {20, 50, 90} <= set(percents)
+        assert {event["stage"] for event in progress} == {"waiting", "working"}
+        done = events[len(progress) :]
+        assert [(event["type"], event["index"]) for event in done] == [
+            ("image_generation.completed", index) for index in (0, 1)
+        ]
+        assert [base64.b64decode(event["b64_json"]) for event in done] == [make_png(64, 64, {})] * 2
+
+
+@pytest.mark.parametrize("is_mute", [True, False])
+async def test_an_image_comes_without_the_websocket_too(is_mute: bool) -> None:
+    async with loaded(ComfyContract(is_mute=is_mute, step_s=0.05)) as (adapter, server):
+        asking = asyncio.create_task(ask(adapter, steps=8))
+
+        async def is_running() -> bool:
+            return server.running is not None
+
+        assert await wait_until(is_running)
+        server.drop_sockets()
+        status, answer = await asking
+        assert (status, len(pictures(answer))) == (200, 1)
+
+
+async def test_an_older_server_serves_as_well() -> None:
+    async with loaded(ComfyContract(is_old=True)) as (adapter, _):
+        status, answer = await ask(adapter)
+        assert (status, len(pictures(answer))) == (200, 1)
+
+
+async def test_priorities_change_the_order_in_the_servers_queue() -> None:
+    async with loaded(ComfyContract(step_s=0.01)) as (adapter, server):
+        running = server.enqueue(OTHERS)
+
+        async def ask_as(priority: Priority) -> None:
+            call = dataclasses.replace(image_call(steps=1), priority=priority)
+            async with adapter.stream(call) as response:
+                assert response.status == 200
+                await response.read()
+
+        tasks = []
+        for number, priority in enumerate(ORDER, start=1):
+            tasks.append(asyncio.create_task(ask_as(priority)))
+
+            async def are_waiting(count: int = number) -> bool:
+                return len(server.pending) == count
+
+            assert await wait_until(are_waiting)
+        stats = await adapter.stats()
+        assert (stats.running, stats.waiting, running in server.executed) == (1, 3, False)
+        ids = [asked["prompt_id"] for asked in server.asked]
+        server._interrupted = True
+        await asyncio.gather(*tasks)
+        assert server.executed == [running, *reversed(ids)]
+
+
+# ---- the owner's workflow ----
+
+
+def write_workflow(folder: Path, **nodes: dict[str, object]) -> str:
+    path = folder / "workflow.json"
+    path.write_text(json.dumps({name: {"class_type": name, "inputs": inputs} for name, inputs in nodes.items()}))
+    return str(path)
+
+
+async def test_a_workflow_without_batches_runs_once_for_each_image_with_its_own_seed(tmp_path: Path) -> None:
+    path = write_workflow(
+        tmp_path, CLIPTextEncode={"text": "ink, {{prompt}}"}, KSampler={"seed": "{{seed}}", "steps": 2}, SaveImage={}
+    )
+    async with loaded(model="ink", comfyui_workflow=path) as (adapter, server):
+        status, answer = await ask(adapter, n=3, seed=10, size=None, steps=None)
+        assert (status, len(pictures(answer)), "size" in answer) == (200, 3, False)
+        assert [asked["prompt"]["KSampler"]["inputs"]["seed"] for asked in server.asked] == [10, 11, 12]
+        assert server.asked[0]["prompt"]["CLIPTextEncode"]["inputs"]["text"] == "ink, a lighthouse"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"size": "64x64", "steps": None}, "size"), ({"size": "auto", "steps": 9}, "steps")]
+)
+async def test_what_a_workflow_sets_itself_cannot_be_asked_for(tmp_path: Path, fields: dict[str, object], param: str) -> None:
+    path = write_workflow(tmp_path, CLIPTextEncode={"text": "{{prompt}}"}, SaveImage={})
+    async with loaded(comfyui_workflow=path) as (adapter, server):
+        status, answer = await ask(adapter, **fields)
+        assert (status, answer["error"]["param"], server.asked) == (400, param, [])
+
+
+async def test_a_workflow_that_makes_no_image_is_an_error(tmp_path: Path) -> None:
+    path = write_workflow(tmp_path, PreviewAny={"source": "{{prompt}}"})
+    async with loaded(comfyui_workflow=path) as (adapter, _):
+        status, answer = await ask(adapter, size=None, steps=None)
+        assert (status, answer["error"]["code"]) == (422, "no_image")
+
+
+# ---- what goes wrong ----
+
+
+async def test_a_refused_graph_is_the_nodes_word() -> None:
+    async with loaded() as (adapter, server):
+        server.checkpoints = ("other.safetensors",)
+        for stream in (False, True):
+            status, answer = await ask(adapter, stream=stream)
+            assert status == 400
+            assert "CheckpointLoaderSimple (node checkpoint): Value not in list: ckpt_name" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "status"),
+    [("RuntimeError", "sizes of tensors must match", 422), ("torch.OutOfMemoryError", "Allocation on device", 503)],
+)
+@pytest.mark.parametrize("is_mute", [False, True])
+async def test_a_failing_node_is_told_in_its_own_words(kind: str, words: str, status: int, is_mute: bool) -> None:
+    async with loaded(ComfyContract(is_mute=is_mute)) as (adapter, server):
+        server.fails["VAEDecode"] = (kind, words)
+        got, answer = await ask(adapter)
+        assert (got, answer["error"]["message"]) == (status, f"ComfyUI could not make the image: VAEDecode: {words}")
+        last = (await ask_stream(adapter))[-1]
+        assert (last["type"], words in last["error"]["message"]) == ("error", True)
+        assert server.history == {}
+
+
+async def test_a_prompt_that_somebody_interrupts_may_be_asked_again() -> None:
+    async with loaded(ComfyContract(step_s=0.02)) as (adapter, server):
+        asking = asyncio.create_task(ask(adapter, steps=100))
+
+        async def is_running() -> bool:
+            return server.running is not None
+
+        assert await wait_until(is_running)
+        server._interrupted = True
+        status, answer = await asking
+        assert (status, "interrupted" in answer["error"]["message"]) == (503, True)
+
+
+async def test_a_prompt_that_the_server_loses_is_given_up() -> None:
+    async with loaded() as (adapter, server):
+        set_runner_limits(comfyui={"lost_s": 0.2, "look_s": 0.1})
+        server.loses_prompts = True
+        status, answer = await ask(adapter)
+        assert (status, "lost the request" in answer["error"]["message"]) == (502, True)
+
+
+async def test_a_prompt_that_takes_too_long_is_withdrawn() -> None:
+    async with loaded(ComfyContract(step_s=0.02)) as (adapter, server):
+        set_runner_limits(comfyui={"job_s": 0.2})  # of this prompt alone: the load has one too
+        status, answer = await ask(adapter, steps=150)
+        assert (status, answer["error"]["code"], server.running) == (504, "engine_timeout", None)
+
+
+async def test_a_server_that_goes_away_is_said() -> None:
+    contract = ComfyContract(step_s=0.05)
+    async with aiohttp.ClientSession() as client:
+        served = contract.serve()
+        await served.__aenter__()
+        adapter = ComfyUiEngine(comfy_plan(contract.url), client)
+        await adapter.load(lambda _progress: None)
+        set_runner_limits(comfyui={"silent_s": 0.3})
+        asking = asyncio.create_task(ask(adapter, steps=150))
+
+        async def is_running() -> bool:
+            return contract.running is not None
+
+        assert await wait_until(is_running)
+        await served.__aexit__(None, None, None)
+        status, answer = await asking
+        assert (status, answer["error"]["code"]) == (502, "engine_failed")
+        await assert_health(adapter, Health.UNREACHABLE)
+        assert (await adapter.stats()).running is None
+        await adapter.unload(gently=True)
+
+
+async def test_only_images_are_served() -> None:
+    async with loaded() as (adapter, server):
+        call = image_call()
+        for other in (dataclasses.replace(call, path=CHAT), dataclasses.replace(call, path="/v1/images/edits"),
+                      dataclasses.replace(call, method="GET")):  # fmt: skip
+            with pytest.raises(ModalityUnsupported):
+                async with adapter.stream(other):
+                    pass
+        form = dataclasses.replace(call, headers={"content-type": "multipart/form-data; boundary=x"})
+        async with adapter.stream(form) as response:
+            assert response.status == 400
+        assert server.asked == []
+
+
+async def test_nobody_else_on_the_machine_gets_images() -> None:
+    async with loaded() as (adapter, server), aiohttp.ClientSession() as client:
+        async with adapter.stream(image_call()) as response:
+            url = response.url
+        async with client.post(url, data=image_call().body, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 401
+        assert len(server.asked) <= 1
+
+
+# ---- clients that leave ----
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_client_that_leaves_stops_its_own_prompt(is_old: bool, is_streaming: bool) -> None:
+    async with loaded(ComfyContract(step_s=0.02, is_old=is_old)) as (adapter, server):
+        asking = asyncio.create_task(ask(adapter, steps=150, stream=is_streaming))
+
+        async def is_running() -> bool:
+            return server.running is not None
+
+        assert await wait_until(is_running)
+        mine = server.running.prompt_id if server.running else ""
+        waiting = server.enqueue({**OTHERS, "s": {"class_type": "KSampler", "inputs": {"steps": 5}}})
+        asking.cancel()
+
+        async def has_stopped() -> bool:
+            return mine in server.executed
+
+        assert await wait_until(has_stopped)
+
+        async def others_are_done() -> bool:
+            return waiting in server.history
+
+        assert await wait_until(others_are_done)
+        assert server.innocent == []
+        assert server.interrupts == [{"prompt_id": mine}]
+        assert server.history[waiting]["status"]["status_str"] == "success"
+
+        async def is_forgotten() -> bool:
+            return mine not in server.history
+
+        assert await wait_until(is_forgotten)
+
+
+async def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_queue() -> None:
+    async with loaded(ComfyContract(step_s=0.01)) as (adapter, server):
+        running = server.enqueue(OTHERS)
+        asking = asyncio.create_task(ask(adapter))
+
+        async def is_waiting() -> bool:
+            return bool(server.pending)
+
+        assert await wait_until(is_waiting)
+        asking.cancel()
+
+        async def has_gone() -> bool:
+            return not server.pending
+
+        assert await wait_until(has_gone)
+        assert server.interrupts == []
+        assert server.running is not None
+        assert server.running.prompt_id == running
+
+
+async def test_an_unload_withdraws_what_still_runs() -> None:
+    call = image_call(steps=150, stream=True)
+    async with loaded(ComfyContract(step_s=0.02)) as (adapter, server), adapter.stream(call) as response:
+        await response.content.readany()
+        await asyncio.wait_for(adapter.unload(gently=True), 30)
+        assert server.running is None
+        assert server.pending == []
+        assert server.reserved < 2**26
+
+
+# ---- the checkpoint comes and goes ----
+
+
+async def test_a_load_has_the_server_read_the_checkpoint_and_an_unload_sees_it_go() -> None:
+    async with prepared() as (adapter, server):
+        reported: list[Progress] = []
+        await adapter.load(reported.append)
+        assert server.reserved > 2**30
+        assert "loading the checkpoint" in [progress.stage for progress in reported]
+        assert server.history == {}
+        await adapter.unload(gently=True)
+        assert (server.reserved < 2**26, server.frees) == (True, 1)
+        await adapter.unload(gently=True)
+        assert server.frees == 1
+
+
+async def test_a_server_without_the_node_for_it_reads_the_checkpoint_with_the_first_image() -> None:
+    async with loaded(ComfyContract(lacks=frozenset({"PreviewAny"}))) as (adapter, server):
+        assert server.reserved < 2**26
+        assert (await ask(adapter))[0] == 200
+
+
+async def test_memory_that_a_server_keeps_fails_the_unload_until_it_goes() -> None:
+    async with loaded() as (adapter, server):
+        server.keeps_memory = True
+        usual_s = limits().comfyui.free_s
+        set_runner_limits(comfyui={"free_s": 0.3})
+        with pytest.raises(EngineError, match="still holds 4096 MB"):
+            await adapter.unload(gently=True)
+        set_runner_limits(comfyui={"free_s": usual_s})
+        server.keeps_memory = False
+        await adapter.unload(gently=True)
+        assert server.reserved < 2**26
+
+
+async def test_a_server_at_work_for_others_frees_its_memory_when_it_is_idle() -> None:
+    async with loaded(ComfyContract(step_s=0.01)) as (adapter, server):
+        server.enqueue({**OTHERS, "s": {"class_type": "KSampler", "inputs": {"steps": 50}}})
+        await adapter.unload(gently=True)
+        assert server.reserved < 2**26
+        assert server.interrupts == []
+
+
+async def test_a_server_without_a_gpu_is_told_and_believed() -> None:
+    async with loaded(ComfyContract(device="cpu", keeps_memory=True)) as (adapter, server):
+        await adapter.unload(gently=True)
+        assert server.frees == 1
+
+
+async def test_a_cancelled_load_interrupts_its_warm_up_and_frees_what_was_read() -> None:
+    async with prepared(ComfyContract(step_s=0.2)) as (adapter, server):
+        loading = asyncio.create_task(adapter.load(lambda _progress: None))
+
+        async def is_running() -> bool:
+            return server.running is not None
+
+        assert await wait_until(is_running)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert server.running is None
+        assert server.frees == 1
+        await assert_health(adapter, Health.UNREACHABLE)
+
+
+@pytest.mark.parametrize("has_combo", [False, True])
+@pytest.mark.parametrize(
+    ("model", "options", "found"),
+    [
+        ("sdxl.safetensors", {}, "sdxl.safetensors"),
+        ("sdxl", {}, "sdxl.safetensors"),
+        ("mine", {"server_model": "sd15.safetensors"}, "sd15.safetensors"),
+    ],
+)
+async def test_the_checkpoint_is_found_by_its_name(model: str, options: dict[str, object], found: str, has_combo: bool) -> None:
+    async with loaded(ComfyContract(has_combo=has_combo), model, **options) as (adapter, server):
+        await ask(adapter)
+        assert server.asked[0]["prompt"]["checkpoint"]["inputs"]["ckpt_name"] == found
+
+
+@pytest.mark.parametrize(
+    ("contract", "options", "words"),
+    [
+        (ComfyContract(checkpoints=("a.ckpt", "b.ckpt")), {}, r"no checkpoint sd15; it has a\.ckpt, b\.ckpt: set server_model"),
+        (ComfyContract(checkpoints=()), {}, "it has none"),
+        (ComfyContract(lacks=frozenset({"KSampler", "VAEDecode"})), {}, "lacks nodes of the workflow: KSampler, VAEDecode"),
+        (ComfyContract(key="secret"), {}, "does not accept our key"),
+        (ComfyContract(), {"server_api_key_env": "TEST_NO_SUCH_KEY"}, "TEST_NO_SUCH_KEY"),
+        (ComfyContract(), {"comfyui_workflow": "/nowhere/w.json"}, "/nowhere/w.json cannot be read"),
+        (ComfyContract(), {"server_url": "http://127.0.0.1:9"}, "was not answered"),
+        (ComfyContract(), {"server_url": "nonsense"}, "needs server_url"),
+    ],
+)
+async def test_a_load_that_cannot_be_says_what_to_do(contract: ComfyContract, options: dict[str, object], words: str) -> None:
+    async with prepared(contract, "sd15", **options) as (adapter, server):
+        with pytest.raises(EngineError, match=words):
+            await adapter.load(lambda _progress: None)
+        assert server.asked == []
+        await assert_health(adapter, Health.UNREACHABLE)
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await ask(adapter)
+
+
+async def test_a_proxy_in_front_gets_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_COMFY_KEY", "secret")
+    async with loaded(ComfyContract(key="secret"), server_api_key_env="TEST_COMFY_KEY") as (adapter, _):
+        assert (await ask_stream(adapter))[-1]["type"] == "image_generation.completed"
+        await assert_health(adapter, Health.OK)

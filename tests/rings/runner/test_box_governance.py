@@ -1,0 +1,186 @@
+"""A real box of level L2 on a scripted gateway: enrolment, approved operations with receipts, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from runner.operations import trust
+from runner.operations.policies import FORGOTTEN, WAITING
+from tests.fakes.approvals import Fleet, Issuer
+from tests.fakes.audit_logs import FORK, LOG, checkpoint_of, offer_of
+from tests.fakes.runners.governed import Control, enrol, options_of
+from tests.fakes.runners.process import run_box
+from tests.fakes.scripted_gateway import run_gateway
+from tests.fakes.waiting import eventually
+from wire import bridge
+from wire.auditlog import to_bytes, verify_signature
+from wire.ids import new_uuid7
+from wire.optoken import owns_runner_id, sign_l0
+from wire.optoken.approval import decode_bytes
+from wire.optoken.signing import Grant
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+
+
+async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys_and_checkpoints(tmp_path: Path) -> None:
+    fleet, (options, env) = Fleet(), options_of(tmp_path)
+    data = str(tmp_path / "data")
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, *options, env=env):
+        box = await gateway.accept()
+        control = Control(box, fleet)
+        told = control.governance
+        assert (told.level, told.policy_version, told.witness_size, len(told.op_keys)) == ("L2", 0, 0, 1)
+        assert told.reloads_settings
+        assert told.runner_id.startswith("box-under-test#")
+        assert owns_runner_id(told.runner_id, decode_bytes(told.public_key))
+
+        # Nobody has confirmed anything: neither policy nor token counts.
+        await box.send(bridge.PolicyOffer(policies=fleet.links))
+        waiting = (await control.report(skip=0)).governance
+        assert (waiting.policy_version, waiting.policy_error) == (0, WAITING)
+        await box.send(offer_of(LOG[:5]))
+        assert (await control.report(skip=1)).witness_signature == ""
+        early = await control.carry_out(control.command("model-load", {"modelId": "a"}))
+        assert (early.state, early.code, early.receipt) == ("refused", "op_token_refused", "")
+
+        # A person confirms on the box; it notices by itself.
+        assert await asyncio.to_thread(trust.main, [fleet.words, "--data", data]) == 0
+        pinned = (await control.report(skip=2)).governance
+        assert (pinned.policy_version, pinned.policy_sha256, pinned.policy_error) == (1, fleet.policy.ref.sha256, "")
+        held = control.command("model-load", {"modelId": "b"})
+
+        fleet.add_policy()
+        await box.send(bridge.PolicyOffer(policies=fleet.links[1:]))
+        assert (await control.report(skip=3)).governance.policy_version == 2
+        assert (await control.carry_out(held)).code == "op_token_refused", "approved under the version before"
+
+        # It witnesses growth and nothing else.
+        await box.send(msgspec.structs.replace(offer_of(LOG[:5]), wants_name=True))
+        seen = await control.report(skip=4)
+        signed = checkpoint_of(LOG[:5]).witness_message(told.runner_id)
+        assert verify_signature(decode_bytes(told.public_key), signed, to_bytes(seen.witness_signature))
+        await box.send(offer_of(FORK, old=5))
+        alarm = await control.report(skip=5)
+        assert ("does not extend" in alarm.witness_alarm, alarm.governance.witness_size) == (True, 5)
+
+        # Keys overlap.
+        assert await asyncio.to_thread(trust.main, ["--renew-key", "--data", data]) == 0
+        renewed = (await control.report(skip=6)).governance
+        assert next(iter(renewed.op_keys)) == control.issuer.kid
+        assert len(renewed.op_keys) == 2
+        assert (await control.carry_out(control.command("cache-flush", {"scope": "all"}))).state == "succeeded"
+        fence, control.issuer = control.issuer.fence, Issuer.of(fleet, renewed)
+        control.issuer.fence = fence
+        assert (await control.carry_out(control.command("cache-flush", {"scope": "all"}))).state == "succeeded"
+
+        # The owner starts anew.
+        assert await asyncio.to_thread(trust.main, ["--forget", "--data", data]) == 0
+        gone = (await control.report(skip=7)).governance
+        assert (gone.policy_version, gone.witness_size, gone.policy_error) == (0, 0, FORGOTTEN)
+        assert (await control.carry_out(control.command("cache-flush", {"scope": "all"}))).code == "op_token_refused"
+
+
+async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: Path) -> None:
+    fleet, (options, env) = Fleet(), options_of(tmp_path)
+    await enrol(tmp_path / "data", fleet)
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, *options, env=env) as process:
+        box = await gateway.accept()
+        control = Control(box, fleet)
+        assert control.governance.policy_version == 1
+
+        load = control.command("model-load", {"modelId": "a", "maxContextLength": 512}, checkpoint="audit 12")
+        done = await control.carry_out(load)
+        assert (done.state, done.result["status"], done.result["modelId"]) == ("succeeded", "completed", "a")
+        heard = control.statuses(load.op_id)
+        assert {status.state for status in heard[:-1]} == {"running"}
+        assert any(status.stage for status in heard)
+        receipt = control.read(done)
+        assert (receipt.operation, receipt.checkpoint, receipt.fence) == ("model-load", "audit 12", control.issuer.fence)
+        assert len(receipt.statement_digest) == 64
+        assert box.models() == ["a"]
+
+        # The same command again, whatever its token, is answered and not done.
+        again = control.command("model-load", dict(load.body), op_id=load.op_id)
+        for command in (load, again):
+            assert await control.carry_out(command) == done
+        assert (await control.query(load.op_id)) == done
+        assert (await control.query("never heard of")).state == "unknown"
+
+        failed = await control.carry_out(control.command("model-load", {"modelId": "b", "gpuMemoryBudgetMB": 1}))
+        assert (failed.state, failed.code) == ("failed", "insufficient_memory")
+        control.read(failed)
+
+        unload = await control.carry_out(control.command("model-unload", {"modelId": "a"}))
+        assert (unload.state, unload.result["wasLoaded"]) == ("succeeded", True)
+        control.read(unload)
+
+        (tmp_path / "data" / "settings.json").write_text(
+            '{"engine": {"models": {"c": {"backend": "gguf", "model_path": "a"}}}}'
+        )
+        reload = await control.carry_out(control.command("settings-reload", {}))
+        assert (reload.state, reload.result["added_models"]) == ("succeeded", ["c"])
+        assert control.read(reload).operation == "settings-reload"
+        assert (await control.carry_out(control.command("settings-reload", {}, approvers=1))).code == "op_token_refused"
+
+        # A gateway that lost the socket meanwhile asks again and hears the end.
+        last = control.command("model-load", {"modelId": "b"})
+        await box.send(last)
+        # Of what a box has not read when its socket breaks, it knows nothing.
+        await eventually(lambda: control.statuses(last.op_id), "the box has begun")
+        await box.socket.close()
+        later = Control(await gateway.accept(), fleet)
+        end = await later.query(last.op_id)
+        assert end.state == "succeeded"
+        later.read(end)
+        process.signal(signal.SIGTERM)
+        assert await process.exit_status() == 0
+        assert "Traceback" not in process.log_text()
+
+
+async def test_what_a_stolen_control_plane_sends_is_refused_and_uses_nothing_up(tmp_path: Path) -> None:
+    fleet, (options, env) = Fleet(), options_of(tmp_path)
+    await enrol(tmp_path / "data", fleet)
+    body = {"modelId": "a"}
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, *options, env=env) as process:
+        box = await gateway.accept()
+        control = Control(box, fleet)
+        issuer, op_id = control.issuer, new_uuid7().hex
+        spec = sign_l0(issuer.key, Grant("model-load", "a", ["ada", "bob"], "0123456789abcdef", 1))
+        approved = issuer.token("model-load", body, op_id=op_id)
+        stolen = {
+            "L0": control.command("model-load", body, token=spec),
+            "L1": control.command("model-load", body, op_id=op_id, token=issuer.bare_token("model-load", body, op_id=op_id)),
+            "one approver": control.command("model-load", body, op_id=op_id, approvers=1),
+            "other body": control.command("model-load", {"modelId": "a", "evictModel": "b"}, op_id=op_id, token=approved),
+            "other model": control.command("model-load", {"modelId": "b"}, op_id=op_id, token=approved),
+            "other operation": control.command("model-unload", body, op_id=op_id, token=approved),
+            "another id": control.command("model-load", body, token=approved),
+            "another use": control.command("model-load", body, op_id=op_id, use=2, token=approved),
+            "no token": bridge.OpCommand(op_id=op_id, use=1, operation="model-load", body=body, token="e30"),
+        }
+        for name, command in stolen.items():
+            status = await control.carry_out(command)
+            assert (name, status.state, status.code) == (name, "refused", "op_token_refused")
+        odd = {
+            "unknown field": control.command("model-load", {"modelId": "a", "extra": 1}, op_id=op_id),
+            "unknown model": control.command("model-load", {"modelId": "nobody's"}, op_id=op_id),
+            "unknown operation": control.command("node-drain", {"modelId": "a"}, op_id=op_id),
+            "token in the body": control.command("model-load", {"modelId": "a", "verifiedOpToken": "x"}, op_id=op_id),
+        }
+        for name, command in odd.items():
+            assert (await control.carry_out(command)).state == "refused", name
+        assert (await control.query(op_id)).state == "unknown"
+        done = await control.carry_out(control.command("model-load", body, op_id=op_id, token=approved))
+        assert done.state == "succeeded", "nothing above has used the approval up"
+
+        late = control.command("model-unload", body, fence=1)
+        assert (await control.carry_out(late)).code == "op_token_refused", "it would undo the newer load"
+        assert box.models() == ["a"]
+        log = process.log_text()
+    for reason in ("level_too_low", "too_few_approvers", "wrong_params", "wrong_model", "wrong_operation", "stale_fence"):
+        assert reason in log
