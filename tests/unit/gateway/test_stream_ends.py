@@ -25,16 +25,18 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
-from tests.fakes.chat_engine import MESSAGES, RESPONSES, chunk
 from tests.fakes.recorded_streams import (
     BARE_ERRORS,
     CHAT,
     COMPLETIONS,
     FAILURES,
+    MESSAGES,
     POOL_RESPONSES,
+    RESPONSES,
     STREAMS,
     RecordedStream,
     choice,
+    chunk,
 )
 from tests.unit.nodes.link_fakes import FakeLink
 from wire.contract import RequestState

@@ -1,1 +1,0 @@
-"""The names of tests.fakes.recorded_streams, for the tests that import them from here."""
