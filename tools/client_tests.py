@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import zlib
+from pathlib import Path
 
 from controlplane.launcher.console import progress
 from controlplane.launcher.environment import ROOT
@@ -16,28 +17,25 @@ from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
 from wire import clock
 
 TESTS = "tests/rings/clients"
-FOLDER = ROOT / TESTS / "node"
 SWITCH_VARIABLE = "MUSTER_TEST_CLIENTS"
 OLDEST_NODE = 20
-_STAMP = FOLDER / "node_modules" / ".muster-installed.json"
-_LOCK = ROOT / ".venv.lock"
 _PATIENCE_S = 600.0
 _ASKING_S = 20.0
 _INSTALLING_S = 600.0
 
 
-def client_environment() -> dict[str, str]:
+def client_environment(root: Path = ROOT) -> dict[str, str]:
     """Return the variables under which pytest runs the tests in ``TESTS``; installs first what lacks. Raises LauncherError."""
-    version = find_node()
-    if not _is_satisfied():
-        lock = FileLock(_LOCK)
+    version, folder = find_node(), root / TESTS / "node"
+    if not _is_satisfied(folder):
+        lock = FileLock(root / ".venv.lock")
         try:
             acquire_patiently(lock, deadline_s=_PATIENCE_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
         except LockHeld as held:
             raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
         try:
-            if not _is_satisfied():
-                _install(version)
+            if not _is_satisfied(folder):
+                _install(folder, version)
         finally:
             lock.release()
     return {SWITCH_VARIABLE: "1"}
@@ -59,22 +57,22 @@ def find_node() -> str:
     return said
 
 
-def _install(version: str) -> None:
+def _install(folder: Path, version: str) -> None:
     began = clock.monotonic()
-    lock = FOLDER / "package-lock.json"
+    lock = folder / "package-lock.json"
     total = len(json.loads(lock.read_text(encoding="utf-8"))["packages"]) - 1
     progress(f"Installing {total} packages from {lock.name} for Node.js {version}")
     # No package here needs its install script to run, so none may.
     options = ["--ignore-scripts", "--no-audit", "--no-fund", "--loglevel", "error"]
     try:
         subprocess.run(
-            ["npm", "ci", "--prefix", str(FOLDER), *options], capture_output=True, text=True, check=True, timeout=_INSTALLING_S
+            ["npm", "ci", "--prefix", str(folder), *options], capture_output=True, text=True, check=True, timeout=_INSTALLING_S
         )
     except subprocess.CalledProcessError as error:
         raise LauncherError(_describe(lock.name, str(error.stderr).strip()[-400:] or f"status {error.returncode}")) from None
     except subprocess.TimeoutExpired:
         raise LauncherError(_describe(lock.name, f"no end after {_INSTALLING_S:.0f} s")) from None
-    write_json(_STAMP, {"checksum": _checksum()})
+    write_json(_stamp(folder), {"checksum": _checksum(folder)})
     progress(f"Installed the Node SDKs in {clock.monotonic() - began:.1f} s")
 
 
@@ -82,9 +80,13 @@ def _describe(what: str, failure: str) -> str:
     return f"npm cannot install {what}: {failure}. Check the network and npm's registry, then try again"
 
 
-def _is_satisfied() -> bool:
-    return read_json(_STAMP).get("checksum") == _checksum()
+def _is_satisfied(folder: Path) -> bool:
+    return read_json(_stamp(folder)).get("checksum") == _checksum(folder)
 
 
-def _checksum() -> int:
-    return zlib.crc32((FOLDER / "package-lock.json").read_bytes())
+def _stamp(folder: Path) -> Path:
+    return folder / "node_modules" / ".muster-installed.json"
+
+
+def _checksum(folder: Path) -> int:
+    return zlib.crc32((folder / "package-lock.json").read_bytes())

@@ -40,7 +40,6 @@ from runner.errors import EngineError
 from runner.limits import limits
 
 BATCH_TOKENS = 512
-_CHILD = "runner.engines.children.llamacpp"
 
 
 class _Meta(msgspec.Struct):
@@ -61,6 +60,7 @@ class LlamaCpp:
     name = "llamacpp"
     poll_s = 2.0
     restart_max_s = 30.0
+    child_module = "runner.engines.children.llamacpp"
 
     def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
         self._plan = plan
@@ -94,7 +94,7 @@ class LlamaCpp:
         watch = asyncio.create_task(self._watch_reading(path, log, report))
         try:
             self._server.base_url = await self._child.start_ours(
-                _CHILD, child_settings(self._plan, path, key), report,
+                self.child_module, child_settings(self._plan, path, key), report,
                 limit_s=limits().engines.llama_load_s, on_line=log.read,
                 environment=gpu_environment(self._plan.gpu_ids, is_cpu=self._plan.options.get("device") == "cpu"),
             )  # fmt: skip

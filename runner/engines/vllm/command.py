@@ -42,8 +42,8 @@ _SPECULATIVE_FIELDS = {
 }
 
 
-def find_python() -> str:
-    """Return the interpreter that can import vLLM. Raises EngineError that says how to get one."""
+def find_python(root: Path = _ROOT) -> str:
+    """Return the interpreter that can import vLLM. Raises EngineError that says how to get one. ``root``: of our program."""
     named = os.environ.get(PYTHON_VARIABLE, "")
     if named:
         if not os.access(named, os.X_OK):
@@ -51,7 +51,7 @@ def find_python() -> str:
         return named
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
-    beside = _ROOT / ".venv-vllm" / "bin" / "python"
+    beside = root / ".venv-vllm" / "bin" / "python"
     if beside.exists():
         return str(beside)
     raise EngineError(_INSTALL)

@@ -13,6 +13,7 @@ from django.db.models.functions import Now
 from gateway.models import GatewayProcess, RequestRecord
 from gateway.reconciler import close_orphaned_requests
 from gateway.tasks import RECONCILE_LOCK, reconcile_requests
+from tests.fakes.limits import set_limits
 from tests.system.gateway_admin.factories import make_gateway, make_record
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, RequestState
 from wire.ids import new_uuid7
@@ -95,8 +96,8 @@ def test_closing_again_finds_nothing() -> None:
     assert [close_orphaned_requests(), close_orphaned_requests()] == [1, 0]
 
 
-def test_more_than_one_batch_is_closed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.reconciler.BATCH_ROWS", 3)
+def test_more_than_one_batch_is_closed_in_one_call() -> None:
+    set_limits(gateway={"orphans_batch": 3})
     gateway = make_gateway(stopped=True)
     for _ in range(7):
         make_record(gateway_id=gateway.pk, state=RequestState.RUNNING)

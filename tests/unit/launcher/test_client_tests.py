@@ -19,13 +19,10 @@ LOCK_TEXT = '{"packages": {"": {}, "node_modules/openai": {}}}'
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder whose packages are installed, by their stamp, and a Node.js and an npm that say what ``programs`` tell them."""
-    modules = tmp_path / "node" / "node_modules"
-    modules.mkdir(parents=True)
-    (tmp_path / "node" / "package-lock.json").write_text(LOCK_TEXT)
-    monkeypatch.setattr(client_tests, "FOLDER", tmp_path / "node")
-    monkeypatch.setattr(client_tests, "_STAMP", modules / "stamp.json")
-    monkeypatch.setattr(client_tests, "_LOCK", tmp_path / "lock")
-    write_json(modules / "stamp.json", {"checksum": client_tests._checksum()})
+    node = tmp_path / client_tests.TESTS / "node"
+    (node / "node_modules").mkdir(parents=True)
+    (node / "package-lock.json").write_text(LOCK_TEXT)
+    write_json(client_tests._stamp(node), {"checksum": client_tests._checksum(node)})
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     put_program(tmp_path, "node", "echo v20.20.2")
@@ -41,46 +38,46 @@ def put_program(folder: Path, name: str, script: str) -> None:
 
 
 def test_installed_packages_are_used_as_they_are(folder: Path) -> None:
-    assert client_tests.client_environment() == {"MUSTER_TEST_CLIENTS": "1"}
+    assert client_tests.client_environment(folder) == {"MUSTER_TEST_CLIENTS": "1"}
     assert not (folder / "called").exists()
 
 
 def test_a_changed_lock_file_is_installed_without_install_scripts(folder: Path) -> None:
-    (folder / "node" / "package-lock.json").write_text(LOCK_TEXT + "\n")
-    client_tests.client_environment()
+    (folder / client_tests.TESTS / "node" / "package-lock.json").write_text(LOCK_TEXT + "\n")
+    client_tests.client_environment(folder)
     said = (folder / "called").read_text()
-    assert said.startswith(f"ci --prefix {folder / 'node'} ")
+    assert said.startswith(f"ci --prefix {folder / client_tests.TESTS / 'node'} ")
     assert "--ignore-scripts" in said
     (folder / "called").unlink()
-    client_tests.client_environment()
+    client_tests.client_environment(folder)
     assert not (folder / "called").exists()
 
 
 def test_a_failed_install_gives_the_last_words_of_npm_and_is_tried_again(folder: Path) -> None:
-    (folder / "node" / "package-lock.json").write_text(LOCK_TEXT + "\n")
+    (folder / client_tests.TESTS / "node" / "package-lock.json").write_text(LOCK_TEXT + "\n")
     put_program(folder, "npm", "echo E401 >&2; exit 1")
     for _ in range(2):
         with pytest.raises(LauncherError, match=r"cannot install package-lock\.json: E401\. Check the network"):
-            client_tests.client_environment()
+            client_tests.client_environment(folder)
 
 
 @pytest.mark.parametrize("script", ["echo v18.20.0", "echo hello", "exit 3"], ids=["old", "strange", "broken"])
 def test_a_node_that_cannot_be_used_is_named(folder: Path, script: str) -> None:
     put_program(folder, "node", script)
     with pytest.raises(LauncherError, match="node"):
-        client_tests.client_environment()
+        client_tests.client_environment(folder)
 
 
 def test_without_npm_the_message_says_what_is_needed(folder: Path) -> None:
     (folder / "bin" / "npm").unlink()
     with pytest.raises(LauncherError, match=r"need Node\.js 20 or newer and npm on the path"):
-        client_tests.client_environment()
+        client_tests.client_environment(folder)
 
 
 def test_every_package_is_pinned_and_locked_with_its_hash() -> None:
-    wanted = json.loads((client_tests.FOLDER / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    wanted = json.loads((ROOT / client_tests.TESTS / "node" / "package.json").read_text(encoding="utf-8"))["dependencies"]
     assert [name for name, version in wanted.items() if not re.fullmatch(r"\d+\.\d+\.\d+", version)] == []
-    locked = json.loads((client_tests.FOLDER / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    locked = json.loads((ROOT / client_tests.TESTS / "node" / "package-lock.json").read_text(encoding="utf-8"))["packages"]
     assert {name: locked[f"node_modules/{name}"]["version"] for name in wanted} == wanted
     assert [name for name, entry in locked.items() if name and not entry["integrity"].startswith("sha512-")] == []
     assert [name for name, entry in locked.items() if entry.get("hasInstallScript")] == []

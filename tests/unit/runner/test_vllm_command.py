@@ -157,13 +157,12 @@ def test_a_named_python_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(command, "_ROOT", tmp_path)
     with pytest.raises(EngineError, match=rf"not installed: .*\.venv-vllm .*{PYTHON_VARIABLE}"):
-        command.find_python()
+        command.find_python(tmp_path)
     beside = tmp_path / ".venv-vllm" / "bin" / "python"
     beside.parent.mkdir(parents=True)
     beside.touch()
-    assert command.find_python() == str(beside)
+    assert command.find_python(tmp_path) == str(beside)
 
 
 @pytest.mark.parametrize(
