@@ -24,6 +24,69 @@ MAX_MODULE_LINES = 800
 TABLES = {"core/limits.py": "a table of fields, as long as the server has bounds"}
 """Modules that may be longer, and why."""
 
+LIMITS = ("conformance/limits.py", "core/limits.py", "runner/limits.py", "wire/limits.py")
+NUMBERS: dict[str, str] = {
+    # Drawing and printing.
+    "controlplane/chart.py": "WIDTH HEIGHT GAP",
+    "controlplane/playground/literals.py": "WIDTH",
+    # Settings that Django and Celery read by their name.
+    "controlplane/settings.py": "SESSION_COOKIE_AGE CELERY_TASK_TIME_LIMIT CELERY_WORKER_ETA_TASK_LIMIT "
+    "CELERY_TASK_SOFT_TIME_LIMIT EMAIL_TIMEOUT",
+    # Keys of advisory locks.
+    "gateway/partitions.py": "ADVISORY_LOCK",
+    "gateway/tasks.py": "RECONCILE_LOCK",
+    "governance/services/dispatching.py": "_FENCE_LOCK",
+    "governance/services/lookup.py": "_POLICY_LOCK",
+    "governance/services/notices.py": "_UNREADABLE_LOCK",
+    "governance/services/proposals.py": "_PROPOSER_LOCK",
+    "governance/services/reviews.py": "_LOCK",
+    "nodes/services/sweep.py": "LOCK_KEY",
+    # Formats of ours, part of what is stored or sent.
+    "gateway/models.py": "TAIL_CHARS",
+    "runner/ledger/database.py": "SCHEMA_VERSION",
+    "wire/credentials.py": "_CRC_LENGTH",
+    "wire/frames.py": "OPEN BODY CANCEL CREDIT HEAD DATA END REPLY FLAG_FIN",
+    "wire/optoken/canonical.py": "MAX_INTEGER",
+    "wire/optoken/signing.py": "TOKEN_VERSION",
+    # Formats, numbers and defaults of others: files, Linux, libraries.
+    "controlplane/launcher/embedded/postgres.py": "_READY_LINE",
+    "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
+    "controlplane/launcher/tiny_model.py": "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16",
+    "runner/definitions/fields.py": "EXLLAMA_PAGE_TOKENS",
+    "runner/definitions/kinds.py": "MAX_INTEGER",
+    "runner/engines/children/base.py": "_PR_SET_PDEATHSIG",
+    "runner/engines/children/warden.py": "_PR_SET_PDEATHSIG _PR_SET_CHILD_SUBREAPER _CANNOT_RUN",
+    "runner/engines/children/whisper.py": "RATE",
+    "runner/engines/comfyui/request.py": "MIN_SIDE MAX_SIDE SIDE_STEP",
+    "runner/engines/llamacpp.py": "BATCH_TOKENS",
+    "runner/fit/estimate.py": "BATCH_TOKENS PAGE_TOKENS",
+    "runner/fit/gguf.py": "_STRING _ARRAY",
+    "runner/telemetry/nvml.py": "_INSUFFICIENT_SIZE _NOT_AVAILABLE",
+    "runner/tiny/to_gguf.py": "END_OF_TEXT END_OF_TURN",
+    "runner/tiny/train.py": "END_OF_TEXT END_OF_TURN",
+    # Arithmetic.
+    "nodes/links/keeper.py": "_MIB",
+    "runner/ledger/approvals.py": "HOUR_S DAY_S",
+    "runner/library/hub.py": "MB",
+    "runner/serving/costs.py": "MICROS",
+    "wire/optoken/proposal.py": "DAY_S",
+    # Verifiers that are one file each and import nothing of ours (ADR 0009).
+    "wire/auditlog.py": "USAGE_STATUS _SEARCHED_SEQS _MAX_FINDINGS _P _L",
+    "wire/optoken/approval.py": "MAX_STATEMENT_BYTES MAX_POLICY_BYTES MAX_DEPTH MAX_INTEGER MAX_TARGETS MAX_PROOFS "
+    "MAX_CLASSES MAX_FACTORS MAX_APPROVERS MAX_KEYS_EACH MAX_TEXT_CHARS CLOCK_SKEW_S _USER_PRESENT _USER_VERIFIED "
+    "_BACKUP_ELIGIBLE _BACKED_UP _FIELD_PRIME _ORDER_8",
+    # The clock's own state, a key, shares of a progress bar, and what scripted answers say.
+    "wire/clock.py": "_stood_s",
+    "runner/engines/supervisor.py": "_LOOP",
+    "runner/engines/vllm/startup.py": "_WEIGHTS_BEGIN _WEIGHTS_END _GRAPHS_BEGIN _GRAPHS_END",
+    "conformance/engine/chat.py": "CREATED",
+    "conformance/engine/failures.py": "CONTEXT_TOKENS ASKED_TOKENS FITTING_TOKENS ANSWER_TOKENS",
+    "conformance/engine/speech.py": "PROMPT_TOKENS CACHED_TOKENS",
+    "conformance/rows/audio_images.py": "_RATE",
+    "conformance/rows/count_tokens.py": "_NEAR_TOKENS _NEAR_SHARE",
+}
+"""Numbers of modules that are no bounds of ours, by what they are. Every bound is a field of a module of ``LIMITS``."""
+
 PROCESS_EDGES: dict[str, str] = {
     "controlplane/gateway_server/server.py::GatewayApp._live": "the server is told that it cannot start, and exits",
     "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
@@ -212,6 +275,56 @@ def test_functions_fit_a_screen() -> None:
 def test_modules_stay_small() -> None:
     counts = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in shipped_modules()}
     assert not {name: count for name, count in counts.items() if count > MAX_MODULE_LINES and name not in TABLES}
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand)
+    if isinstance(node, ast.BinOp):
+        return _is_number(node.left) and _is_number(node.right)
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2] == "timedelta"
+    return isinstance(node, ast.Constant) and type(node.value) in {int, float}
+
+
+def _module_numbers(name: str) -> Iterator[str]:
+    """Yield the names that a module gives to numbers, those of ``A, B = 1, 2`` too."""
+    for node in parse(name).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            else:
+                pairs = [(target, node.value)]
+            yield from (ast.unparse(named) for named, value in pairs if _is_number(value))
+
+
+def test_numbers_of_modules_are_fields_of_the_limits() -> None:
+    modules = [*shipped_modules(), *(name for name in tree_files() if name.startswith("conformance/") and name.endswith(".py"))]
+    found = {(name, number) for name in modules if name not in LIMITS for number in _module_numbers(name)}
+    known = {(name, number) for name, numbers in NUMBERS.items() for number in numbers.split()}
+    assert not found - known, "make it a field of the limits, or name it in NUMBERS when it is no bound"
+    assert not known - found, "no longer there: take it off NUMBERS"
+
+
+def _patched_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of every attribute that a test sets with ``monkeypatch.setattr``, in both of its forms."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            texts = [value.value for value in node.args[:2] if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+            yield from ((node.lineno, text.rpartition(".")[2]) for text in texts[:1])
+
+
+def test_no_test_patches_a_constant() -> None:
+    found = [
+        f"{name}:{line} {patched}"
+        for name in tree_files()
+        if name.startswith("tests/") and name.endswith(".py")
+        for line, patched in _patched_names(parse(name))
+        if patched.isupper()
+    ]
+    assert not found, f"give it to what reads it, or change the limits with tests/fakes/limits.py: {found}"
 
 
 def test_module_names_say_what_is_inside() -> None:
