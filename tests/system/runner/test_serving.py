@@ -35,6 +35,7 @@ from runner.pool import ModelState
 from runner.serving.request import Inference
 from runner.serving.service import Answer
 from tests.fakes.engines.scripted_server import Handler, ScriptedEngine, run_engine
+from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find
 from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually
@@ -210,7 +211,8 @@ async def test_how_long_a_request_waited_is_said_in_its_header(parts: Parts, eng
 
 
 async def test_a_request_that_waits_too_long_is_told_so_and_leaves_no_trace(tmp_path: Path, engine: ScriptedEngine) -> None:
-    async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1", QUEUE_TIMEOUT_MS="50") as parts:
+    set_runner_limits(admission={"timeout_s": 0.05})
+    async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1") as parts:
         await eventually(parts.pool.registry.ready_ids, "the server's models are known")
         engine.handler = hang
         holding = asyncio.create_task(serve(parts, ask()))
