@@ -61,7 +61,7 @@ def test_tests_that_share_a_server_share_a_worker(nodeid: str, scope: str) -> No
 
 def test_workers_begin_with_what_takes_longest_and_keep_the_order_of_the_rest() -> None:
     fleet, pages = "tests/rings/contract/test_governed_fleet.py::test_a", "tests/rings/browser/test_admin.py::test_d"
-    rest = ["tests/unit/wire/test_b.py::test_b", "tests/test_docs.py::test_c"]
+    rest = ["tests/unit/wire/test_b.py::test_b", "tests/unit/test_docs.py::test_c"]
     contract = ["tests/rings/contract/test_e.py::test_f", "tests/rings/contract/test_e.py::test_e"]
     assert sorted([*rest, fleet, pages, *contract], key=rank_test) == [*contract, pages, fleet, *rest]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILES = ["Dockerfile.runner", "Dockerfile.server"]
 THIRD_PARTY = {"postgres", "valkey"}

@@ -1,4 +1,4 @@
-"""docs/settings.md is made from the limits in the code; ``python -m tests.test_settings_page`` writes it anew."""
+"""docs/settings.md is made from the limits in the code; ``python -m tests.unit.test_settings_page`` writes it anew."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from core.limits import Limits
 from wire.limits import MIB, WIRE, Bound, list_bounds
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Written by `python -m tests.test_settings_page` from `core/limits.py`, `wire/limits.py` and `runner/limits.py`; a test fails
-when this page is older.
+Written by `python -m tests.unit.test_settings_page` from `core/limits.py`, `wire/limits.py` and `runner/limits.py`; a test
+fails when this page is older.
 
 Environment variables only, read once at start. Any of them may be given as `NAME_FILE`, the path of a file to read it from; use
 that for secrets. A value that cannot be used stops the process with one line that says why.
@@ -182,7 +182,7 @@ def _render_row(name: str, bound: Bound, *, in_setting: bool) -> str:
 
 
 def test_the_page_of_the_settings_is_what_the_limits_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(), "run python -m tests.test_settings_page"
+    assert PAGE.read_text(encoding="utf-8") == render(), "run python -m tests.unit.test_settings_page"
 
 
 def test_every_bound_of_the_server_that_a_variable_sets_has_its_place_in_the_list() -> None:

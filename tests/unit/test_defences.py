@@ -1,4 +1,4 @@
-"""docs/threats.md and docs/failures.md are made from defences.toml; ``python -m tests.test_defences`` writes them anew."""
+"""docs/threats.md and docs/failures.md are made from defences.toml; ``python -m tests.unit.test_defences`` writes them anew."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from tools.mutants import Defect, Mutant, read_defects, read_mutants, read_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = read_table(ROOT)
 MUTANTS = read_mutants(TABLE)
 DEFECTS = read_defects(ROOT)
-WRITTEN = "Written by `python -m tests.test_defences` from `tests/defences.toml`; a test fails when this page is older."
+WRITTEN = "Written by `python -m tests.unit.test_defences` from `tests/defences.toml`; a test fails when this page is older."
 PROVEN = "`./muster test --mutants {row}` puts a defect into a copy of the program and shows that the tests of a row notice it."
 THREATS = f"""# Threats
 
@@ -66,7 +66,7 @@ def names_in(path: str) -> frozenset[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_pages_are_true_to_the_table(page: Path) -> None:
-    assert page.read_text(encoding="utf-8") == PAGES[page], "run python -m tests.test_defences"
+    assert page.read_text(encoding="utf-8") == PAGES[page], "run python -m tests.unit.test_defences"
 
 
 def test_every_threat_and_every_failure_has_its_row() -> None:

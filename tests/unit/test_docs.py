@@ -18,7 +18,7 @@ from wire.contract import ErrorCode, NodeStatus, RequestState
 from wire.credentials import CREDENTIAL_PATTERN, CredentialKind, mint_credential
 from wire.limits import list_bounds
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 READERS = {"read_text", "read_int", "read_float", "read_bool", "read_list", "read_networks", "read_log_level"}
@@ -103,7 +103,7 @@ def test_every_setting_is_documented_and_every_documented_one_exists() -> None:
     bounds = (bound for section in fields(Limits()) for bound in list_bounds(getattr(Limits(), section.name)))
     settings = variables_read_by(ROOT / "controlplane" / "settings.py") | {bound.setting for bound in bounds if bound.setting}
     rows = {name for name in documented_rows(DOCS / "settings.md") if re.fullmatch(r"[A-Z][A-Z0-9_]+", name)}
-    assert settings - rows == set(), "add them to tests/test_settings_page.py"
+    assert settings - rows == set(), "add them to tests/unit/test_settings_page.py"
     assert rows - settings == set(), "docs/settings.md names variables that nobody reads"
 
 

@@ -1,4 +1,4 @@
-"""docs/state-machines.md is made from the tables in the code; ``python -m tests.test_state_machines`` writes it anew."""
+"""docs/state-machines.md is made from the tables in the code; ``python -m tests.unit.test_state_machines`` writes it anew."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, N
 State = TypeVar("State", bound=str)
 Event = TypeVar("Event", bound=str)
 
-PAGE = Path(__file__).parents[1] / "docs" / "state-machines.md"
+PAGE = Path(__file__).parents[2] / "docs" / "state-machines.md"
 HEAD = """# State machines
 
-Made from the tables in the code by `python -m tests.test_state_machines`; a test fails when this page is older than they are.
+Made from the tables in the code by `python -m tests.unit.test_state_machines`; a test fails when this page is older.
 An event that is not listed for a state is refused there. States change by compare-and-set: of two changes at once one fails.
 """
 
@@ -102,7 +102,7 @@ def _list(names: Iterable[str]) -> str:
 
 
 def test_the_page_of_the_state_machines_is_what_the_tables_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == render(), "run python -m tests.test_state_machines"
+    assert PAGE.read_text(encoding="utf-8") == render(), "run python -m tests.unit.test_state_machines"
 
 
 if __name__ == "__main__":
