@@ -14,11 +14,11 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
-from tests.fakes.control_process import ServerProcess, free_port, serve
+from tests.fakes.control_process import ROOT, ServerProcess, free_port, serve
 from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
-APPLICATION = str(Path(__file__).with_name("flow_application.py"))
+APPLICATION = str(ROOT / "tests" / "fakes" / "flow_application.py")
 FLAT_MB = 24.0
 """Far below what 3 s of an endless sender cost without flow control (hundreds of MB), far above noise."""
 WATCH_S = 3.0
