@@ -22,8 +22,9 @@ from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
 from tests.fakes.engines.cases_comfyui import comfy_plan, image_call
 from tests.fakes.engines.comfyui_contract import ComfyContract, make_png
-from tests.fakes.engines.suite import assert_health, wait_until
+from tests.fakes.engines.suite import assert_health
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -136,7 +137,7 @@ async def test_an_image_comes_without_the_websocket_too(is_mute: bool) -> None:
         async def is_running() -> bool:
             return server.running is not None
 
-        assert await wait_until(is_running)
+        await eventually(is_running)
         server.drop_sockets()
         status, answer = await asking
         assert (status, len(pictures(answer))) == (200, 1)
@@ -165,7 +166,7 @@ async def test_priorities_change_the_order_in_the_servers_queue() -> None:
             async def are_waiting(count: int = number) -> bool:
                 return len(server.pending) == count
 
-            assert await wait_until(are_waiting)
+            await eventually(are_waiting)
         stats = await adapter.stats()
         assert (stats.running, stats.waiting, running in server.executed) == (1, 3, False)
         ids = [asked["prompt_id"] for asked in server.asked]
@@ -245,7 +246,7 @@ async def test_a_prompt_that_somebody_interrupts_may_be_asked_again() -> None:
         async def is_running() -> bool:
             return server.running is not None
 
-        assert await wait_until(is_running)
+        await eventually(is_running)
         server._interrupted = True
         status, answer = await asking
         assert (status, "interrupted" in answer["error"]["message"]) == (503, True)
@@ -279,7 +280,7 @@ async def test_a_server_that_goes_away_is_said() -> None:
         async def is_running() -> bool:
             return contract.running is not None
 
-        assert await wait_until(is_running)
+        await eventually(is_running)
         await served.__aexit__(None, None, None)
         status, answer = await asking
         assert (status, answer["error"]["code"]) == (502, "engine_failed")
@@ -323,28 +324,19 @@ async def test_a_client_that_leaves_stops_its_own_prompt(is_old: bool, is_stream
         async def is_running() -> bool:
             return server.running is not None
 
-        assert await wait_until(is_running)
+        await eventually(is_running)
         mine = server.running.prompt_id if server.running else ""
         waiting = server.enqueue({**OTHERS, "s": {"class_type": "KSampler", "inputs": {"steps": 5}}})
         asking.cancel()
 
-        async def has_stopped() -> bool:
-            return mine in server.executed
+        await eventually(lambda: mine in server.executed)
 
-        assert await wait_until(has_stopped)
-
-        async def others_are_done() -> bool:
-            return waiting in server.history
-
-        assert await wait_until(others_are_done)
+        await eventually(lambda: waiting in server.history)
         assert server.innocent == []
         assert server.interrupts == [{"prompt_id": mine}]
         assert server.history[waiting]["status"]["status_str"] == "success"
 
-        async def is_forgotten() -> bool:
-            return mine not in server.history
-
-        assert await wait_until(is_forgotten)
+        await eventually(lambda: mine not in server.history)
 
 
 async def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_queue() -> None:
@@ -352,16 +344,10 @@ async def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_queue() -
         running = server.enqueue(OTHERS)
         asking = asyncio.create_task(ask(adapter))
 
-        async def is_waiting() -> bool:
-            return bool(server.pending)
-
-        assert await wait_until(is_waiting)
+        await eventually(lambda: bool(server.pending))
         asking.cancel()
 
-        async def has_gone() -> bool:
-            return not server.pending
-
-        assert await wait_until(has_gone)
+        await eventually(lambda: not server.pending)
         assert server.interrupts == []
         assert server.running is not None
         assert server.running.prompt_id == running
@@ -430,10 +416,7 @@ async def test_a_cancelled_load_interrupts_its_warm_up_and_frees_what_was_read()
     async with prepared(ComfyContract(step_s=0.2)) as (adapter, server):
         loading = asyncio.create_task(adapter.load(lambda _progress: None))
 
-        async def is_running() -> bool:
-            return server.running is not None
-
-        assert await wait_until(is_running)
+        await eventually(lambda: server.running is not None)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading

@@ -16,7 +16,6 @@ from runner.engines.ct2 import Ct2Engine
 from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE
 from runner.errors import EngineError
 from tests.fakes.engines.cases_ct2 import ct2_plan
-from tests.fakes.engines.suite import wait_until
 from tests.fakes.engines.talk import (
     ask_chat,
     ask_json,
@@ -27,6 +26,7 @@ from tests.fakes.engines.talk import (
     text_of_chat,
 )
 from tests.fakes.models.make import ct2_model_dir
+from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -151,13 +151,13 @@ async def test_more_requests_than_slots_wait_in_a_line_and_all_are_answered() ->
                     stats = await engine.stats()
                     return (stats.running, stats.waiting) == (2, 3)
 
-                assert await wait_until(three_wait)
+                await eventually(three_wait)
                 waiting.pop().cancel()
 
                 async def two_wait() -> bool:
                     return (await engine.stats()).waiting == 2
 
-                assert await wait_until(two_wait)
+                await eventually(two_wait)
             answers = await asyncio.gather(*waiting)
     assert [status for status, _body in answers] == [200, 200]
 
@@ -174,7 +174,7 @@ async def test_a_full_line_is_told_at_once() -> None:
                 async def is_full() -> bool:
                     return (await engine.stats()).waiting == 64
 
-                assert await wait_until(is_full)
+                await eventually(is_full)
                 status, body = await ask_chat(engine, "x")
                 for task in waiting:
                     task.cancel()

@@ -18,8 +18,9 @@ from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError
 from runner.limits import limits
 from tests.fakes.engines.cases_llamacpp import ENDLESS, QUESTION, tiny_plan
-from tests.fakes.engines.suite import ask, chat_call, wait_until
+from tests.fakes.engines.suite import ask, chat_call
 from tests.fakes.scripted_engine import FakeEngine
+from tests.fakes.waiting import eventually
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -54,7 +55,7 @@ async def leave(supervisor: Supervisor, call: Call, *, once: Callable[[], bool])
     async def is_time() -> bool:
         return asking.done() or await asyncio.to_thread(once)
 
-    assert await wait_until(is_time)
+    await eventually(is_time)
     assert not asking.done()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -82,7 +83,7 @@ async def test_an_engine_that_goes_on_without_its_client_is_killed_and_serves_ag
         async def is_restarted() -> bool:
             return supervisor.restarts == 1 and supervisor.is_ready
 
-        assert await wait_until(is_restarted)
+        await eventually(is_restarted)
         assert supervisor.engine.pids != before
         (error,) = await asyncio.gather(neighbour, return_exceptions=True)
         assert isinstance(error, aiohttp.ClientError)  # what the node says as a failure that may be retried
@@ -107,7 +108,7 @@ async def test_an_engine_that_is_busy_and_lets_go_is_left_alone(call: Call) -> N
         async def has_let_go() -> bool:
             return not await asyncio.to_thread(list_left, supervisor.engine.pids)
 
-        assert await wait_until(has_let_go)
+        await eventually(has_let_go)
         answer = await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
         assert json.loads(answer)["usage"]["completion_tokens"]
         assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
@@ -134,7 +135,7 @@ async def test_a_flood_of_clients_that_leave_costs_no_engine_that_lets_go_its_mo
             async with asyncio.TaskGroup() as group:
                 for _ in range(2):
                     group.create_task(leave_often())
-            assert await wait_until(has_let_go, 120)
+            await eventually(has_let_go, within_s=120)
         assert json.loads(await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4)))["usage"]["completion_tokens"]
         assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
 
@@ -150,7 +151,7 @@ async def test_an_engine_that_is_stuck_is_killed_also_while_others_leave_it_all_
             supervisor.watch_left(100)
             return supervisor.restarts == 1 and supervisor.is_ready
 
-        assert await wait_until(has_been_killed, 60)
+        await eventually(has_been_killed, within_s=60)
 
 
 async def test_an_engine_whose_loop_is_stuck_when_its_client_has_left_is_killed_and_serves_again() -> None:
@@ -164,7 +165,7 @@ async def test_an_engine_whose_loop_is_stuck_when_its_client_has_left_is_killed_
         async def is_restarted() -> bool:
             return supervisor.restarts == 1 and supervisor.is_ready
 
-        assert await wait_until(is_restarted, 60)
+        await eventually(is_restarted, within_s=60)
         assert supervisor.engine.pids != before
         assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
 
@@ -193,18 +194,12 @@ async def test_an_engine_that_is_as_slow_as_it_has_been_keeps_its_model_and_one_
     for supervisor in supervisors:
         supervisor.watch_left(100)
 
-    async def is_restarted() -> bool:
-        return supervisors[1].restarts == 1 and supervisors[1].is_ready
-
-    assert await wait_until(is_restarted)
+    await eventually(lambda: supervisors[1].restarts == 1 and supervisors[1].is_ready)
     assert (slow.asked, slow.steps) == (1, ["load"])
     slow.may_answer.set()
     supervisors[0].watch_left(100)  # while the first answer may not have come: asked again, for this client
 
-    async def is_asked_again() -> bool:
-        return slow.asked == 2
-
-    assert await wait_until(is_asked_again)
+    await eventually(lambda: slow.asked == 2)
     assert supervisors[0].restarts == 0
     for supervisor in supervisors:
         await supervisor.unload(gently=False)

@@ -17,6 +17,7 @@ from runner.errors import EngineError
 from tests.fakes.engines.cases_exllamav3 import QUESTION, exllama_plan, fake_library
 from tests.fakes.engines.suite import wait_until
 from tests.fakes.engines.talk import ask_chat, ask_json, client_session, json_call, loaded, text_of_chat
+from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -70,9 +71,9 @@ async def test_requests_of_one_tenant_run_together_and_another_tenant_waits_its_
 
                     assert await wait_until(partial(are_in, 1))  # the slot of an answer is free a moment after its end
                     other = asyncio.create_task(ask_json(engine, question("beta")))
-                    assert await wait_until(partial(are_in, 2))
+                    await eventually(partial(are_in, 2))
                     late = asyncio.create_task(ask_json(engine, question("alpha")))
-                    assert await wait_until(partial(are_in, 3))
+                    await eventually(partial(are_in, 3))
                     done, _pending = await asyncio.wait([other, late], timeout=0.3)
                     assert not done, "whoever comes after the other tenant does not overtake it"
                 assert cached(await asyncio.wait_for(other, 30)) == 0
@@ -92,13 +93,13 @@ async def test_a_request_that_left_while_it_waited_its_turn_is_never_started(tmp
                     async def both_are_in() -> bool:
                         return (await engine.stats()).running == 2
 
-                    assert await wait_until(both_are_in)
+                    await eventually(both_are_in)
                     waiting.cancel()
 
                     async def is_out() -> bool:
                         return (await engine.stats()).running == 1
 
-                    assert await wait_until(is_out), "its slot is free again"
+                    await eventually(is_out, "its slot is free again")
 
 
 async def test_a_flush_while_something_runs_is_refused_and_does_nothing(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ async def test_a_flush_while_something_runs_is_refused_and_does_nothing(tmp_path
                 async def is_idle() -> bool:
                     return (await engine.stats()).running == 0
 
-                assert await wait_until(is_idle)
+                await eventually(is_idle)
                 assert cached(await ask_json(engine, question("alpha"))) > 0
                 outcome = await engine.flush(FlushRequest(FlushScope.TENANT, tenant="alpha"))
     assert outcome.result is FlushResult.RELOADED

@@ -30,8 +30,8 @@ from tests.fakes.engines.suite import (
     assert_health,
     chat_call,
     openai_cached_tokens,
-    wait_until,
 )
+from tests.fakes.waiting import eventually
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -140,10 +140,7 @@ async def test_a_cancelled_load_is_taken_back(router: RouterContract, client: ai
     router.models["tiny"].load_s = 30.0
     loading = asyncio.create_task(LlamaServer(server_plan(router.url), client).load(ignore))
 
-    async def has_begun() -> bool:
-        return router.models["tiny"].status == "loading"
-
-    assert await wait_until(has_begun)
+    await eventually(lambda: router.models["tiny"].status == "loading")
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading

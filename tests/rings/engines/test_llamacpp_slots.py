@@ -38,8 +38,8 @@ from tests.fakes.engines.suite import (
     assert_freed_by_leaving,
     first_bytes,
     process_tree,
-    wait_until,
 )
+from tests.fakes.waiting import eventually
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
 
@@ -174,10 +174,7 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_slot_holds_nobody
             await first_bytes(response)
             given_up, waiting = (asyncio.create_task(reused(engine, CHAT, tenant)) for tenant in ("beta", "gamma"))
 
-            async def both_wait() -> bool:
-                return len(engine._slots._waiting) == 2
-
-            assert await wait_until(both_wait)
+            await eventually(lambda: len(engine._slots._waiting) == 2)
             given_up.cancel()
             await asyncio.wait({given_up})
         assert await asyncio.wait_for(waiting, 30) == 0
@@ -234,7 +231,7 @@ async def test_a_flush_while_a_request_runs_is_refused_and_erases_nothing() -> N
         async def is_flushed() -> bool:
             return (await engine.flush(FlushRequest(FlushScope.ALL))).result is FlushResult.FLUSHED
 
-        assert await wait_until(is_flushed), "the engine has let go of a client that has left"
+        await eventually(is_flushed, "the engine has let go of a client that has left")
 
 
 # ---- clients that leave ----

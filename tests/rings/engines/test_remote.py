@@ -20,7 +20,8 @@ from runner.engines.remote import RemoteEngine
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteRefused
 from tests.fakes.engines.cases_remote import KEY_NAME, key_in_environment, remote_plan
 from tests.fakes.engines.provider_contract import KEY, NAME, Mood, ProviderContract, drop, refuse
-from tests.fakes.engines.suite import chat_call, wait_until
+from tests.fakes.engines.suite import chat_call
+from tests.fakes.waiting import eventually
 
 CALL = chat_call("cloud-large", "Hello")
 
@@ -219,10 +220,7 @@ async def test_nobody_waits_longer_than_half_a_minute(after: str, caplog: pytest
         with caplog.at_level(logging.INFO, logger="runner.engines.remote"):
             asking = asyncio.create_task(ask(engine))
 
-            async def is_waiting() -> bool:
-                return "asked again" in caplog.text
-
-            assert await wait_until(is_waiting)
+            await eventually(lambda: "asked again" in caplog.text)
         assert "in_s=30.0" in caplog.text
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -177,7 +177,7 @@ async def test_a_flush_is_refused_while_a_request_runs_although_vllm_answers_200
             await first_bytes(response)
             outcome = await engine.flush(FlushRequest(FlushScope.ALL))
             assert outcome.result is FlushResult.REFUSED_BUSY
-        assert await wait_until(lambda: _is_idle(engine))
+        await eventually(lambda: _is_idle(engine))
         assert (await engine.flush(FlushRequest(FlushScope.ALL))).result is FlushResult.FLUSHED
 
 
@@ -301,7 +301,7 @@ async def test_a_dead_worker_is_seen_at_once_and_ends_the_server(tmp_path: Path)
         gone = asyncio.create_task(engine.wait_gone())
         workers = [p for p in psutil.Process(engine.pids[0]).children(recursive=True) if "VLLM::EngineCore" in p.cmdline()]
         os.kill(workers[0].pid, signal.SIGKILL)
-        assert await wait_until(lambda: _is_ill(engine))
+        await eventually(lambda: _is_ill(engine))
         await asyncio.wait_for(gone, 30)
 
 

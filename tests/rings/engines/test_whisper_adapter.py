@@ -17,9 +17,9 @@ import pytest
 from runner.engines.port import TRANSCRIPTIONS, Call, Engine
 from runner.engines.whisper import TRANSLATIONS, WhisperEngine
 from tests.fakes.engines.cases_whisper import audio_call, long_wav, whisper_plan
-from tests.fakes.engines.suite import wait_until
 from tests.fakes.engines.talk import client_session, loaded, read_events
 from tests.fakes.models.make import speech_wav, whisper_dir
+from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -172,10 +172,7 @@ async def test_an_upload_over_the_limit_is_cut_off_and_leaves_nothing() -> None:
             except aiohttp.ClientError:
                 pass  # the server hung up while we were still sending, which is its right
 
-            async def is_closed() -> bool:
-                return child.num_fds() <= before
-
-            assert await wait_until(is_closed)
+            await eventually(lambda: child.num_fds() <= before)
 
 
 async def test_no_file_is_left_after_an_answer_or_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from runner.parts import Parts, assemble
 from runner.serving.request import Inference
 from tests.fakes.engines.cases_remote import KEY_NAME, key_in_environment
 from tests.fakes.engines.provider_contract import KEY, NAME, ProviderContract, refuse
-from tests.fakes.engines.suite import wait_until
 from tests.fakes.runners.process import run_box
 from tests.fakes.scripted_gateway import run_gateway
 from tests.fakes.waiting import eventually
@@ -57,10 +56,7 @@ async def a_box(folder: Path, provider: ProviderContract, *, cap: float | None =
             async with assemble(config, client, on_change=lambda: None, on_load=lambda: None) as box:
                 await box.start_models()
 
-                async def is_ready() -> bool:
-                    return box.pool.registry.find("cloud-large").is_ready
-
-                assert await wait_until(is_ready)
+                await eventually(lambda: box.pool.registry.find("cloud-large").is_ready)
                 yield box
 
 
@@ -120,10 +116,7 @@ async def test_a_client_that_leaves_is_charged_once_the_provider_has_its_request
     async with a_box(tmp_path, provider) as box:
         asking = asyncio.create_task(ask(box))
 
-        async def is_there() -> bool:
-            return provider.running == 1
-
-        assert await wait_until(is_there)
+        await eventually(lambda: provider.running == 1)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
