@@ -7,8 +7,6 @@ import json
 import shutil
 from pathlib import Path
 
-import aiohttp
-import openai
 import psutil
 import pytest
 
@@ -120,23 +118,6 @@ async def test_the_key_guards_everything_but_health() -> None:
                 assert response.status == 200
 
 
-async def test_the_openai_library_reads_answers_and_errors() -> None:
-    async with client_session() as client:
-        engine = Ct2Engine(ct2_plan(), client)
-        async with loaded(engine):
-            server = engine._child.server
-            key = server.headers["Authorization"].removeprefix("Bearer ")
-            async with openai.AsyncOpenAI(base_url=server.base_url + "/v1", api_key=key, max_retries=0) as sdk:
-                stream = await sdk.chat.completions.create(
-                    model="tiny", messages=[{"role": "user", "content": QUESTION}], stream=True, temperature=0
-                )
-                text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-                with pytest.raises(openai.BadRequestError) as caught:
-                    await sdk.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], n=3)
-    assert text.startswith("Muster")
-    assert caught.value.param == "n"
-
-
 async def test_more_requests_than_slots_wait_in_a_line_and_all_are_answered() -> None:
     async with client_session() as client:
         engine = Ct2Engine(ct2_plan(slots=2, context_tokens=100_000), client)
@@ -223,13 +204,6 @@ async def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, spoil: object
         assert engine.pids == ()
 
 
-async def test_an_unknown_compute_type_is_the_librarys_own_words() -> None:
-    async with client_session() as client:
-        engine = Ct2Engine(ct2_plan(compute_type="int3"), client)
-        with pytest.raises(EngineError, match="int3"):
-            await engine.load(lambda _progress: None)
-
-
 async def test_the_child_weighs_what_the_library_weighs() -> None:
     async with client_session() as client:
         engine = Ct2Engine(ct2_plan(), client)
@@ -238,15 +212,3 @@ async def test_the_child_weighs_what_the_library_weighs() -> None:
             child = psutil.Process(engine.pids[0])
             assert child.memory_info().rss < 120 * 1024 * 1024
             assert child.num_threads() < 16
-
-
-async def test_a_killed_child_breaks_a_stream_off() -> None:
-    async with client_session() as client:
-        engine = Ct2Engine(ct2_plan(context_tokens=100_000), client)
-        async with loaded(engine):
-            long = json_call(CHAT, messages=[{"role": "user", "content": "x"}], ignore_eos=True, stream=True)
-            async with engine.stream(long) as response:
-                assert await response.content.readany()
-                psutil.Process(engine.pids[0]).kill()
-                with pytest.raises(aiohttp.ClientError):
-                    await asyncio.wait_for(response.read(), 30)

@@ -85,14 +85,6 @@ async def test_what_a_load_took_makes_the_next_prediction_closer(parts: Parts) -
     assert second.predicted_bytes == took
 
 
-async def test_a_second_load_of_the_same_model_is_the_same_load(parts: Parts) -> None:
-    order = await parts.pool.loader.order("a", overrides={})
-    assert isinstance(order, LoadOrder)
-    assert await parts.pool.loader.order("a", overrides={}) is find(parts, "a")
-    await parts.pool.loader.carry_out(order, lambda _: None)
-    assert await parts.pool.loader.order("a", overrides={}) is find(parts, "a")
-
-
 async def test_unloading_frees_the_memory_and_the_process_and_can_be_repeated(parts: Parts) -> None:
     await load(parts, "a")
     pids = pids_of(find(parts, "a"))

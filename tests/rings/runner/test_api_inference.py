@@ -138,20 +138,6 @@ async def test_high_priority_overtakes_those_that_wait(tmp_path: Path) -> None:
         assert gate.order == ["first", "high", "normal", "low"]
 
 
-async def test_a_wait_in_the_queue_ends_at_its_limit(tmp_path: Path) -> None:
-    env = {"QUEUE_TIMEOUT_MS": "300"}
-    async with run_engine() as engine, serve(tmp_path, engine, "--max-concurrent", "1", env=env) as (_, client):
-        gate = Gate()
-        engine.handler = gate.answer
-        running = asyncio.create_task(client.post(CHAT, json=BODY))
-        await eventually(lambda: gate.order, "the engine is busy")
-        late = await client.post(CHAT, json=BODY)
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "queue_timeout")
-        assert int(late.headers["x-queue-wait-ms"]) >= 300
-        gate.open.set()
-        assert (await running).status_code == 200
-
-
 async def test_a_client_that_leaves_frees_the_engine_also_while_it_waits(tmp_path: Path) -> None:
     async with run_engine() as engine, serve(tmp_path, engine, "--max-concurrent", "1") as (_, client):
 
@@ -212,23 +198,6 @@ async def test_an_engine_that_breaks_off_ends_the_stream_with_one_error_and_with
         assert reply.text.count("broke off") == 1
 
 
-async def test_an_engine_that_is_gone_is_a_502_that_may_be_tried_again(tmp_path: Path) -> None:
-    async with run_engine() as engine, serve(tmp_path, engine) as (_, client):
-
-        async def hang_up(request: web.Request, _body: bytes) -> web.StreamResponse:
-            assert request.transport is not None
-            request.transport.abort()
-            return web.Response()
-
-        engine.handler = hang_up
-        reply = await client.post(CHAT, json=BODY)
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"], error["retryable"]) == (502, "engine_failed", True)
-        assert int(reply.headers["retry-after"]) >= 1
-        assert "x-queue-wait-ms" not in reply.headers
-        assert reply.headers["x-cache-hit"] == "false"
-
-
 async def test_audio_reaches_the_engine_byte_for_byte_with_the_model_of_its_form(tmp_path: Path) -> None:
     async with run_engine() as engine, serve(tmp_path, engine) as (_, client):
         sound = bytes(range(256)) * 4000
@@ -255,24 +224,6 @@ async def test_keys_and_cookies_of_the_client_stay_on_the_box(tmp_path: Path) ->
         path, seen, _ = engine.seen[0]
         assert (path, seen["x-request-id"]) == (f"{CHAT}?dim=3", "r-1")
         assert not {"authorization", "cookie", "x-api-key"} & set(seen)
-
-
-async def test_a_box_that_is_told_to_stop_finishes_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
-    async with run_engine() as engine, serve(tmp_path, engine) as (box, client):
-        gate = Gate()
-        engine.handler = gate.answer
-        running = asyncio.create_task(client.post(CHAT, json=BODY))
-        await eventually(lambda: gate.order, "the engine has it")
-        box.process.send_signal(signal.SIGTERM)
-        await eventually(lambda: "stopping: " in box.log_text(), "the box leaves")
-        refused = await client.get("/v1/capabilities")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
-        assert refused.headers["retry-after"]
-        assert (await client.get("/health")).json()["reasons"] == ["the box is stopping"]
-        gate.open.set()
-        assert (await running).status_code == 200
-        assert await asyncio.to_thread(box.process.wait, DEADLINE_S) == 0
-        assert "Traceback" not in box.log_text()
 
 
 async def test_a_box_in_a_hurry_tells_streams_that_it_goes(tmp_path: Path) -> None:

@@ -54,16 +54,6 @@ async def test_gateways_are_told_of_a_llama_server_by_whom_its_models_belong_to(
                 await box.news.wait_for(lambda: name_engines(box) == {told})
 
 
-async def test_what_gateways_are_to_translate_is_kept_back_from_them(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_engine() as engine:
-        for options, is_told in (([], False), (["--translate", "messages,responses"], True)):
-            async with run_box(tmp_path, gateway.url, "--backend", engine.url, *options, program=PATIENT):
-                box = await gateway.accept()
-                told = {path for replica in box.register.replicas for path in replica.endpoints}
-                assert ("/v1/chat/completions" in told) is is_told
-                assert not {"/v1/messages", "/v1/responses"} & told
-
-
 async def test_the_servers_key_is_added_and_a_wrong_one_is_explained(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_engine() as engine:
         engine.key = "sk-right"
@@ -138,53 +128,6 @@ async def test_a_stream_is_cut_between_events_and_the_usage_chunk_stays_here(tmp
     assert "set-cookie" not in result.headers
 
 
-async def test_a_client_that_asked_for_usage_gets_its_chunk(tmp_path: Path) -> None:
-    async def answer(request: web.Request, _body: bytes) -> web.StreamResponse:
-        response = event_stream()
-        await response.prepare(request)
-        await response.write(EURO + USAGE)
-        return response
-
-    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
-        engine.handler = answer
-        box = await gateway.accept()
-        await box.declares("alpha", "beta")
-        result = await (await box.open(STREAMED | {"stream_options": {"include_usage": True}})).finish()
-    assert result.body == EURO + USAGE
-
-
-async def test_errors_of_the_server_keep_status_and_body(tmp_path: Path) -> None:
-    async def refuse(_request: web.Request, _body: bytes) -> web.StreamResponse:
-        return web.json_response({"error": {"message": "slow down"}}, status=429, headers={"Retry-After": "7"})
-
-    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
-        engine.handler = refuse
-        box = await gateway.accept()
-        await box.declares("alpha", "beta")
-        answer = await (await box.open(STREAMED)).finish()
-    assert (answer.status, answer.headers["retry-after"], answer.end.error) == (429, "7", "")
-    assert answer.json() == {"error": {"message": "slow down"}}
-
-
-async def test_a_server_that_breaks_off_mid_answer_is_a_failure_that_is_not_retried(tmp_path: Path) -> None:
-    async def die(request: web.Request, _body: bytes) -> web.StreamResponse:
-        response = event_stream()
-        await response.prepare(request)
-        await response.write(EURO)
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
-    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
-        engine.handler = die
-        box = await gateway.accept()
-        await box.declares("alpha", "beta")
-        stream = await box.open(STREAMED)
-        end = await stream.expect_end()
-    assert (end.error, end.retryable) == ("engine_failed", False)
-    assert "middle of its answer" in end.message
-
-
 async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_back(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
         box = await gateway.accept()
@@ -198,25 +141,6 @@ async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_
         await box.declares()
         await engine.start()
         await box.declares("alpha", "beta")
-
-
-async def test_cancel_closes_the_connection_to_the_server_at_once(tmp_path: Path) -> None:
-    started = asyncio.Event()
-
-    async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
-        started.set()
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
-        engine.handler = hang
-        box = await gateway.accept()
-        await box.declares("alpha", "beta")
-        stream = await box.open({"model": "alpha"})
-        await asyncio.wait_for(started.wait(), 30)
-        await stream.cancel()
-        await asyncio.wait_for(engine.gone.wait(), 30)
-        assert (await stream.expect_end()).error == "cancelled"
 
 
 async def test_an_answer_without_credit_is_not_read_from_the_server(tmp_path: Path) -> None:

@@ -86,42 +86,6 @@ async def test_requests_of_its_own_port_are_in_the_load_that_a_node_reports_and_
         assert "leaving with requests unfinished load=1" in running.log_text()
 
 
-async def test_an_unstreamed_answer_keeps_its_bytes_and_reports_usage(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        answer = await (await box.open(QUESTION | {"max_tokens": 8})).finish()
-
-    assert int(answer.headers["content-length"]) == len(answer.body)
-    assert answer.json()["model"] == "muster-tiny"
-    assert answer.end.usage is not None
-    assert answer.json()["usage"]["completion_tokens"] == answer.end.usage.completion_tokens  # type: ignore[index]  # JSON
-
-
-async def test_data_stops_when_the_credit_is_used_up_and_goes_on_with_more(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        stream = await box.open(QUESTION | {"stream": True, "max_tokens": 40}, window_bytes=1000)
-        assert (await stream.next()).kind == frames.HEAD
-        received = b""
-        while len(received) < 1000:
-            frame = await stream.next()
-            assert frame.kind == frames.DATA
-            received += frame.payload
-        assert len(received) == 1000
-        # Two more signs of life of the box, and still not one byte beyond the window.
-        await box.expect(bridge.Pong, skip=len([m for m in box.messages if isinstance(m, bridge.Pong)]) + 1)
-        assert stream.frames.empty()
-
-        await stream.credit(1 << 20)
-        while (frame := await stream.next()).kind == frames.DATA:
-            received += frame.payload
-
-    assert received.endswith(b"data: [DONE]\n\n")
-    assert frames.decode_end(frame.payload).error == ""
-
-
 async def test_cancel_ends_the_stream_and_frees_the_slot_of_the_engine(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
         box = await gateway.accept()
@@ -138,28 +102,6 @@ async def test_cancel_ends_the_stream_and_frees_the_slot_of_the_engine(tmp_path:
         answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
         assert answer.end.usage is not None
         await slots_taken(box, at_most=0)
-
-
-async def test_requests_beyond_slots_and_queue_are_refused_as_busy(tmp_path: Path) -> None:
-    env = {"MAX_QUEUE_DEPTH": "2"}
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1", env=env):
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        held = [await box.open(LONG, window_bytes=2000) for _ in range(3)]
-        refused = await box.open(LONG)
-        end = await refused.expect_end()
-        assert (end.error, end.retryable) == ("busy", True)
-        for stream in held:
-            await stream.cancel()
-            assert (await stream.expect_end()).error == "cancelled"
-
-
-async def test_a_deadline_ends_the_stream_as_timeout(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        stream = await box.open(LONG, window_bytes=2000, deadline_ms=300)
-        assert (await stream.expect_end()).error == "timeout"
 
 
 async def test_a_large_body_arrives_in_pieces_and_engine_errors_are_responses(tmp_path: Path) -> None:
@@ -242,18 +184,6 @@ async def test_sigterm_drains_what_runs_refuses_the_rest_and_leaves_nothing_behi
         await box.expect_loss()
 
 
-async def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        stream = await box.open(LONG, window_bytes=500)
-        assert (await stream.next()).kind == frames.HEAD
-        process.signal(signal.SIGINT)
-        await box.expect(bridge.Draining)
-        process.signal(signal.SIGINT)
-        assert await process.exit_status() == 0
-
-
 async def test_the_owner_takes_the_box_back_and_lends_it_again_by_signal(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
         box = await gateway.accept()
@@ -285,45 +215,6 @@ async def test_a_killed_engine_is_withdrawn_restarted_and_declared_again(tmp_pat
         answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
         assert answer.status == 200
         assert (await engine_of(process)).pid != only.pid
-
-
-async def test_a_hung_engine_is_killed_and_restarted(tmp_path: Path) -> None:
-    impatient = {"MUSTER_ENGINE_SILENT_S": "3"}
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env=impatient) as process:
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        hung = await engine_of(process)
-        heard = len(box.messages)
-        hung.suspend()
-
-        def is_withdrawn() -> bool:
-            return any(isinstance(message, bridge.ModelsUpdate) and not message.models for message in box.messages[heard:])
-
-        await eventually(lambda: not is_alive(hung), "the hung engine is killed")
-        await eventually(is_withdrawn, "its model is withdrawn")
-        await eventually(lambda: box.models() == ["muster-tiny"], "the models are declared again")
-        answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
-        assert answer.status == 200
-
-
-async def test_an_engine_that_does_not_let_go_of_a_request_that_was_cancelled_is_killed_and_restarted(tmp_path: Path) -> None:
-    patient = {"MUSTER_ENGINE_SILENT_S": "3600"}
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env=patient) as process:
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        deaf = await engine_of(process)
-        idle = sum(deaf.cpu_times()[:2])
-        stream, neighbour = await box.open(LONG | {"stream": False}), await box.open(LONG | {"stream": False})
-        await eventually(lambda: sum(deaf.cpu_times()[:2]) > idle + 0.1, "it works")
-        deaf.suspend()
-        await stream.cancel()
-        assert (await stream.expect_end()).error == "cancelled"
-        await eventually(lambda: not is_alive(deaf), "the deaf engine is killed")
-        end = await neighbour.expect_end()
-        assert (end.error, end.retryable) == ("engine_failed", True)
-        await eventually(lambda: box.models() == ["muster-tiny"], "the model is declared again")
-        answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
-        assert answer.status == 200
 
 
 async def test_the_engine_dies_with_a_killed_runner(tmp_path: Path) -> None:
