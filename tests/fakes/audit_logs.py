@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from wire.auditlog import (
     GENESIS,
+    PROOF_FORMAT,
     Checkpoint,
     Entry,
     Frontier,
@@ -20,6 +21,7 @@ from wire.auditlog import (
     Witness,
     consistency_proof,
     entry_hash,
+    inclusion_proof,
     leaf_hash,
     render,
     render_header,
@@ -94,3 +96,27 @@ def offer_of(entries: Sequence[Entry], *, old: int = 0, note: str | None = None)
     leaves = [leaf_hash(entry.hash) for entry in entries]
     proof = consistency_proof(old, len(leaves), lambda lo, hi: root(leaves[lo:hi]))
     return CheckpointOffer(note=note or seal(entries).note, old_size=old, proof=[to_text(each) for each in proof])
+
+
+def make_proof(op_id: str = "op-3") -> dict[str, object]:
+    leaves = [leaf_hash(entry.hash) for entry in LOG]
+    events = [
+        {
+            "seq": entry.seq,
+            "prev": to_text(entry.prev_hash),
+            "hash": to_text(entry.hash),
+            "body": to_text(entry.body or b""),
+            "path": [to_text(node) for node in inclusion_proof(entry.seq - 1, len(LOG), lambda lo, hi: root(leaves[lo:hi]))],
+        }
+        for entry in LOG
+        if json.loads(entry.body or b"")["op_id"] == op_id
+    ]
+    return {"format": PROOF_FORMAT, "opId": op_id, "keys": [str(KEY)], "checkpoint": seal(LOG).note, "events": events}
+
+
+def sealed(log: list[Entry], *sizes: int) -> list[Record]:
+    """Return a log with checkpoints of ``sizes`` where they belong."""
+    records: list[Record] = []
+    for entry in log:
+        records += [entry, *([seal(log[: entry.seq])] if entry.seq in sizes else [])]
+    return records

@@ -17,6 +17,7 @@ from runner.definitions.overrides import describe
 from runner.definitions.sections import Fairness, Remote, Service
 from runner.definitions.settings import Settings, diff_settings, merge_settings, parse_settings, read_settings
 from runner.errors import InvalidSettings, SettingsConflict
+from tests.fakes.examples import examples
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "runner-settings.json"
 REMOTE: dict[str, object] = {"backend": "openai_compatible", "remote_base_url": "https://api.example.com/v1"}
@@ -136,6 +137,7 @@ def _expected(base: object, local: object) -> object:
     return merged
 
 
+@examples(25)
 @given(base=_objects, local=_objects)
 def test_merging_follows_the_rule_and_changes_neither_side(base: dict[str, object], local: dict[str, object]) -> None:
     before = json.dumps([base, local])

@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
 from runner.errors import ModelQueueFull, ModelUnloading, QueueFull, QueueTimeout, TenantQueueFull
 from tests.fakes.clock import install_virtual_clock
+from tests.fakes.examples import examples
 from tests.fakes.queue_visitors import LONG_S, Visitors, settle
 
 
@@ -384,8 +385,8 @@ class RandomRun:
         assert all(share.score >= 0 for share in shares)
 
 
+@examples(50)
 @given(steps=STEPS)
-@settings(max_examples=300, deadline=None)
 def test_whatever_happens_nobody_is_lost_and_no_slot_stays_free_while_somebody_waits(steps: list[tuple[object, ...]]) -> None:
     async def go_through() -> None:
         run = RandomRun()

@@ -20,6 +20,7 @@ from runner.fit import (
     judge,
     learn_overhead,
 )
+from tests.fakes.examples import examples
 
 MIB = 1 << 20
 
@@ -198,6 +199,7 @@ def test_nothing_is_suggested_that_would_not_fit() -> None:
     assert verdict == DoesNotFit(NEEDED, 1000, ())
 
 
+@examples(25)
 @given(
     free=st.integers(0, NEEDED + 1),
     context=st.integers(1, 40_000),

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.errors import CorruptModel
 from runner.fit import ModelShape, estimate, read_shape
+from tests.fakes.examples import examples
 from tests.fakes.model_files import LLAMA, LLAMA_TENSORS, gguf_bytes, safetensors_bytes, write_ct2
 
 MAX_BYTES = 8 << 20
@@ -58,8 +59,8 @@ def read_anyhow(path: Path) -> ModelShape | None:
     return shape
 
 
+@examples(60)
 @given(changes=edits, cut=cuts)
-@settings(max_examples=400, deadline=None)
 def test_a_gguf_that_was_tampered_with_is_read_or_refused(
     folder: Path, changes: list[tuple[int, bytes]], cut: int | None
 ) -> None:
@@ -71,8 +72,8 @@ def test_a_gguf_that_was_tampered_with_is_read_or_refused(
     assert shape is None or shape.weights_bytes <= len(raw)
 
 
+@examples(60)
 @given(changes=edits, cut=cuts)
-@settings(max_examples=200, deadline=None)
 def test_safetensors_that_were_tampered_with_are_read_or_refused(
     folder: Path, changes: list[tuple[int, bytes]], cut: int | None
 ) -> None:
@@ -86,8 +87,8 @@ def test_safetensors_that_were_tampered_with_are_read_or_refused(
     assert shape is None or shape.weights_bytes <= len(raw)
 
 
+@examples(60)
 @given(field=st.sampled_from(sorted(CONFIG)), value=values)
-@settings(max_examples=200, deadline=None)
 def test_a_configuration_with_any_value_in_a_field_is_read_or_refused(folder: Path, field: str, value: object) -> None:
     model = folder / "config"
     model.mkdir(exist_ok=True)
@@ -97,8 +98,8 @@ def test_a_configuration_with_any_value_in_a_field_is_read_or_refused(folder: Pa
     read_anyhow(model)
 
 
+@examples(60)
 @given(changes=edits, cut=cuts)
-@settings(max_examples=200, deadline=None)
 def test_a_ctranslate2_model_that_was_tampered_with_is_read_or_refused(
     folder: Path, changes: list[tuple[int, bytes]], cut: int | None
 ) -> None:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -367,66 +363,6 @@ async def test_a_private_key_file_is_not_warned_of(key_file: Path, tmp_path: Pat
     async with opened(key_file, tmp_path / "data") as gate:
         await admit(gate, l0())
     assert "open to other users" not in caplog.text
-
-
-def run_sign(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "runner.operations.sign", *arguments],
-        capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=30,
-    )  # fmt: skip
-
-
-SIGN = ("--operation", "model-load", "--model", MODEL, "--signer", "a", "--signer", "b")
-
-
-@pytest.mark.parametrize("extra", [(), ("--base64url",)])
-@pytest.mark.parametrize("level", [Level.L0, Level.L1])
-async def test_the_signing_program_makes_tokens_that_are_admitted(
-    key_file: Path, tmp_path: Path, level: Level, extra: tuple[str, ...]
-) -> None:
-    params: Mapping[str, object] = {
-        "modelId": MODEL,
-        "maxContextLength": 4096,
-        "evictModel": "org/other",
-        "overrides": {"a": [1]},
-    }
-    given: tuple[str, ...] = (
-        "--level",
-        level,
-        "--runner-id",
-        "box-7",
-        "--param",
-        "maxContextLength=4096",
-        "--param",
-        "evictModel=org/other",
-    )
-    given += ("--param", 'overrides={"a": [1]}')
-    signed = await asyncio.to_thread(run_sign, "--key", str(key_file), *SIGN, *given, *extra)
-    assert (signed.returncode, signed.stderr) == (0, "")
-    async with opened(key_file, tmp_path / "data", level=level, clock=Clock(time.time())) as gate:
-        admitted = await admit(gate, signed.stdout, params=params)
-    assert (admitted.level, admitted.signers) == (level, ("a", "b"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--level", "L1"), "--runner-id"),
-        (("--level", "L2"), "proofs of approvers"),
-        (("--level", "L1", "--runner-id", "x", "--param", "a"), "NAME=VALUE"),
-        (("--level", "L1", "--runner-id", "x", "--param", "a=0.5"), "float"),
-    ],
-)
-def test_the_signing_program_says_what_it_cannot_sign(key_file: Path, arguments: tuple[str, ...], words: str) -> None:
-    signed = run_sign("--key", str(key_file), *SIGN, *arguments)
-    assert (signed.returncode, signed.stdout) == (2, "")
-    assert words in signed.stderr
-
-
-def test_the_signing_program_names_a_key_it_cannot_read(tmp_path: Path) -> None:
-    signed = run_sign("--key", str(tmp_path / "missing.key"), *SIGN)
-    assert signed.returncode == 2
-    assert "missing.key" in signed.stderr
 
 
 @pytest.mark.parametrize("is_jwt_first", [False, True])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from runner.errors import InvalidRequest, UnknownModel
 from runner.fit import ModelShape, read_shape
 from runner.library import FoundModel, Library, check_model_id
+from tests.fakes.examples import examples
 from tests.fakes.model_files import LLAMA, LLAMA_TENSORS, write_ct2, write_folder, write_gguf
 
 CONFIG = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
@@ -66,6 +67,7 @@ def test_everything_else_is_refused(base: Path, text: str) -> None:
         make_library(base).resolve(text)
 
 
+@examples(25)
 @given(text=st.text(max_size=40))
 def test_an_id_that_passes_never_leads_out_of_a_folder(text: str) -> None:
     try:

@@ -27,6 +27,7 @@ from runner.definitions.overrides import (
 )
 from runner.definitions.plan import LoadPlan
 from runner.errors import ConfigError, InvalidLoadRequest
+from tests.fakes.examples import examples
 
 STEP = 268435456
 
@@ -227,6 +228,7 @@ _VLLM_VALUES = {
 }
 
 
+@examples(25)
 @given(defined=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES), wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES))
 def test_a_key_in_the_override_beats_the_definition_and_others_stay(
     defined: dict[str, object], wanted: dict[str, object]
@@ -239,6 +241,7 @@ def test_a_key_in_the_override_beats_the_definition_and_others_stay(
     assert plan.options == merged
 
 
+@examples(25)
 @given(defined=st.fixed_dictionaries({}, optional=_VLLM_VALUES), wanted=st.fixed_dictionaries({}, optional=_VLLM_VALUES))
 def test_even_null_in_the_override_beats_the_definition(defined: dict[str, object], wanted: dict[str, object]) -> None:
     plan = plan_of(model("vllm", **defined), wanted)
@@ -248,6 +251,7 @@ def test_even_null_in_the_override_beats_the_definition(defined: dict[str, objec
         assert plan.options.get(name) == expected
 
 
+@examples(25)
 @given(wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES))
 def test_checked_overrides_pass_the_check_again(wanted: dict[str, object]) -> None:
     checked = check_overrides(model("gguf"), wanted)

@@ -25,6 +25,7 @@ from runner.serving.responses import (
     to_chat,
     uses_pool_shape,
 )
+from tests.fakes.examples import examples
 
 TEXT = "It rained all night, and the garden looks better for it."
 EXAMPLE: dict[str, Any] = {
@@ -454,6 +455,7 @@ def test_each_piece_of_text_goes_out_as_soon_as_its_event_is_complete() -> None:
     assert event["delta"] == "Het "
 
 
+@examples(25)
 @given(
     texts=st.lists(st.text(min_size=1, max_size=5), max_size=6),
     cuts=st.lists(st.integers(0, 2000), max_size=8),
@@ -556,6 +558,7 @@ def test_a_request_that_never_reached_an_engine_has_unknown_numbers() -> None:
 _ms = st.none() | st.floats(0, 1e6)
 
 
+@examples(25)
 @given(
     backend=_ms, engine=_ms, pool=st.floats(0, 1e6), queue=_ms, first=_ms, generate=_ms, tokens=st.none() | st.integers(0, 9999)
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -120,20 +118,6 @@ def test_values_that_cannot_be_used_are_named(options: list[str], words: str) ->
 def test_seconds_in_the_environment_are_checked() -> None:
     with pytest.raises(ConfigError, match="MUSTER_RECONNECT_MAX_S must be a number of seconds"):
         read_config(MINIMAL, {"MUSTER_RECONNECT_MAX_S": "soon"})
-
-
-def test_the_program_prints_one_line_and_exits_with_2() -> None:
-    command = [sys.executable, "-m", "runner", "--gateway", "nonsense", "--token", "msw_x"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("runner: --gateway must look like")
-
-
-def test_help_names_the_owners_signals() -> None:
-    done = subprocess.run([sys.executable, "-m", "runner", "--help"], capture_output=True, text=True, check=True, timeout=30)
-    assert "SIGUSR1 takes the box back" in done.stdout
-    assert "MUSTER_TOKEN_FILE" in done.stdout
 
 
 def test_a_box_may_serve_alone_and_then_needs_no_gateway_and_no_token() -> None:

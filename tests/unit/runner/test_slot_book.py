@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from runner.engines.llama_slots import is_object, pin_body
 from runner.engines.port import CacheMode, FlushRequest, FlushScope
 from runner.engines.slots import Lease, Owner, SlotBook
+from tests.fakes.examples import examples
 
 ALPHA = Owner("alpha", "")
 BETA = Owner("beta", "")
@@ -179,6 +180,7 @@ def test_erased_slots_are_empty_and_the_others_keep_their_owner() -> None:
     assert not run_call(book, ALPHA).reuses
 
 
+@examples(25)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["call", "lost", "private", "unpinned", "end"])), max_size=40))
 def test_whatever_happens_a_call_reuses_only_what_its_owner_left(steps: list[tuple[int, str]]) -> None:
     """A model of the engine: a lost call changes nothing, a call of unknown place lands in any slot that is free."""

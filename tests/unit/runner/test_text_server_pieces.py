@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.engines.children.textserver.pieces import Detokeniser, StopStrings
+from tests.fakes.examples import examples
 
 
 def bytes_as_tokens(ids: Sequence[int]) -> str:
@@ -16,6 +17,7 @@ def bytes_as_tokens(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", "replace")
 
 
+@examples(25)
 @given(st.text(max_size=40))
 def test_every_text_comes_back_and_no_piece_has_half_a_character(text: str) -> None:
     pieces = Detokeniser(bytes_as_tokens)
@@ -70,6 +72,7 @@ def test_of_several_stop_strings_the_first_in_the_text_counts() -> None:
     assert hit
 
 
+@examples(25)
 @given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=4), st.integers(1, 5))
 def test_pieces_make_no_difference_to_what_is_sent(text: str, stop: str, size: int) -> None:
     parts = [text[at : at + size] for at in range(0, len(text), size)]

@@ -1,10 +1,13 @@
-"""What is signed has one spelling, and a policy that could lock people out or be read in two ways is none."""
+"""Statements and policies: one spelling, no member more or less; and the evidence of an operation as an auditor reads it."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,14 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import dsa, ec, rsa, x25519
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.evidence import ANN, OTHER_BOX_KEY, PROVEN, SECOND, make_batch, make_bundle, make_receipt
+from tests.fakes.examples import examples
 from tests.fakes.passkeys import KeyFile, SoftPasskey, spki_of
 from tests.fakes.policies import NOW, Person, make_people, make_policy_bytes, make_statement
+from wire.optoken import approval
 from wire.optoken.approval import (
     BREAK_GLASS,
     MAX_DEPTH,
@@ -37,7 +43,10 @@ from wire.optoken.approval import (
     read_canonical,
     read_policy,
     read_statement,
+    verify_bundle,
+    verify_receipts,
 )
+from wire.optoken.identity import make_runner_id
 from wire.optoken.proposal import DEFAULT_CLASSES, build_statement, digest_reason
 
 PEOPLE = make_people(3)
@@ -59,14 +68,14 @@ def rule_of(read: Any, *arguments: Any, **named: Any) -> Rule:
     return caught.value.rule
 
 
-@settings(max_examples=100)
+@examples(25)
 @given(DOCUMENTS)
 def test_canonical_bytes_are_those_of_another_implementation_of_the_rfc(value: dict[str, Any]) -> None:
     assert canonical(value) == rfc8785.dumps(value)
     assert read_canonical(canonical(value), limit=10**6) == value
 
 
-@settings(max_examples=100)
+@examples(25)
 @given(DOCUMENTS, st.sampled_from([{"indent": 1}, {"separators": (", ", ": ")}, {"ensure_ascii": True}, {"reverse": True}]))
 def test_every_other_spelling_of_a_document_is_refused(value: dict[str, Any], style: dict[str, Any]) -> None:
     turned = dict(sorted(value.items(), reverse=True)) if style.pop("reverse", False) else value
@@ -114,6 +123,7 @@ def test_base64url_has_one_spelling(text: object) -> None:
     assert rule_of(decode_bytes, text) is Rule.BAD_PROOF
 
 
+@examples(25)
 @given(st.binary(max_size=40))
 def test_bytes_come_back_from_base64url(data: bytes) -> None:
     assert decode_bytes(encode_bytes(data)) == data
@@ -461,9 +471,79 @@ def test_a_key_for_which_anybody_could_sign_is_refused(point: bytes) -> None:
     assert rule_of(load_public_key, SPKI_OF_ED25519 + point) is Rule.BAD_POLICY
 
 
-@settings(max_examples=40, deadline=None)
+@examples(25)
 @given(st.sampled_from(sorted(json.loads(POLICY.raw))), VALUES)
 def test_anything_at_all_in_place_of_a_member_is_refused_and_never_breaks_the_reader(name: str, odd: Any) -> None:
     for raw in (edited(**{name: odd}), with_key(publicKey=odd), with_class(factors=odd), edited(approvers=[odd])):
         with contextlib.suppress(ApprovalError):
             assert read_policy(raw).raw == raw
+
+
+PROGRAM = Path(approval.__file__)
+
+
+def test_the_program_imports_nothing_of_ours() -> None:
+    tree = ast.parse(PROGRAM.read_text(encoding="utf-8"))
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {"cryptography"}
+
+
+def test_what_a_failure_does_to_a_batch_cannot_be_changed_after_it_was_signed() -> None:
+    bundle = make_batch(format_version=2)
+    changed = canonical(json.loads(decode_bytes(bundle["statement"])) | {"stopsOnFailure": True})
+    with pytest.raises(ApprovalError) as caught:
+        verify_bundle(bundle | {"statement": encode_bytes(changed)})
+    assert caught.value.rule is Rule.WRONG_CHALLENGE
+
+
+BUNDLE_ROWS: dict[str, tuple[dict[str, Any], Rule]] = {
+    "no policies": ({"policies": []}, Rule.WRONG_POLICY),
+    "policies as text": ({"policies": "x"}, Rule.BAD_POLICY),
+    "policies without the first": ({"policies": make_bundle()["policies"][1:]}, Rule.WRONG_POLICY),
+    "policies without the one that is named": ({"policies": make_bundle()["policies"][:1]}, Rule.WRONG_POLICY),
+    "proofs left out": ({"proofs": None}, Rule.WRONG_POLICY),
+    "statement left out": ({"statement": None}, Rule.BAD_PROOF),
+    "statement changed": (
+        {"statement": encode_bytes(PROVEN.raw.replace(b'"requestedBy":"zoe"', b'"requestedBy":"zo3"'))},
+        Rule.WRONG_CHALLENGE,
+    ),
+    "requester among the approvers": (
+        {"statement": encode_bytes(PROVEN.raw.replace(b'"requestedBy":"zoe"', b'"requestedBy":"ada"'))},
+        Rule.WRONG_CHALLENGE,
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "rule"), BUNDLE_ROWS.values(), ids=BUNDLE_ROWS)
+def test_evidence_that_does_not_hold_is_refused(changes: dict[str, Any], rule: Rule) -> None:
+    with pytest.raises(ApprovalError) as caught:
+        verify_bundle(make_bundle(**changes))
+    assert caught.value.rule is rule
+
+
+def test_evidence_names_the_policy_the_statement_and_who_approved() -> None:
+    policy, statement, verdict = verify_bundle(make_bundle())
+    assert (policy, statement, verdict.approved_by) == (SECOND, PROVEN, ("ada", "dan"))
+    assert [receipt["outcome"] for receipt in verify_receipts(make_bundle(), statement)] == ["succeeded"]
+    assert verify_receipts({}, statement) == []
+
+
+RECEIPT_ROWS: dict[str, Any] = {
+    "of another operation": [make_receipt(statement_digest="ab" * 32)],
+    "of no statement": [make_receipt(statement_digest="")],
+    "of a box that was not asked": [make_receipt(OTHER_BOX_KEY, runner_id=make_runner_id("box-8", OTHER_BOX_KEY.public_key))],
+    "signed by another box": [make_receipt(KeyFile())],
+    "checked with another key": [{**make_receipt(), "publicKey": encode_bytes(KeyFile().public_key)}],
+    "checked with a passkey": [{**make_receipt(), "publicKey": encode_bytes(ANN.passkey.public_key)}],
+    "not a list": {"receipt": "x"},
+    "null": [None],
+    "with a member more": [{**make_receipt(), "note": "x"}],
+}
+
+
+@pytest.mark.parametrize("receipts", RECEIPT_ROWS.values(), ids=RECEIPT_ROWS)
+def test_receipts_of_others_are_refused(receipts: Any) -> None:
+    with pytest.raises(ApprovalError) as caught:
+        verify_receipts(make_bundle(receipts=receipts), PROVEN)
+    assert caught.value.rule in {Rule.BAD_RECEIPT, Rule.BAD_PROOF}

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.clock import virtual_clock
+from tests.fakes.examples import examples
 from wire import clock
 
 
@@ -57,6 +58,7 @@ def test_another_source_knows_of_no_pause_of_the_one_before() -> None:
             assert clock.awake() == other.monotonic()
 
 
+@examples(25)
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=50))
 def test_time_awake_never_goes_back_and_never_runs_faster(steps: list[tuple[float, bool]]) -> None:
     with virtual_clock() as virtual:

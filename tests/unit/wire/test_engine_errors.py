@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.examples import examples
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.limits import WIRE
 
@@ -171,6 +172,7 @@ def test_a_form_is_searched_for_echoes_as_it_was_sent() -> None:
     assert quote_message("bad prompt", form) == "bad prompt"
 
 
+@examples(25)
 @given(
     text=st.text(st.characters(codec="utf-8"), max_size=200),
     before=st.text(max_size=60),

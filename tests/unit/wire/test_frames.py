@@ -1,7 +1,8 @@
-"""Binary frames of muster v1."""
+"""Frames of muster-v1 and messages of the bridge: what is sent comes back, anything else is a protocol error."""
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import frames
-from wire.bridge import ProtocolError, TokenCounts
+from tests.fakes.examples import examples
+from wire import bridge, frames
+from wire.bridge import ProtocolError, TokenCounts, decode_server_message, decode_worker_message, encode_message
 from wire.limits import WIRE
 
 U8, U32, U64 = st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -38,6 +40,7 @@ METAS = st.builds(
 )
 
 
+@examples(25)
 @given(kind=U8, flags=U8, stream=U64, attempt=U32, payload=st.binary(max_size=200))
 def test_a_frame_reads_back(kind: int, flags: int, stream: int, attempt: int, payload: bytes) -> None:
     data = frames.encode_frame(kind, stream, attempt, payload, flags)
@@ -57,6 +60,7 @@ def join_body(opening: list[bytes]) -> tuple[frames.OpenMeta, bytes, list[frames
     return meta, body + b"".join(frame.payload for frame in decoded[1:]), decoded
 
 
+@examples(25)
 @given(meta=METAS, body=st.binary(max_size=300), stream=U64, attempt=U32)
 def test_an_opening_reads_back(meta: frames.OpenMeta, body: bytes, stream: int, attempt: int) -> None:
     opening = frames.encode_open(stream, attempt, meta, body)
@@ -79,6 +83,7 @@ def test_a_body_is_cut_into_frames_and_only_the_last_ends_it(size: int) -> None:
     assert all(len(frame.payload) <= WIRE.frame_payload_bytes + 4096 for frame in decoded)
 
 
+@examples(25)
 @given(head=HEADS, end=ENDS, body=st.binary(max_size=100))
 def test_heads_ends_and_replies_read_back(head: frames.Head, end: frames.End, body: bytes) -> None:
     assert frames.decode_head(frames.encode_json(head)) == head
@@ -88,6 +93,7 @@ def test_heads_ends_and_replies_read_back(head: frames.Head, end: frames.End, bo
     assert frames.decode_reply(payload) == (head, body, end)
 
 
+@examples(25)
 @given(U32)
 def test_credit_reads_back(amount: int) -> None:
     frame = frames.decode_frame(frames.encode_credit(1, 1, amount))
@@ -95,12 +101,7 @@ def test_credit_reads_back(amount: int) -> None:
     assert frames.decode_credit(frame.payload) == amount
 
 
-DECODERS: list[Callable[[bytes], object]] = [
-    frames.decode_open,
-    frames.decode_head,
-    frames.decode_end,
-    frames.decode_reply,
-]
+DECODERS: list[Callable[[bytes], object]] = [frames.decode_open, frames.decode_head, frames.decode_end, frames.decode_reply]
 LYING_LENGTHS = [b"", b"\0", b"\0\0\0", struct.pack(">I", 5) + b"{}", struct.pack(">I", 2**32 - 1) + b"{}"]
 GARBAGE = [b"", b"{", b"null", b"[]", b"\xff" * 9, b'{"x":' + b"[" * 100_000, *LYING_LENGTHS]
 
@@ -112,6 +113,7 @@ def test_a_broken_payload_is_a_protocol_error(decode: Callable[[bytes], object],
         decode(payload)
 
 
+@examples(25)
 @given(payload=st.binary(max_size=60))
 def test_no_payload_raises_anything_but_a_protocol_error(payload: bytes) -> None:
     for decode in [*DECODERS, frames.decode_credit, frames.decode_frame]:
@@ -121,6 +123,7 @@ def test_no_payload_raises_anything_but_a_protocol_error(payload: bytes) -> None
             pass
 
 
+@examples(25)
 @given(meta=METAS, cut=st.integers(0, 400))
 def test_a_truncated_opening_is_refused_or_gives_a_shorter_body_never_another_meta(meta: frames.OpenMeta, cut: int) -> None:
     (opening,) = frames.encode_open(1, 1, meta, b"body")
@@ -151,13 +154,7 @@ def test_a_head_of_another_shape_is_refused(payload: bytes) -> None:
         frames.decode_head(payload)
 
 
-@given(head=HEADS, body=st.binary(max_size=200), end=ENDS)
-def test_a_whole_answer_comes_back_as_it_went(head: frames.Head, body: bytes, end: frames.End) -> None:
-    frame = frames.decode_frame(frames.encode_reply(7, 2, head, body, end))
-    assert (frame.kind, frame.stream, frame.attempt) == (frames.REPLY, 7, 2)
-    assert frames.decode_reply(frame.payload) == (head, body, end)
-
-
+@examples(25)
 @given(head=HEADS, body=st.binary(max_size=50), end=ENDS, cut=st.integers(0, 400))
 def test_a_whole_answer_cut_short_is_a_protocol_error_or_a_shorter_body(
     head: frames.Head, body: bytes, end: frames.End, cut: int
@@ -170,3 +167,176 @@ def test_a_whole_answer_cut_short_is_a_protocol_error_or_a_shorter_body(
         return
     assert body.startswith(rest)
     assert len(rest) < len(body)
+
+
+GOLDEN: list[tuple[bridge.Message, str]] = [
+    (
+        bridge.RegisterAck(worker_id="worker-1", models=["m"], warnings=["w"], protocol_version=bridge.BRIDGE_V1),
+        '{"type":"register_ack","worker_id":"worker-1","models":["m"],"warnings":["w"],"protocol_version":"2026-04-bridge-v1"}',
+    ),
+    (bridge.RegisterAck(worker_id="w", models=[]), '{"type":"register_ack","worker_id":"w","models":[]}'),
+    (
+        bridge.Request(
+            request_id="request-1",
+            model="m",
+            endpoint_path="/v1/chat/completions",
+            is_streaming=False,
+            body='{"a":1}',
+            headers={"content-type": "application/json"},
+        ),
+        (
+            '{"type":"request","request_id":"request-1","model":"m","endpoint_path":"/v1/chat/completions",'
+            '"is_streaming":false,"body":"{\\"a\\":1}","headers":{"content-type":"application/json"}}'
+        ),
+    ),
+    (
+        bridge.Request(request_id="r", model="m", endpoint_path="/x", is_streaming=True, body=""),
+        '{"type":"request","request_id":"r","model":"m","endpoint_path":"/x","is_streaming":true,"body":""}',
+    ),
+    (
+        bridge.Cancel(request_id="request-1", reason=bridge.CANCEL_CLIENT_DISCONNECT),
+        '{"type":"cancel","request_id":"request-1","reason":"client_disconnect"}',
+    ),
+    (bridge.Cancel(request_id="r", reason={"other": "t"}), '{"type":"cancel","request_id":"r","reason":{"other":"t"}}'),
+    (bridge.Ping(timestamp_unix_ms=1775000000000), '{"type":"ping","timestamp_unix_ms":1775000000000}'),
+    (bridge.Ping(), '{"type":"ping"}'),
+    (
+        bridge.GracefulShutdown(reason="why", drain_timeout_secs=30),
+        '{"type":"graceful_shutdown","reason":"why","drain_timeout_secs":30}',
+    ),
+    (bridge.GracefulShutdown(), '{"type":"graceful_shutdown"}'),
+    (bridge.ModelsRefresh(reason="why"), '{"type":"models_refresh","reason":"why"}'),
+    (bridge.ModelsRefresh(), '{"type":"models_refresh"}'),
+]
+"""Server to worker, byte for byte; optional fields that say nothing are left out."""
+
+WORKER_FRAMES: list[tuple[str, bridge.WorkerMessage]] = [
+    (
+        (
+            '{"type":"register","worker_name":"worker","models":["default"],"max_concurrent":1,'
+            '"protocol_version":"2026-04-bridge-v1","current_load":0}'
+        ),
+        bridge.Register(models=["default"], protocol_version=bridge.BRIDGE_V1),
+    ),
+    ('{"type":"register"}', bridge.Register()),
+    (
+        '{"type":"response_chunk","request_id":"request-1","chunk":"data: {}\\n\\n"}',
+        bridge.ResponseChunk(request_id="request-1", chunk="data: {}\n\n"),
+    ),
+    (
+        (
+            '{"type":"response_complete","request_id":"request-1","status_code":200,"headers":{"content-type":"x"},'
+            '"body":"b","token_counts":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'
+        ),
+        bridge.ResponseComplete(
+            request_id="request-1",
+            status_code=200,
+            headers={"content-type": "x"},
+            body="b",
+            token_counts=bridge.TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3),
+        ),
+    ),
+    (
+        '{"type":"response_complete","request_id":"r","status_code":500}',
+        bridge.ResponseComplete(request_id="r", status_code=500),
+    ),
+    (
+        '{"type":"pong","current_load":2,"timestamp_unix_ms":1775000000000}',
+        bridge.Pong(current_load=2, timestamp_unix_ms=1775000000000),
+    ),
+    ('{"type":"models_update","models":["m2"],"current_load":1}', bridge.ModelsUpdate(models=["m2"], current_load=1)),
+    (
+        '{"type":"error","request_id":"request-1","code":"c","message":"m"}',
+        bridge.WorkerError(request_id="request-1", code="c", message="m"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "frame"), GOLDEN, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_server_message_has_its_golden_frame(message: bridge.Message, frame: str) -> None:
+    assert encode_message(message) == frame
+    assert decode_server_message(frame) == message
+
+
+@pytest.mark.parametrize(("frame", "message"), WORKER_FRAMES, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_worker_frame_is_understood_as_text_and_as_bytes(frame: str, message: bridge.WorkerMessage) -> None:
+    assert decode_worker_message(frame) == message
+    assert decode_worker_message(frame.encode()) == message
+
+
+@pytest.mark.parametrize("frame", [frame for frame, _ in WORKER_FRAMES])
+def test_extra_fields_and_another_order_of_a_worker_are_tolerated(frame: str) -> None:
+    fields = json.loads(frame)
+    shuffled = json.dumps({"extra": [1, {"deep": None}], **dict(reversed(fields.items()))})
+    assert decode_worker_message(shuffled) == decode_worker_message(frame)
+
+
+def test_what_muster_adds_to_the_acknowledgement_is_left_out_for_a_bridge_worker() -> None:
+    plain = encode_message(bridge.RegisterAck(worker_id="w", models=["m"], protocol_version=bridge.BRIDGE_V1))
+    assert list(json.loads(plain)) == ["type", "worker_id", "models", "protocol_version"]
+    ack = bridge.RegisterAck(worker_id="w", models=[], node_id="n", heartbeat_interval_s=5.0, window_bytes=1, accepting=False)
+    assert list(json.loads(encode_message(ack))) == [
+        "type",
+        "worker_id",
+        "models",
+        "node_id",
+        "heartbeat_interval_s",
+        "window_bytes",
+        "accepting",
+    ]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "",
+        " ",
+        "null",
+        "[]",
+        "{}",
+        "7",
+        '"register"',
+        '{"type":5}',
+        '{"type":"unknown"}',
+        '{"type":"ping"}',  # a server's message from a worker
+        '{"type":"register","models":"m"}',
+        '{"type":"register","models":[1]}',
+        '{"type":"register","max_concurrent":"1"}',
+        '{"type":"response_chunk","request_id":"r"}',
+        '{"type":"response_complete","request_id":"r","status_code":"200"}',
+        '{"type":"mode_change","mode":"maybe"}',
+        '{"type":"pong","current_load":1.5}',
+        '{"type":"pong","current_load":1e999}',
+        '{"type":"pong","current_load":NaN}',
+        '{"type":"response_chunk","request_id":"r","chunk":"\\ud800"}',
+        '{"type":"pong"',
+        '{"type":"pong"} x',
+        '{"type":"pong","x":' + "[" * 200_000,
+        '{"type":"pong","x":' + "[" * 5_000 + "]" * 5_000 + "}",
+    ],
+    ids=lambda frame: frame[:40],
+)
+def test_a_frame_outside_the_protocol_is_a_protocol_error(frame: str) -> None:
+    with pytest.raises(ProtocolError):
+        decode_worker_message(frame)
+
+
+def test_bytes_that_are_not_utf8_are_a_protocol_error() -> None:
+    with pytest.raises(ProtocolError):
+        decode_worker_message(b'{"type":"response_chunk","request_id":"a","chunk":"\xff"}')
+
+
+@examples(25)
+@given(st.one_of(st.text(), st.binary(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
+def test_no_frame_raises_anything_but_a_protocol_error(frame: str | bytes) -> None:
+    for decode in (decode_worker_message, decode_server_message):
+        try:
+            decode(frame)
+        except ProtocolError:
+            pass
+
+
+def test_an_error_does_not_repeat_what_the_frame_said() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode_worker_message('{"type":"pong","current_load":"my secret prompt"}')
+    assert "secret" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Who counts as an approver: every proof that is almost right, and how people fill the factors of a class."""
+"""Proofs of people, counted under a policy, and the change of that policy."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, EllipticCurvePri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.passkeys import (
-    BACKED_UP,
-    BACKUP_ELIGIBLE,
-    USER_PRESENT,
-    USER_VERIFIED,
-    KeyFile,
-    Proof,
-    SoftPasskey,
-)
+from tests.fakes.examples import examples
+from tests.fakes.passkeys import BACKED_UP, BACKUP_ELIGIBLE, USER_PRESENT, USER_VERIFIED, KeyFile, Proof, SoftPasskey
 from tests.fakes.policies import (
+    NOW,
     Person,
     approve,
     edit_statement,
+    make_change,
+    make_link,
     make_people,
     make_policy,
+    make_policy_bytes,
     make_statement,
     renamed,
 )
@@ -48,7 +45,11 @@ from wire.optoken.approval import (
     decode_bytes,
     encode_bytes,
     judge,
+    read_policy,
     require_met,
+    select_proofs,
+    verify_chain,
+    verify_successor,
 )
 from wire.optoken.proposal import DEFAULT_CLASSES
 
@@ -98,20 +99,14 @@ def test_a_passkey_may_be_an_ed25519_key() -> None:
 
 PROOF_ROWS: dict[str, tuple[list[Any], Rule]] = {
     "duplicate proof": (approve(STATEMENT, [ADA, ADA]), Rule.DUPLICATE_PROOF),
-    "same person, two keys": (
-        [ADA.approve(STATEMENT), ADA.approve(STATEMENT, key=ADA.second)],
-        Rule.DUPLICATE_PROOF,
-    ),
+    "same person, two keys": ([ADA.approve(STATEMENT), ADA.approve(STATEMENT, key=ADA.second)], Rule.DUPLICATE_PROOF),
     "same person, passkey and key file": (
         [ADA.approve(STATEMENT), ADA.approve(STATEMENT, key=ADA.key_file)],
         Rule.DUPLICATE_PROOF,
     ),
     "M-1 proofs": (approve(STATEMENT, [ADA]), Rule.TOO_FEW_APPROVERS),
     "no proof": ([], Rule.TOO_FEW_APPROVERS),
-    "same key under another approver": (
-        [ADA.approve(STATEMENT), renamed(ADA, "bob").approve(STATEMENT)],
-        Rule.UNKNOWN_KEY,
-    ),
+    "same key under another approver": ([ADA.approve(STATEMENT), renamed(ADA, "bob").approve(STATEMENT)], Rule.UNKNOWN_KEY),
     "an approver nobody named": ([renamed(ADA, "eve").approve(STATEMENT)], Rule.UNKNOWN_KEY),
     "a key nobody named": ([ADA.approve(STATEMENT, key=SoftPasskey())], Rule.UNKNOWN_KEY),
     "proof for another statement": (
@@ -139,10 +134,7 @@ PROOF_ROWS: dict[str, tuple[list[Any], Rule]] = {
     "a top origin": (ada_with(client_changes={"topOrigin": "https://muster.example"}), Rule.WRONG_ORIGIN),
     "webauthn.create": (ada_with(client_type="webauthn.create"), Rule.BAD_PROOF),
     "type a list": (ada_with(client_changes={"type": ["webauthn.get"]}), Rule.BAD_PROOF),
-    "challenge padded": (
-        ada_with(client_changes={"challenge": encode_bytes(STATEMENT.digest) + "="}),
-        Rule.WRONG_CHALLENGE,
-    ),
+    "challenge padded": (ada_with(client_changes={"challenge": encode_bytes(STATEMENT.digest) + "="}), Rule.WRONG_CHALLENGE),
     "challenge in hex": (ada_with(client_changes={"challenge": STATEMENT.digest.hex()}), Rule.WRONG_CHALLENGE),
     "challenge a list": (ada_with(client_changes={"challenge": [encode_bytes(STATEMENT.digest)]}), Rule.WRONG_CHALLENGE),
     "challenge left out": (ada_with(client_changes={"challenge": ...}), Rule.WRONG_CHALLENGE),
@@ -151,10 +143,7 @@ PROOF_ROWS: dict[str, tuple[list[Any], Rule]] = {
         Rule.WRONG_CHALLENGE,
     ),
     "signed by another key": (
-        [
-            {**SoftPasskey().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.passkey.keyid},
-            BOB.approve(STATEMENT),
-        ],
+        [{**SoftPasskey().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.passkey.keyid}, BOB.approve(STATEMENT)],
         Rule.BAD_SIGNATURE,
     ),
     "HMAC with public key bytes": (
@@ -185,10 +174,7 @@ PROOF_ROWS: dict[str, tuple[list[Any], Rule]] = {
     ),
     "client data nested without end": (edited(clientDataJSON=encode_bytes(b"[" * 60_000)), Rule.BAD_PROOF),
     "client data without end": (edited(clientDataJSON="A" * 1_000_000), Rule.BAD_PROOF),
-    "passkey shown as a key file": (
-        edited(type="ed25519", clientDataJSON=..., authenticatorData=...),
-        Rule.UNKNOWN_KEY,
-    ),
+    "passkey shown as a key file": (edited(type="ed25519", clientDataJSON=..., authenticatorData=...), Rule.UNKNOWN_KEY),
     "type unknown": (edited(type="totp"), Rule.UNKNOWN_KEY),
     "type of the proof a list": (edited(type=["webauthn"]), Rule.UNKNOWN_KEY),
     "keyid a number": (edited(keyid=7), Rule.UNKNOWN_KEY),
@@ -341,7 +327,7 @@ EVERYBODY = [replace(person, groups=GROUPS) for person in make_people(12)]
 """Enough that six factors find one person to spare beside any five."""
 
 
-@settings(max_examples=40, deadline=None)
+@examples(25)
 @given(
     st.lists(st.frozensets(st.sampled_from(GROUPS)), min_size=1, max_size=5),
     st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 2), min_size=1),
@@ -359,7 +345,7 @@ def test_factors_are_filled_whenever_some_assignment_fills_them(
     assert by_brute_force([*its_groups, *[frozenset(GROUPS)] * missing], factors)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(25)
 @given(
     st.lists(st.frozensets(st.sampled_from(GROUPS)), min_size=3, max_size=5),
     st.dictionaries(st.sampled_from(GROUPS), st.integers(1, 2), min_size=1),
@@ -376,7 +362,7 @@ def test_a_policy_is_good_exactly_when_any_one_person_may_lose_the_keys(
             with_class(people, threshold=1, factors=factors)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(25)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
                     max_leaves=6))  # fmt: skip
@@ -420,3 +406,160 @@ def test_a_passkey_of_rsa_approves_with_its_own_signature_alone() -> None:
     with pytest.raises(ApprovalError) as caught:
         check_proof(proof, other, policy)
     assert caught.value.rule is Rule.WRONG_CHALLENGE
+
+
+ANN, BEN, CAT, DEE, ELI = make_people(5)
+FIRST_RAW = make_policy_bytes([ANN, BEN, CAT])
+FIRST = read_policy(FIRST_RAW)
+SECOND_RAW = make_policy_bytes([ANN, DEE, ELI], version=2, previous=FIRST.ref.sha256)
+SECOND = read_policy(SECOND_RAW)
+
+
+def rule_of_change(raw: bytes, statement: Statement, proofs: Any, *, current: Policy | None) -> Rule:
+    with pytest.raises(ApprovalError) as caught:
+        verify_successor(raw, statement, proofs, current=current)
+    return caught.value.rule
+
+
+def change(raw: bytes, people: list[Person], *, under: Policy | None) -> tuple[bytes, Statement, list[Proof]]:
+    statement = make_change(raw, under=under)
+    return raw, statement, approve(statement, people)
+
+
+def test_the_first_policy_is_signed_under_itself() -> None:
+    assert verify_successor(*change(FIRST_RAW, [ANN, BEN], under=None), current=None) == FIRST
+    assert rule_of_change(*change(FIRST_RAW, [ANN], under=None), current=None) is Rule.TOO_FEW_APPROVERS
+    assert rule_of_change(*change(SECOND_RAW, [ANN, DEE], under=None), current=None) is Rule.WRONG_POLICY
+
+
+def test_a_new_policy_is_signed_by_enough_of_the_old_and_of_the_new() -> None:
+    assert verify_successor(*change(SECOND_RAW, [ANN, BEN, DEE], under=FIRST), current=FIRST) == SECOND
+    assert verify_successor(*change(SECOND_RAW, [BEN, CAT, DEE, ELI], under=FIRST), current=FIRST) == SECOND
+
+
+CHANGE_ROWS: dict[str, tuple[list[Person], Rule]] = {
+    "signed only by new keys": ([DEE, ELI], Rule.TOO_FEW_APPROVERS),
+    "signed only by old keys": ([BEN, CAT], Rule.TOO_FEW_APPROVERS),
+    "one of the old, two of the new": ([ANN, DEE, ELI], Rule.TOO_FEW_APPROVERS),
+    "two of the old, one of the new": ([ANN, BEN], Rule.TOO_FEW_APPROVERS),
+    "nobody": ([], Rule.TOO_FEW_APPROVERS),
+    "a stranger beside enough": ([ANN, BEN, DEE, Person("stranger")], Rule.UNKNOWN_KEY),
+    "somebody twice": ([ANN, ANN, BEN, DEE], Rule.DUPLICATE_PROOF),
+}
+
+
+@pytest.mark.parametrize(("people", "rule"), CHANGE_ROWS.values(), ids=CHANGE_ROWS)
+def test_a_change_without_both_quorums_is_refused(people: list[Person], rule: Rule) -> None:
+    assert rule_of_change(*change(SECOND_RAW, people, under=FIRST), current=FIRST) is rule
+
+
+def test_the_same_person_with_a_new_key_needs_others_to_say_so() -> None:
+    renewed = replace(ANN, passkey=SoftPasskey())
+    raw = make_policy_bytes([renewed, BEN, CAT], version=2, previous=FIRST.ref.sha256)
+    assert rule_of_change(*change(raw, [renewed, BEN], under=FIRST), current=FIRST) is Rule.TOO_FEW_APPROVERS
+    assert verify_successor(*change(raw, [BEN, CAT], under=FIRST), current=FIRST).ref.version == 2
+    statement = make_change(raw, under=FIRST)
+    both_keys = [ANN.approve(statement), renewed.approve(statement), BEN.approve(statement)]
+    assert verify_successor(raw, statement, both_keys, current=FIRST).ref.version == 2
+
+
+def test_a_key_that_changes_hands_proves_nothing_for_the_old_name() -> None:
+    """The new policy gives Bob's passkey to Dan; what Bob signs is then not Dan's."""
+    dan = replace(DEE, passkey=BEN.passkey)
+    raw = make_policy_bytes([ANN, dan, CAT], version=2, previous=FIRST.ref.sha256)
+    assert rule_of_change(*change(raw, [ANN, BEN], under=FIRST), current=FIRST) is Rule.UNKNOWN_KEY
+
+
+def test_the_requester_counts_on_neither_side() -> None:
+    statement = make_change(SECOND_RAW, under=FIRST, requested_by="dan")
+    proofs = approve(statement, [ANN, BEN, DEE])
+    assert rule_of_change(SECOND_RAW, statement, proofs, current=FIRST) is Rule.REQUESTER_APPROVES
+
+
+def test_policy_rollback_and_skipped_versions_are_refused() -> None:
+    third_raw = make_policy_bytes([ANN, DEE, ELI], version=3, previous=SECOND.ref.sha256)
+    third = change(third_raw, [ANN, DEE], under=SECOND)
+    assert rule_of_change(*third, current=FIRST) is Rule.POLICY_ROLLBACK
+    assert verify_successor(*third, current=SECOND).ref.version == 3
+    again = change(SECOND_RAW, [ANN, BEN, DEE], under=FIRST)
+    assert rule_of_change(*again, current=SECOND) is Rule.POLICY_ROLLBACK
+    assert rule_of_change(*change(FIRST_RAW, [ANN, BEN], under=None), current=FIRST) is Rule.POLICY_ROLLBACK
+
+
+def test_a_policy_that_follows_another_one_is_no_successor() -> None:
+    other = read_policy(make_policy_bytes([ANN, BEN, CAT], origins=["https://other.example"]))
+    stranger = make_policy_bytes([ANN, BEN, CAT], version=2, previous=other.ref.sha256)
+    assert rule_of_change(*change(stranger, [ANN, BEN], under=FIRST), current=FIRST) is Rule.POLICY_ROLLBACK
+    renamed = make_policy_bytes([ANN, BEN, CAT], version=2, previous=FIRST.ref.sha256, policy_id="second")
+    assert rule_of_change(*change(renamed, [ANN, BEN], under=FIRST), current=FIRST) is Rule.POLICY_ROLLBACK
+
+
+def test_a_change_is_asked_for_under_the_policy_that_holds() -> None:
+    assert rule_of_change(*change(SECOND_RAW, [ANN, BEN, DEE], under=SECOND), current=FIRST) is Rule.WRONG_POLICY
+
+
+def test_the_document_is_the_one_that_was_approved() -> None:
+    laxer = make_policy_bytes(
+        [ANN, DEE, ELI],
+        version=2,
+        previous=FIRST.ref.sha256,
+        classes={**DEFAULT_CLASSES, "node-evict": DEFAULT_CLASSES["node-drain"]},
+    )
+    _, statement, proofs = change(SECOND_RAW, [ANN, BEN, DEE], under=FIRST)
+    assert rule_of_change(laxer, statement, proofs, current=FIRST) is Rule.WRONG_POLICY
+    for params in ({"version": True, "sha256": FIRST.ref.sha256}, {}, {"sha256": FIRST.ref.sha256}):
+        odd = make_change(FIRST_RAW, under=None, params=params)
+        assert rule_of_change(FIRST_RAW, odd, approve(odd, [ANN, BEN]), current=None) is Rule.WRONG_POLICY
+
+
+@pytest.mark.parametrize(
+    ("operation", "op_class"), [("model-load", "model-load"), ("node-drain", "node-drain"), ("policy-change", "standing")]
+)
+def test_no_other_operation_changes_a_policy(operation: str, op_class: str) -> None:
+    statement = make_change(SECOND_RAW, under=FIRST, operation=operation, op_class=op_class)
+    assert rule_of_change(SECOND_RAW, statement, approve(statement, [ANN, BEN, DEE]), current=FIRST) is Rule.BAD_STATEMENT
+
+
+def test_a_policy_that_could_never_be_changed_cannot_begin() -> None:
+    raw = make_policy_bytes([ANN, BEN, CAT], classes={"model-load": DEFAULT_CLASSES["model-load"]})
+    assert rule_of_change(*change(raw, [ANN, BEN], under=None), current=None) is Rule.UNKNOWN_CLASS
+
+
+def test_a_box_that_was_away_catches_up_and_keeps_what_held_until_a_bad_link() -> None:
+    third_raw = make_policy_bytes([ANN, DEE, ELI], version=3, previous=SECOND.ref.sha256)
+    links = [
+        make_link(*change(FIRST_RAW, [ANN, BEN], under=None)),
+        make_link(*change(SECOND_RAW, [ANN, BEN, DEE], under=FIRST)),
+        make_link(*change(third_raw, [ANN, DEE], under=SECOND)),
+    ]
+    assert [policy.ref.version for policy in verify_chain(links, current=None)] == [1, 2, 3]
+    assert [policy.ref.version for policy in verify_chain(links[1:], current=FIRST)] == [2, 3]
+    assert verify_chain([], current=FIRST) == ()
+    for broken in (links[::2], links[::-1], [links[0], links[0]]):
+        with pytest.raises(ApprovalError):
+            verify_chain(broken, current=None)
+
+
+@pytest.mark.parametrize(
+    "links", [None, {}, "x", [None], ["x"], [{}], [{"document": 7, "statement": 7, "proofs": []}]], ids=repr
+)
+def test_a_chain_of_anything_else_is_refused(links: Any) -> None:
+    with pytest.raises(ApprovalError):
+        verify_chain(links, current=None)
+
+
+@pytest.mark.parametrize("proofs", [None, 7, {}, "x", [None], [{"keyid": []}]], ids=repr)
+def test_the_proofs_of_a_change_are_a_list_of_proofs(proofs: Any) -> None:
+    assert rule_of_change(SECOND_RAW, make_change(SECOND_RAW, under=FIRST), proofs, current=FIRST) in {
+        Rule.UNKNOWN_KEY,
+        Rule.BAD_PROOF,
+    }
+    assert select_proofs(proofs, FIRST) == []
+
+
+def test_an_approval_survives_no_change_of_policy() -> None:
+    statement = make_statement(FIRST, not_before=NOW)
+    proofs = approve(statement, [ANN, BEN])
+    assert require_met(statement, proofs, FIRST).is_met
+    with pytest.raises(ApprovalError):
+        require_met(statement, proofs, SECOND)

@@ -1,0 +1,246 @@
+"""Programs of the runner and of the auditor, each started as a process as people start it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.audit_logs import KEY, LOG, export, make_body, make_chain, make_proof, seal, witness
+from tests.fakes.evidence import ANN, BOX, FIRST, PROVEN, make_batch, make_bundle
+from tests.fakes.ledgers import Clock
+from tests.fakes.policies import approve
+from tests.unit.runner.test_gate import MODEL, ROOT, admit, opened, write_key
+from wire import auditlog
+from wire.auditlog import USAGE_STATUS, Record
+from wire.ids import new_uuid7
+from wire.optoken import Level, approval
+from wire.optoken.approval import digest_words, policy_words
+
+PROGRAM = Path(str(approval.__file__))
+SIZE = len(LOG)
+Alone = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run(*arguments: str | Path, cwd: Path, isolated: bool = True, program: Path = PROGRAM) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(["-I"] if isolated else []), "-W", "error", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, timeout=30)
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "bundle.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("isolated", [True, False], ids=["isolated", "plain"])
+def test_an_auditor_runs_the_program_from_anywhere(tmp_path: Path, isolated: bool) -> None:
+    done = run(write(tmp_path, make_bundle()), cwd=tmp_path, isolated=isolated)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = policy_words(FIRST.ref.sha256)
+    for told in ("APPROVED model-load", "ada, dan", "asked for by zoe", digest_words(PROVEN.digest), "version 2", words, BOX):
+        assert told in done.stdout
+    assert f'{BOX} says "succeeded"' in done.stdout
+
+
+def test_a_copy_of_the_program_alone_is_enough(tmp_path: Path) -> None:
+    copy = Path(shutil.copy(PROGRAM, tmp_path / "check.py"))
+    done = run(write(tmp_path, {"operation": make_bundle()}), cwd=tmp_path, program=copy)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("format_version", "told"), [(1, "stops at a failure"), (2, "goes on after failures")], ids=["first", "second"]
+)
+def test_the_program_proves_batches_of_both_formats(tmp_path: Path, format_version: int, told: str) -> None:
+    done = run(write(tmp_path, make_batch(format_version=format_version)), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told in done.stdout
+
+
+def test_the_program_says_which_rule_refused(tmp_path: Path) -> None:
+    done = run(write(tmp_path, make_bundle(proofs=approve(PROVEN, [ANN]))), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("NOT APPROVED (too_few_approvers)")
+
+
+def test_the_program_says_how_it_is_called(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no JSON")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    for arguments in ((), ("nothing",), ("text",), ("deep",), (write(tmp_path, []),), (write(tmp_path, {"operation": 7}),)):
+        done = run(*arguments, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("usage: ")
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Alone:
+    """Run a copy of the file in an empty folder, without any package installed."""
+    copy = tmp_path / "auditlog.py"
+    copy.write_bytes(Path(str(auditlog.__file__)).read_bytes())
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-I", "-S", str(copy), *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ}, capture_output=True, text=True, timeout=30, check=False
+        )
+
+    return run
+
+
+def test_the_file_alone_tells_good_broken_short_and_rewritten_logs_apart(alone: Alone, tmp_path: Path) -> None:
+    forged = make_chain(make_body(number + 100) for number in range(SIZE))
+    cases: list[tuple[int, list[Record]]] = [
+        (0, [*LOG, seal(LOG), witness(LOG)]),
+        (1, [*LOG[:5], *LOG[6:], seal(LOG)]),
+        (2, [*LOG[:30], seal(LOG)]),
+        (3, [*forged, seal(LOG)]),
+    ]
+    for status, records in cases:
+        (tmp_path / "log").write_text(export(records))
+        done = alone("verify", "log", "--key", str(KEY))
+        assert (done.returncode, done.stderr) == (status, ""), done
+    (tmp_path / "log").write_text(export(cases[1][1]))
+    assert "entry 6: missing" in alone("verify", "log").stdout
+    (tmp_path / "log").write_text(export(LOG[:30]))
+    (tmp_path / "kept").write_text(seal(LOG).note)
+    assert [alone("verify", "log", *words).returncode for words in ([], ["--checkpoint", "kept"])] == [4, 2]
+
+
+def test_the_file_alone_calls_a_log_unwitnessed_that_no_checkpoint_covers_with_or_without_a_key(
+    alone: Alone, tmp_path: Path
+) -> None:
+    unproven = replace(witness(LOG), note="")
+    cases: list[tuple[int, str, list[Record]]] = [
+        (4, "unwitnessed: 40 entries verified", [*LOG]),
+        (4, "no signed checkpoint covers any of it", [seal([]), *LOG]),
+        (4, "show no checkpoint that the log signed", [*LOG, unproven]),
+        (0, "entries 31 to 40 are covered by no signed checkpoint yet", [*LOG[:30], seal(LOG[:30]), *LOG[30:]]),
+        (0, "good: 40 entries", [*LOG, witness(LOG)]),
+        (0, "good: 0 entries", []),
+        (1, "broken", [*LOG[:5], *LOG[6:]]),
+    ]
+    for status, words, records in cases:
+        (tmp_path / "log").write_text(export(records))
+        for key in ([], ["--key", str(KEY)]):
+            done = alone("verify", "log", *key)
+            assert (done.returncode, words in done.stdout) == (status, True), done
+    (tmp_path / "log").write_text(export(LOG))
+    (tmp_path / "kept").write_text(seal(LOG).note)
+    assert alone("verify", "log", "--checkpoint", "kept").returncode == 0
+
+
+def test_the_file_alone_checks_a_proof_and_never_mistakes_a_typing_error_for_a_short_log(alone: Alone, tmp_path: Path) -> None:
+    (tmp_path / "proof").write_text(json.dumps(make_proof()))
+    assert alone("prove-check", "proof").returncode == 0
+    (tmp_path / "proof").write_text(json.dumps(make_proof() | {"opId": "op-4"}))
+    assert alone("prove-check", "proof").returncode == 1
+    for words in (["verify"], ["verify", "nowhere"], ["judge", "proof"], ["verify", "proof"]):
+        assert alone(*words).returncode == USAGE_STATUS
+
+
+def run_sign(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "runner.operations.sign", *arguments],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=30,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    return write_key(tmp_path / "model-api.key")
+
+
+SIGN = ("--operation", "model-load", "--model", MODEL, "--signer", "a", "--signer", "b")
+
+
+@pytest.mark.parametrize("extra", [(), ("--base64url",)])
+@pytest.mark.parametrize("level", [Level.L0, Level.L1])
+async def test_the_signing_program_makes_tokens_that_are_admitted(
+    key_file: Path, tmp_path: Path, level: Level, extra: tuple[str, ...]
+) -> None:
+    params: Mapping[str, object] = {
+        "modelId": MODEL,
+        "maxContextLength": 4096,
+        "evictModel": "org/other",
+        "overrides": {"a": [1]},
+    }
+    given: tuple[str, ...] = (
+        "--level",
+        level,
+        "--runner-id",
+        "box-7",
+        "--param",
+        "maxContextLength=4096",
+        "--param",
+        "evictModel=org/other",
+    )
+    given += ("--param", 'overrides={"a": [1]}')
+    signed = await asyncio.to_thread(run_sign, "--key", str(key_file), *SIGN, *given, *extra)
+    assert (signed.returncode, signed.stderr) == (0, "")
+    async with opened(key_file, tmp_path / "data", level=level, clock=Clock(time.time())) as gate:
+        admitted = await admit(gate, signed.stdout, params=params)
+    assert (admitted.level, admitted.signers) == (level, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--level", "L1"), "--runner-id"),
+        (("--level", "L2"), "proofs of approvers"),
+        (("--level", "L1", "--runner-id", "x", "--param", "a"), "NAME=VALUE"),
+        (("--level", "L1", "--runner-id", "x", "--param", "a=0.5"), "float"),
+    ],
+)
+def test_the_signing_program_says_what_it_cannot_sign(key_file: Path, arguments: tuple[str, ...], words: str) -> None:
+    signed = run_sign("--key", str(key_file), *SIGN, *arguments)
+    assert (signed.returncode, signed.stdout) == (2, "")
+    assert words in signed.stderr
+
+
+def test_the_signing_program_names_a_key_it_cannot_read(tmp_path: Path) -> None:
+    signed = run_sign("--key", str(tmp_path / "missing.key"), *SIGN)
+    assert signed.returncode == 2
+    assert "missing.key" in signed.stderr
+
+
+def test_the_runner_prints_one_line_and_exits_with_2() -> None:
+    command = [sys.executable, "-m", "runner", "--gateway", "nonsense", "--token", "msw_x"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("runner: --gateway must look like")
+
+
+def test_help_of_the_runner_names_the_owners_signals() -> None:
+    done = subprocess.run([sys.executable, "-m", "runner", "--help"], capture_output=True, text=True, check=True, timeout=30)
+    assert "SIGUSR1 takes the box back" in done.stdout
+    assert "MUSTER_TOKEN_FILE" in done.stdout
+
+
+def test_a_forked_process_draws_other_numbers() -> None:
+    new_uuid7()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    children = [context.Process(target=_draw, args=(queue,)) for _ in range(2)]
+    for child in children:
+        child.start()
+    drawn = [queue.get() for _ in children]
+    for child in children:
+        child.join(10)
+    low = (1 << 62) - 1
+    assert len({value & low for value in [*drawn, new_uuid7().int]}) == 3
+
+
+def _draw(queue: multiprocessing.queues.SimpleQueue[int]) -> None:
+    queue.put(new_uuid7().int)

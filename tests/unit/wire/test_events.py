@@ -1,0 +1,447 @@
+"""Event streams: where events end, what usage they tell, how an answer ends, and chunks that are put right."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.examples import examples
+from tests.fakes.recorded_streams import (
+    BARE_ERRORS,
+    CHAT,
+    COMPLETIONS,
+    DONE,
+    FAILURES,
+    MESSAGES,
+    RESPONSES,
+    STREAMS,
+    RecordedStream,
+    choice,
+    chunk,
+    event,
+    typed,
+)
+from wire.bridge import TokenCounts
+from wire.events import EndReader, EventCutter, StreamEnd, find_boundary, open_end_reader
+from wire.limits import WIRE
+from wire.tidy import ChatTidier
+from wire.usage import BodyReader, StreamReader, ask_for_usage
+
+
+def open_reader(path: str) -> EndReader:
+    reader = open_end_reader(path)
+    assert reader is not None
+    return reader
+
+
+def read_end(path: str, *pieces: bytes) -> tuple[bytes, StreamEnd]:
+    """Feed a whole stream; return what may reach a client, and the verdict."""
+    reader = open_reader(path)
+    out = b"".join([reader.feed(piece) for piece in pieces]) + reader.finish()
+    return out, reader.judge()
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: f"{stream.path} {stream.name}")
+def test_a_stream_cut_anywhere_is_whole_once_its_closing_event_is_there(stream: RecordedStream) -> None:
+    data = stream.data
+    for cut in range(len(data) + 1):
+        out, end = read_end(stream.path, data[:cut])
+        assert end is (StreamEnd.WHOLE if cut >= stream.whole_at else StreamEnd.CUT), data[:cut]
+        assert out.rstrip(b"\r\n") == data[: len(out.rstrip(b"\r\n"))]
+
+
+@examples(25)
+@given(data=st.data(), stream=st.sampled_from(STREAMS))
+def test_how_a_stream_is_cut_into_pieces_changes_nothing(data: st.DataObject, stream: RecordedStream) -> None:
+    length = data.draw(st.integers(0, len(stream.data)), label="length")
+    cuts = sorted(data.draw(st.lists(st.integers(0, length)), label="cuts"))
+    pieces = [stream.data[start:end] for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
+    assert read_end(stream.path, *pieces) == read_end(stream.path, stream.data[:length])
+
+
+@pytest.mark.parametrize("stream", STREAMS, ids=lambda stream: f"{stream.path} {stream.name}")
+def test_a_whole_stream_passes_byte_for_byte(stream: RecordedStream) -> None:
+    assert read_end(stream.path, *stream.events) == (stream.data, StreamEnd.WHOLE)
+    assert read_end(stream.path, *(stream.data[at : at + 1] for at in range(len(stream.data)))) == (
+        stream.data,
+        StreamEnd.WHOLE,
+    )
+
+
+@pytest.mark.parametrize("done", [b"data: [DONE]", b"data: [DONE]\n", b"data:[DONE]\r\n", b'data: {"error":"boom"}'])
+def test_an_event_that_lacks_only_its_blank_line_is_given_one(done: bytes) -> None:
+    word = chunk(choice("a"))
+    out, end = read_end(CHAT, word, done)
+    assert out == word + done.rstrip() + b"\n\n"
+    assert end is (StreamEnd.FAILED if b"error" in done else StreamEnd.WHOLE)
+
+
+LAYOUTS = {
+    "alone": lambda word, said: [said],
+    "after a text": lambda word, said: [word, said],
+    "in a frame behind a text": lambda word, said: [word + said],
+    "in a frame before a text": lambda word, said: [said + word],
+    "in a frame between texts": lambda word, said: [word + word + said + word],
+    "cut within its name": lambda word, said: [word + said[:9], said[9:]],
+    "byte by byte": lambda word, said: [(word + said)[at : at + 1] for at in range(len(word + said))],
+    "before the end": lambda word, said: [word + said + DONE],
+    "before frames of text": lambda word, said: [said, *[word] * 16],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES])
+def test_an_engines_own_error_is_seen_wherever_in_a_frame_it_stands(path: str, layout: str) -> None:
+    for said in FAILURES[CHAT if path == COMPLETIONS else path]:
+        assert read_end(path, *LAYOUTS[layout](chunk(choice("a")), said))[1] is StreamEnd.FAILED, said
+
+
+@pytest.mark.parametrize("said", BARE_ERRORS)
+def test_a_bare_error_is_no_end_of_a_native_response(said: bytes) -> None:
+    reader = open_reader(RESPONSES)
+    reader.feed(said)
+    assert reader.judge() is StreamEnd.CUT
+    assert b"boom" in reader.error
+    reader.feed(typed("response.failed", response={}))
+    assert reader.judge() is StreamEnd.FAILED
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        chunk(choice('{"finish_reason":"stop"}')),
+        chunk(choice(tool_calls=[{"function": {"arguments": '{"finish_reason":"stop","x":"[DONE]"}'}}])),
+        event({"choices": [], "echo": {"choices": [{"finish_reason": "stop"}]}}),
+        event({"choices": [{"finish_reason": ""}], "error": None}),
+        event({"choices": "finish_reason"}),
+        event("[DONE]"),
+        b'data: {"choices":[{"finish_reason":"stop"}]\n\n',
+        b": [DONE]\n\n",
+        b"x: [DONE]\n\n",
+    ],
+)
+def test_words_of_an_ending_that_are_no_ending_end_nothing(said: bytes) -> None:
+    assert read_end(CHAT, said)[1] is StreamEnd.CUT
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5, 40])
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (CHAT, chunk(choice("x" * 5 * WIRE.event_held_bytes, finish="stop"))),
+        (CHAT, event({"choices": [{"finish_reason": "stop", "delta": {"content": "x" * 5 * WIRE.event_held_bytes}}]})),
+        (RESPONSES, typed("response.completed", response={"output": "x" * 5 * WIRE.event_held_bytes})),
+    ],
+)
+def test_a_closing_event_that_is_too_large_to_be_held_closes_once_it_is_whole(
+    path: str, said: bytes, pieces: int, *, is_closed: bool
+) -> None:
+    size = -(-len(said) // pieces)
+    frames = [said[at : at + size] for at in range(0, len(said), size)]
+    if not is_closed:
+        frames[-1] = frames[-1][:-9]
+    out, end = read_end(path, *frames)
+    assert end is (StreamEnd.WHOLE if is_closed else StreamEnd.CUT)
+    assert out == said if is_closed else said.startswith(out)
+
+
+def test_what_is_remembered_of_an_endless_stream_is_bounded() -> None:
+    reader = open_reader(CHAT)
+    for _ in range(200):
+        reader.feed(chunk(choice("x" * 100)) * 300)
+    assert len(reader.recent) < 200_000
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/audio/transcriptions", "/v1/embeddings", ""])
+def test_streams_without_a_closing_event_are_not_judged(path: str) -> None:
+    assert open_end_reader(path) is None
+
+
+NOISE = st.lists(
+    st.sampled_from([b"data: x", b"event: e", b": ping", b"\n", b"\n\n", b"\r\n", b"\r\n\r\n", b"\r", b"\xe2\x82\xac", b""])
+).map(b"".join)
+
+
+def chunk_of(text: str) -> bytes:
+    """Return an OpenAI chunk with some text."""
+    return b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % text.encode()
+
+
+USAGE_EVENT = b'data: {"choices": [], "usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}\n\n'
+
+
+def cut_up(data: bytes, cuts: list[int]) -> list[bytes]:
+    """Return ``data`` in pieces that end at ``cuts``."""
+    places = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
+    starts = [0, *places[:-1]]
+    return [data[start:end] for start, end in zip(starts, places, strict=True)]
+
+
+@examples(25)
+@given(NOISE, st.lists(st.integers(0, 80)))
+def test_the_cutter_keeps_every_byte_in_order_and_cuts_behind_blank_lines(data: bytes, cuts: list[int]) -> None:
+    cutter = EventCutter()
+    outs = [cutter.feed(piece) for piece in cut_up(data, cuts) if piece]
+    assert b"".join([*outs, cutter.finish()]) == data
+    sent = b""
+    for out in outs:
+        sent += out
+        if out:
+            assert find_boundary(sent) == len(sent)
+
+
+@examples(25)
+@given(NOISE, st.lists(st.integers(0, 80)))
+def test_the_cutter_never_holds_a_finished_event(data: bytes, cuts: list[int]) -> None:
+    cutter, seen, sent = EventCutter(), b"", b""
+    for piece in cut_up(data, cuts):
+        seen += piece
+        sent += cutter.feed(piece)
+        assert find_boundary(seen[len(sent) :]) == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", 0),
+        (b"\n", 0),
+        (b"data: a\n", 0),
+        (b"data: a\n\n", 9),
+        (b"data: a\n\ndata: b\n", 9),
+        (b"data: a\r\n\r\nx", 11),
+        (b"data: a\r\n", 0),
+        (b"data: a\r\rx", 9),
+        (b"data: a\n\r\nx", 10),
+    ],
+)
+def test_boundaries_follow_every_kind_of_line_end(data: bytes, expected: int) -> None:
+    assert find_boundary(data) == expected
+
+
+def test_an_endless_event_is_passed_on_instead_of_being_held() -> None:
+    cutter = EventCutter()
+    big = b"data: " + b"x" * WIRE.event_held_bytes
+    assert cutter.feed(big) == big
+    inside = [cutter.is_inside_event]
+    assert cutter.feed(b"end\n\ndata: ") == b"end\n\n"
+    inside.append(cutter.is_inside_event)
+    assert inside == [True, False]
+    assert cutter.finish() == b"data: "
+
+
+@examples(25)
+@given(st.lists(st.integers(0, 400)), st.booleans(), st.booleans())
+def test_the_usage_chunk_is_read_and_dropped_only_when_the_box_asked_for_it(cuts: list[int], drops: bool, crlf: bool) -> None:
+    talk = chunk_of("a") + chunk_of('say \\"usage\\" and \\"choices\\":[]')
+    data, kept = talk + USAGE_EVENT + DONE, talk + DONE
+    if crlf:
+        data, kept = data.replace(b"\n", b"\r\n"), kept.replace(b"\n", b"\r\n")
+    reader = StreamReader(drops_usage=drops)
+    out = b"".join([*(reader.feed(piece) for piece in cut_up(data, cuts) if piece), reader.finish()])
+    assert out == (kept if drops else data)
+    assert reader.usage() == TokenCounts(prompt_tokens=3, completion_tokens=4, total_tokens=7)
+
+
+def test_chunks_with_null_usage_or_filter_results_stay() -> None:
+    first = b'data: {"choices":[],"usage":null,"prompt_filter_results":[]}\n\n'
+    reader = StreamReader(drops_usage=True)
+    assert reader.feed(first) == first
+    assert reader.usage() is None
+
+
+def test_usage_of_anthropic_and_responses_streams_is_understood() -> None:
+    anthropic = StreamReader(drops_usage=False)
+    anthropic.feed(b'event: message_start\ndata: {"message":{"usage":{"input_tokens":9,"output_tokens":1}}}\n\n')
+    anthropic.feed(b'event: message_delta\ndata: {"delta":{},"usage":{"output_tokens":5}}\n\n')
+    assert anthropic.usage() == TokenCounts(prompt_tokens=9, completion_tokens=5, total_tokens=14)
+    responses = StreamReader(drops_usage=False)
+    responses.feed(
+        b'data: {"type":"response.completed","response":{"usage":{"input_tokens":1,"output_tokens":2,"total_tokens":3}}}\n\n'
+    )
+    assert responses.usage() == TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+
+
+def test_usage_of_an_unstreamed_answer_is_read_up_to_a_size() -> None:
+    answer = b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}'
+    reader = BodyReader(is_readable=True)
+    assert b"".join([reader.feed(answer[:20]), reader.feed(answer[20:]), reader.finish()]) == answer
+    assert reader.usage() == TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    large = BodyReader(is_readable=True)
+    large.feed(b" " * (WIRE.usage_body_bytes + 1))
+    large.feed(answer)
+    assert large.usage() is None
+    assert BodyReader(is_readable=False).usage() is None
+
+
+@pytest.mark.parametrize("answer", [b"", b"not json", b"[]", b'{"usage":"much"}', b'{"usage":{"prompt_tokens":-1}}'])
+def test_nonsense_is_no_usage(answer: bytes) -> None:
+    reader = BodyReader(is_readable=True)
+    reader.feed(answer)
+    assert reader.usage() is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, b'{"model": "m"}'),
+        (CHAT, b'{"stream": false}'),
+        (CHAT, b'{"stream": true, "stream_options": {"include_usage": true}}'),
+        (CHAT, b"not json"),
+        (CHAT, b'[{"stream": true}]'),
+        (CHAT, b'{"stream": "yes"}'),
+        (CHAT, b"\xff"),
+        ("/v1/messages", b'{"stream": true}'),
+    ],
+)
+def test_a_body_is_left_alone_unless_it_is_a_stream_without_usage(path: str, body: bytes) -> None:
+    assert ask_for_usage(path, body) == (body, False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b' {"model":"m","stream":true,"x":1e2}',
+        b'{"stream":true,"stream_options":null}',
+        b'{"stream":true,"stream_options":{"include_usage":false,"other":1}}',
+        b'{"stream":true,"messages":[{"content":"\\"stream_options\\": hello"}]}',
+    ],
+)
+def test_usage_is_asked_for_and_everything_else_stays(body: bytes) -> None:
+    changed, drops = ask_for_usage(CHAT, body)
+    assert drops
+    before, after = json.loads(body), json.loads(changed)
+    wanted = {**(before.pop("stream_options", None) or {}), "include_usage": True}
+    assert after.pop("stream_options") == wanted
+    assert after == before
+
+
+def test_adding_the_option_changes_no_other_byte() -> None:
+    body = b' {"stream" : true, "n":1.50, "n":2}'
+    assert ask_for_usage(CHAT, body)[0] == b' {"stream_options":{"include_usage":true},"stream" : true, "n":1.50, "n":2}'
+
+
+def tidy_chunk(delta: dict[str, Any] | None = None, *, finish: str | None = None, **more: Any) -> bytes:
+    choices = [{"index": 0, "delta": delta or {}, "finish_reason": finish}]
+    body = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": choices, **more}
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+def call(arguments: object, **more: Any) -> dict[str, Any]:
+    return {"tool_calls": [{**more, "function": {**more.get("function", {}), "arguments": arguments}}]}
+
+
+GOOD = [
+    tidy_chunk({"role": "assistant", "content": None}),
+    tidy_chunk(
+        {"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}]}
+    ),
+    tidy_chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}),
+    tidy_chunk({"tool_calls": [{"index": 0, "function": {"arguments": ":1}"}}]}),
+    tidy_chunk(finish="tool_calls"),
+]
+LOOK = {"name": "look"}
+TGI = {"index": 0, "id": "", "type": "function"}
+SLOPPY: dict[str, list[bytes]] = {
+    "null ids and names behind": [
+        tidy_chunk({"content": ""}),
+        tidy_chunk(call("", index=0, id="call_1", type="function", function=LOOK)),
+        tidy_chunk(call('{"a"', index=0, id=None, type=None, function={"name": None})),
+        tidy_chunk(call(":1}", index=0, id="", type="function", function={"name": ""})),
+        tidy_chunk(finish="tool_calls"),
+    ],
+    "the id again and again": [
+        tidy_chunk({"role": "assistant"}),
+        tidy_chunk(call('{"a"', index=0, id="call_1", type="function", function=LOOK)),
+        tidy_chunk(call(":1}", index=0, id="call_1", type="function", function=LOOK)),
+        tidy_chunk(finish="tool_calls"),
+    ],
+    "no index": [
+        tidy_chunk(call('{"a"', id="call_1", type="function", function=LOOK)),
+        tidy_chunk(call(":1}", id=None)),
+        tidy_chunk({"tool_calls": None}, finish="tool_calls"),
+    ],
+    "no id at all": [
+        tidy_chunk(call('{"a"', index=0, id="", function=LOOK)),
+        tidy_chunk(call(":1}", index=0, id="")),
+        tidy_chunk({"tool_calls": []}, finish="tool_calls"),
+    ],
+    "no list (TGI)": [
+        tidy_chunk({"role": "assistant", "tool_calls": {**TGI, "function": {"name": "look", "arguments": '{"a"'}}}),
+        tidy_chunk({"role": "assistant", "tool_calls": {**TGI, "function": {"name": None, "arguments": ":1}"}}}),
+        tidy_chunk(finish="tool_calls"),
+    ],
+    "an object": [
+        tidy_chunk({"role": None, **call({"a": 1}, index=0, id="call_1", function=LOOK)}),
+        tidy_chunk(finish="tool_calls"),
+    ],
+}
+
+
+def tidy(stream: bytes, size: int = 1 << 20) -> bytes:
+    tidier = ChatTidier()
+    return b"".join(tidier.feed(stream[at : at + size]) for at in range(0, len(stream), size)) + tidier.finish()
+
+
+def read_message(stream: bytes) -> Any:
+    """Return what OpenAI's stream helper makes of a stream, which raises for what it cannot join."""
+    reply = httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
+    transport = httpx2.MockTransport(lambda _request: reply)
+    with (
+        openai.OpenAI(api_key="k", http_client=httpx2.Client(transport=transport)) as client,
+        client.chat.completions.stream(model="m", messages=[{"role": "user", "content": "x"}]) as events,
+    ):
+        return events.get_final_completion().choices[0].message
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+@pytest.mark.parametrize("chunks", SLOPPY.values(), ids=SLOPPY)
+def test_the_sdk_reads_one_whole_call_out_of_sloppy_chunks(chunks: list[bytes], size: int) -> None:
+    out = tidy(b"".join([*chunks, DONE]), size)
+    message = read_message(out)
+    (found,) = message.tool_calls
+    assert (message.role, found.type, found.function.name) == ("assistant", "function", "look")
+    assert json.loads(found.function.arguments) == {"a": 1}
+    assert found.id
+    assert out.count(b'"id":"call_') == 1
+    assert out.endswith(DONE)
+
+
+@pytest.mark.parametrize("size", [1, 50, 1 << 20])
+def test_what_is_in_order_goes_out_byte_for_byte(size: int) -> None:
+    usage = b'data: {"id":"c", "choices":[],  "usage":{"prompt_tokens":1}}\n\n'
+    stream = b"".join([b": ping\n\n", *GOOD, usage, b'data: {"error":{"message":"no"}}\n\n', b"data: {broken\n\n", DONE])
+    assert tidy(stream, size) == stream
+
+
+def test_two_calls_on_one_index_become_two() -> None:
+    first, second = (call("{}", index=0, id=f"call_{n}", type="function", function={"name": f"f{n}"}) for n in (1, 2))
+    message = read_message(
+        tidy(
+            b"".join(
+                [
+                    tidy_chunk({"role": "assistant"}),
+                    tidy_chunk(first),
+                    tidy_chunk(second),
+                    tidy_chunk(finish="tool_calls"),
+                    DONE,
+                ]
+            )
+        )
+    )
+    assert [(one.id, one.function.name) for one in message.tool_calls] == [("call_1", "f1"), ("call_2", "f2")]
+
+
+def test_usage_without_choices_gets_them() -> None:
+    out = tidy(b'data: {"id":"c","usage":{"prompt_tokens":1}}\n\n')
+    assert json.loads(out[6:]) == {"id": "c", "usage": {"prompt_tokens": 1}, "choices": []}
+
+
+def test_what_is_left_of_an_event_goes_out_as_it_is() -> None:
+    assert tidy(b'data: {"choices":[{"del') == b'data: {"choices":[{"del'

@@ -1,0 +1,549 @@
+"""The forms of a token and of a receipt: JSON, base64url, JWT, canonical bytes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import string
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.fakes.examples import examples
+from tests.fakes.passkeys import KeyFile, SoftPasskey
+from tests.fakes.signed_tokens import BOX, KEY, MODEL, NOW, OTHER_KEY, make_l0, make_l1, make_l2, make_verifier, verify
+from wire.limits import WIRE
+from wire.optoken import Level, NotCanonical, Operation, OpTokenError, Reason, encode_token, params_digest, read_token, sign_jwt
+from wire.optoken.approval import RECEIPT_DOMAIN, canonical, decode_bytes, encode_bytes, read_canonical
+from wire.optoken.canonical import MAX_INTEGER, canonical_bytes, spec_bytes
+from wire.optoken.identity import make_runner_id, owns_runner_id
+from wire.optoken.receipt import Receipt, ReceiptError, digest_result, read_receipt, sign_receipt
+from wire.optoken.signed_token import decode_base64url
+
+
+def refusal(value: object) -> Reason:
+    with pytest.raises(OpTokenError) as caught:
+        read_token(value)
+    return caught.value.reason
+
+
+def spell(token: dict[str, object], **changes: object) -> str:
+    """The token as text, with members of ``opToken`` replaced by raw JSON."""
+    claims = [f"{json.dumps(name)}: {changes.pop(name, json.dumps(item))}" for name, item in dict(token["opToken"]).items()]  # type: ignore[call-overload]  # an object in a test
+    return f'{{"opToken": {{{", ".join(claims)}}}, "signature": "{token["signature"]}"}}'
+
+
+@pytest.mark.parametrize("token", [make_l0(), make_l1()], ids=["L0", "L1"])
+def test_every_way_to_carry_a_token_gives_the_same_token(token: dict[str, object]) -> None:
+    text = json.dumps(token, indent=2)
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    ways = [token, text, f" {text}\n", encoded, encoded.rstrip("="), encoded + "\n", encode_token(token)]
+    assert all(read_token(way) == read_token(token) for way in ways)
+    assert all(verify(way).signers == ("admin1", "admin2") for way in ways)
+
+
+def test_outer_members_that_are_not_known_are_kept_and_change_nothing() -> None:
+    token = {**make_l1(), "statement": "eyJ2IjoxfQ", "proofs": [{"type": "ed25519", "ok": True, "no": None}]}
+    read = read_token(token)
+    assert dict(read.extra) == {"statement": "eyJ2IjoxfQ", "proofs": [{"type": "ed25519", "ok": True, "no": None}]}
+    assert verify(token) == verify(make_l1())
+
+
+def test_a_token_cannot_be_changed_once_it_is_read() -> None:
+    token = make_l0()
+    read = read_token(token)
+    token["opToken"]["nonce"] = "changed later"
+    assert read.claims["nonce"] == "0123456789abcdef"
+    with pytest.raises(TypeError):
+        read.claims["nonce"] = "x"  # type: ignore[index]  # that is the point
+
+
+@pytest.mark.parametrize(
+    "value", [None, 7, 1.5, True, [], b"{}", "", "  ", "{", "[]", "null", "é", "\ud800", '{"a":1}x', "\ufeff{}"]
+)
+def test_what_is_no_token_at_all_is_malformed(value: object) -> None:
+    assert refusal(value) is Reason.MALFORMED
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"opToken": {}},
+        {"signature": "00"},
+        {"opToken": [], "signature": "00"},
+        {"opToken": {}, "signature": 7},
+        {"opToken": "{}", "signature": "00"},
+    ],
+    ids=repr,
+)
+def test_a_token_has_claims_and_a_signature(value: object) -> None:
+    assert refusal(value) is Reason.BAD_FIELD
+
+
+@pytest.mark.parametrize("item", [True, None, {}, {"a": 1}, [1], [["a"]], [None]], ids=repr)
+def test_a_claim_is_text_an_integer_or_a_list_of_texts(item: object) -> None:
+    token = make_l0()
+    token["opToken"]["extra"] = item
+    assert refusal(token) is Reason.BAD_FIELD
+    assert refusal(json.dumps(token)) is Reason.BAD_FIELD
+
+
+@pytest.mark.parametrize(
+    "raw", ["1.0", "1e3", "NaN", "Infinity", "-Infinity", "-0", "9007199254740992", "9" * 5000, '"\\ud800"', "01", "+1", "0x1"]
+)
+def test_numbers_and_texts_that_readers_disagree_on_are_malformed(raw: str) -> None:
+    assert refusal(spell(make_l0(), issuedAt=raw)) is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("raw", [1.0, float("nan"), 2**53])
+def test_the_same_numbers_are_malformed_in_an_object(raw: object) -> None:
+    token = make_l0()
+    token["opToken"]["issuedAt"] = raw
+    assert refusal(token) is Reason.MALFORMED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"opToken":{"operation":"a","operation":"b"},"signature":""}',
+        '{"opToken":{"operation":"a","oper\\u0061tion":"b"},"signature":""}',
+        '{"opToken":{},"opToken":{},"signature":""}',
+        '{"opToken":{},"signature":"a","signature":"a"}',
+        '{"opToken":{},"signature":"","proofs":[{"a":1,"a":1}]}',
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_wherever_it_stands(text: str) -> None:
+    assert refusal(text) is Reason.DUPLICATE_KEY
+    assert refusal(base64.urlsafe_b64encode(text.encode()).decode()) is Reason.DUPLICATE_KEY
+
+
+def test_keys_are_ascii() -> None:
+    assert refusal({"opToken": {"operatiön": "a"}, "signature": ""}) is Reason.MALFORMED
+    # CYRILLIC SMALL LETTER A looks like the Latin one.
+    assert refusal({"opToken": {}, "sign\u0430ture": "", "signature": ""}) is Reason.MALFORMED
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_deep_nesting_is_refused_however_it_comes(opening: str) -> None:
+    depth = WIRE.token_bytes // len(opening) // 2
+    closing = "]" if opening == "[" else "}"
+    text = f'{{"opToken":{{}},"signature":"","x":{opening * depth}1{closing * depth}}}'[: WIRE.token_bytes]
+    assert refusal(text) is Reason.MALFORMED
+    assert refusal({"opToken": {}, "signature": "", "x": json.loads("[" * 17 + "]" * 17)}) is Reason.MALFORMED
+
+
+def test_a_token_of_a_megabyte_is_refused_in_every_form() -> None:
+    token = {**make_l0(), "x": "A" * 1_000_000}
+    text = json.dumps(token)
+    for value in (token, text, base64.urlsafe_b64encode(text.encode()).decode(), "A" * 1_000_000, " " * 1_000_000):
+        assert refusal(value) is Reason.TOO_LARGE
+
+
+def test_the_size_limit_is_exact() -> None:
+    token = {**make_l0(), "x": ""}
+    room = WIRE.token_bytes - len(json.dumps(token, separators=(",", ":")))
+    largest = {**token, "x": "A" * room}
+    text = json.dumps(largest, separators=(",", ":"))
+    for value in (largest, text, encode_token(largest)):
+        assert read_token(value).extra["x"] == "A" * room
+    one_more = {**token, "x": "A" * (room + 1)}
+    for value in (one_more, json.dumps(one_more, separators=(",", ":")), encode_token(one_more)):
+        assert refusal(value) is Reason.TOO_LARGE
+
+
+def test_blanks_inside_a_token_count_too() -> None:
+    text = json.dumps(make_l0()).replace(", ", "," + " " * WIRE.token_bytes, 1)
+    assert refusal(text) is Reason.TOO_LARGE
+    assert refusal(base64.urlsafe_b64encode(text.encode()).decode()) is Reason.TOO_LARGE
+
+
+@examples(25)
+@given(st.binary(max_size=64))
+def test_base64url_has_one_spelling_with_and_without_padding(content: bytes) -> None:
+    padded = base64.urlsafe_b64encode(content).decode()
+    bare = padded.rstrip("=")
+    assert decode_base64url(padded) == decode_base64url(bare) == content
+    alphabet = string.ascii_letters + string.digits + "-_"
+    spellings = [bare[:-1] + last for last in alphabet] if bare else []
+    assert sum(decode_base64url(spelling) == content for spelling in spellings) == bool(bare)
+    if padded != bare:
+        assert decode_base64url(padded + "=") is None
+        assert decode_base64url(padded[:-1]) == (None if padded.endswith("==") else content)
+
+
+@pytest.mark.parametrize("text", ["a", "aa+a", "aa/a", "aaa a", "aaaa=", "aaaa====", "=", "aa==aa", "aaaé", "aaa\n"])
+def test_other_base64_is_refused(text: str) -> None:
+    assert decode_base64url(text) is None
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+KEYS = st.text(st.characters(max_codepoint=0x7F), max_size=10)
+LEAVES = st.none() | st.booleans() | st.integers(-MAX_INTEGER, MAX_INTEGER) | TEXTS
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=8
+)
+SHORT = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
+
+
+def encode_by_the_rfc(value: object) -> str:
+    """RFC 8785 sections 3.2.2 and 3.2.3, read literally, for values without floats."""
+    if isinstance(value, str):
+        inner = (SHORT.get(ord(c)) or (f"\\u{ord(c):04x}" if ord(c) < 32 else c) for c in value)
+        return '"' + "".join(inner) + '"'
+    if isinstance(value, dict):
+        names = sorted(value, key=lambda name: name.encode("utf-16-be"))
+        return "{" + ",".join(encode_by_the_rfc(name) + ":" + encode_by_the_rfc(value[name]) for name in names) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(encode_by_the_rfc, value)) + "]"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+@examples(25)
+@given(VALUES)
+def test_canonical_bytes_are_those_of_the_rfc(value: object) -> None:
+    assert canonical_bytes(value) == encode_by_the_rfc(value).encode()
+
+
+@examples(25)
+@given(st.dictionaries(KEYS, st.integers(0, 9) | TEXTS | st.lists(TEXTS), min_size=1, max_size=5))
+def test_no_object_has_the_same_bytes_at_both_levels(claims: dict[str, object]) -> None:
+    assert spec_bytes(claims) != canonical_bytes(claims)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1.0,
+        float("nan"),
+        float("inf"),
+        MAX_INTEGER + 1,
+        -MAX_INTEGER - 1,
+        "\ud800",
+        b"bytes",
+        {1: 2},
+        {"ä": 1},
+        {1, 2},
+        pytest.param(object(), id="an object"),
+    ],
+    ids=repr,
+)
+def test_what_has_no_canonical_form_is_refused_at_any_depth(value: object) -> None:
+    for nested in (value, [value], {"a": {"b": [value]}}):
+        with pytest.raises(NotCanonical):
+            canonical_bytes(nested)
+
+
+def test_nesting_is_bounded_before_it_can_exhaust_the_stack() -> None:
+    value: object = 0
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(NotCanonical):
+        canonical_bytes(value)
+
+
+def test_the_digest_is_a_domain_separated_hash_of_the_canonical_bytes() -> None:
+    expected = hashlib.sha256(b"op-params/v1\x00" + b'{"a":1,"b":["x"]}').hexdigest()
+    assert params_digest({"b": ["x"], "a": 1}) == expected
+
+
+def test_the_digest_leaves_out_the_token_and_what_is_null() -> None:
+    covered = {"scope": "all"}
+    assert params_digest({**covered, "tenantId": None, "verifiedOpToken": {"any": 1.5}}) == params_digest(covered)
+    assert params_digest({"scope": {"tenantId": None}}) != params_digest({"scope": {}})
+
+
+def test_a_digest_needs_parameters_with_canonical_form() -> None:
+    with pytest.raises(NotCanonical):
+        params_digest({"gpuFraction": 0.9})
+
+
+HEADER = {"alg": "HS256", "typ": "JWT"}
+L0: dict[str, Any] = dict(make_l0()["opToken"])
+L1: dict[str, Any] = dict(make_l1()["opToken"])
+
+
+def b64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def jwt(claims: object = L0, header: object = HEADER, *, key: bytes = KEY, algorithm: str = "sha256") -> str:
+    """A JWT made with nothing of the code under test; bytes stand for themselves."""
+    parts = [part if isinstance(part, bytes) else json.dumps(part).encode() for part in (header, claims)]
+    signed = ".".join(map(b64, parts))
+    return f"{signed}.{b64(hmac.digest(key, signed.encode(), algorithm))}"
+
+
+def changed_claims(claims: dict[str, Any] = L0, **changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in (claims | changes).items() if value is not ...}
+
+
+def reason_of(token: object, level: Level = Level.L0, **request: Any) -> Reason:
+    with pytest.raises(OpTokenError) as caught:
+        verify(token, make_verifier(level), **request)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("header", [HEADER, {"alg": "HS256"}, {"typ": "JWT", "alg": "HS256"}])
+def test_a_jwt_proves_what_the_json_form_of_its_claims_proves(header: object) -> None:
+    assert verify(jwt(L0, header)) == verify(make_l0())
+    for level in (Level.L0, Level.L1):
+        assert verify(jwt(L1, header), make_verifier(level)) == verify(make_l1(), make_verifier(level))
+
+
+def test_what_we_sign_is_what_others_make() -> None:
+    assert verify(sign_jwt(KEY, L0)) == verify(jwt(L0)) == verify(f" {jwt(L0)}\n")
+
+
+def test_registered_claims_that_hold_change_nothing() -> None:
+    claims = changed_claims(iat=NOW, nbf=NOW - 5, exp=NOW + 60, aud=BOX)
+    assert verify(jwt(claims)) == verify(make_l0())
+
+
+ALG_NONE, ALG_ALONE = b'{"alg":"none"}', b'{"alg":"HS256"}'
+SEGMENTS = jwt().split(".")
+ATTACKS: dict[str, tuple[str, Reason]] = {
+    "alg none, unsigned": (f"{b64(ALG_NONE)}.{SEGMENTS[1]}.", Reason.MALFORMED),
+    "alg none, signed": (jwt(L0, {"alg": "none"}), Reason.MALFORMED),
+    "alg None in capitals": (jwt(L0, {"alg": "NONE"}), Reason.MALFORMED),
+    "alg in small letters": (jwt(L0, {"alg": "hs256"}), Reason.MALFORMED),
+    "alg HS512": (jwt(L0, {"alg": "HS512"}, algorithm="sha512"), Reason.MALFORMED),
+    "alg HS384 named, HS256 used": (jwt(L0, {"alg": "HS384"}), Reason.MALFORMED),
+    "alg RS256 with the MAC key": (jwt(L0, {"alg": "RS256"}), Reason.MALFORMED),
+    "alg missing": (jwt(L0, {"typ": "JWT"}), Reason.MALFORMED),
+    "alg a list": (jwt(L0, {"alg": ["HS256"]}), Reason.MALFORMED),
+    "alg twice": (jwt(L0, b'{"alg":"none","alg":"HS256"}'), Reason.DUPLICATE_KEY),
+    "kid in the header": (jwt(L0, {**HEADER, "kid": ""}), Reason.MALFORMED),
+    "kid in the header, a path": (jwt(L0, {**HEADER, "kid": "../../dev/null"}), Reason.MALFORMED),
+    "kid of the header for L1": (jwt(changed_claims(L1, kid=...), {**HEADER, "kid": L1["kid"]}), Reason.MALFORMED),
+    "kid left out of L1": (jwt(changed_claims(L1, kid=...)), Reason.UNKNOWN_KEY),
+    "kid unknown in L1": (jwt(changed_claims(L1, kid="2031-01")), Reason.UNKNOWN_KEY),
+    "a key in the header": (jwt(L0, {**HEADER, "jwk": {"kty": "oct", "k": b64(KEY)}}), Reason.MALFORMED),
+    "an address in the header": (jwt(L0, {**HEADER, "jku": "https://example.com"}), Reason.MALFORMED),
+    "crit in the header": (jwt(L0, {**HEADER, "crit": ["exp"]}), Reason.MALFORMED),
+    "payload not encoded": (jwt(L0, {**HEADER, "b64": False}), Reason.MALFORMED),
+    "compressed": (jwt(L0, {**HEADER, "zip": "DEF"}), Reason.MALFORMED),
+    "header no object": (jwt(L0, ["HS256"]), Reason.MALFORMED),
+    "payload no object": (jwt([L0]), Reason.MALFORMED),
+    "payload the whole token": (jwt(make_l0()), Reason.BAD_FIELD),
+    "payload with a name twice": (jwt(b'{"nonce":"0123456789","nonce":"9876543210"}'), Reason.DUPLICATE_KEY),
+    "payload with a float": (jwt(changed_claims(issuedAt=NOW + 0.5)), Reason.MALFORMED),
+    "payload not UTF-8": (jwt(b"\xff"), Reason.MALFORMED),
+    "payload nothing": (jwt(b""), Reason.MALFORMED),
+    "another key": (jwt(key=OTHER_KEY), Reason.BAD_SIGNATURE),
+    "another algorithm behind HS256": (jwt(algorithm="sha512"), Reason.BAD_SIGNATURE),
+    "no signature": (f"{SEGMENTS[0]}.{SEGMENTS[1]}.", Reason.BAD_SIGNATURE),
+    "signature in hex": (
+        f"{SEGMENTS[0]}.{SEGMENTS[1]}.{hmac.digest(KEY, '.'.join(SEGMENTS[:2]).encode(), 'sha256').hex()}",
+        Reason.BAD_SIGNATURE,
+    ),
+    "signature padded": (f"{jwt()}=", Reason.BAD_SIGNATURE),
+    "signature cut short": (jwt()[:-2], Reason.BAD_SIGNATURE),
+    "signature of the JSON form": (
+        f"{SEGMENTS[0]}.{SEGMENTS[1]}.{b64(bytes.fromhex(make_l0()['signature']))}",
+        Reason.BAD_SIGNATURE,
+    ),
+    "a plain hash": (
+        f"{SEGMENTS[0]}.{SEGMENTS[1]}.{b64(hashlib.sha256('.'.join(SEGMENTS[:2]).encode()).digest())}",
+        Reason.BAD_SIGNATURE,
+    ),
+    "payload padded": (f"{SEGMENTS[0]}.{SEGMENTS[1]}=.{SEGMENTS[2]}", Reason.MALFORMED),
+    "header exchanged for an equal one": (f"{b64(ALG_ALONE)}.{SEGMENTS[1]}.{SEGMENTS[2]}", Reason.BAD_SIGNATURE),
+    "payload of another token": (
+        f"{SEGMENTS[0]}.{jwt(changed_claims(modelId='b')).split('.')[1]}.{SEGMENTS[2]}",
+        Reason.BAD_SIGNATURE,
+    ),
+    "four segments": (f"{jwt()}.{SEGMENTS[0]}", Reason.MALFORMED),
+    "a blank inside": (jwt().replace(".", ". ", 1), Reason.MALFORMED),
+    "standard base64": (f"{SEGMENTS[0]}.{SEGMENTS[1]}.{'+' * 43}", Reason.BAD_SIGNATURE),
+    "too large": (jwt(changed_claims(modelId="m" * WIRE.token_bytes)), Reason.TOO_LARGE),
+    "much too large": (f"{'A' * 10 * WIRE.token_bytes}.{SEGMENTS[1]}.{SEGMENTS[2]}", Reason.TOO_LARGE),
+    "exp over, though issued just now": (jwt(changed_claims(exp=NOW)), Reason.EXPIRED),
+    "exp in text": (jwt(changed_claims(exp=str(NOW + 60))), Reason.BAD_FIELD),
+    "nbf to come": (jwt(changed_claims(nbf=NOW + 301)), Reason.NOT_YET_VALID),
+    "iat to come": (jwt(changed_claims(iat=NOW + 301)), Reason.NOT_YET_VALID),
+    "for another audience": (jwt(changed_claims(aud="box-9")), Reason.WRONG_AUDIENCE),
+    "for several audiences": (jwt(changed_claims(aud=[BOX, "box-9"])), Reason.BAD_FIELD),
+    "a claim that nobody honours": (jwt(changed_claims(sub="ann")), Reason.BAD_FIELD),
+    "exp does not make it live longer": (jwt(changed_claims(issuedAt=NOW - 301, exp=NOW + 3600)), Reason.EXPIRED),
+    "iat instead of issuedAt": (jwt(changed_claims(issuedAt=..., iat=NOW)), Reason.BAD_FIELD),
+    "L1 beyond its closed members": (jwt(changed_claims(L1, iat=NOW)), Reason.BAD_FIELD),
+    "another operation": (jwt(changed_claims(operation="model-unload")), Reason.WRONG_OPERATION),
+    "one signer, named twice": (jwt(changed_claims(signers=["ann", " ann"])), Reason.TOO_FEW_SIGNERS),
+    "a short nonce": (jwt(changed_claims(nonce="short")), Reason.BAD_FIELD),
+}
+
+
+@pytest.mark.parametrize(("token", "reason"), ATTACKS.values(), ids=ATTACKS.keys())
+def test_a_jwt_that_is_not_exactly_such_a_token_is_refused(token: str, reason: Reason) -> None:
+    assert reason_of(token) is reason
+
+
+def test_a_jwt_never_reaches_a_level_that_asks_for_more() -> None:
+    assert reason_of(jwt(L0), Level.L1) is Reason.LEVEL_TOO_LOW
+    for claims in (L0, L1, dict(make_l2()["opToken"])):
+        assert reason_of(jwt(claims), Level.L2) is Reason.LEVEL_TOO_LOW
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        ({"operation": Operation.CACHE_FLUSH}, Reason.WRONG_OPERATION),
+        ({"model_id": "other"}, Reason.WRONG_MODEL),
+        ({"params": {"modelId": MODEL}}, Reason.WRONG_PARAMS),
+        ({"now": NOW + 301}, Reason.EXPIRED),
+        ({"now": NOW - 61}, Reason.NOT_YET_VALID),
+    ],
+)
+def test_a_jwt_holds_for_its_own_request_alone(request_: dict[str, Any], reason: Reason) -> None:
+    assert reason_of(jwt(L1), Level.L1, **request_) is reason
+
+
+@examples(25)
+@given(st.integers(min_value=0, max_value=len(jwt()) - 1), st.characters(min_codepoint=33, max_codepoint=126))
+def test_no_other_spelling_of_a_jwt_holds(index: int, letter: str) -> None:
+    token = jwt()
+    spoilt = token[:index] + letter + token[index + 1 :]
+    if spoilt != token:
+        with pytest.raises(OpTokenError):
+            verify(spoilt)
+
+
+@pytest.mark.parametrize("form", [make_l0, lambda: jwt(L0)])
+def test_only_the_names_that_count_make_enough_signers(form: Any) -> None:
+    for names, holds in (
+        (None, True),
+        ({"admin1", "admin2", "x"}, True),
+        ({"admin1", "x"}, False),
+        ({"Admin1", "admin2"}, False),
+    ):
+        verifier = make_verifier(counted_signers=None if names is None else frozenset(names))
+        if holds:
+            assert verify(form(), verifier).signers == ("admin1", "admin2")
+        else:
+            with pytest.raises(OpTokenError) as caught:
+                verify(form(), verifier)
+            assert caught.value.reason is Reason.TOO_FEW_SIGNERS
+
+
+RUNNER_KEY, OTHER_RUNNER_KEY = KeyFile(), KeyFile()
+RUNNER_ID = make_runner_id("box-7", RUNNER_KEY.public_key)
+RECEIPT = Receipt(
+    op_id="op-1", use=1, statement_digest="ab" * 32, runner_id=RUNNER_ID, operation="model-load", outcome="succeeded",
+    result_digest=digest_result({"status": "loaded", "seconds": 1.5}), fence=7, started_at=1_745_880_000,
+    ended_at=1_745_880_060, checkpoint="1024",
+)  # fmt: skip
+
+
+def sign_members(key: KeyFile = RUNNER_KEY, **members: Any) -> str:
+    """A receipt well signed over any members; ``...`` leaves one out."""
+    envelope = read_canonical(decode_bytes(sign_receipt(RUNNER_KEY.private_key, RECEIPT)), limit=4096)
+    changed = {**envelope["receipt"], **members}  # type: ignore[dict-item]  # an object in a test
+    body = {name: value for name, value in changed.items() if value is not ...}
+    signature = key.private_key.sign(RECEIPT_DOMAIN + canonical(body))
+    return encode_bytes(canonical({"receipt": body, "signature": encode_bytes(signature)}))
+
+
+def test_a_receipt_comes_back_as_it_was_signed() -> None:
+    for receipt in (RECEIPT, replace(RECEIPT, outcome="failed", statement_digest="", checkpoint=""), replace(RECEIPT, use=20)):
+        assert read_receipt(sign_receipt(RUNNER_KEY.private_key, receipt), RUNNER_KEY.public_key) == receipt
+
+
+def test_a_receipt_signed_by_another_box_is_refused() -> None:
+    text = sign_receipt(OTHER_RUNNER_KEY.private_key, RECEIPT)
+    for key in (RUNNER_KEY, OTHER_RUNNER_KEY):  # Bad signature; and a good one of a box that has another name.
+        with pytest.raises(ReceiptError):
+            read_receipt(text, key.public_key)
+
+
+RECEIPT_ROWS: dict[str, str] = {
+    "version 2": sign_members(v=2),
+    "version true": sign_members(v=True),
+    "member left out": sign_members(fence=...),
+    "member more": sign_members(note="x"),
+    "outcome unknown": sign_members(outcome="fine"),
+    "outcome a list": sign_members(outcome=["failed"]),
+    "use 0": sign_members(use=0),
+    "use true": sign_members(use=True),
+    "time as text": sign_members(startedAt="now"),
+    "digest in capitals": sign_members(resultDigest="AB" * 32),
+    "digest too short": sign_members(resultDigest="ab"),
+    "digest a number": sign_members(statementDigest=7),
+    "runner id without a key": sign_members(runnerId="box-7"),
+    "runner id a number": sign_members(runnerId=7),
+    "another box": sign_members(runnerId=make_runner_id("box-7", OTHER_RUNNER_KEY.public_key)),
+    "endless checkpoint": sign_members(checkpoint="1" * 301),
+    "not base64url": "{}",
+    "not JSON": encode_bytes(b"no"),
+    "no envelope": encode_bytes(b"{}"),
+    "too large": encode_bytes(canonical({"receipt": "x" * 9000, "signature": ""})),
+    "no object": encode_bytes(canonical({"receipt": [], "signature": ""})),
+    "signature a number": encode_bytes(canonical({"receipt": {}, "signature": 7})),
+}
+
+
+@pytest.mark.parametrize("text", RECEIPT_ROWS.values(), ids=RECEIPT_ROWS)
+def test_a_receipt_has_exactly_its_members(text: str) -> None:
+    with pytest.raises(ReceiptError):
+        read_receipt(text, RUNNER_KEY.public_key)
+
+
+@pytest.mark.parametrize("public_key", [SoftPasskey().public_key, b"", b"no key"], ids=["passkey", "empty", "none"])
+def test_only_an_ed25519_key_signs_receipts(public_key: bytes) -> None:
+    with pytest.raises(ReceiptError):
+        read_receipt(sign_receipt(RUNNER_KEY.private_key, RECEIPT), public_key)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"use": 0}, {"outcome": "fine"}, {"op_id": ""}, {"op_id": "a\nb"}, {"fence": 1.5}], ids=repr
+)
+def test_what_could_not_be_read_is_not_signed(changes: dict[str, Any]) -> None:
+    with pytest.raises(ReceiptError):
+        sign_receipt(RUNNER_KEY.private_key, replace(RECEIPT, **changes))
+
+
+@examples(25)
+@given(st.data())
+def test_no_flipped_bit_goes_unseen(data: st.DataObject) -> None:
+    raw = bytearray(decode_bytes(sign_receipt(RUNNER_KEY.private_key, RECEIPT)))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(ReceiptError):
+        read_receipt(encode_bytes(bytes(raw)), RUNNER_KEY.public_key)
+
+
+def test_the_digest_of_a_result_does_not_depend_on_the_order_of_its_members() -> None:
+    assert digest_result({"a": 1, "b": [1.5, None]}) == digest_result({"b": [1.5, None], "a": 1})
+    assert digest_result({"a": 1}) != digest_result({"a": True})
+    with pytest.raises(ValueError, match="JSON"):
+        digest_result({"a": float("nan")})
+
+
+def test_a_runner_id_names_the_key_of_its_box() -> None:
+    name, _, fingerprint = RUNNER_ID.partition("#")
+    assert (name, len(fingerprint), fingerprint) == ("box-7", 26, fingerprint.lower())
+    assert owns_runner_id(RUNNER_ID, RUNNER_KEY.public_key)
+    assert not owns_runner_id(RUNNER_ID, OTHER_RUNNER_KEY.public_key)
+
+
+STRANGE_IDS = (
+    "", "#", "box-7", "box-7#", "#" + RUNNER_ID.partition("#")[2], RUNNER_ID + "a", RUNNER_ID[:-1],
+    RUNNER_ID.upper(), "x#" + RUNNER_ID, RUNNER_ID + "#",
+    "bo\u0445#\u0430",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("runner_id", STRANGE_IDS, ids=range(len(STRANGE_IDS)))
+def test_nothing_else_is_the_runner_id_of_a_key(runner_id: str) -> None:
+    assert not owns_runner_id(runner_id, RUNNER_KEY.public_key)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a#b", " box", "box\n", "\u202ebox", "x" * (WIRE.node_name_chars + 1)], ids=range(7))
+def test_a_name_that_could_be_read_in_two_ways_makes_no_runner_id(name: str) -> None:
+    with pytest.raises(ValueError, match="name of a box"):
+        make_runner_id(name, RUNNER_KEY.public_key)
