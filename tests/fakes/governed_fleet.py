@@ -7,7 +7,7 @@ an exception at one of its statements: all since its last commit is rolled back,
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -16,13 +16,16 @@ from typing import Any, TypeVar
 from django.db import connection
 from django.db.models.functions import Now
 
-from governance.services import policy_chain
+from governance.services import active_policy, policy_chain
 from nodes.commands import Send, plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.services.governance import take_governance, take_report
 from nodes.session.governance import clean_governance, clean_report, clean_status
+from runner.operations.fingerprint import write_trusted
 from tests.fakes.runner_process import Effect, RunnerProcess
 from wire import bridge, clock
+from wire.bridge import PolicyOffer
+from wire.optoken.approval import policy_words
 
 Result = TypeVar("Result")
 Execute = Callable[..., Any]
@@ -243,3 +246,26 @@ class Gateway:
         self._id = uuid.uuid4()
         for node in self._nodes:
             node.unlink()
+
+
+def chain_events() -> None:
+    """Have the database do what it does at a commit."""
+    with connection.cursor() as cursor:
+        cursor.execute("SET CONSTRAINTS ALL IMMEDIATE; SET CONSTRAINTS ALL DEFERRED")
+
+
+def make_folders(place: Path, names: Iterable[str]) -> list[Path]:
+    """Data folders of runners on which a person confirmed the active policy, and that have pinned it."""
+    found, folders = active_policy(), []
+    assert found is not None
+    for name in names:
+        folder = place / name
+        folder.mkdir()
+        write_trusted(folder, policy_words(found[1].ref.sha256))
+        process = RunnerProcess(folder, name, effects=[], models=[])
+        process.start()
+        process.take(PolicyOffer(policies=policy_chain(after_version=0)), lambda _: None)
+        assert process.governance.policy is not None
+        process.kill()
+        folders.append(process.folder)
+    return folders

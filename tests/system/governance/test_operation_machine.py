@@ -1,7 +1,7 @@
 """Whatever people, workers, nodes, crashes and thieves do in whatever order: what a quorum signed happens once, nothing else.
 
 The whole life of operations, with a crash before and after every commit of the control plane and every write of the runner's
-ledger. ``--hypothesis-profile=default --hypothesis-seed=N`` plays longer, with other orders.
+ledger. MUSTER_TEST_EXAMPLES=N plays N times as many orders, ``--hypothesis-profile=default --hypothesis-seed=N`` others.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import secrets
 import shutil
 import sqlite3
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -32,22 +33,19 @@ from core.models import User
 from governance import services, tasks
 from governance.errors import GovernanceError
 from governance.models import ApproverKey, AuditEntry, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
-from governance.services.evidence import policy_chain
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
 from nodes.commands.statuses import RECEIPT_INVALID
 from nodes.models import NodeCommand, NodeOpKey
-from runner.operations.fingerprint import write_trusted
 from tests.fakes.clock import TickingClock, VirtualClock
-from tests.fakes.governed_fleet import BROKER, BROKER_PATH, FleetNode, Gateway, Processes
+from tests.fakes.governed_fleet import BROKER, BROKER_PATH, FleetNode, Gateway, Processes, chain_events, make_folders
 from tests.fakes.passkeys import KeyFile, SoftPasskey
-from tests.fakes.runner_process import Effect, RunnerProcess, read_ops
+from tests.fakes.runner_process import Effect, read_ops
 from tests.system.governance.team import Member, Team, make_team
 from tests.system.nodes.factories import make_node, make_presence
 from wire import bridge, clock
 from wire.auditlog import entry_hash
-from wire.bridge import PolicyOffer
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l2
-from wire.optoken.approval import decode_bytes, encode_bytes, policy_words, read_policy, read_statement
+from wire.optoken.approval import decode_bytes, encode_bytes, read_policy, read_statement
 from wire.optoken.identity import owns_runner_id
 from wire.optoken.receipt import ReceiptError, read_receipt
 
@@ -108,6 +106,8 @@ class OperationLife(RuleBasedStateMachine):
     folders: ClassVar[list[Path]]
     clock: ClassVar[VirtualClock]
     began_at: ClassVar[tuple[float, float]]
+    comes_back: ClassVar[bool]
+    """Whether nodes do in the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,6 @@ class OperationLife(RuleBasedStateMachine):
         last = AuditEntry.objects.order_by("-seq").first()
         assert last is not None
         self.audited = (last.seq, bytes(last.hash))
-        self.comes_back = True
 
     def make_node(self, index: int) -> FleetNode:
         row = make_node(NAMES[index], keeps_models=True)
@@ -150,12 +149,10 @@ class OperationLife(RuleBasedStateMachine):
             transaction.set_rollback(True)
             self.undo.__exit__(None, None, None)
 
-    @initialize(kind=KINDS, both=st.booleans(), comes_back=st.booleans())
-    def begin(self, kind: str, *, both: bool, comes_back: bool) -> None:
+    @initialize(kind=KINDS, both=st.booleans())
+    def begin(self, kind: str, *, both: bool) -> None:
         """Have something approved, so that most of what is tried finds something to work on."""
-        self.comes_back = comes_back
-        for node in self.nodes:
-            self.gateway.link(node)
+        self.link()
         self.ask(0, kind, (1, 2), both=both, where=0, window="now", goes_on=False)
 
     def pick(self, which: int) -> Asked | None:
@@ -225,6 +222,11 @@ class OperationLife(RuleBasedStateMachine):
         if (asked := self.pick(which)) is not None:
             with contextlib.suppress(GovernanceError):
                 self.processes.perform(lambda: services.use_approval(op_id=asked.row.pk, proposer=self.team[who].proposer))
+
+    @rule(who=WHO, is_lost=st.booleans())
+    def lose_a_key(self, who: int, *, is_lost: bool) -> None:
+        """Have a key revoked, or all keys of the person found again; what was taken out with one does not come back."""
+        ApproverKey.objects.filter(user=self.team[who].user).update(revoked_at=clock.now() if is_lost else None)
 
     @rule(is_on=st.booleans())
     def freeze(self, *, is_on: bool) -> None:
@@ -377,9 +379,13 @@ class OperationLife(RuleBasedStateMachine):
     @precondition(lambda self: any(node.link is None for node in self.nodes))
     @rule()
     def link(self) -> None:
+        """Have every node register that is not linked; a runner that starts for it carries nothing out yet."""
         for node in self.nodes:
             if node.link is None:
+                is_start = not node.process.is_up
                 self.gateway.link(node)
+                booked = read_ops(node.process.folder).values() if is_start else []
+                assert all(row["outcome"] for row in booked), "begun by a runner that has ended, and not interrupted"
 
     @rule(node=NODE, calls=st.integers(-1, 11))
     def kill_a_runner(self, node: int, calls: int) -> None:
@@ -647,6 +653,8 @@ class OperationLife(RuleBasedStateMachine):
             node.notice_its_end()
         if self.comes_back:
             self.freeze(is_on=False)
+            for who in range(5):
+                self.lose_a_key(who, is_lost=False)
             self.be_killed()
             self.live()
         for node in self.nodes:
@@ -655,8 +663,7 @@ class OperationLife(RuleBasedStateMachine):
         for days in (1, 1, 1, 8, 2):
             self.clock.advance(days * 90_000.0)
             self.work()
-        for node in self.nodes:
-            self.gateway.link(node)
+        self.link()
         self.everything_holds()
         for asked in self.asked:
             if not asked.is_attacked:
@@ -670,14 +677,19 @@ class OperationLife(RuleBasedStateMachine):
             self.be_robbed()
 
     def be_killed(self) -> None:
-        """Have the first runner killed before and after each call of its ledger in the midst of an operation."""
-        for calls in range(8):
-            for node in self.nodes:
-                if node.link is None:
-                    self.gateway.link(node)
+        """Have the first runner killed before and after each call of its ledger from when it books an operation on."""
+        self.clock.advance(3_700.0)  # a fence of a thief may be an hour ahead
+        for calls in range(4, 8):
+            for _ in range(2):  # what was cut off before is not asked about any more
+                self.link()
+                self.carry_on()
+                self.clock.advance(11.0)
             self.ask(0, "flush", (1, 2, 3), both=False, where=0, window="now", goes_on=False)
             self.kill_a_runner(0, calls)
             self.everything_holds()
+        self.link()
+        states = [json.loads(row["outcome"])["state"] for row in read_ops(self.nodes[0].process.folder).values()]
+        assert "interrupted" in states, "no operation was cut off"
 
     def be_robbed(self) -> None:
         """Have the thief try everything: on what one person signed, on what is signed and then repeated, and too late."""
@@ -703,9 +715,7 @@ class OperationLife(RuleBasedStateMachine):
 
     def live(self) -> None:
         for _ in range(80):
-            for node in self.nodes:
-                if node.link is None:
-                    self.gateway.link(node)
+            self.link()
             self.carry_on()
             self.everything_holds()
             left = OperationRun.objects.filter(operation__in=[a.row for a in self.asked if not a.is_attacked], state__in=OPEN)
@@ -731,12 +741,6 @@ class OperationLife(RuleBasedStateMachine):
             assert not lost or self.killed[index], "no runner was killed, and nobody knows how it went"
 
 
-def chain_events() -> None:
-    """Have the database do what it does at a commit."""
-    with connection.cursor() as cursor:
-        cursor.execute("SET CONSTRAINTS ALL IMMEDIATE; SET CONSTRAINTS ALL DEFERRED")
-
-
 def make_people() -> Team:
     """Three with passkeys, one with a key file, and one whom no policy names; the policy of the four is active."""
     team = make_team("ana", "ben", "cleo")
@@ -751,23 +755,6 @@ def make_people() -> Team:
     return team
 
 
-def make_folders(place: Path) -> list[Path]:
-    """Data folders of two runners on which a person confirmed the active policy, and that have pinned it."""
-    found, folders = services.active_policy(), []
-    assert found is not None
-    for name in NAMES:
-        folder = place / name
-        folder.mkdir()
-        write_trusted(folder, policy_words(found[1].ref.sha256))
-        process = RunnerProcess(folder, name, effects=[], models=[])
-        process.start()
-        process.take(PolicyOffer(policies=policy_chain(after_version=0)), lambda _: None)
-        assert process.governance.policy is not None
-        process.kill()
-        folders.append(process.folder)
-    return folders
-
-
 @pytest.fixture
 def turned(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     """The clock of every process here, Django's too."""
@@ -779,12 +766,13 @@ def turned(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
 
 @pytest.mark.django_db
 @pytest.mark.timeout(1200)  # with another profile it plays for many minutes
+@pytest.mark.parametrize("comes_back", [True, False], ids=["nodes come back", "nodes stay away"])
 def test_what_a_quorum_signed_happens_once_and_nothing_else_does(
-    tmp_path: Path, settings: Settings, turned: VirtualClock
+    tmp_path: Path, settings: Settings, turned: VirtualClock, *, comes_back: bool
 ) -> None:
-    settings.TASK_APP = BROKER_PATH
+    settings.TASK_APP, OperationLife.comes_back = BROKER_PATH, comes_back
     OperationLife.clock, OperationLife.team = turned, make_people()
-    OperationLife.folders = make_folders(tmp_path)
+    OperationLife.folders = make_folders(tmp_path, NAMES)
     turned.advance(60.0)
     chain_events()
     OperationLife.began_at = (turned.unix_s, turned.monotonic_s)
@@ -792,9 +780,15 @@ def test_what_a_quorum_signed_happens_once_and_nothing_else_does(
 
 
 def choose_length() -> settings:
-    """Few and always the same orders in the gate, where nobody waits for the shortest one; else what the profile says."""
+    """One order in the gate, always the same, of whose faults nobody waits for the shortest; else what the profile says."""
     common: dict[str, Any] = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
     if settings.get_current_profile_name() == "ci":
         phases = (Phase.explicit, Phase.generate)
-        return settings(max_examples=5, stateful_step_count=30, derandomize=True, phases=phases, **common)
+        return settings(
+            max_examples=int(os.environ.get("MUSTER_TEST_EXAMPLES", "1")),
+            stateful_step_count=20,
+            derandomize=True,
+            phases=phases,
+            **common,
+        )
     return settings(**common)
