@@ -1,4 +1,4 @@
-"""Operations on several boxes: their order, what a failure stops, and a box that is away."""
+"""Runs of one approval, on several nodes and in several uses: their order, what a failure stops, what ends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from django.utils import timezone
 
 from governance import services
-from governance.models import AuditEvent, Operation, OperationRun
+from governance.errors import ApprovalRefused, GovernanceError, NotPermitted, StateChanged
+from governance.models import ApproverKey, AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint
+from governance.services import Proposer
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.system.governance.fake_box import FakeBox, fake_boxes, propose_load
@@ -46,8 +48,7 @@ def run_of(operation: Operation, target: str) -> OperationRun:
 
 def test_a_batch_is_carried_out_in_its_order_one_at_a_time(box: FakeBox, team: Team) -> None:
     operation = approve(team, propose_load(team[0], "box-c", "box-a", "box-b"))
-    for expected in ("box-c", "box-a", "box-b"):
-        make_due(operation)
+    for expected in ("box-c", "box-a", "box-b"):  # the end of one wakes the next
         services.run_due()
         assert [order.target for order in box.sent][-1] == expected
         make_due(operation)
@@ -55,14 +56,6 @@ def test_a_batch_is_carried_out_in_its_order_one_at_a_time(box: FakeBox, team: T
         assert box.sent[-1].target == expected
         assert services.finish_run(run_id=run_of(operation, expected).pk, event=RunEvent.SUCCEED)
     assert states_of(operation) == ["succeeded"] * 3
-
-
-def test_the_end_of_one_wakes_the_next_at_once(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
-    services.run_due()
-    services.finish_run(run_id=run_of(operation, "box-a").pk, event=RunEvent.SUCCEED)
-    services.run_due()
-    assert [order.target for order in box.sent] == ["box-a", "box-b"]
 
 
 def test_a_failure_stops_the_rest_of_a_batch_at_once_and_each_has_its_event(box: FakeBox, team: Team) -> None:
@@ -229,3 +222,106 @@ def test_a_run_that_comes_back_before_its_window_waits_and_does_not_fail(box: Fa
     found = run_of(operation, "box-a")
     assert found.state == RunState.QUEUED.value
     assert found.due_at >= begins - timedelta(seconds=2)
+
+
+@pytest.fixture
+def standing(box: FakeBox, team: Team) -> Operation:
+    operation = propose_load(team[0], op_class="standing", max_uses=3)
+    team[1].approve(operation)
+    return team[2].approve(operation)
+
+
+def use(team: Team, operation: Operation, *, end: RunEvent | None = RunEvent.SUCCEED) -> OperationRun:
+    run = services.use_approval(op_id=operation.pk, proposer=team[0].proposer)[0]
+    services.run_due()
+    if end is not None:
+        assert services.finish_run(run_id=run.pk, event=end)
+    return run
+
+
+def test_each_use_has_its_number_and_the_last_one_ends_it(box: FakeBox, team: Team, standing: Operation) -> None:
+    for _ in range(3):
+        use(team, standing)
+    assert [order.use for order in box.sent] == [1, 2, 3]
+    assert len({order.op_id for order in box.sent}) == 1
+    with pytest.raises(ApprovalRefused, match="All 3 uses are spent"):
+        use(team, standing)
+
+
+def test_no_use_begins_while_nobody_knows_how_the_last_one_went(team: Team, standing: Operation) -> None:
+    run = use(team, standing, end=RunEvent.LOSE)
+    with pytest.raises(StateChanged, match="has not ended"):
+        use(team, standing)
+    services.finish_run(run_id=run.pk, event=RunEvent.RESOLVE)
+    use(team, standing)
+
+
+def test_the_requester_ends_it_between_two_uses_but_not_during_one(team: Team, standing: Operation) -> None:
+    run = use(team, standing, end=None)
+    with pytest.raises(StateChanged, match="on its way"):
+        services.cancel(op_id=standing.pk, proposer=team[0].proposer)
+    services.finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
+    assert services.cancel(op_id=standing.pk, proposer=team[0].proposer).state == ApprovalState.CANCELLED.value
+    with pytest.raises(StateChanged):
+        use(team, standing)
+
+
+def test_an_approval_withdrawn_after_a_use_stops_the_next_and_the_proof_of_the_first_stays(
+    team: Team, standing: Operation
+) -> None:
+    use(team, standing)
+    assert services.withdraw(op_id=standing.pk, user=team[2].user).state == ApprovalState.PENDING.value
+    with pytest.raises(StateChanged):
+        use(team, standing)
+    assert verify_bundle(services.read_evidence(standing.printed_id))[2].is_met
+    team[2].approve(standing)
+    use(team, standing)
+    assert verify_bundle(services.read_evidence(standing.printed_id))[2].is_met
+
+
+def test_a_revoked_key_takes_its_approval_out_before_the_next_use(team: Team, standing: Operation) -> None:
+    use(team, standing)
+    ApproverKey.objects.filter(user=team[1].user).update(revoked_at=timezone.now())
+    with pytest.raises(ApprovalRefused, match="revoked") as refusal:
+        use(team, standing)
+    assert refusal.value.rule == "too_few_approvers"
+
+
+def test_a_new_policy_ends_it(team: Team, standing: Operation) -> None:
+    use(team, standing)
+    change = services.draft_policy(approvers=team.choices(), reason="anew", proposer=team[0].proposer)
+    team[1].approve(change)
+    team[2].approve(change)
+    services.run_due()
+    with pytest.raises(GovernanceError, match="policy changed"):
+        use(team, standing)
+
+
+def test_its_window_bounds_it(team: Team, standing: Operation) -> None:
+    use(team, standing)
+    Operation.objects.filter(pk=standing.pk).update(not_after=timezone.now())
+    with pytest.raises(StateChanged, match="window"):
+        use(team, standing)
+
+
+def test_only_those_who_may_ask_for_it_use_it(team: Team, standing: Operation) -> None:
+    outsider = Team().add("mallory", is_staff=False)
+    with pytest.raises(NotPermitted):
+        services.use_approval(op_id=standing.pk, proposer=outsider.proposer)
+    with pytest.raises(NotPermitted):
+        services.use_approval(op_id=standing.pk, proposer=Proposer("ana", outsider.user.pk))
+
+
+def test_people_are_told_of_every_use(team: Team, standing: Operation) -> None:
+    WebhookEndpoint.objects.create(name="chat", url="https://chat.example/x", secret="s" * 32)
+    use(team, standing)
+    use(team, standing)
+    use(team, standing, end=RunEvent.LOSE)
+    assert sorted(Notice.objects.filter(operation=standing).values_list("event", flat=True)) == [
+        "succeeded.1.0", "succeeded.2.0", "unknown.3.0",
+    ]  # fmt: skip
+
+
+def test_a_window_of_years_ahead_is_refused(box: FakeBox, team: Team) -> None:
+    with pytest.raises(GovernanceError, match="30 days"):
+        propose_load(team[0], not_before=timezone.now() + timedelta(days=400))

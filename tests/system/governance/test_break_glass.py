@@ -1,23 +1,26 @@
-"""Reviews of break-glass: by people who neither asked for it, nor signed it, nor began it."""
+"""Break-glass and its review: by people who neither asked for it, nor signed it, nor began it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
+from django.utils import timezone
 
 from governance import services
-from governance.errors import ApprovalRefused, InvalidProposal
+from governance.errors import ApprovalRefused, InvalidProposal, NotPermitted
 from governance.models import ApproverKey, Decision, Operation, OperationRun
 from governance.services.reviews import REVIEW, list_unreviewed
+from governance.services.sweeps import sweep_operations
 from governance.states import RunState
+from tests.fakes.passkeys import SoftPasskey
 from tests.system.governance.fake_box import FakeBox, fake_boxes, propose_load
-from tests.system.governance.team import Member, Team, make_key
+from tests.system.governance.team import Member, Team, make_due, make_key
 from wire.optoken.approval import BREAK_GLASS
 from wire.optoken.proposal import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
-
 ANA, BEN, CLEO, DAN, EVE = range(5)
 
 
@@ -28,39 +31,42 @@ def box() -> Iterator[FakeBox]:
         yield found
 
 
-def use_break_glass(*names: str, **policy: object) -> tuple[Team, Operation]:
-    """People of whom the first asked for a break-glass operation and the second signed it; it has been carried out."""
+def make_emergency(*names: str, **policy: object) -> tuple[Team, SoftPasskey]:
+    """People of whom the second and the third have a key for break-glass, and the key of the second."""
     team = Team()
     for name in names:
         team.add(name)
-    key, _ = [make_key(member.user, is_break_glass=True)[0] for member in team.members[1:3]]
+    keys = [make_key(member.user, is_break_glass=True)[0] for member in team.members[1:3]]
     team.start(**policy)
-    used = propose_load(team[ANA], "box-a", op_class="break-glass")
-    proof = key.sign(bytes.fromhex(used.digest), approver=team[BEN].name)
-    services.approve(op_id=used.pk, user=team[BEN].user, proof=proof, brought_by="session:ben")
+    return team, keys[0]
+
+
+def break_glass(team: Team, key: SoftPasskey, target: str) -> Operation:
+    """What the first asked for and the second signed."""
+    asked = propose_load(team[ANA], target, op_class=BREAK_GLASS)
+    proof = key.sign(bytes.fromhex(asked.digest), approver=team[BEN].name)
+    return services.approve(op_id=asked.pk, user=team[BEN].user, proof=proof, brought_by="session:ben")
+
+
+def use_break_glass(*names: str, **policy: object) -> tuple[Team, Operation]:
+    """People of an emergency, and what has been carried out in it."""
+    team, key = make_emergency(*names, **policy)
+    used = break_glass(team, key, "box-a")
     services.run_due()
     assert OperationRun.objects.get(operation=used).state == RunState.SUCCEEDED.value
     return team, used
 
 
-def review(member: Member, used: Operation) -> Operation:
-    return services.propose(
-        operation=REVIEW, targets=[used.printed_id], params={}, reason="looked at", proposer=member.proposer
-    )
+def review(member: Member, used: Operation, **changes: object) -> Operation:
+    asked: dict[str, object] = {
+        "operation": REVIEW, "targets": [used.printed_id], "params": {}, "reason": "looked at", "proposer": member.proposer,
+    }  # fmt: skip
+    return services.propose(**(asked | changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture
 def emergency(box: FakeBox) -> tuple[Team, Operation]:
     return use_break_glass("ana", "ben", "cleo", "dan", "eve")
-
-
-def test_people_who_did_not_use_it_review_it(emergency: tuple[Team, Operation]) -> None:
-    team, used = emergency
-    asked = review(team[ANA], used)
-    team[CLEO].approve(asked)
-    team[DAN].approve(asked)
-    services.run_due()
-    assert not list_unreviewed().exists()
 
 
 @pytest.mark.parametrize("who", [ANA, BEN, CLEO], ids=["asked for it", "signed it", "began a use of it"])
@@ -145,3 +151,41 @@ def test_break_glass_is_asked_for_use_by_use_whatever_the_policy_allows(box: Fak
         propose_load(team[ANA], "box-a", op_class=BREAK_GLASS, max_uses=2)
     assert refusal.value.param == "max_uses"
     assert propose_load(team[ANA], "box-a", op_class=BREAK_GLASS).max_uses == 1
+
+
+def test_of_two_approved_break_glass_operations_the_second_waits_for_the_review_of_the_first(
+    box: FakeBox,
+) -> None:
+    team, key = make_emergency("ana", "ben", "cleo", "dan")
+    first, second = break_glass(team, key, "box-a"), break_glass(team, key, "box-b")
+    services.run_due()
+    make_due(second)
+    services.run_due()
+    assert [order.target for order in box.sent] == ["box-a"]
+    assert "has not been reviewed" in OperationRun.objects.get(operation=second).message
+    with pytest.raises(NotPermitted, match="propose its review first"):
+        propose_load(team[0], "box-c", op_class="break-glass")
+    looked_at = review(team[ANA], first)
+    team[2].approve(looked_at)
+    team[3].approve(looked_at)
+    services.run_due()
+    make_due(second)
+    services.run_due()
+    assert [order.target for order in box.sent] == ["box-a", "box-b"]
+
+
+def test_a_review_of_one_use_does_not_close_another(emergency: tuple[Team, Operation]) -> None:
+    team, first = emergency
+    unused = propose_load(team[0], "box-b")
+    with pytest.raises(InvalidProposal, match="same operation"):
+        review(team[ANA], first, reviews=unused.pk)
+    found = review(team[ANA], first, reviews=None)
+    assert found.reviews_id == first.pk
+
+
+def test_a_review_that_was_only_asked_for_is_reminded_of(emergency: tuple[Team, Operation]) -> None:
+    team, first = emergency
+    review(team[ANA], first)
+    Operation.objects.filter(pk=first.pk).update(dispatched_at=timezone.now() - timedelta(hours=25))
+    sweep_operations()
+    assert Operation.objects.get(pk=first.pk).warned_percent == 100
