@@ -1,8 +1,8 @@
 """Limits of a server process: every bound and time-out of ours, what it is counted in, and what happens at it.
 
 ``limits()`` is read where a bound applies; whoever serves each request takes its section once, when it is built. No module
-keeps a number of its own (``tests/unit/test_architecture.py`` names the few that are no bounds). ``docs/settings.md`` is made from
-this file and from ``runner/limits.py``.
+keeps a number of its own; ``tests/unit/test_architecture.py`` names the few that are no bounds. ``docs/settings.md`` is made
+from this file and from ``runner/limits.py``.
 """
 
 from __future__ import annotations

@@ -1,27 +1,39 @@
-"""Commands as rows: what is to be sent when, and what becomes of a run by what its box says."""
+"""Commands as rows: what is to be sent when, what becomes of a run by what its node says, and where its token is."""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import redis
+from django.conf import settings
+from django.test import Client
 from django.utils import timezone
+from django.utils.module_loading import import_string
+from pytest_django import DjangoDbBlocker
 
+from core.limits import limits
+from core.models import User
 from governance import services
 from governance.models import Freeze, OperationRun
+from governance.registry import RunOrder
 from governance.states import RunState
 from nodes.commands import Ask, Command, Delivery, Send, plan_deliveries, put_command, store_status
 from nodes.commands.rows import park_command
 from nodes.models import Node, NodeCommand
 from tests.fakes.governed_nodes import Identity, approve_load, make_box, only_run
 from tests.fakes.nodes import audited
+from tests.fakes.rows import find_tables, shared_rows
 from tests.system.governance.team import Team, make_due, make_governed
 from wire.bridge import OpStatus
 from wire.optoken import Level, Operation, Verifier, read_token
-from wire.optoken.approval import read_policy
+from wire.optoken.approval import read_policy, read_statement, verify_receipts
 
 pytestmark = pytest.mark.django_db
 
@@ -29,20 +41,21 @@ GATEWAY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
 LONG_AGO = timezone.now() - timedelta(days=1)
 
 
-@pytest.fixture
-def team() -> Team:
-    return make_governed()
+@pytest.fixture(scope="module")
+def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
+    with shared_rows(django_db_blocker, make_governed) as made:
+        yield made
 
 
 class Sent:
-    """One approved load that is on its way to one box."""
+    """One approved load that is on its way to one node."""
 
     def __init__(self, team: Team, **asked: Any) -> None:
         self.rig = Identity()
-        self.node = make_box(self.rig, reloads_settings=True)
+        self.node = make_box(self.rig, age_s=-3600.0, reloads_settings=True)
         self.operation = approve_load(team, self.rig.runner_id, **asked)
         services.run_due()
-        self.command = NodeCommand.objects.get()
+        self.command = NodeCommand.objects.get(pk=only_run(self.operation).pk)
 
     @property
     def run(self) -> OperationRun:
@@ -52,19 +65,24 @@ class Sent:
     @property
     def row(self) -> NodeCommand:
         """The command, as it is now."""
-        return NodeCommand.objects.get()
+        return NodeCommand.objects.get(pk=self.command.pk)
+
+    @property
+    def states(self) -> tuple[str, str]:
+        """Of the run and of its command."""
+        return self.run.state, self.row.state
 
     def plan(self, *, gateway: uuid.UUID = GATEWAY, linked_s_ago: float = 3600.0) -> list[Delivery]:
-        """What a gateway that holds the box's socket would send now."""
+        """What a gateway that holds the node's socket would send now."""
         since = timezone.now() - timedelta(seconds=linked_s_ago)
         return plan_deliveries(linked={self.node.pk: since}, gateway_id=gateway)
 
     def hear(self, status: OpStatus, *, node: Node | None = None) -> bool:
-        """The box says something."""
+        """The node says something."""
         return store_status(node_id=(node or self.node).pk, status=status)
 
     def say(self, state: str, **fields: Any) -> bool:
-        """The box says something about this command without a receipt."""
+        """The node says something about this command without a receipt."""
         return self.hear(OpStatus(op_id=self.command.op_id, use=1, state=state, **fields))
 
     def pass_time(self, seconds: float) -> None:
@@ -73,10 +91,16 @@ class Sent:
         NodeCommand.objects.update(updated_at=before)
         NodeCommand.objects.filter(sent_at__isnull=False).update(sent_at=before)
 
+    def dispatch_again(self) -> None:
+        """Let the next attempt be due, and make it."""
+        make_due(self.operation)
+        services.run_due()
 
-@pytest.fixture
-def sent(team: Team) -> Sent:
-    return Sent(team)
+
+@pytest.fixture(scope="module")
+def sent(team: Team, django_db_blocker: DjangoDbBlocker) -> Iterator[Sent]:
+    with shared_rows(django_db_blocker, lambda: Sent(team)) as made:
+        yield made
 
 
 # What is sent when
@@ -95,7 +119,7 @@ def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts
     team: Team, operation: Operation, params: dict[str, object], model_id: str | None
 ) -> None:
     sent = Sent(team, operation=operation.value, params=params)
-    assert (sent.run.state, sent.row.state) == (RunState.DISPATCHED.value, "waiting")
+    assert sent.states == (RunState.DISPATCHED.value, "waiting")
     found = services.active_policy()
     assert found is not None
     verifier = Verifier(
@@ -107,19 +131,16 @@ def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts
     )
     (delivery,) = sent.plan()
     assert isinstance(delivery, Send)
-    verified = verifier.verify(
-        read_token(delivery.token),
-        operation=operation,
-        model_id=model_id,
-        params=delivery.body,
-        now=timezone.now().timestamp(),
-    )
+    now = timezone.now().timestamp()
+    token = read_token(delivery.token)
+    verified = verifier.verify(token, operation=operation, model_id=model_id, params=delivery.body, now=now)
     assert (verified.op_id, verified.level) == (delivery.op_id, Level.L2)
     assert (delivery.operation, delivery.body) == (operation.value, params)
-    assert "token" not in repr(delivery)
 
 
-def test_a_command_is_sent_by_one_gateway_once(sent: Sent) -> None:
+def test_a_command_is_sent_by_one_gateway_that_holds_the_node_once(sent: Sent) -> None:
+    assert plan_deliveries(linked={}, gateway_id=GATEWAY) == []
+    assert plan_deliveries(linked={uuid.uuid4(): LONG_AGO}, gateway_id=GATEWAY) == []
     assert [type(each) for each in sent.plan()] == [Send]
     sent.pass_time(-60)
     assert sent.plan() == []
@@ -127,43 +148,28 @@ def test_a_command_is_sent_by_one_gateway_once(sent: Sent) -> None:
     assert (sent.row.state, sent.row.gateway_id) == ("sent", GATEWAY)
 
 
-def test_a_gateway_without_the_box_sends_nothing(sent: Sent) -> None:
-    assert plan_deliveries(linked={}, gateway_id=GATEWAY) == []
-    assert plan_deliveries(linked={uuid.uuid4(): LONG_AGO}, gateway_id=GATEWAY) == []
-    assert sent.row.state == "waiting"
-
-
-@pytest.mark.parametrize("gateway", [GATEWAY, OTHER], ids=["the same gateway", "another gateway"])
-def test_a_box_that_says_nothing_for_five_seconds_is_asked(sent: Sent, gateway: uuid.UUID) -> None:
+@pytest.mark.parametrize(
+    ("gateway", "silent_s", "linked_s_ago", "is_asked"),
+    [(GATEWAY, 6.0, 3600.0, True), (OTHER, 6.0, 3600.0, True), (GATEWAY, 0.2, 0.1, True), (OTHER, 0.2, 0.1, False)],
+    ids=["silent", "silent, another gateway", "back on its gateway", "new on another, which cannot have heard yet"],
+)
+def test_a_node_that_may_have_missed_it_is_asked_once(
+    sent: Sent, gateway: uuid.UUID, silent_s: float, linked_s_ago: float, is_asked: bool
+) -> None:
     sent.plan()
-    sent.pass_time(6)
-    assert sent.plan(gateway=gateway) == [Ask(sent.node.pk, sent.command.op_id, 1)]
+    sent.pass_time(silent_s)
+    asked = [Ask(sent.node.pk, sent.command.op_id, 1)] if is_asked else []
+    assert sent.plan(gateway=gateway, linked_s_ago=linked_s_ago) == asked
     assert sent.plan(gateway=gateway) == [], "and then given time to answer"
 
 
-def test_a_box_that_came_back_to_its_gateway_is_asked_at_once(sent: Sent) -> None:
-    sent.plan()
-    sent.pass_time(0.2)
-    assert sent.plan(linked_s_ago=0.1) == [Ask(sent.node.pk, sent.command.op_id, 1)]
-
-
-def test_a_box_that_is_new_on_another_gateway_is_not_asked_before_it_can_have_heard(sent: Sent) -> None:
-    sent.plan()
-    sent.pass_time(0.2)
-    assert sent.plan(gateway=OTHER, linked_s_ago=0.1) == []
-
-
-def test_nothing_is_sent_while_everything_is_frozen(team: Team, sent: Sent) -> None:
+def test_while_everything_is_frozen_nothing_is_sent_and_what_was_sent_is_asked_about(team: Team, sent: Sent) -> None:
     services.freeze(user=team[1].user, reason="stop")
     assert sent.plan() == []
     Freeze.objects.update(lifted_at=timezone.now())
     assert [type(each) for each in sent.plan()] == [Send]
-
-
-def test_a_box_is_asked_about_what_it_has_while_everything_is_frozen(team: Team, sent: Sent) -> None:
-    sent.plan()
-    sent.pass_time(6)
     services.freeze(user=team[1].user, reason="stop")
+    sent.pass_time(6)
     assert [type(each) for each in sent.plan()] == [Ask]
 
 
@@ -173,8 +179,7 @@ def test_a_token_that_ran_out_before_the_box_came_is_replaced(sent: Sent) -> Non
     assert sent.plan() == []
     assert (sent.run.state, sent.row.token) == (RunState.QUEUED.value, "")
     assert sent.plan() == [], "nothing is sent without a token"
-    make_due(sent.operation)
-    services.run_due()
+    sent.dispatch_again()
     (delivery,) = sent.plan()
     assert isinstance(delivery, Send)
     assert delivery.token != old
@@ -182,15 +187,9 @@ def test_a_token_that_ran_out_before_the_box_came_is_replaced(sent: Sent) -> Non
 
 def test_putting_a_command_again_is_harmless_and_an_ended_one_stays_ended(sent: Sent) -> None:
     again = Command(
-        run_id=sent.run.pk,
-        node_id=sent.node.pk,
-        op_id=sent.command.op_id,
-        use=1,
-        operation="model-load",
-        body={"modelId": "m"},
-        token="new",
-        token_expires_at=timezone.now() + timedelta(minutes=5),
-    )
+        run_id=sent.run.pk, node_id=sent.node.pk, op_id=sent.command.op_id, use=1, operation="model-load",
+        body={"modelId": "m"}, token="new", token_expires_at=timezone.now() + timedelta(minutes=5),
+    )  # fmt: skip
     sent.plan()
     assert put_command(again)
     assert (sent.row.state, sent.row.token, NodeCommand.objects.count()) == ("waiting", "new", 1)
@@ -209,53 +208,46 @@ def test_parking_a_command_leaves_the_token_that_it_has_got_meanwhile(sent: Sent
     assert (sent.row.token, sent.row.state) == ("", "waiting")
 
 
-# What boxes say
+# What nodes say
 
 
-def test_progress_is_passed_on(sent: Sent) -> None:
+@pytest.mark.parametrize(("state", "end"), [("succeeded", RunState.SUCCEEDED), ("failed", RunState.FAILED)])
+def test_progress_is_passed_on_and_one_end_is_kept_with_its_receipt_and_the_key_that_signed_it(
+    sent: Sent, state: Any, end: RunState
+) -> None:
     sent.plan()
     assert sent.say("running", stage="loading", fraction=0.25, eta_s=9.0)
     run = sent.run
     assert (run.state, run.stage, run.fraction, run.eta_s) == (RunState.EXECUTING.value, "loading", 0.25, 9.0)
     assert sent.row.state == "running"
-
-
-@pytest.mark.parametrize(("state", "end"), [("succeeded", RunState.SUCCEEDED), ("failed", RunState.FAILED)])
-def test_an_end_is_kept_with_its_receipt_and_the_key_that_signed_it(sent: Sent, state: Any, end: RunState) -> None:
-    sent.plan()
-    status = sent.rig.end(sent.command.op_id, state, code="" if state == "succeeded" else "engine_failed", result={"mb": 7})
-    assert sent.hear(status)
-    run = sent.run
-    assert (run.state, run.result, run.receipt) == (end.value, {"mb": 7}, status.receipt)
-    assert run.receipt_key == sent.node.box_key
-    assert run.code == status.code
-    assert (sent.row.state, sent.row.token) == ("ended", "")
-
-
-def test_the_same_end_twice_is_one_end(sent: Sent) -> None:
-    status = sent.rig.end(sent.command.op_id, "succeeded")
+    code = "" if state == "succeeded" else "engine_failed"
+    status = sent.rig.end(sent.command.op_id, state, code=code, result={"mb": 7})
     assert sent.hear(status)
     assert not sent.hear(status)
-    assert len(audited("operation.run.succeeded")) == 2, "that of the policy, and this one"
-
-
-def test_progress_that_comes_after_the_end_changes_nothing(sent: Sent) -> None:
-    sent.hear(sent.rig.end(sent.command.op_id, "succeeded"))
     assert not sent.say("running", fraction=0.1)
     assert not sent.say("unknown")
-    assert sent.run.state == RunState.SUCCEEDED.value
+    run = sent.run
+    assert (run.state, run.result, run.receipt, run.code) == (end.value, {"mb": 7}, status.receipt, code)
+    assert run.receipt_key == sent.node.box_key
+    assert (sent.row.state, sent.row.token) == ("ended", "")
+    assert len([event for event in audited(f"operation.run.{state}") if event.op_id == sent.command.op_id]) == 1
 
 
 @pytest.mark.parametrize(
-    "fault", ["missing", "garbage", "another box", "another operation", "another outcome", "another result", "another use"]
-)
-def test_an_end_without_a_proper_receipt_is_recorded_as_such(sent: Sent, fault: str) -> None:
+    "fault",
+    [
+        "missing", "garbage", "another box", "another operation", "another statement", "another outcome", "another result",
+        "another use",
+    ],
+)  # fmt: skip
+def test_an_end_without_a_proper_receipt_is_recorded_as_such_and_is_no_evidence(sent: Sent, fault: str) -> None:
     status = OpStatus(op_id=sent.command.op_id, use=1, state="succeeded", result={"a": 1})
     receipts: dict[str, Callable[[], str]] = {
         "missing": lambda: "",
         "garbage": lambda: "AAAA",
         "another box": lambda: Identity().receipt(status),
         "another operation": lambda: sent.rig.receipt(status, op_id="op_other"),
+        "another statement": lambda: sent.rig.receipt(status, statement_digest="ab" * 32),
         "another outcome": lambda: sent.rig.receipt(status, outcome="failed"),
         "another result": lambda: sent.rig.receipt(status, result_digest="0" * 64),
         "another use": lambda: sent.rig.receipt(status, use=2),
@@ -265,14 +257,34 @@ def test_an_end_without_a_proper_receipt_is_recorded_as_such(sent: Sent, fault: 
     run = sent.run
     assert (run.state, run.code, run.receipt) == (RunState.SUCCEEDED.value, "receipt_invalid", "")
     (event,) = audited("operation.receipt_invalid")
-    assert event.op_id == sent.command.op_id
-    assert event.target == sent.rig.runner_id
+    assert (event.op_id, event.target) == (sent.command.op_id, sent.rig.runner_id)
+    assert evidence_of(sent)["receipts"] == []
 
 
-def test_a_box_below_l2_needs_no_receipt(sent: Sent) -> None:
+def evidence_of(sent: Sent) -> dict[str, object]:
+    return services.read_evidence(sent.operation.printed_id)
+
+
+def test_a_forged_receipt_that_is_sent_again_and_again_is_recorded_a_few_times(sent: Sent) -> None:
+    for _ in range(limits().governance.audit_events_per_hour + 5):
+        sent.say("succeeded", receipt="AAAA", result={"n": secrets.token_hex(4)})
+    assert len(audited("operation.receipt_invalid")) == limits().governance.audit_events_per_hour
+
+
+def test_receipts_that_are_kept_convince_the_stand_alone_verifier(sent: Sent) -> None:
+    sent.hear(sent.rig.end(sent.command.op_id, "succeeded"))
+    statement = read_statement(bytes(sent.operation.statement))
+    (receipt,) = verify_receipts(evidence_of(sent), statement)
+    assert receipt["runnerId"] == sent.rig.runner_id
+
+
+def test_of_a_node_below_l2_no_receipt_is_needed_and_none_is_kept_that_names_no_statement(sent: Sent) -> None:
     Node.objects.update(op_level="L1")
-    sent.say("succeeded", result={"a": 1})
-    assert (sent.run.state, sent.run.code) == (RunState.SUCCEEDED.value, "")
+    status = OpStatus(op_id=sent.command.op_id, use=1, state="succeeded")
+    status.receipt = sent.rig.receipt(status, statement_digest="")
+    sent.hear(status)
+    assert (sent.run.state, sent.run.code, sent.run.receipt) == (RunState.SUCCEEDED.value, "", "")
+    assert verify_receipts(evidence_of(sent), read_statement(bytes(sent.operation.statement))) == []
 
 
 def test_a_refusal_fails_the_run_with_its_code(sent: Sent) -> None:
@@ -280,25 +292,17 @@ def test_a_refusal_fails_the_run_with_its_code(sent: Sent) -> None:
     assert (sent.run.state, sent.run.code, sent.run.message) == (RunState.FAILED.value, "op_token_refused", "no")
 
 
-def test_a_box_that_is_busy_gets_it_again_with_a_new_token(sent: Sent) -> None:
+@pytest.mark.parametrize("says", [{"state": "refused", "code": "unavailable"}, {"state": "unknown"}], ids=["busy", "unheard"])
+def test_a_node_that_is_busy_or_never_heard_of_it_gets_it_again_with_a_new_token(sent: Sent, says: dict[str, str]) -> None:
     old = sent.row.token
-    sent.plan()
-    sent.say("refused", code="unavailable")
-    assert (sent.run.state, sent.row.state, sent.row.token) == (RunState.QUEUED.value, "waiting", "")
-    make_due(sent.operation)
-    services.run_due()
-    assert sent.row.token not in {"", old}
-    assert sent.run.attempt == 2
-
-
-def test_a_box_that_never_heard_of_it_gets_it_again(sent: Sent) -> None:
     sent.plan()
     sent.pass_time(6)
     assert isinstance(sent.plan()[0], Ask)
-    sent.say("unknown")
-    assert sent.run.state == RunState.QUEUED.value
-    make_due(sent.operation)
-    services.run_due()
+    sent.say(**says)
+    assert (*sent.states, sent.row.token) == (RunState.QUEUED.value, "waiting", "")
+    sent.dispatch_again()
+    assert sent.row.token not in {"", old}
+    assert sent.run.attempt == 2
     assert isinstance(sent.plan()[0], Send)
 
 
@@ -306,10 +310,10 @@ def test_an_answer_that_is_older_than_what_was_sent_is_not_believed(sent: Sent) 
     sent.plan()
     sent.pass_time(-60)
     sent.say("unknown")
-    assert (sent.run.state, sent.row.state) == (RunState.DISPATCHED.value, "sent")
+    assert sent.states == (RunState.DISPATCHED.value, "sent")
 
 
-def test_a_box_that_was_cut_off_is_resolved_by_what_it_has_loaded_now(sent: Sent) -> None:
+def test_a_node_that_was_cut_off_is_resolved_by_what_it_has_loaded_now(sent: Sent) -> None:
     sent.plan()
     sent.say("running", stage="loading")
     sent.hear(sent.rig.end(sent.command.op_id, "interrupted"))
@@ -320,36 +324,79 @@ def test_a_box_that_was_cut_off_is_resolved_by_what_it_has_loaded_now(sent: Sent
     assert sent.row.state == "ended"
 
 
-def test_a_box_that_forgot_what_it_had_begun_is_not_given_it_again(sent: Sent) -> None:
+def test_a_node_that_forgot_what_it_had_begun_is_not_given_it_again(sent: Sent) -> None:
     sent.plan()
     sent.say("running")
     sent.say("unknown")
     assert sent.run.state == RunState.RESOLVED.value
 
 
-def test_another_box_cannot_speak_for_this_one(sent: Sent) -> None:
-    other = Identity("other")
-    status = sent.rig.end(sent.command.op_id, "succeeded")
-    assert not sent.hear(status, node=make_box(other))
-    assert sent.run.state == RunState.DISPATCHED.value
+def test_another_node_and_a_word_that_means_nothing_change_nothing(sent: Sent) -> None:
+    assert not sent.hear(sent.rig.end(sent.command.op_id, "succeeded"), node=make_box(Identity("other")))
+    assert not any(sent.say(state) for state in ("", "approved"))
+    assert sent.states == (RunState.DISPATCHED.value, "waiting")
 
 
-@pytest.mark.parametrize("state", ["", "approved"])
-def test_a_word_that_means_nothing_changes_nothing(sent: Sent, state: str) -> None:
-    assert not sent.say(state)
-    assert sent.row.state == "waiting"
-
-
-def test_a_batch_goes_to_one_box_after_the_other_and_stops_at_a_failure(team: Team) -> None:
+def test_a_batch_goes_to_one_node_after_the_other_and_stops_at_a_failure(team: Team) -> None:
     first, second = Identity("one"), Identity("two")
     make_box(first)
     make_box(second)
     operation = approve_load(team, first.runner_id, second.runner_id)
     services.run_due()
-    command = NodeCommand.objects.get()
+    (command,) = NodeCommand.objects.filter(pk__in=operation.runs.values("pk"))
     assert command.node.name == "one"
     store_status(node_id=command.node_id, status=first.end(command.op_id, "failed"))
     services.run_due()
     states = list(OperationRun.objects.filter(operation=operation).order_by("position").values_list("state", flat=True))
     assert states == [RunState.FAILED.value, RunState.SKIPPED.value]
-    assert NodeCommand.objects.count() == 1
+    assert NodeCommand.objects.filter(pk__in=operation.runs.values("pk")).count() == 1
+
+
+# Where tokens and keys are
+
+
+def read_redis() -> bytes:
+    with redis.Redis.from_url(settings.REDIS_URL) as store:
+        return b"".join(cast("bytes", store.dump(key) or b"") for key in store.scan_iter())
+
+
+def test_a_token_is_in_its_command_alone_and_gone_after_the_end(team: Team, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        sent = Sent(team)
+        token, secret = sent.command.token, sent.rig.secret
+        mac = token[-60:]
+        assert len(token) > 1000
+        assert find_tables(token) == {"nodes_nodecommand"}
+        assert find_tables(secret.hex()) == {"nodes_nodeopkey"}
+        planned = sent.plan()
+        boss = Client()
+        boss.force_login(User.objects.create_superuser("boss"))
+        pages = [
+            f"/admin/nodes/node/{sent.node.pk}/change/", "/admin/nodes/node/", "/admin/governance/auditevent/",
+            f"/approvals/{sent.operation.pk}/", f"/approvals/{sent.operation.pk}/evidence", "/admin/",
+        ]  # fmt: skip
+        answers = [boss.get(page) for page in pages]
+        assert [answer.status_code for answer in answers] == [200] * len(pages)
+        shown = "".join(answer.content.decode() for answer in answers)
+        sent.hear(sent.rig.end(sent.command.op_id, "succeeded"))
+    assert sent.row.token == ""
+    assert find_tables(token, mac) == set()
+    for secret_text in (token, mac, secret.hex()):
+        assert secret_text not in shown + caplog.text
+        assert secret_text.encode() not in read_redis()
+    order = RunOrder(
+        run_id=sent.run.pk, op_id="op", use=1, operation="model-load", target="t", params={}, token="a-token-to-look-for",
+        token_expires_at=0, requested_by="ana", approved_by=(),
+    )  # fmt: skip
+    assert token not in repr(planned)
+    assert "a-token-to-look-for" not in repr(order)
+
+
+def test_every_task_takes_nothing_but_ids() -> None:
+    """Arguments of tasks lie in Valkey in clear, and Celery copies them into headers of messages."""
+    app = import_string(settings.TASK_APP)
+    app.loader.import_default_modules()
+    ours = {name: task for name, task in app.tasks.items() if not name.startswith("celery.")}
+    assert len(ours) > 8
+    assert {name for task in ours.values() for name in inspect.signature(task.run).parameters} == {"run_id"}
+    assert not {name for name, entry in settings.CELERY_BEAT_SCHEDULE.items() if entry.get("args") or entry.get("kwargs")}

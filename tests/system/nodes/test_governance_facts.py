@@ -1,7 +1,8 @@
-"""How a box decides about operations, as it says itself: what is stored, what is refused, and what is an alarm."""
+"""How a node decides about operations, as it says itself: what is stored, what is refused, and what is an alarm."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from nodes.errors import BadRequest
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
 from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, audited, make_node, make_provider
 from wire.auditlog import Checkpoint, LogKey
 from wire.bridge import BoxGovernance, GovernanceReport
@@ -51,7 +53,7 @@ def live_keys(node: Node) -> dict[str, bytes]:
     return {key.kid: bytes(key.secret) for key in NodeOpKey.objects.filter(node=node, retired_at=None)}
 
 
-def test_what_a_box_says_of_itself_is_stored() -> None:
+def test_what_a_node_says_of_itself_is_stored_once() -> None:
     rig = Identity()
     node = make_box(rig, policy_version=3, policy_sha256="a" * 64, witness_size=9)
     assert (node.op_level, node.runner_id, node.box_key) == ("L2", rig.runner_id, encode_bytes(rig.public_key))
@@ -59,15 +61,9 @@ def test_what_a_box_says_of_itself_is_stored() -> None:
     assert node.clock_skew_ms is not None
     assert abs(node.clock_skew_ms) < 10_000
     assert live_keys(node) == {"k1": rig.secret}
-
-
-def test_saying_it_again_changes_and_records_nothing_more() -> None:
-    rig = Identity()
-    node = make_box(rig)
-    before = len(audited("node.op_key_new"))
-    tell(node, rig.tell())
-    assert len(audited("node.op_key_new")) == before == 1
-    assert not audited("node.key_changed")
+    tell(node, rig.tell(policy_version=3, policy_sha256="a" * 64, witness_size=9))
+    assert len(audited("node.op_key_new")) == 1, "saying it again records nothing more"
+    assert not audited("node.key_changed") + audited("node.went_back")
 
 
 def test_a_runner_id_that_is_not_made_from_the_key_is_refused() -> None:
@@ -160,11 +156,7 @@ def test_a_clock_that_is_off_is_an_alarm_once() -> None:
     tell(node, rig.tell())
     tell(node, rig.tell(clock_ms=now_ms() + limits().nodes.clock_skew_warning_ms + 60_000))
     assert len(audited("node.clock_skew")) == 2
-
-
-def test_a_clock_that_is_impossible_fits_its_column() -> None:
-    rig = Identity()
-    assert make_box(rig, clock_ms=2**47).clock_skew_ms == -(2**31 - 1)
+    assert tell(node, rig.tell(clock_ms=2**47)).clock_skew_ms == -(2**31 - 1), "what is impossible fits its column"
 
 
 # Witnesses
@@ -305,3 +297,43 @@ def test_two_boxes_cannot_be_given_one_runner_id() -> None:
         set_op_key(
             node_id=direct_node().pk, kid="k", secret="0123456789abcdef", level="L1", runner_id=rig.runner_id, actor=ACTOR
         )
+
+
+# Nodes that lie or flood
+
+
+def test_a_node_that_changes_what_it_says_all_the_time_fills_neither_the_log_nor_the_keys_nor_keeps_another_out() -> None:
+    set_limits(governance={"audit_events_per_hour": 6}, nodes={"retired_op_keys": 8})
+    rig = Identity()
+    node, quiet = make_box(rig), make_box(Identity("quiet"))
+    for turn in range(10):
+        keys = {f"k{turn}.{n}": encode_bytes(secrets.token_bytes(32)) for n in range(4)}
+        tell(node, Identity().tell(op_keys=keys, clock_ms=now_ms() + (10**7 if turn % 2 else 0)))
+        tell(node, rig.tell(level=""))
+    for action in ("node.op_key_new", "node.key_changed", "node.clock_skew", "node.governance_refused"):
+        assert 1 <= len([event for event in audited(action) if event.actor == "node:rig"]) <= 6, action
+    assert NodeOpKey.objects.filter(node=node).count() <= limits().nodes.retired_op_keys + 8
+    tell(quiet, Identity("quiet").tell())
+    assert [event.actor for event in audited("node.key_changed")].count("node:quiet") == 1
+
+
+def test_a_node_below_l2_does_not_take_the_name_that_certifies_another_key() -> None:
+    victim, thief = Identity(), Identity("thief")
+    said = thief.tell(level="L1", runner_id=victim.runner_id)
+    node = tell(make_node("thief"), said)
+    assert (node.op_level, node.runner_id) == ("", "")
+    assert "certifies another key" in node.policy_error
+    assert tell(make_node("rig"), victim.tell()).op_level == "L2"
+    assert tell(make_node("third"), thief.tell(level="L1", runner_id="any#name")).op_level == "L1"
+
+
+def test_a_node_that_falls_to_a_lower_level_or_forgets_is_recorded() -> None:
+    rig = Identity()
+    node = make_box(rig, policy_version=4, witness_size=90)
+    tell(node, rig.tell(policy_version=3, witness_size=20))
+    tell(node, rig.tell(level="L1", policy_version=3, witness_size=20))
+    details = [event.detail for event in audited("node.went_back")]
+    assert details == [
+        {"name": "rig", "level": "L2", "policy_version": 3, "witness_size": 20, "was": "L2 4 90"},
+        {"name": "rig", "level": "L1", "policy_version": 3, "witness_size": 20, "was": "L2 3 20"},
+    ]

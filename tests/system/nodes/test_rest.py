@@ -30,7 +30,7 @@ from nodes.services import (
 )
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence
-from tests.system.nodes.test_op_token_secrecy import find_tables
+from tests.fakes.rows import find_tables
 from tests.unit.closed_port import closed_port
 from wire.contract import NodeMode
 from wire.credentials import CredentialKind, mint_credential

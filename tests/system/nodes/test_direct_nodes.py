@@ -1,0 +1,484 @@
+"""Nodes that are called over HTTP: what a probe makes of their answers, and how an approved operation is handed to them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.utils import timezone
+from pytest_django import DjangoDbBlocker, Settings
+from starlette.responses import PlainTextResponse
+
+from core.limits import limits
+from gateway.services import allow_model
+from governance import services
+from governance.models import Operation, OperationRun
+from governance.states import RunState
+from nodes.commands.direct import _hand_over, call_direct_box, find_unattended
+from nodes.models import Node, NodeCommand, NodeCredential, NodePresence, Reach
+from nodes.serializers import NodeSerializer
+from nodes.services import (
+    Heartbeat,
+    Registration,
+    describe_box,
+    judge_status,
+    probe_direct_nodes,
+    record_heartbeat,
+    register_direct_node,
+    set_api_key,
+    set_op_key,
+)
+from nodes.services.clock import clock_of, with_clock
+from nodes.services.direct_calls import TASK_NAME
+from nodes.services.health import explain_unreachable
+from nodes.services.overview import read_fleet, read_served_models
+from nodes.services.sessions import load_node_rows
+from nodes.tasks import call_box, ring_direct_boxes
+from tests.fakes.direct_node import DirectNode, run_direct_node
+from tests.fakes.governed_nodes import approve_load, only_run
+from tests.fakes.limits import set_limits
+from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
+from tests.fakes.rows import shared_rows
+from tests.system.governance.team import Team, make_due, make_governed
+from tests.unit.nodes.test_reports import CAPABILITIES
+from wire.contract import NodeStatus
+from wire.optoken import Level, Verifier, read_token
+from wire.optoken import Operation as Verb
+
+pytestmark = pytest.mark.django_db
+
+TOLD, MODELS = "/v1/capabilities", "/v1/models"
+EXAMPLE = CAPABILITIES.encode()
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[DirectNode]:
+    with run_direct_node() as node:
+        yield node
+
+
+@pytest.fixture
+def far(listening: DirectNode, settings: Settings) -> DirectNode:
+    """A node on loopback that answers at once, on a machine that may stand still for a moment."""
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = True
+    set_limits(nodes={"probe_s": 30.0})
+    listening.forget()
+    listening.answers[MODELS] = (200, {})
+    return listening
+
+
+def make_direct(url: str) -> Node:
+    node = make_node(reach=Reach.DIRECT, public_base_url=url)
+    NodePresence.objects.create(node=node)
+    return node
+
+
+def register(far: DirectNode, **changes: Any) -> tuple[NodeCredential, Registration]:
+    """What the node registers with, for a model that is allowed."""
+    allow_model(name="m", actor=ACTOR)
+    return make_credential()[0], Registration(node_name="agent", current_model="m", public_base_url=far.url, **changes)
+
+
+def let_probe_be_due() -> None:
+    NodePresence.objects.update(probed_at=timezone.now() - timedelta(seconds=limits().nodes.probe_silent_s + 1))
+
+
+# Probes
+
+
+def test_a_node_that_answers_is_reachable_and_asked_below_its_base_path_by_its_name(far: DirectNode) -> None:
+    make_direct(f"{far.url}/engine")
+    assert probe_direct_nodes() == 0
+    presence = NodePresence.objects.get()
+    assert (presence.probe_error, presence.probed_at is not None) == ("", True)
+    assert far.paths() == ["GET /engine/v1/capabilities", "GET /engine/v1/models"]
+    assert set(far.hosts) == {f"127.0.0.1:{far.port}"}
+
+
+def test_a_node_that_cannot_be_called_is_told_why(far: DirectNode, settings: Settings) -> None:
+    with socket.socket() as placeholder:  # bound, so that nobody else listens there meanwhile
+        placeholder.bind(("127.0.0.1", 0))
+        make_direct(f"http://127.0.0.1:{placeholder.getsockname()[1]}")
+        assert probe_direct_nodes() == 1
+    assert "ConnectError" in NodePresence.objects.get().probe_error
+    Node.objects.update(public_base_url=far.url)
+    let_probe_be_due()
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = False
+    assert probe_direct_nodes() == 1
+    assert NodePresence.objects.get().probe_error
+    assert far.seen == [], "an address that is not allowed any more is not called"
+
+
+def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_until_a_call_succeeds(far: DirectNode) -> None:
+    far.answers[MODELS] = (503, {})
+    credential, about = register(far)
+    registered = register_direct_node(credential=credential, registration=about)
+    assert registered.unreachable == "answers with 503"
+    heartbeat = Heartbeat(node_id=registered.node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
+    beaten = record_heartbeat(credential=credential, heartbeat=heartbeat)
+    assert (beaten.effective_status, beaten.unreachable) == (NodeStatus.OFFLINE, "answers with 503")
+    (row,) = load_node_rows()
+    assert row.unreachable == "answers with 503"
+    assert read_fleet().served_models == frozenset()
+    far.answers[MODELS] = (404, {})  # it has no such path, and it is there
+    let_probe_be_due()
+    assert probe_direct_nodes() == 0
+    assert record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
+    assert read_served_models() == read_fleet().served_models == frozenset({"m"})
+
+
+def test_a_node_that_heartbeats_without_url_and_socket_is_offline() -> None:
+    node = make_node()
+    presence = NodePresence.objects.create(node=node, reported_status="available", last_heartbeat_at=timezone.now())
+    assert judge_status(node, presence, now=timezone.now()) is NodeStatus.OFFLINE
+    assert "registered no public_base_url" in explain_unreachable(node, presence)
+
+
+@pytest.mark.parametrize(
+    ("error", "tells", "age_s", "calls"),
+    [
+        ("", False, 10.0, 0), ("", False, 31.0, 1), ("refused", False, 2.0, 0), ("refused", False, 5.0, 1),
+        ("", True, 3.0, 0), ("", True, 5.0, 1), ("refused", True, 5.0, 1),
+    ],
+)  # fmt: skip
+def test_a_node_that_does_not_answer_or_tells_its_capabilities_is_called_again_sooner(
+    far: DirectNode, error: str, tells: bool, age_s: float, calls: int
+) -> None:
+    far.answers[TOLD] = (200, EXAMPLE)
+    make_direct(far.url)
+    before = timezone.now() - timedelta(seconds=age_s)
+    NodePresence.objects.update(probed_at=before, probe_error=error, capabilities_at=before if tells else None)
+    probe_direct_nodes()
+    assert len(far.seen) == calls
+
+
+def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_dialled_in_node_does(far: DirectNode) -> None:
+    far.answers[TOLD] = (200, EXAMPLE)
+    make_direct(far.url)
+    Node.objects.update(gpu_name="NVIDIA H100", model_names=["registered"])
+    assert probe_direct_nodes() == 0
+    node = with_clock(Node.objects.select_related("provider", "presence")).get()
+    said = NodeSerializer(node).data
+    assert (said["status"], said["reachable"], said["models"]) == ("available", True, ["meta-llama/Llama-3.1-70B-Instruct"])
+    assert [(one["model"], one["state"]) for one in said["replicas"]] == [
+        ("meta-llama/Llama-3.1-70B-Instruct", "loaded"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "loading"),
+    ]
+    assert said["available_models"] == ["meta-llama/Llama-3.1-8B-Instruct", "deepseek-ai/deepseek-r1-distill-llama-70b"]
+    assert (said["queue_depth"], said["avg_wait_ms"], said["vram_free_mb"]) == (3, 150, 23920)
+    (row,) = load_node_rows()
+    assert row.contexts == {"meta-llama/Llama-3.1-70B-Instruct": 32768}
+    view = describe_box(node, now=clock_of(node))
+    assert view.memory is not None
+    assert (view.memory.total_mb, view.memory.used_mb, view.gpus[0].name) == (81920, 58000, "NVIDIA H100")
+    assert (view.changing[0].percent, view.changing[0].eta_s) == (45, 180.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ((503, b"starting"), "answers with 503"),
+        ((200, b"[" + b" " * (1024 * 1024)), "ReadError: GET /v1/capabilities answers with more than 1048576 bytes"),
+        ((200, b"<html>"), ""),
+        ((200, b'{"models": {"loaded": [{"id": 7}]}}'), ""),
+        ((302, "/elsewhere"), ""),
+        ((404, b""), ""),
+        ((500, b""), ""),
+    ],
+)
+def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reachable(
+    far: DirectNode, answer: tuple[int, Any], error: str
+) -> None:
+    far.answers[TOLD] = (200, EXAMPLE)
+    make_direct(far.url)
+    probe_direct_nodes()
+    changed = {"presence__probed_at", "presence__probe_error"}
+    fields = [f"presence__{field.attname}" for field in NodePresence._meta.concrete_fields]
+    kept = [name for name in ("model_names", "model_endpoints", *fields) if name not in changed]
+    before = Node.objects.values(*kept).get()
+    let_probe_be_due()
+    far.answers[TOLD] = answer
+    assert probe_direct_nodes() == bool(error)
+    assert Node.objects.values(*kept).get() == before
+    assert NodePresence.objects.get().probe_error == error
+
+
+@pytest.mark.parametrize(
+    ("health", "beats", "status", "last_error"),
+    [
+        ("healthy", None, "available", ""),
+        ("unhealthy", None, "error", "the node says that its health is unhealthy"),
+        ("healthy", NodeStatus.DRAINING, "draining", ""),
+        ("unhealthy", NodeStatus.BUSY, "busy", ""),
+    ],
+)
+def test_a_node_that_never_sent_a_heartbeat_lives_by_its_capabilities_and_any_other_by_its_heartbeats(
+    far: DirectNode, health: str, beats: NodeStatus | None, status: str, last_error: str
+) -> None:
+    far.answers[TOLD] = (200, EXAMPLE.replace(b'"healthy"', b'"%s"' % health.encode()))
+    credential, about = register(far)
+    registered = register_direct_node(credential=credential, registration=about)
+    assert registered.status is (NodeStatus.AVAILABLE if health == "healthy" else NodeStatus.ERROR)
+    if beats is not None:
+        heartbeat = Heartbeat(node_id=registered.node.pk, status=beats, is_accepting_jobs=beats is not NodeStatus.DRAINING)
+        record_heartbeat(credential=credential, heartbeat=heartbeat)
+    let_probe_be_due()
+    heard_at = NodePresence.objects.get().last_heartbeat_at
+    assert probe_direct_nodes() == 0
+    presence = NodePresence.objects.get()
+    assert (presence.reported_status, presence.last_error) == (status, last_error)
+    assert (presence.last_heartbeat_at == heard_at) is (beats is not None)
+
+
+def test_a_node_that_holds_a_socket_is_not_overwritten_by_what_its_url_says(far: DirectNode) -> None:
+    far.answers[TOLD] = (200, EXAMPLE)
+    make_direct(far.url)
+    NodePresence.objects.update(connected=True)
+    probe_direct_nodes()
+    assert NodePresence.objects.get().replicas == []
+
+
+# API keys
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "path", "kept"),
+    [
+        ("k1", None, "", "k1"),
+        ("k1", "k2", "", "k2"),
+        ("k1", "", "", ""),
+        ("k1", None, "/elsewhere", ""),
+        ("k1", "k1", "/elsewhere", "k1"),
+        (None, "k2", "", "k2"),
+    ],
+)
+def test_a_key_is_kept_until_another_is_given_or_the_node_has_another_url(
+    far: DirectNode, first: str | None, second: str | None, path: str, kept: str
+) -> None:
+    credential, about = register(far, api_key=first)
+    register_direct_node(credential=credential, registration=about)
+    before = Node.objects.values("sealed_api_key", "updated_at").get()
+    register_direct_node(credential=credential, registration=about)
+    assert Node.objects.values("sealed_api_key", "updated_at").get() == before, "the same key again is no change"
+    far.bearers.clear()
+    moved = replace(about, public_base_url=far.url + path, api_key=second)
+    register_direct_node(credential=credential, registration=moved)
+    assert set(far.bearers) == {f"Bearer {kept}" if kept else ""}
+    assert Node.objects.get().read_api_key() == kept
+    (row,) = load_node_rows()
+    assert (row.api_key, "k1" in repr(row), "k1" in repr(about)) == (kept, False, False)
+
+
+def test_a_key_that_the_node_does_not_accept_or_that_cannot_be_decrypted_is_said(far: DirectNode, settings: Settings) -> None:
+    far.api_key, far.answers[TOLD] = "right", (200, EXAMPLE)
+    node = make_direct(far.url)
+    assert probe_direct_nodes() == 0  # without a key any answer says that somebody is there
+    set_api_key(node_id=node.pk, api_key="wrong", actor=ACTOR)
+    assert probe_direct_nodes() == 1
+    assert "does not accept the API key" in NodePresence.objects.get().probe_error
+    set_api_key(node_id=node.pk, api_key="right", actor=ACTOR)
+    assert probe_direct_nodes() == 0
+    assert NodePresence.objects.get().queue_depth == 3
+    NodePresence.objects.update(probed_at=None)
+    settings.SECRET_KEY = "another"
+    far.seen.clear()
+    assert probe_direct_nodes() == 1
+    assert "MUSTER_SECRET_KEY" in NodePresence.objects.get().probe_error
+    assert (far.seen, load_node_rows()[0].api_key) == ([], "")
+
+
+def test_a_key_does_not_follow_a_redirect(far: DirectNode) -> None:
+    far.answers |= {TOLD: (307, "/elsewhere"), MODELS: (307, "/elsewhere")}
+    node = make_direct(far.url)
+    set_api_key(node_id=node.pk, api_key="k1", actor=ACTOR)
+    probe_direct_nodes()
+    assert far.paths() == [f"GET {TOLD}", f"GET {MODELS}"]
+
+
+# Operations
+
+SECRET = "a key of the tests, 32 bytes long"
+LOAD, TASK = "/v1/models/load", "/v1/models/load/load-1"
+BEGUN = (202, {"taskId": "load-1", "status": "loading", "stage": "waiting", "progress": 0.0})
+
+
+class Called:
+    """One approved operation for a node called over HTTP."""
+
+    def __init__(self, team: Team, url: str, *, level: str = "L0", **asked: Any) -> None:
+        self.node: Node = make_node("far", reach=Reach.DIRECT, public_base_url=url)
+        make_presence(self.node, age_s=-3600.0)
+        set_op_key(node_id=self.node.pk, kid="k1", secret=SECRET, level=level, actor=ACTOR)
+        self.operation: Operation = approve_load(team, self.node.printed_id, **asked)
+        services.run_due()
+
+    @property
+    def run(self) -> OperationRun:
+        """The run, as it is now."""
+        return only_run(self.operation)
+
+    @property
+    def row(self) -> NodeCommand:
+        """The command, as it is now."""
+        return NodeCommand.objects.get(pk=self.run.pk)
+
+    def call(self) -> bool:
+        """Take it one step further."""
+        return call_direct_box(self.run.pk)
+
+
+@pytest.fixture(scope="module")
+def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
+    with shared_rows(django_db_blocker, make_governed) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def sent(team: Team, listening: DirectNode, django_db_blocker: DjangoDbBlocker) -> Iterator[Called]:
+    """A load at level L0 that is to be handed over."""
+    with shared_rows(django_db_blocker, lambda: Called(team, listening.url)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("level", "kind"), [("L0", Level.L0), ("L1", Level.L1)])
+def test_a_load_is_handed_over_polled_and_ended(team: Team, far: DirectNode, level: str, kind: Level) -> None:
+    called = Called(team, far.url, level=level)
+    set_api_key(node_id=called.node.pk, api_key="a-key-of-the-node", actor=ACTOR)
+    far.answers[LOAD] = BEGUN
+    assert called.call()
+    (_, _, body) = far.seen[0]
+    key = SECRET.encode()
+    target = Node.objects.get(pk=called.node.pk).runner_id
+    verified = Verifier(level=kind, min_signers=2, runner_id=target, keys={"": key, "k1": key}).verify(
+        read_token(body["verifiedOpToken"]),
+        operation=Verb.MODEL_LOAD,
+        model_id="m",
+        params={name: value for name, value in body.items() if name != "verifiedOpToken"},
+        now=timezone.now().timestamp(),
+    )
+    assert (verified.level, set(verified.signers)) == (kind, {"ben", "cleo"})
+    far.answers[TASK] = (200, {"taskId": "load-1", "status": "loading", "stage": "weights", "progress": 0.5, "eta": 3})
+    assert called.call()
+    assert (called.run.state, called.run.stage, called.run.fraction) == (RunState.EXECUTING.value, "weights", 0.5)
+    far.answers[TASK] = (200, {"taskId": "load-1", "status": "completed", "gpuMemoryUsedMB": 32})
+    assert not called.call()
+    assert (called.run.state, called.run.result["gpuMemoryUsedMB"]) == (RunState.SUCCEEDED.value, 32)
+    assert (called.row.state, called.row.token) == ("ended", "")
+    assert not called.call(), "an ended command is called no more"
+    assert far.paths() == [f"POST {LOAD}", f"GET {TASK}", f"GET {TASK}"]
+    assert far.bearers == ["Bearer a-key-of-the-node"] * 3
+
+
+def test_an_unload_that_is_answered_at_once_has_ended(team: Team, far: DirectNode) -> None:
+    called = Called(team, far.url, operation="model-unload")
+    far.answers["/v1/models/unload"] = (200, {"modelId": "m", "gpuMemoryFreedMB": 9})
+    assert not called.call()
+    assert (called.run.state, called.run.result["gpuMemoryFreedMB"]) == (RunState.SUCCEEDED.value, 9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "code"),
+    [
+        ((403, {"error": {"code": "op_token_refused", "message": "no"}}), RunState.FAILED, "op_token_refused"),
+        ((500, {}), RunState.FAILED, "http_500"),
+        ((302, "http://127.0.0.1:1/elsewhere"), RunState.FAILED, "http_302"),
+        ((200, PlainTextResponse("fine")), RunState.RESOLVED, "interrupted"),
+        ((200, PlainTextResponse("x" * 300_000)), RunState.RESOLVED, "interrupted"),
+        ((202, {"taskId": "../../admin"}), RunState.RESOLVED, "interrupted"),
+        ((503, {"error": {"code": "unavailable"}}), RunState.QUEUED, ""),
+    ],
+    ids=["refused", "an error without words", "a redirect", "no JSON", "too long", "a task that is a path", "unavailable"],
+)
+def test_other_answers_end_it_or_send_it_again(
+    sent: Called, far: DirectNode, answer: tuple[int, Any], state: RunState, code: str
+) -> None:
+    far.answers[LOAD] = answer
+    far.answers[TOLD] = (200, {"models": {"loaded": [{"id": "seen"}, {"id": 7}, "x"]}})
+    assert not sent.call()
+    run = sent.run
+    assert (run.state, run.code) == (state.value, code)
+    assert set(far.paths()) <= {f"POST {LOAD}", f"GET {TOLD}"}
+    if state is RunState.RESOLVED:
+        assert run.result["loadedNow"] == ["seen"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ((200, {"status": "failed", "error": "no memory", "code": "insufficient_memory"}), RunState.FAILED),
+        ((200, {"status": "interrupted"}), RunState.RESOLVED),
+        ((404, {"error": {"code": "unknown_task"}}), RunState.RESOLVED),
+        ((500, {}), RunState.EXECUTING),
+        ((200, PlainTextResponse("?")), RunState.EXECUTING),
+    ],
+    ids=["failed", "interrupted", "forgotten", "an error", "no JSON"],
+)
+def test_a_poll_ends_a_load_or_is_tried_again(sent: Called, far: DirectNode, answer: tuple[int, Any], state: RunState) -> None:
+    far.answers |= {LOAD: BEGUN, TASK: answer}
+    assert sent.call()
+    assert sent.call() is (state is RunState.EXECUTING)
+    assert sent.run.state == state.value
+
+
+def test_what_the_call_over_http_would_do_without_a_token_is_not_called(sent: Called, far: DirectNode) -> None:
+    NodeCommand.objects.update(operation="settings-reload")
+    assert not sent.call()
+    assert (sent.run.state, sent.run.code) == (RunState.FAILED, "unknown_operation")
+    assert "connect the node by its own session" in sent.run.message
+    assert not far.seen
+
+
+def test_a_node_that_cannot_be_reached_gets_it_again(sent: Called, far: DirectNode) -> None:
+    with socket.socket() as placeholder:
+        placeholder.bind(("127.0.0.1", 0))
+        Node.objects.update(public_base_url=f"http://127.0.0.1:{placeholder.getsockname()[1]}")
+        assert not sent.call()
+    assert sent.run.state == RunState.QUEUED.value
+    Node.objects.update(public_base_url=far.url)
+    make_due(sent.operation)
+    services.run_due()
+    far.answers[LOAD] = (200, {"taskId": None, "status": "completed"})
+    assert not sent.call()
+    assert (sent.run.state, sent.run.attempt) == (RunState.SUCCEEDED.value, 2)
+
+
+def test_an_address_that_is_not_allowed_is_not_called(sent: Called, far: DirectNode, settings: Settings) -> None:
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = False
+    assert not sent.call()
+    assert sent.run.state == RunState.QUEUED.value
+    assert far.seen == []
+
+
+def test_two_workers_hand_it_over_once(sent: Called, far: DirectNode) -> None:
+    stale = NodeCommand.objects.select_related("node").get(pk=sent.run.pk)
+    far.answers[LOAD] = BEGUN
+    assert sent.call()
+    assert not _hand_over(stale)
+    assert far.paths() == [f"POST {LOAD}"]
+
+
+def test_a_worker_that_died_with_the_call_leaves_an_outcome_that_nobody_knows(sent: Called, far: DirectNode) -> None:
+    NodeCommand.objects.update(state="sent", sent_at=timezone.now())
+    assert not sent.call()
+    assert sent.run.state == RunState.RESOLVED.value
+    assert f"POST {LOAD}" not in far.paths()
+
+
+def test_a_command_without_a_worker_is_found_by_the_sweep(sent: Called) -> None:
+    NodeCommand.objects.update(updated_at=timezone.now() + timedelta(minutes=1))  # however slow the machine is: just now
+    assert find_unattended() == []
+    NodeCommand.objects.update(updated_at=timezone.now() - timedelta(seconds=6))
+    assert find_unattended() == [sent.run.pk]
+    NodeCommand.objects.update(state="running", task_id="load-1")
+    assert find_unattended() == [], "a call may take that long"
+    NodeCommand.objects.update(updated_at=timezone.now() - timedelta(seconds=21))
+    assert find_unattended() == [sent.run.pk]
+
+
+def test_the_tasks_have_the_names_that_ring_them() -> None:
+    assert call_box.name == TASK_NAME
+    assert ring_direct_boxes.name == "nodes.tasks.ring_direct_boxes"
