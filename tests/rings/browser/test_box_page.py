@@ -14,9 +14,9 @@ from playwright.sync_api import Page, expect
 
 from nodes.models import Node
 from tests.fakes.control_process import ServerProcess
+from tests.fakes.scripted_box import ScriptedBox
 from tests.fakes.waiting import wait_until
 from tests.rings.browser.conftest import Visit, in_database
-from tests.rings.contract.scripted_box import ScriptedBox
 from tests.system.nodes.factories import make_credential
 from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 

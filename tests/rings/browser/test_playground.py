@@ -14,8 +14,8 @@ from playwright.sync_api import Page, Route, expect
 
 from gateway.services import allow_model, create_tenant
 from tests.fakes.control_process import ServerProcess
+from tests.fakes.scripted_box import ScriptedBox, Stream
 from tests.rings.browser.conftest import Visit, find_violations, in_database
-from tests.rings.contract.scripted_box import ScriptedBox, Stream
 from tests.system.gateway_admin.factories import ACTOR
 from tests.system.nodes.factories import make_credential
 

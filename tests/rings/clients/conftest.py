@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from tests.rings.contract.lab import ACTOR, Lab, unique
-from tests.rings.contract.stack import Stack, run_stack
+from tests.fakes.lab import ACTOR, Lab, unique
+from tests.fakes.stack import Stack, run_stack
 
 collect_ignore_glob = [] if os.environ.get("MUSTER_TEST_CLIENTS") else ["test_*.py"]
 

@@ -18,8 +18,7 @@ import pytest
 import pytest_asyncio
 
 from conformance.engine import speech
-from tests.rings.contract.engine_box import MESSAGES, RESPONSES, engine_box
-from tests.rings.contract.lab import CHAT, Lab
+from tests.fakes.lab import CHAT, MESSAGES, RESPONSES, Lab, engine_box
 
 pytestmark = pytest.mark.asyncio
 

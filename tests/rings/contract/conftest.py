@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from tests.fakes.control_process import free_port
-from tests.rings.contract.lab import ACTOR, Lab, unique
-from tests.rings.contract.stack import Gateway, Stack, run_stack
+from tests.fakes.lab import ACTOR, Lab, unique
+from tests.fakes.stack import Gateway, Stack, run_stack
 
 STACK_SETTINGS = {
     "MUSTER_DIRECT_ALLOW_LOOPBACK": "1",

@@ -13,9 +13,8 @@ import pytest_asyncio
 from anthropic.types import ImageBlockParam, MessageParam, ToolParam, ToolResultBlockParam
 
 from conformance.engine import speech
+from tests.fakes.lab import MESSAGES, Lab, engine_box, unique
 from tests.fakes.waiting import eventually
-from tests.rings.contract.engine_box import MESSAGES, engine_box
-from tests.rings.contract.lab import Lab, unique
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,10 +16,10 @@ import pytest
 
 from tests.fakes.control_process import ServerProcess, free_port, serve
 from tests.fakes.documented_nginx import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, run_documented_nginx
+from tests.fakes.lab import CHAT, Lab, bearer, chat_body, unique
+from tests.fakes.scripted_worker import ScriptedWorker, delta_text
+from tests.fakes.stack import Gateway, Stack
 from tests.fakes.waiting import eventually
-from tests.rings.contract.lab import CHAT, Lab, bearer, chat_body, unique
-from tests.rings.contract.scripted_worker import ScriptedWorker, delta_text
-from tests.rings.contract.stack import Gateway, Stack
 
 SETTINGS = {
     "MUSTER_TRUSTED_PROXIES": "127.0.0.1",

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.http_client import assert_failure, call
+from tests.fakes.lab import CHAT, IMPATIENT, Lab, bearer, chat_body, unique
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import call
-from tests.rings.contract.expect import assert_failure
-from tests.rings.contract.lab import CHAT, IMPATIENT, Lab, bearer, chat_body, unique
 from wire.bridge import MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 
 pytestmark = pytest.mark.asyncio

@@ -13,14 +13,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from tests.rings.contract.client import call
-from tests.rings.contract.lab import Lab
-from tests.rings.contract.stack import Gateway, Stack
-from tests.rings.fuzz.bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED
-from tests.rings.fuzz.broken_http import KINDS as BROKEN
+from tests.fakes.broken_http import KINDS as BROKEN
+from tests.fakes.engine_streams import FLOODS
+from tests.fakes.http_client import call
+from tests.fakes.lab import Lab
+from tests.fakes.stack import Gateway, Stack
+from tests.rings.fuzz.bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
 from tests.rings.fuzz.document import Attack
-from tests.rings.fuzz.engine_streams import FLOODS
-from tests.rings.fuzz.malformed import list_kinds
 from tests.rings.fuzz.rounds import MOST_CPU_MS, SETTINGS, Fuzzer, fuzz
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]  # what is bounded is CPU: a busy machine may take its time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.rings.contract.lab import Lab
+from tests.fakes.lab import Lab
 from wire import frames
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.fakes.http_client import Reply, call
+from tests.fakes.lab import CHAT, Lab, bearer, chat_body
+from tests.fakes.stack import Gateway, Stack
 from tests.fakes.waiting import DEADLINE_S
-from tests.rings.contract.client import Reply, call
-from tests.rings.contract.lab import CHAT, Lab, bearer, chat_body
-from tests.rings.contract.stack import Gateway, Stack
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 ANTHROPIC = {"anthropic-version": "2023-06-01"}

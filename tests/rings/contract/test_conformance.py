@@ -27,9 +27,9 @@ from conformance.running import run_rows
 from conformance.table import Surface, list_rows
 from conformance.target import Target
 from conformance.verdicts import Finding, Verdict
+from tests.fakes.lab import ACTOR, unique
+from tests.fakes.stack import ROOT, Gateway, Stack, answers
 from tests.fakes.waiting import wait_until
-from tests.rings.contract.lab import ACTOR, unique
-from tests.rings.contract.stack import ROOT, Gateway, Stack, answers
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -11,11 +11,11 @@ from typing import Any  # bodies are JSON
 import psycopg
 import pytest
 
+from tests.fakes.http_client import Exchange, Reply, call
+from tests.fakes.lab import CHAT, Lab, bearer, unique
+from tests.fakes.scripted_box import ScriptedBox, Stream
+from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import Exchange, Reply, call
-from tests.rings.contract.lab import CHAT, Lab, bearer, unique
-from tests.rings.contract.scripted_box import ScriptedBox, Stream
-from tests.rings.contract.stack import Gateway
 
 pytestmark = pytest.mark.asyncio
 

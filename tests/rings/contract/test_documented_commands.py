@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.stack import ROOT, Stack, answers
 from tests.fakes.waiting import wait_until
-from tests.rings.contract.stack import ROOT, Stack, answers
 
 pytestmark = pytest.mark.timeout(600)
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

@@ -7,11 +7,10 @@ from typing import Any  # bodies are JSON
 
 import pytest
 
+from tests.fakes import http_client
+from tests.fakes.http_client import Reply, assert_failure, call, send_raw
+from tests.fakes.lab import CHAT, IMPATIENT, PROBE_TOKENS, Lab, bearer, chat_body, heard_in_time, unique
 from tests.fakes.waiting import eventually
-from tests.rings.contract import expect
-from tests.rings.contract.client import Reply, call, send_raw
-from tests.rings.contract.expect import assert_failure
-from tests.rings.contract.lab import CHAT, IMPATIENT, PROBE_TOKENS, Lab, bearer, chat_body, heard_in_time, unique
 from wire import frames
 from wire.credentials import CredentialKind, mint_credential
 
@@ -178,7 +177,7 @@ async def test_malformed_http_is_refused_and_the_gateway_goes_on(lab: Lab, data:
 
 async def test_no_node_for_a_known_model_is_503_no_available_node_after_the_wait(hasty_lab: Lab) -> None:
     lab = hasty_lab
-    assert_failure(await lab.ask(await lab.model()), 503, "NO_AVAILABLE_NODE", expect.NO_WORKERS_TEXT)
+    assert_failure(await lab.ask(await lab.model()), 503, "NO_AVAILABLE_NODE", http_client.NO_WORKERS_TEXT)
 
 
 @pytest.mark.parametrize("action", ["cordon_node", "drain_node"])
@@ -243,5 +242,5 @@ async def test_a_stream_that_runs_too_long_ends_with_one_error_event(hasty_lab: 
     reply = lab.ask(model, stream=True)
     job = await worker.job()
     await worker.chunk(job, 'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
-    expect.assert_stream_failure(await reply, "REQUEST_TIMEOUT")
+    http_client.assert_stream_failure(await reply, "REQUEST_TIMEOUT")
     assert (await worker.cancelled(job))["reason"] == "timeout"

@@ -9,10 +9,10 @@ import pytest
 from aiohttp import web
 
 from tests.fakes.engines.scripted_server import run_engine
+from tests.fakes.http_client import call
+from tests.fakes.lab import CHAT, Lab
 from tests.fakes.runners.process import run_box
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import call
-from tests.rings.contract.lab import CHAT, Lab
 
 pytestmark = pytest.mark.asyncio
 

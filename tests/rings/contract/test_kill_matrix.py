@@ -27,13 +27,12 @@ import psycopg
 import pytest
 import pytest_asyncio
 
+from tests.fakes.http_client import Exchange, Reply, assert_failure
+from tests.fakes.lab import OPEN_STATES, Lab, chat_body
+from tests.fakes.scripted_worker import ScriptedWorker, delta_text
+from tests.fakes.stack import ROOT, Stack, run_stack
 from tests.fakes.standing_still import standing_still
 from tests.fakes.waiting import eventually, wait_until
-from tests.rings.contract.client import Exchange, Reply
-from tests.rings.contract.expect import assert_failure
-from tests.rings.contract.lab import OPEN_STATES, Lab, chat_body
-from tests.rings.contract.scripted_worker import ScriptedWorker, delta_text
-from tests.rings.contract.stack import ROOT, Stack, run_stack
 from wire.ids import format_id
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]

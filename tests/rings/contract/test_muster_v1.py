@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.http_client import assert_failure, assert_stream_failure
+from tests.fakes.lab import IMPATIENT, Lab, unique
 from tests.fakes.waiting import eventually
-from tests.rings.contract.expect import assert_failure, assert_stream_failure
-from tests.rings.contract.lab import IMPATIENT, Lab, unique
 from wire import bridge, frames
 
 pytestmark = pytest.mark.asyncio

@@ -13,12 +13,11 @@ from typing import Any  # REST bodies are JSON
 import pytest
 import pytest_asyncio
 
+from tests.fakes.http_client import Reply, assert_failure, assert_stream_failure, call
+from tests.fakes.lab import IMPATIENT, Lab, chat_body, unique
+from tests.fakes.scripted_backend import ScriptedBackend, serve_backend
+from tests.fakes.scripted_worker import ScriptedWorker
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import Reply, call
-from tests.rings.contract.expect import assert_failure, assert_stream_failure
-from tests.rings.contract.lab import IMPATIENT, Lab, chat_body, unique
-from tests.rings.contract.scripted_backend import ScriptedBackend, serve_backend
-from tests.rings.contract.scripted_worker import ScriptedWorker
 from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.asyncio

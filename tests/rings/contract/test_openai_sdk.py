@@ -14,11 +14,10 @@ from openai.types.chat import ChatCompletionContentPartImageParam, ChatCompletio
 from openai.types.responses import FunctionToolParam
 
 from conformance.engine import speech
+from tests.fakes.lab import RESPONSES, Lab, engine_box, unique
+from tests.fakes.scripted_box import Stream
+from tests.fakes.scripted_worker import ScriptedWorker, delta_text
 from tests.fakes.waiting import eventually
-from tests.rings.contract.engine_box import RESPONSES, engine_box
-from tests.rings.contract.lab import Lab, unique
-from tests.rings.contract.scripted_box import Stream
-from tests.rings.contract.scripted_worker import ScriptedWorker, delta_text
 from wire.bridge import ReplicaInfo
 
 pytestmark = pytest.mark.asyncio

@@ -6,8 +6,8 @@ import asyncio
 import time
 from urllib.parse import urlsplit, urlunsplit
 
-from tests.rings.contract.lab import Lab, unique
-from tests.rings.contract.scripted_box import ScriptedBox
+from tests.fakes.lab import Lab, unique
+from tests.fakes.scripted_box import ScriptedBox
 
 LET_GO_S = 15.0
 SLACK_S = 15.0

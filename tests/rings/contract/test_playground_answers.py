@@ -12,8 +12,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.rings.contract.lab import Lab
-from tests.rings.contract.stack import Stack
+from tests.fakes.lab import Lab
+from tests.fakes.stack import Stack
 
 pytestmark = pytest.mark.asyncio
 SEND, FACTS = "/admin/playground/send", "/admin/playground/facts"

@@ -21,9 +21,9 @@ import openai
 import pytest
 
 from runner.config import TINY_MODEL_PATH
+from tests.fakes.lab import Lab, unique
 from tests.fakes.models.make import speech_wav, whisper_dir
 from tests.fakes.waiting import eventually
-from tests.rings.contract.lab import Lab, unique
 from wire.optoken import Operation
 from wire.optoken.signing import Grant, sign_l0
 

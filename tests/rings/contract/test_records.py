@@ -15,8 +15,8 @@ import pytest
 import redis
 from psycopg import sql
 
-from tests.rings.contract.client import call
-from tests.rings.contract.lab import CHAT, Lab, chat_body, unique
+from tests.fakes.http_client import call
+from tests.fakes.lab import CHAT, Lab, chat_body, unique
 
 pytestmark = pytest.mark.asyncio
 

@@ -10,11 +10,10 @@ import time
 import httpx
 import pytest
 
+from tests.fakes.http_client import assert_stream_failure, iterate, send_raw
+from tests.fakes.lab import Lab, chat_body
+from tests.fakes.scripted_worker import Job, ScriptedWorker, delta_text
 from tests.fakes.waiting import DEADLINE_S, eventually
-from tests.rings.contract.client import iterate, send_raw
-from tests.rings.contract.expect import assert_stream_failure
-from tests.rings.contract.lab import Lab, chat_body
-from tests.rings.contract.scripted_worker import Job, ScriptedWorker, delta_text
 
 pytestmark = pytest.mark.asyncio
 

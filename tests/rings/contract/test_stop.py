@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
+from tests.fakes.http_client import assert_failure, assert_stream_failure
+from tests.fakes.lab import Lab, unique
+from tests.fakes.scripted_worker import delta_text
+from tests.fakes.stack import Gateway, Stack, answers
 from tests.fakes.waiting import eventually
-from tests.rings.contract.expect import assert_failure, assert_stream_failure
-from tests.rings.contract.lab import Lab, unique
-from tests.rings.contract.scripted_worker import delta_text
-from tests.rings.contract.stack import Gateway, Stack, answers
 
 pytestmark = pytest.mark.asyncio
 

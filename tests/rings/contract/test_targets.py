@@ -10,12 +10,11 @@ import time
 import psycopg
 import pytest
 
+from tests.fakes.http_client import Reply, assert_failure
+from tests.fakes.lab import Lab, bearer, chat_body, unique
+from tests.fakes.scripted_worker import delta_text
+from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import Reply
-from tests.rings.contract.expect import assert_failure
-from tests.rings.contract.lab import Lab, bearer, chat_body, unique
-from tests.rings.contract.scripted_worker import delta_text
-from tests.rings.contract.stack import Gateway
 from wire.bridge import ReplicaInfo
 
 pytestmark = pytest.mark.asyncio

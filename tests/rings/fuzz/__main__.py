@@ -19,16 +19,15 @@ from pathlib import Path
 
 import redis
 
+from tests.fakes.broken_http import KINDS as BROKEN
+from tests.fakes.engine_streams import FLOODS
+from tests.fakes.http_client import call
+from tests.fakes.lab import ACTOR, Lab, unique
+from tests.fakes.queue_noise import QUEUES, send_noise
+from tests.fakes.stack import Stack
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import call
-from tests.rings.contract.lab import ACTOR, Lab, unique
-from tests.rings.contract.stack import Stack
-from tests.rings.fuzz.bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED
-from tests.rings.fuzz.broken_http import KINDS as BROKEN
+from tests.rings.fuzz.bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
 from tests.rings.fuzz.document import Attack
-from tests.rings.fuzz.engine_streams import FLOODS
-from tests.rings.fuzz.malformed import list_kinds
-from tests.rings.fuzz.messages import QUEUES, send_noise
 from tests.rings.fuzz.rounds import SETTINGS, Fuzzer, fuzz
 
 _BODIES, _ANSWERS, _EXAMPLES, _LARGE_BYTES = 200, 100, 4, 100 * 2**20

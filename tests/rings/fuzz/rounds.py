@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any  # errors are JSON
 
+import psutil
+
+from conformance.engine import media
+from conformance.engine.chat import render_chat, render_completion, stream_chat, stream_completion
+from conformance.engine.native import render_message, render_response, stream_message, stream_response
+from conformance.engine.script import Script
+from conformance.engine.server import frame_event
+from conformance.engine.speech import TEXT_PIECES, Speech
 from conformance.events import read_stream
 from conformance.fields import read_json
 from conformance.readers.chat import read_chat
@@ -18,19 +31,210 @@ from conformance.readers.messages import read_messages
 from conformance.readers.messages import require_end as require_end_of_message
 from conformance.readers.responses import LAST_EVENTS, read_responses
 from conformance.verdicts import Violation
+from tests.fakes.broken_http import KINDS as BROKEN
+from tests.fakes.engine_streams import spoil_answer, spoil_body, spoil_stream
+from tests.fakes.http_client import Reply, call
+from tests.fakes.lab import Lab
+from tests.fakes.scripted_box import ScriptedBox, Stream
+from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import Reply, call
-from tests.rings.contract.lab import Lab
-from tests.rings.contract.stack import Gateway
-from tests.rings.fuzz.bodies import CHAT, MESSAGES, NATIVE, RESPONSES, TALKING, TRANSLATED, make_body, make_plain, write
-from tests.rings.fuzz.boxes import STREAM, Answer, good_box, hostile_box
-from tests.rings.fuzz.broken_http import KINDS as BROKEN
-from tests.rings.fuzz.engine_streams import spoil_answer, spoil_stream
-from tests.rings.fuzz.gauge import Gauge
-from tests.rings.fuzz.judging import find_fault, find_fault_of_refusal
-from tests.rings.fuzz.malformed import Make
-from tests.rings.fuzz.mutation import spoil_body
-from tests.rings.fuzz.sockets import UNREAD, Unread, converse, pour, read_status
+from tests.rings.fuzz.bodies import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_MESSAGES,
+    EMBEDDINGS,
+    IMAGES,
+    MESSAGES,
+    NATIVE,
+    RERANK,
+    RESPONSES,
+    TALKING,
+    TRANSLATED,
+    Make,
+    make_body,
+    make_plain,
+    write,
+)
+from tests.rings.fuzz.document import UNREAD, Unread, converse, pour, read_status
+from wire.contract import ErrorCode
+
+
+class Gauge:
+    """One process, by its id."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._schedule = Path(f"/proc/{pid}/task/{pid}/schedstat")
+
+    def read_cpu_s(self) -> float:
+        """Return seconds that its first thread has run, to the microsecond where the kernel tells."""
+        try:
+            return int(self._schedule.read_text().split()[0]) / 1e9
+        except OSError:
+            return next(thread.user_time + thread.system_time for thread in self._process.threads())
+
+    def read_rss_bytes(self) -> int:
+        """Return how much memory it holds."""
+        return int(self._process.memory_info().rss)
+
+
+_OURS = frozenset({400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 502, 503, 504})
+_CODES = frozenset(code.value for code in ErrorCode)
+_MAX_ERROR_BYTES = 4096
+_LEAST_ERROR = 400
+_ANTHROPIC = frozenset({MESSAGES, COUNT_MESSAGES})
+
+
+def find_fault(path: str, reply: Reply, *, of_engine: int = 0) -> str:
+    """Return what is wrong with an answer to anything at all; empty = nothing. The status 0 is a connection that was closed."""
+    if not reply.whole or reply.status == 0:
+        return "the connection was closed without an answer"
+    if reply.status < _LEAST_ERROR:
+        return ""
+    if reply.status not in _OURS and reply.status != of_engine:
+        return f"the status {reply.status} is none of ours"
+    return _find_fault_of_error(path, reply, of_engine)
+
+
+def find_fault_of_refusal(path: str, reply: Reply, *, statuses: tuple[int, ...], param: str | None) -> str:
+    """Return what is wrong with the answer to a malformed request. ``param``: see ``Malformed``."""
+    if reply.status not in statuses:
+        return f"the status is {reply.status}, due is {statuses}: {reply.body[:200]!r}"
+    fault = find_fault(path, reply)
+    if fault:
+        return fault
+    named = json.loads(reply.body)["error"].get("param")
+    return "" if param in {"*", named} else f"param is {named!r}, due is {param!r}"
+
+
+def _find_fault_of_error(path: str, reply: Reply, of_engine: int) -> str:
+    if reply.headers.get("content-type") != "application/json":
+        return f"an error of type {reply.headers.get('content-type')}"
+    if len(reply.body) > _MAX_ERROR_BYTES:
+        return f"an error of {len(reply.body)} bytes"
+    try:
+        body = json.loads(reply.body)
+        error: dict[str, Any] = body["error"]
+        message, kind, code, param = error["message"], error.get("type"), error.get("code"), error.get("param")
+    except (ValueError, KeyError, TypeError) as fault:
+        return f"an error that cannot be read ({fault!r}): {reply.body[:200]!r}"
+    if not (isinstance(message, str) and message) or any(
+        one is not None and not isinstance(one, str) for one in (kind, code, param)
+    ):
+        return f"an error with members of other types: {reply.body[:200]!r}"
+    if of_engine >= _LEAST_ERROR:
+        return ""  # its own words, as far as a client can read them
+    if code not in _CODES:
+        return f"the code {code!r} is none of ours"
+    is_anthropic = body.get("type") == "error" and isinstance(body.get("request_id"), str)
+    if is_anthropic != (path in _ANTHROPIC) and "x-request-id" in reply.headers:
+        return f"an error of the other dialect: {reply.body[:200]!r}"
+    return ""
+
+
+STREAM = "text/event-stream"
+_CONCURRENT, _REMEMBERED = 64, 500
+_FRAME_BYTES = 64 * 1024
+_YIELD_EVERY = 50
+_CREDIT_WITHIN_S, _IDLE_S = 30.0, 3600.0
+_SPEECH, _SCRIPT = Speech(pieces=TEXT_PIECES), Script({})
+_ASKED = {"model": "m", "prompt": "hi", "input": ["hi"], "documents": ["a"], "stream_options": {"include_usage": True}}
+_WHOLE = {CHAT: render_chat, COMPLETIONS: render_completion, MESSAGES: render_message, RESPONSES: render_response}
+_STREAMED = {CHAT: stream_chat, COMPLETIONS: stream_completion, MESSAGES: stream_message, RESPONSES: stream_response}
+_AT_ONCE = {EMBEDDINGS: media.embed, RERANK: media.rank, IMAGES: media.draw}
+
+
+def _may_send(stream: Stream, size: int) -> bool:
+    return stream.window >= size or stream.cancelled is not None
+
+
+def _say(path: str, *, is_streaming: bool) -> tuple[str, bytes]:
+    """Return type and bytes of a good answer; the request is not looked at."""
+    if path in _STREAMED and is_streaming:
+        is_named = path in {MESSAGES, RESPONSES}
+        events = [
+            frame_event(content, _SCRIPT, name=content["type"] if is_named else "")
+            for content in _STREAMED[path](_SPEECH, _SCRIPT, _ASKED)
+        ]
+        return STREAM, b"".join(events) + (b"" if is_named else b"data: [DONE]\n\n")
+    if path in _WHOLE:
+        content = _WHOLE[path](_SPEECH, _SCRIPT, _ASKED)
+    else:
+        content = _AT_ONCE[path](_ASKED) if path in _AT_ONCE else {"text": media.TRANSCRIPT}
+    return "application/json", json.dumps(content).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine answers."""
+
+    content_type: str
+    pieces: Iterable[bytes]
+    status: int = 200
+
+
+@asynccontextmanager
+async def good_box(lab: Lab, gateway: Gateway, model: str, endpoints: Sequence[str]) -> AsyncIterator[ScriptedBox]:
+    """Connect a box that answers ``model`` well on these paths, whatever it is asked."""
+    answers = {(path, streamed): _say(path, is_streaming=streamed) for path in endpoints for streamed in (True, False)}
+
+    async def serve(box: ScriptedBox, stream: Stream) -> None:
+        content_type, body = answers[stream.meta.path, stream.meta.is_streaming]
+        await box.head(stream, content_type=content_type)
+        await box.data(stream, body)
+        await box.end(stream)
+
+    async with _serving(lab, gateway, model, endpoints, serve) as box:
+        yield box
+
+
+@asynccontextmanager
+async def hostile_box(lab: Lab, gateway: Gateway, model: str, choose: Callable[[], Answer]) -> AsyncIterator[ScriptedBox]:
+    """Connect a box that answers chat completions with what ``choose`` returns."""
+
+    async def serve(box: ScriptedBox, stream: Stream) -> None:
+        said = choose()
+        await box.head(stream, status=said.status, content_type=said.content_type)
+        for number, piece in enumerate(said.pieces):
+            if number % _YIELD_EVERY == 0:
+                await asyncio.sleep(0)  # a send that need not wait lets nobody else have a turn, pongs included
+            for start in range(0, len(piece), _FRAME_BYTES):
+                part = piece[start : start + _FRAME_BYTES]
+                await box._wait(partial(_may_send, stream, len(part)), _CREDIT_WITHIN_S, "credit, or a cancel")
+                if stream.cancelled is not None:
+                    return
+                await box.data(stream, part)
+        await box.end(stream)
+
+    async with _serving(lab, gateway, model, [CHAT], serve) as box:
+        yield box
+
+
+@asynccontextmanager
+async def _serving(
+    lab: Lab,
+    gateway: Gateway,
+    model: str,
+    endpoints: Sequence[str],
+    serve: Callable[[ScriptedBox, Stream], Coroutine[None, None, None]],
+) -> AsyncIterator[ScriptedBox]:
+    box = await lab.box(model, endpoints=endpoints, max_concurrent=_CONCURRENT, gateway=gateway)
+
+    async def serve_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(serve(box, await box.stream(within_s=_IDLE_S)))
+                if box._taken > 2 * _REMEMBERED:  # late frames speak of the last few streams at most
+                    del box.streams[:_REMEMBERED]
+                    box._taken -= _REMEMBERED
+
+    serving = asyncio.create_task(serve_all())
+    try:
+        yield box
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
 
 SETTINGS = {"MUSTER_RATE_LIMIT_RPM": "1000000", "MUSTER_OFFLINE_AFTER_S": "3600"}
 """Of a gateway under fire: nothing is refused for its number, and a box that a busy machine keeps from answering stays."""

@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
-from tests.rings.fuzz.broken_http import KINDS
+from tests.fakes.broken_http import KINDS
 from tests.system.gateway_server.doors import error_of
 from wire.limits import WIRE
 

@@ -28,8 +28,8 @@ from nodes.models import Node, NodeCommand, NodePresence
 from tests.fakes.governed_nodes import Identity, approve_load, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import make_credential
+from tests.fakes.scripted_box import ScriptedBox
 from tests.fakes.waiting import eventually
-from tests.rings.contract.scripted_box import ScriptedBox
 from tests.system.gateway_server.serving import run_server
 from tests.system.governance.team import Team, make_due, make_governed
 from wire import bridge

@@ -23,8 +23,7 @@ from gateway.dialects.refusal import read_refusal
 from gateway.dialects.translation import FailingTranslator
 from gateway.errors import GatewayError, StreamTooLarge
 from tests.fakes.chat_engine import MESSAGES, RESPONSES, open_answer, run
-from tests.rings.fuzz.engine_streams import FLOODS, GOOD, VALUES, call, chunk, spoil_stream
-from tests.rings.fuzz.mutation import list_places
+from tests.fakes.engine_streams import FLOODS, GOOD, VALUES, call, chunk, list_places, spoil_stream
 from tests.unit.gateway.test_golden_cases import STREAMS, Player
 
 THE_ENGINES_OWN = ("the pieces of a tool's input are no JSON", "response.usage must be an object and is null")

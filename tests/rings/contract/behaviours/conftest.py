@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.fakes.stack import Gateway, Stack
 from tests.rings.contract.conftest import HASTY_SETTINGS
-from tests.rings.contract.stack import Gateway, Stack
 
 
 @pytest.fixture(scope="package")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.http_client import call
+from tests.fakes.lab import PROBE_TOKENS, Lab, bearer, chat_body, unique
+from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import call
-from tests.rings.contract.lab import PROBE_TOKENS, Lab, bearer, chat_body, unique
-from tests.rings.contract.stack import Gateway
 
 pytestmark = pytest.mark.asyncio
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rings.contract.expect import EXHAUSTED_TEXT, assert_failure
-from tests.rings.contract.lab import Lab, unique
-from tests.rings.contract.scripted_worker import delta_text
+from tests.fakes.http_client import EXHAUSTED_TEXT, assert_failure
+from tests.fakes.lab import Lab, unique
+from tests.fakes.scripted_worker import delta_text
 
 pytestmark = pytest.mark.asyncio
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.http_client import call
+from tests.fakes.lab import Lab, bearer
 from tests.fakes.waiting import eventually
-from tests.rings.contract.client import call
-from tests.rings.contract.lab import Lab, bearer
 
 pytestmark = pytest.mark.asyncio
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.lab import UNHEARD, Lab, heard_in_time, unique
 from tests.fakes.waiting import eventually
-from tests.rings.contract.lab import UNHEARD, Lab, heard_in_time, unique
 
 pytestmark = pytest.mark.asyncio
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from tests.fakes import http_client
+from tests.fakes.http_client import assert_failure
+from tests.fakes.lab import Lab, chat_body, heard_in_time, unique
 from tests.fakes.waiting import eventually
-from tests.rings.contract import expect
-from tests.rings.contract.expect import assert_failure
-from tests.rings.contract.lab import Lab, chat_body, heard_in_time, unique
 
 pytestmark = pytest.mark.asyncio
 
@@ -30,7 +30,7 @@ async def are_told_of_the_timeout(lab: Lab) -> bool:
     if (await running).status != 200 or "NODE_STALE" in {reply.error["code"] for reply in replies}:
         return False
     for reply in replies:
-        assert_failure(reply, 504, "REQUEST_TIMEOUT", expect.TIMED_OUT_TEXT)
+        assert_failure(reply, 504, "REQUEST_TIMEOUT", http_client.TIMED_OUT_TEXT)
     return True
 
 
@@ -42,15 +42,15 @@ async def test_queue_full_http_boundary_returns_capacity_message_without_interna
     for number in range(2):
         lab.ask(model, f"queued {number}")
     await lab.queued(2)
-    assert_failure(await lab.ask(model), 503, "NO_AVAILABLE_NODE", expect.BUSY_TEXT)
-    assert_failure(await lab.ask(model, stream=True), 503, "NO_AVAILABLE_NODE", expect.BUSY_TEXT)
+    assert_failure(await lab.ask(model), 503, "NO_AVAILABLE_NODE", http_client.BUSY_TEXT)
+    assert_failure(await lab.ask(model, stream=True), 503, "NO_AVAILABLE_NODE", http_client.BUSY_TEXT)
 
 
 async def test_no_workers_http_boundary_returns_sanitized_worker_unavailable_text(hasty_lab: Lab) -> None:
     lab = hasty_lab
     model = await lab.model()
     for stream in (False, True):
-        assert_failure(await lab.ask(model, stream=stream), 503, "NO_AVAILABLE_NODE", expect.NO_WORKERS_TEXT)
+        assert_failure(await lab.ask(model, stream=stream), 503, "NO_AVAILABLE_NODE", http_client.NO_WORKERS_TEXT)
     records = await lab.final(model, 2)
     assert [record["error_code"] for record in records] == ["NO_AVAILABLE_NODE"] * 2
 
@@ -70,9 +70,9 @@ async def test_disabled_provider_http_boundary_returns_sanitized_disabled_messag
     assert (await lab.ask_through(worker, model)).status == 200
     lab.operate("nodes.services.disable_provider", name=provider)
     refused = await eventually(lambda: lab.refused_through(worker, model), what="the gateway knows")
-    assert_failure(refused, 503, "NO_AVAILABLE_NODE", expect.DISABLED_TEXT)
+    assert_failure(refused, 503, "NO_AVAILABLE_NODE", http_client.DISABLED_TEXT)
     at_once = await lab.post(chat_body(model), within_s=8)  # less than a request waits for a node
-    assert_failure(at_once, 503, "NO_AVAILABLE_NODE", expect.DISABLED_TEXT)
+    assert_failure(at_once, 503, "NO_AVAILABLE_NODE", http_client.DISABLED_TEXT)
 
 
 async def test_requeue_exhaustion_http_boundary_returns_sanitized_retry_exhausted_text(lab: Lab) -> None:
@@ -84,7 +84,7 @@ async def test_requeue_exhaustion_http_boundary_returns_sanitized_retry_exhauste
         worker = await lab.first_with_job(left)
         worker.die()
         left.remove(worker)
-    assert_failure(await reply, 503, "REQUEST_INTERRUPTED", expect.EXHAUSTED_TEXT)
+    assert_failure(await reply, 503, "REQUEST_INTERRUPTED", http_client.EXHAUSTED_TEXT)
 
 
 async def test_provider_deletion_http_boundary_hides_internal_delete_reason_behind_generic_service_error(
@@ -98,4 +98,4 @@ async def test_provider_deletion_http_boundary_hides_internal_delete_reason_behi
     queued = lab.ask(model, "queued")
     await lab.queued(1)
     lab.operate("nodes.services.delete_provider", name=provider)
-    assert_failure(await queued, 503, "NO_AVAILABLE_NODE", expect.DELETED_TEXT)
+    assert_failure(await queued, 503, "NO_AVAILABLE_NODE", http_client.DELETED_TEXT)

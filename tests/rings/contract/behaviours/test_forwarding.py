@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.rings.contract.client import Reply, call
-from tests.rings.contract.lab import Lab
-from tests.rings.contract.scripted_worker import Job, ScriptedWorker, delta_text
+from tests.fakes.http_client import Reply, call
+from tests.fakes.lab import Lab
+from tests.fakes.scripted_worker import Job, ScriptedWorker, delta_text
 
 pytestmark = pytest.mark.asyncio
 

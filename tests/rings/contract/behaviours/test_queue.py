@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.http_client import BUSY_TEXT, TIMED_OUT_TEXT, assert_failure
+from tests.fakes.lab import Lab, answer_in_turn, heard_in_time
 from tests.fakes.waiting import eventually
-from tests.rings.contract.expect import BUSY_TEXT, TIMED_OUT_TEXT, assert_failure
-from tests.rings.contract.lab import Lab, answer_in_turn, heard_in_time
 
 pytestmark = pytest.mark.asyncio
 

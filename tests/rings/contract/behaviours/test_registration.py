@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 from websockets.exceptions import WebSocketException
 
+from tests.fakes.lab import Lab, unique
+from tests.fakes.scripted_worker import PROTOCOL, ScriptedWorker
 from tests.fakes.waiting import eventually
-from tests.rings.contract.lab import Lab, unique
-from tests.rings.contract.scripted_worker import PROTOCOL, ScriptedWorker
 from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.asyncio

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from tests.rings.contract.expect import OVERSIZED_TEXT, assert_stream_failure
-from tests.rings.contract.lab import Lab, heard_in_time
-from tests.rings.contract.scripted_worker import delta_text
+from tests.fakes.http_client import OVERSIZED_TEXT, assert_stream_failure
+from tests.fakes.lab import Lab, heard_in_time
+from tests.fakes.scripted_worker import delta_text
 
 pytestmark = pytest.mark.asyncio
 

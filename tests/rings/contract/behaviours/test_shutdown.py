@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rings.contract import expect
-from tests.rings.contract.expect import assert_failure
-from tests.rings.contract.lab import Lab, unique
+from tests.fakes import http_client
+from tests.fakes.http_client import assert_failure
+from tests.fakes.lab import Lab, unique
 
 pytestmark = pytest.mark.asyncio
 
@@ -62,6 +62,6 @@ async def test_provider_deletion_drains_queued_requests_with_explicit_errors_and
         await lab.queued(number + 1)
     lab.operate("nodes.services.delete_provider", name=provider)
     for reply in queued:
-        assert_failure(await reply, 503, "NO_AVAILABLE_NODE", expect.DELETED_TEXT)
+        assert_failure(await reply, 503, "NO_AVAILABLE_NODE", http_client.DELETED_TEXT)
     await worker.closed()
     assert len(worker.jobs) == 1

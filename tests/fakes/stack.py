@@ -23,7 +23,7 @@ import psutil
 from tests.fakes.control_process import free_port
 from tests.fakes.waiting import wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 120.0
 STOPPED_WITHIN_S = 60.0
 
@@ -92,13 +92,13 @@ class Gateway:
 
 
 class Backstage:
-    """Calls of service functions in a control plane process (``tests.rings.contract.backstage``)."""
+    """Calls of service functions in a control plane process (``tests.fakes.backstage``)."""
 
     def __init__(self, env: Mapping[str, str], log: Path) -> None:
         self._log = log.open("ab")
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rings.contract.backstage"],
+            [sys.executable, "-m", "tests.fakes.backstage"],
             cwd=ROOT,
             env=dict(env),
             stdin=subprocess.PIPE,

@@ -6,21 +6,25 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any  # bodies and rows are JSON
 
+import aiohttp
 import psycopg
 from psycopg.rows import dict_row
 from websockets.exceptions import ConnectionClosed
 
+from conformance.engine.server import serve_engine
+from tests.fakes.http_client import REPLY_WITHIN_S, Exchange, Reply, call
+from tests.fakes.scripted_box import ScriptedBox, Stream
+from tests.fakes.scripted_worker import Job, ScriptedWorker
+from tests.fakes.stack import Gateway, Stack
 from tests.fakes.waiting import DEADLINE_S, eventually
-from tests.rings.contract.client import REPLY_WITHIN_S, Exchange, Reply, call
-from tests.rings.contract.scripted_box import ScriptedBox
-from tests.rings.contract.scripted_worker import Job, ScriptedWorker
-from tests.rings.contract.stack import Gateway, Stack
 from wire.bridge import ReplicaInfo
+from wire.frames import End
 
 CHAT = "/v1/chat/completions"
 OPEN_STATES = {"queued", "assigned", "running"}
@@ -374,3 +378,42 @@ async def answer_in_turn(worker: ScriptedWorker, texts: Sequence[str]) -> None:
         job = await worker.job()
         assert job.text == text
         await worker.answer(job, f"answer to {text}")
+
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+_CONCURRENT = 8
+_PASSED = ("retry-after", "x-should-retry")
+
+
+@asynccontextmanager
+async def engine_box(lab: Lab, model: str, *, native: Sequence[str] = ()) -> AsyncIterator[ScriptedBox]:
+    """Connect a box that answers ``model`` on chat completions and, byte for byte, on the ``native`` paths."""
+    async with serve_engine(models=[model], native=native) as url, aiohttp.ClientSession() as session:
+        box = await lab.box(model, endpoints=[CHAT, *native], max_concurrent=_CONCURRENT)
+        forwarding = asyncio.create_task(_forward_all(box, url, session))
+        try:
+            yield box
+        finally:
+            forwarding.cancel()
+            await asyncio.gather(forwarding, return_exceptions=True)
+
+
+async def _forward_all(box: ScriptedBox, url: str, session: aiohttp.ClientSession) -> None:
+    async with asyncio.TaskGroup() as group:
+        while True:
+            stream = await box.stream(within_s=60)
+            group.create_task(_forward(box, stream, url, session))
+
+
+async def _forward(box: ScriptedBox, stream: Stream, url: str, session: aiohttp.ClientSession) -> None:
+    headers = {"content-type": stream.meta.headers.get("content-type", "application/json")}
+    try:
+        async with session.post(url + stream.meta.path, data=bytes(stream.body), headers=headers) as answer:
+            passed = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+            await box.head(stream, status=answer.status, content_type=answer.headers["content-type"], headers=passed)
+            async for piece in answer.content.iter_any():
+                await box.data(stream, piece)
+    except aiohttp.ClientError as error:
+        await box.end(stream, End(error="engine_failed", message=type(error).__name__))
+    else:
+        await box.end(stream)

@@ -13,8 +13,8 @@ from urllib.parse import urlencode
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
+from tests.fakes.scripted_worker import dial_options
 from tests.fakes.waiting import DEADLINE_S
-from tests.rings.contract.scripted_worker import dial_options
 from wire import bridge, frames
 
 
