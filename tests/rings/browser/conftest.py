@@ -7,11 +7,12 @@ Playwright keeps an event loop in the thread of the test while it has the browse
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
+from threading import Thread
 from typing import Any, TypeVar
 
 import pytest
@@ -21,7 +22,9 @@ from pytest_django import DjangoDbBlocker
 
 from core.models import User
 from tests.fakes.control_process import ServerProcess, free_port, serve_control, serve_gateway
+from tests.fakes.scripted_box import ScriptedBox
 from tools.browsers import find_chromium
+from wire.bridge import ReplicaInfo
 
 expect.set_options(timeout=30_000)
 
@@ -120,6 +123,35 @@ def browser(chromium: Chromium, control: ServerProcess, transactional_db: None) 
     User.objects.create_superuser("ada", password=PASSWORD)
     with chromium.lend() as lent:
         yield lent
+
+
+class NodeThread:
+    """A scripted node on an event loop of its own: Playwright keeps one in the thread of the test."""
+
+    def __init__(
+        self, gateway: ServerProcess, secret: str, model: str, *, replicas: Sequence[ReplicaInfo] | None = None
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        url = f"ws://127.0.0.1:{gateway.port}/v1/worker/connect"
+        dialled = ScriptedBox.dial(url, secret=secret, name="attic", models=[model], max_concurrent=4, replicas=replicas)
+        self.box = self.run(dialled)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return what a method of the node returned."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    def die(self) -> None:
+        """Vanish as a killed process does."""
+        self._loop.call_soon_threadsafe(self.box.die)
+
+    def close(self) -> None:
+        """Leave, and end the thread."""
+        self.run(self.box.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
 
 
 def press(page: Page, name: str, *, exact: bool = False) -> None:

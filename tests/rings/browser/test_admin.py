@@ -7,9 +7,11 @@ import uuid
 from typing import Any
 
 import pytest
+from django.contrib.sessions.models import Session
 from django.utils import timezone
-from playwright.sync_api import expect
+from playwright.sync_api import WebSocketRoute, expect
 
+from core.models import User
 from gateway.models import ApiKey, RequestRecord
 from gateway.routing import Target
 from gateway.services import allow_model, create_alias, create_tenant
@@ -92,17 +94,6 @@ def test_every_page_is_quiet(visit: Visit) -> None:
     expect(visit.page.get_by_text("Muster control plane").first).to_be_visible()
 
 
-def test_a_wrong_password_is_said_and_opens_nothing(visit: Visit) -> None:
-    visit.awaited.append("403 (Forbidden)")
-    visit.open("/admin/")
-    visit.page.get_by_label("Username").fill("ada")
-    visit.page.get_by_label("Password").fill("wrong")
-    visit.page.get_by_role("button", name="Sign in", exact=True).click()
-
-    expect(visit.page.get_by_text("The name, password or code is not right")).to_be_visible()
-    expect(visit.page.locator("#overview")).to_have_count(0)
-
-
 def test_a_node_is_drained_by_the_answer_and_never_by_looking(visit: Visit) -> None:
     in_database(lambda: make_presence(make_node("attic")))
     visit.sign_in()
@@ -139,20 +130,6 @@ def test_a_new_key_is_shown_once_and_copied(visit: Visit) -> None:
     visit.page.get_by_role("link", name="Done").click()
     expect(visit.page.get_by_text(f"mst_{find_key().keyid}…")).to_be_visible()
     assert text not in visit.page.content()
-
-
-def test_a_key_is_revoked_by_a_button_that_asks(visit: Visit) -> None:
-    in_database(make_key)
-    visit.sign_in()
-    visit.open("/admin/gateway/apikey/")
-    visit.page.get_by_role("link", name="Revoke").click()
-    visit.page.get_by_role("link", name="Back").click()
-    assert find_key().revoked_at is None
-
-    visit.page.get_by_role("link", name="Revoke").click()
-    visit.page.get_by_role("button", name="Revoke").click()
-    expect(visit.page.get_by_text("Revoked the key notebook.")).to_be_visible()
-    assert find_key().revoked_at is not None
 
 
 def test_text_from_boxes_never_runs(visit: Visit) -> None:
@@ -297,3 +274,41 @@ def test_an_ejected_node_and_the_form_of_a_canary_question_are_plain(visit: Visi
     visit.page.get_by_label("Question").fill("What is the capital of France?")
     visit.page.get_by_role("button", name="Set canary question").click()
     expect(visit.page.get_by_text("Nodes are asked for tiny.")).to_be_visible()
+
+
+def test_a_page_says_since_when_nothing_has_come_and_stops_saying_so_when_something_comes(visit: Visit) -> None:
+    is_cut = True
+
+    def pass_on(socket: WebSocketRoute) -> None:
+        socket.connect_to_server().on_message(lambda message: None if is_cut else socket.send(message))
+
+    visit.sign_in()
+    visit.page.route_web_socket(re.compile("/ws/overview"), pass_on)
+    visit.page.clock.install()
+    visit.open("/admin/")
+    note = visit.page.get_by_role("status").filter(has_text="Not live: nothing has come from the control plane since")
+    expect(note).to_have_count(0)
+    visit.page.clock.fast_forward(16_000)
+    expect(note).to_be_visible()
+    assert find_violations(visit.page, ".silent") == []
+    is_cut = False
+    expect(note).to_be_hidden()
+
+
+def test_a_page_whose_reader_was_signed_out_says_so_and_leads_to_the_way_in(visit: Visit) -> None:
+    visit.sign_in()
+    visit.page.evaluate("location.hash = 'content'")  # as a link within the page leaves it
+    in_database(lambda: Session.objects.all().delete())
+    note = visit.page.get_by_role("status").filter(has_text="Not live: you were signed out at")
+    expect(note).to_be_visible()
+    assert find_violations(visit.page, ".silent") == []
+    note.get_by_role("link", name="Sign in again").click()
+    expect(visit.page.get_by_label("Username")).to_be_visible()
+
+
+def test_a_page_whose_reader_may_not_see_it_any_more_says_so(visit: Visit) -> None:
+    visit.sign_in()
+    in_database(lambda: User.objects.update(is_staff=False))
+    note = visit.page.get_by_role("status").filter(has_text="Not live: you may not see this any more, since")
+    expect(note).to_be_visible()
+    expect(note.get_by_role("link", name="Load the page again")).to_be_visible()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Coroutine, Iterator
-from threading import Thread
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, Route, expect
 
 from gateway.services import allow_model, create_tenant
 from tests.fakes.control_process import ServerProcess
-from tests.fakes.scripted_box import ScriptedBox, Stream
-from tests.rings.browser.conftest import Visit, find_violations, in_database
+from tests.fakes.scripted_box import Stream
+from tests.rings.browser.conftest import NodeThread, Visit, find_violations, in_database
 from tests.system.gateway_admin.factories import ACTOR
 from tests.system.nodes.factories import make_credential
 
@@ -28,22 +26,10 @@ TOOL_CALL: tuple[dict[str, Any], ...] = (
     {"function": {"arguments": '{"city":'}},
     {"function": {"arguments": '"Bern"}'}},
 )
-Result = TypeVar("Result")
 
 
-class BoxThread:
-    """A scripted box on an event loop of its own: Playwright keeps one in the thread of the test."""
-
-    def __init__(self, gateway: ServerProcess, secret: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        url = f"ws://127.0.0.1:{gateway.port}/v1/worker/connect"
-        self.box = self.run(ScriptedBox.dial(url, secret=secret, name="attic", models=[MODEL], max_concurrent=4))
-
-    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return what the box's method returned."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+class AnsweringNode(NodeThread):
+    """A node that answers chat completions piece by piece."""
 
     def say(self, stream: Stream, **delta: Any) -> None:
         """Send one chunk of a chat completion."""
@@ -58,13 +44,6 @@ class BoxThread:
             self.run(self.box.data(stream, f"data: {data}\n\n".encode()))
         self.run(self.box.end(stream))
 
-    def close(self) -> None:
-        """Leave, and end the thread."""
-        self.run(self.box.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        self._loop.close()
-
 
 def prepare() -> str:
     create_tenant(name="default", actor=ACTOR)
@@ -74,9 +53,9 @@ def prepare() -> str:
 
 
 @pytest.fixture
-def attic(visit: Visit, gateway: ServerProcess) -> Iterator[BoxThread]:
+def attic(visit: Visit, gateway: ServerProcess) -> Iterator[AnsweringNode]:
     """A box that answers, and an operator on the page, who came by the navigation."""
-    box = BoxThread(gateway, in_database(prepare))
+    box = AnsweringNode(gateway, in_database(prepare), MODEL)
     visit.sign_in()
     visit.page.get_by_role("link", name="Playground").click()
     expect(visit.page.locator("#pg-code")).to_contain_text("curl")
@@ -88,7 +67,7 @@ def fact(page: Page, name: str) -> Any:  # Playwright's locator
     return page.locator(f"[data-fact={name}]")
 
 
-def watch_an_answer(page: Page, attic: BoxThread) -> None:
+def watch_an_answer(page: Page, attic: AnsweringNode) -> None:
     """Ask by the keyboard; see text, reasoning and a tool call come, and the numbers."""
     page.get_by_label("Prompt", exact=True).fill(f"Tell me {HOSTILE}")
     page.keyboard.press("Control+Enter")
@@ -122,7 +101,7 @@ def wait_with_a_reason(page: Page) -> None:
     page.get_by_label("Model or alias").select_option(MODEL)
 
 
-def stop_an_answer(page: Page, attic: BoxThread) -> str:
+def stop_an_answer(page: Page, attic: AnsweringNode) -> str:
     """Stop by the keyboard in the middle; see that the request ended as cancelled. Returns the address of its page."""
     page.get_by_role("button", name="Send").click()
     stream = attic.run(attic.box.stream())
@@ -150,7 +129,7 @@ def take_the_code(page: Page) -> None:
     page.get_by_label("Responses").check()
 
 
-def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: BoxThread) -> None:
+def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: AnsweringNode) -> None:
     page = visit.page
     watch_an_answer(page, attic)
     assert find_violations(page) == []
@@ -172,7 +151,7 @@ def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: BoxTh
     expect(page.get_by_text("cancelled").first).to_be_visible()
 
 
-def test_what_the_record_says_is_shown_also_when_it_is_written_late(visit: Visit, attic: BoxThread) -> None:
+def test_what_the_record_says_is_shown_also_when_it_is_written_late(visit: Visit, attic: AnsweringNode) -> None:
     page, looks = visit.page, 0
 
     def answer(route: Route) -> None:

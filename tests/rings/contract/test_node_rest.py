@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any  # REST bodies are JSON
 
 import pytest
 import pytest_asyncio
 
-from tests.fakes.http_client import Reply, assert_failure, assert_stream_failure, call
-from tests.fakes.lab import IMPATIENT, Lab, chat_body, unique
+from tests.fakes.http_client import Reply, assert_failure, assert_stream_failure
+from tests.fakes.lab import Lab, unique
 from tests.fakes.scripted_backend import ScriptedBackend, serve_backend
-from tests.fakes.scripted_worker import ScriptedWorker
 from tests.fakes.waiting import eventually
-from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.asyncio
 
@@ -115,15 +111,6 @@ async def test_a_registered_box_that_reports_itself_serves_requests(lab: Lab, ba
     assert row["vram_free_mb"] == 73728
 
 
-async def test_an_upstream_error_of_a_direct_box_keeps_status_and_body(lab: Lab, backend: ScriptedBackend) -> None:
-    node = await register(lab, backend.url)
-    await node.heartbeat()
-    backend.status = 422
-    reply = await lab.ask(node.model)
-    assert reply.status == 422
-    assert reply.error["message"] == "the engine's own words"
-
-
 async def test_a_node_whose_url_nobody_listens_on_is_offline_and_gets_no_request(lab: Lab, backend: ScriptedBackend) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # held, but nobody listens
@@ -166,21 +153,6 @@ async def test_a_box_that_stops_reporting_is_excluded_as_node_stale(hasty_lab: L
     served = len(backend.calls)
     await eventually(serving, what="a heartbeat brings it back", pause_s=0.1)
     assert len(backend.calls) > served
-
-
-async def test_a_box_that_reports_an_error_is_node_unhealthy(hasty_lab: Lab, backend: ScriptedBackend) -> None:
-    lab = hasty_lab
-    node = await register(lab, backend.url)
-
-    async def unhealthy() -> Reply | None:
-        await node.heartbeat(status="error", is_accepting_jobs=False, last_local_error="CUDA error 77")
-        reply = await lab.ask(node.model)
-        return reply if reply.status == 503 and reply.error["code"] == "NODE_UNHEALTHY" else None
-
-    refused = await eventually(unhealthy, what="the box is unhealthy")
-    assert_failure(refused, 503, "NODE_UNHEALTHY")
-    assert "CUDA" not in refused.body.decode()
-    assert (await lab.node(node.name))["status"] == "error"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
@@ -231,90 +203,3 @@ async def test_work_that_fits_the_grace_period_finishes_after_spare_off(lab: Lab
         return answered.status == 200
 
     await eventually(finished, what="a request finishes within the grace")
-
-
-async def test_wrong_node_tokens_are_401_invalid_node_token(lab: Lab, backend: ScriptedBackend) -> None:
-    node = await register(lab, backend.url)
-    other = await register(lab, backend.url)
-    ready = lab.stack.ready
-    body = registration(node.name, backend.url, node.model)
-    for token in ("wrong", ready.api_key, ready.admin_token, mint_credential(CredentialKind.WORKER).text):
-        refused = await lab.control("POST", "/nodes/register", token=token, body=body)
-        assert (refused.status, refused.error["code"]) == (401, "INVALID_NODE_TOKEN"), refused
-        assert refused.error["retryable"] is False
-    node.token, own = other.token, node.token
-    foreign = await node.heartbeat()
-    assert (foreign.status, foreign.error["code"]) == (401, "INVALID_NODE_TOKEN")
-    node.token = own
-    assert (await node.heartbeat()).status == 200
-
-
-async def test_registrations_and_heartbeats_that_cannot_be_used_are_refused(lab: Lab, backend: ScriptedBackend) -> None:
-    node = await register(lab, backend.url)
-
-    async def refused(body: Any, path: str = "/nodes/register") -> tuple[int, str]:
-        reply = await lab.control("POST", path, token=node.token, body=body)
-        assert set(reply.error) == {"code", "message", "retryable", "type", "param"}
-        return reply.status, reply.error["code"]
-
-    good = registration(node.name, backend.url, node.model)
-    assert await refused({**good, "current_model": unique("unlisted")}) == (400, "MODEL_NOT_ALLOWED")
-    assert await refused({**good, "public_base_url": "http://169.254.169.254/"}) == (400, "BAD_REQUEST")
-    assert await refused({**good, "public_base_url": "ftp://127.0.0.1/"}) == (400, "BAD_REQUEST")
-    assert await refused({"node_name": node.name}) == (400, "BAD_REQUEST")
-    assert await refused([]) == (400, "BAD_REQUEST")
-    beat = {"node_id": node.node_id, "status": "sleeping"}
-    assert await refused(beat, "/nodes/heartbeat") == (400, "BAD_REQUEST")
-    draining = {"node_id": node.node_id, "status": "draining", "is_accepting_jobs": True}
-    assert await refused(draining, "/nodes/heartbeat") == (400, "BAD_REQUEST")
-    unknown = {"node_id": "node_" + "0" * 32, "status": "available"}
-    assert await refused(unknown, "/nodes/heartbeat") == (404, "BAD_REQUEST")
-    assert await refused({"mode": "spare_off"}, f"/nodes/node_{'0' * 32}/mode") == (404, "BAD_REQUEST")
-
-
-async def test_the_node_list_is_for_administrators_and_the_openapi_schema_is_served(lab: Lab) -> None:
-    for token in (lab.stack.ready.api_key, lab.stack.ready.worker_secret, "wrong"):
-        assert (await lab.control("GET", "/nodes", token=token)).status in {401, 403}
-    schema = await call("GET", lab.stack.ready.control_url + "/api/schema?format=json", headers={"accept": "*/*"})
-    assert schema.status == 200
-    paths = {path.removesuffix("/") for path in json.loads(schema.body)["paths"]}
-    for path in ("/nodes/register", "/nodes/heartbeat", "/nodes/{node_id}/mode", "/nodes", "/requests"):
-        assert path in paths
-
-
-async def test_drain_and_cordon_survive_a_reconnect(lab: Lab) -> None:
-    for action, undo, arguments in (
-        ("cordon_node", "uncordon_node", {}),
-        ("drain_node", "undrain_node", {"reason": "maintenance"}),
-    ):
-        model, name = await lab.model(), unique("back-again")
-        first = await lab.worker(model, name=name)
-        node_id = {"$id": (await lab.node(name))["node_id"]}
-        lab.operate(f"nodes.services.{action}", node_id=node_id, **arguments)
-        if action == "drain_node":
-            assert (await first.closed())[0] == 1000
-        else:
-            await first.close()
-        second = await connect_again(lab, model, name)
-
-        async def draining(model: str = model) -> Reply | None:
-            reply = await lab.post(chat_body(model, x_pool_options=IMPATIENT))
-            return reply if reply.error["code"] == "NODE_DRAINING" else None
-
-        assert_failure(await eventually(draining, what=f"still kept back after {action}"), 503, "NODE_DRAINING")
-        assert not second.jobs
-        lab.operate(f"nodes.services.{undo}", node_id=node_id)
-        await eventually(partial(serves_again, lab, model, name, [second]), what=f"serving after {undo}")
-
-
-async def serves_again(lab: Lab, model: str, name: str, sessions: list[ScriptedWorker]) -> bool:
-    """Return whether the box serves; it dials once more where the gateway has let its last session go."""
-    if sessions[-1].close_code is not None:
-        sessions.append(await connect_again(lab, model, name))
-    return (await lab.ask_through(sessions[-1], model)).status == 200
-
-
-async def connect_again(lab: Lab, model: str, name: str) -> ScriptedWorker:
-    """Come back under the same name once the older session is gone."""
-    await lab.let_go_of(name)
-    return await lab.worker(model, name=name)

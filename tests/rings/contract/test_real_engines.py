@@ -19,10 +19,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from aiohttp import web
 
 from runner.config import TINY_MODEL_PATH
-from tests.fakes.lab import Lab, unique
+from tests.fakes.engines.scripted_server import run_engine
+from tests.fakes.http_client import call
+from tests.fakes.lab import CHAT, Lab, unique
 from tests.fakes.models.make import speech_wav, whisper_dir
+from tests.fakes.runners.process import run_box
 from tests.fakes.waiting import eventually
 from wire.optoken import Operation
 from wire.optoken.signing import Grant, sign_l0
@@ -162,3 +166,42 @@ async def test_a_model_is_offered_as_soon_as_it_is_loaded_and_gone_as_soon_as_it
         assert chat.choices[0].message.content
         await box.operate(Operation.MODEL_UNLOAD, box.later)
         await eventually(is_gone, what="the unloaded model is gone")
+
+
+pytestmark = pytest.mark.asyncio
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+SAID = {"role": "assistant", "content": "Hello"}
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+WHOLE = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "usage": USAGE}
+WHOLE_CHAT = {**WHOLE, "choices": [{"index": 0, "message": SAID, "finish_reason": "stop"}]}
+
+
+async def answer_chat_alone(request: web.Request, _body: bytes) -> web.StreamResponse:
+    """Answer as a server does that speaks chat completions and knows no other path."""
+    if request.path != CHAT:
+        raise web.HTTPNotFound
+    return web.json_response(WHOLE_CHAT)
+
+
+async def test_what_the_owner_did_not_name_and_the_server_does_not_know_is_translated_too(lab: Lab, tmp_path: Path) -> None:
+    model = await lab.model()
+    options = ("--models", model, "--translate", "responses")
+    env = {"MUSTER_TOKEN": lab.secret}
+    async with run_engine() as engine, run_box(tmp_path, lab.gateway.url, "--backend", engine.url, *options, env=env):
+        engine.handler = answer_chat_alone
+        body = json.dumps({"model": model, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}).encode()
+
+        async def is_offered() -> bool:
+            reply = await call("GET", lab.gateway.url + "/v1/models")
+            return any(row["id"] == model for row in reply.json["data"])
+
+        await eventually(is_offered, what="the model is offered", within_s=60)
+        for asked in ([MESSAGES, CHAT], [CHAT]):
+            reply = await lab.post(body, path=MESSAGES)
+            assert (reply.status, reply.json["content"][0]["text"]) == (200, "Hello"), reply.body
+            assert [path for path, _, _ in engine.seen] == asked
+            engine.seen.clear()
+        responses = json.dumps({"model": model, "input": "hi"}).encode()
+        assert (await lab.post(responses, path=RESPONSES)).json["status"] == "completed"
+        assert [path for path, _, _ in engine.seen] == [CHAT]

@@ -16,7 +16,7 @@ import redis
 from psycopg import sql
 
 from tests.fakes.http_client import call
-from tests.fakes.lab import CHAT, Lab, chat_body, unique
+from tests.fakes.lab import CHAT, Lab, unique
 
 pytestmark = pytest.mark.asyncio
 
@@ -169,19 +169,3 @@ def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
             shown = {printed} if path.name == "up.log" else set()
             found += [f"credential in {path.name}" for text in {*credentials} - shown if text.encode() in content]
     assert not found, found
-
-
-async def test_metrics_are_served_and_count_requests(lab: Lab) -> None:
-    model = await lab.model()
-    worker = await lab.worker(model)
-    reply = lab.spawn(lab.post(chat_body(model)))
-    await worker.answer(await worker.job())
-    await reply
-    metrics = await call("GET", lab.gateway.url + "/metrics")
-    assert metrics.status == 200
-    assert metrics.headers["content-type"].startswith("text/plain")
-    assert b'muster_nodes{status="available"}' in metrics.body
-    assert b"muster_node_slots{" in metrics.body
-    passed_on = await call("GET", lab.gateway.url + "/metrics", headers={"x-forwarded-for": "203.0.113.9"})
-    assert passed_on.status == 403
-    assert b"muster_" not in passed_on.body

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from runner.definitions.plan import LoadPlan
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -33,7 +34,7 @@ from runner.engines.port import (
 )
 from runner.engines.vllm import VllmEngine
 from runner.errors import EngineError, ModalityUnsupported
-from tests.fakes.engines.suite import (
+from tests.fakes.models.make import hf_model_dir, lora_dir
     ask,
     assert_gone,
     chat_call,
@@ -46,6 +47,69 @@ from tests.fakes.models.make import lora_dir
 from tests.fakes.runners.process import ROOT
 from tests.fakes.waiting import eventually
 from tests.rings.vllm.serving import ENDLESS, LOAD_LIMIT_S, break_model, call, memory_mb, question, tiny_plan
+
+MIB = 1024 * 1024
+LOAD_LIMIT_S = 300.0
+"""Twenty seconds on an idle machine; several times that on two busy cores."""
+KV_BYTES = 64 * MIB
+QUESTION = "Explain the lambda expression of Python, its syntax, and what people use it for, in a few plain sentences. " * 8
+"""More than two cache blocks of 128 tokens."""
+ENDLESS: dict[str, object] = {"stream": True, "ignore_eos": True, "max_tokens": 1200}
+
+
+def tiny_plan(model: Path | None = None, *, slots: int = 2, options: Mapping[str, object] | None = None) -> LoadPlan:
+    """Return a plan for the tiny model with a small cache."""
+    chosen = {"vllm_kv_cache_memory_bytes": KV_BYTES, **(options or {})}
+    return LoadPlan("tiny", "vllm", model or hf_model_dir(), context_tokens=2048, slots=slots, threads=1, options=chosen)
+
+
+def call(path: str, body: Mapping[str, object]) -> Call:
+    """Return a request."""
+    return Call("POST", path, {"content-type": "application/json"}, json.dumps(body).encode())
+
+
+def question(**fields: object) -> Call:
+    """Return a chat request with a long prompt."""
+    return chat_call("tiny", QUESTION, **fields)
+
+
+def break_model(folder: Path) -> Path:
+    """Return a copy of the model whose weights end half-way."""
+    folder.mkdir()
+    for file in hf_model_dir().iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    return folder
+
+
+def memory_mb(pids: tuple[int, ...]) -> float:
+    """Return the memory of process trees in MiB, pages that several share counted once."""
+    total = 0
+    for pid in pids:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_full_info().pss
+    return total / MIB
+
+
+@contextlib.asynccontextmanager
+async def open_vllm(folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
+    """Yield what the suite of all engines asks for."""
+    yield EngineUnderTest(
+        engine=VllmEngine(tiny_plan(), client),
+        call=question(max_tokens=8),
+        streamed=question(max_tokens=8, stream=True, ignore_eos=True),
+        long=question(**ENDLESS),
+        broken=VllmEngine(tiny_plan(break_model(folder / "half")), client),
+        broken_words="[Ss]afetensor",
+        cached=openai_cached_tokens,
+        load_s=LOAD_LIMIT_S,
+    )
+
+
+CASE = EngineCase("vllm", open_vllm)
+
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -287,7 +351,6 @@ async def test_weights_that_end_half_way_are_refused_with_the_reason(tmp_path: P
 
 LOADER = """
 import asyncio, sys, aiohttp
-from tests.rings.vllm.serving import tiny_plan
 from runner.engines.vllm import VllmEngine
 async def main():
     async with aiohttp.ClientSession() as client:
@@ -323,3 +386,14 @@ async def test_a_killed_runner_takes_vllm_along_wherever_a_load_stands(fraction:
         if runner.returncode is None:
             runner.kill()
             await runner.wait()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("check", [pytest.param(check, id=check.__name__.removeprefix("check_")) for check in CHECKS])
+async def test_vllm_keeps_the_promises_of_the_port(check: object, tmp_path: Path) -> None:
+    assert callable(check)
+    async with aiohttp.ClientSession() as client, CASE.open(tmp_path, client) as subject:
+        try:
+            await check(subject)
+        finally:
+            await subject.engine.unload(gently=False)

@@ -1,4 +1,4 @@
-"""Translated and kept requests over two gateways, and what is left of them when a process dies in the middle."""
+"""Requests over two gateways, a gateway that is killed in the middle, and a link that is cut."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import asyncio
 import json
 import os
 import signal
+import time
 from typing import Any  # bodies are JSON
+from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 import pytest
 
 from tests.fakes.http_client import Exchange, Reply, call
-from tests.fakes.lab import CHAT, Lab, bearer, unique
+from tests.fakes.lab import CHAT, MESSAGES, RESPONSES, Lab, bearer, chat_body, unique
 from tests.fakes.scripted_box import ScriptedBox, Stream
+from tests.fakes.scripted_worker import delta_text
 from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually
+from wire.bridge import ReplicaInfo
 
 pytestmark = pytest.mark.asyncio
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+
 DEAD_AFTER_S = 4.0
 """Less than the reconciler's own patience; a living gateway writes its heartbeat about every two seconds."""
+
+
+LET_GO_S = 15.0
+
+
+SLACK_S = 15.0
+"""For a machine that is busy; the gateway itself looks twice a second."""
 
 
 def piece(text: str, finish: str | None = None) -> bytes:
@@ -31,6 +42,8 @@ def piece(text: str, finish: str | None = None) -> bytes:
 
 
 USAGE = b'data: {"id":"c","created":1,"model":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}\n\n'
+
+
 END = piece("", "stop") + USAGE + b"data: [DONE]\n\n"
 
 
@@ -84,6 +97,64 @@ async def knows(lab: Lab, here: Gateway, model: str) -> None:
     await eventually(is_listed, what=f"{here.name} knows the box of {model}")
 
 
+async def test_streams_cancels_and_capacity_cross_gateways(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
+    here, there = pair
+    model = await lab.model(here, there)
+    worker = await lab.worker(model, gateway=there)
+    exchange = await lab.open(model, gateway=here)
+    job = await worker.job()
+    for number in range(20):
+        text = f"piece {number};"
+        await worker.chunk(job, delta_text(job, text))
+        await exchange.until(text.encode())
+    following = lab.ask(model, "next", gateway=here)
+
+    async def waits() -> bool:
+        return await lab.queue_depth(here) + await lab.queue_depth(there) == 1
+
+    await eventually(waits, "the second request waits")
+    assert len(worker.jobs) == 1
+    exchange.leave()
+    await worker.cancelled(job)
+    usage = {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+    await worker.complete(await worker.job(), body=json.dumps({"answer": "from the other side", "usage": usage}))
+    assert (await following).json["answer"] == "from the other side"
+    left, answered = await lab.final(model, 2)
+    assert (left["status"], answered["status"], answered["attempts"]) == ("cancelled", "completed", 1)
+    assert (answered["prompt_tokens"], answered["completion_tokens"]) == (4, 5)
+
+
+async def test_paths_files_and_priority_cross_gateways(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
+    here, there = pair
+    model = await lab.model(here, there)
+    paths = ["/v1/audio/transcriptions", "/v1/embeddings"]
+    replica = ReplicaInfo(model=model, state="loaded", endpoints=paths)
+    box = await lab.box(model, gateway=there, replicas=[replica])
+    made = await lab.admin("POST", "/admin/keys", body={"name": "urgent", "priority": "high"})
+    key = bearer(made.json["secret"])
+
+    async def refused_chat() -> Reply | None:
+        reply = await lab.post(chat_body(model), gateway=here)
+        return reply if reply.status == 400 else None
+
+    refusal = await eventually(refused_chat, what="the other gateway knows the paths")
+    assert refusal.error["message"].endswith("it answers /v1/audio/transcriptions, /v1/embeddings.")
+
+    sound = b"\xff\xfe\x00" * 1000
+    form = (
+        b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + sound + b"\r\n--edge\r\n"
+        b'Content-Disposition: form-data; name="model"\r\n\r\n' + model.encode() + b"\r\n--edge--\r\n"
+    )
+    headers = {**key, "content-type": "multipart/form-data; boundary=edge", "x-cache-mode": "none"}
+    reply = lab.spawn(lab.post(form, path=paths[0], gateway=here, headers=headers))
+    stream = await box.stream()
+    assert bytes(stream.body) == form
+    assert (stream.meta.tenant, stream.meta.priority, stream.meta.path) == ("default", "high", paths[0])
+    assert stream.meta.headers["x-cache-mode"] == "none"
+    await box.answer(stream, b'{"text":"hi"}')
+    assert (await reply).body == b'{"text":"hi"}'
+
+
 async def test_a_translated_stream_crosses_gateways_under_any_name(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
     here, there = pair
     model = await lab.model(here, there, prefix="модель")
@@ -124,22 +195,6 @@ async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other(l
     assert read(await exchange.finish())[-1]["response"]["previous_response_id"] == kept["id"]
 
 
-@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-async def test_a_box_that_dies_in_a_translated_stream_is_one_error_of_its_dialect(lab: Lab, path: str) -> None:
-    model = await lab.model()
-    box = await lab.box(model)
-    exchange, _ = await begin(lab, path, model, box)
-    box.die()
-    reply = await exchange.finish()
-    last, failure = read(reply)[-1], {MESSAGES: "error", RESPONSES: "response.failed"}[path]
-    assert reply.whole
-    assert [event["type"] for event in read(reply)].count(failure) == 1
-    said = last["error"] if path == MESSAGES else last["response"]["error"]
-    assert (last["type"], said["message"].startswith("The request was interrupted")) == (failure, True)
-    (record,) = await lab.final(model)
-    assert (record["status"], record["error_code"], record["attempts"]) == ("interrupted", "REQUEST_INTERRUPTED", 1)
-
-
 async def test_a_gateway_that_is_killed_leaves_each_request_in_one_state_and_keeps_nothing_by_halves(lab: Lab) -> None:
     doomed = lab.stack.gateway(unique("killed"), {})
     tenant, key = make_key(lab)
@@ -169,3 +224,86 @@ async def test_a_gateway_that_is_killed_leaves_each_request_in_one_state_and_kee
     with psycopg.connect(lab.stack.ready.database_url) as database:
         query = "SELECT count(*) FROM gateway_storedresponse r JOIN gateway_tenant t ON t.id = r.tenant_id WHERE t.name = %s"
         assert database.execute(query, (tenant,)).fetchone() == (0,)
+
+
+class CutCable:
+    """A proxy between a node and a gateway. While it is cut it reads nothing and closes nothing."""
+
+    def __init__(self, url: str) -> None:
+        self._url = urlsplit(url)
+        self._is_whole = asyncio.Event()
+        self._is_whole.set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> str:
+        """Return the address to dial instead."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        return urlunsplit(self._url._replace(netloc=f"127.0.0.1:{port}"))
+
+    def cut(self) -> None:
+        self._is_whole.clear()
+
+    def mend(self) -> None:
+        self._is_whole.set()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._url.hostname, self._url.port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._pumps.add(asyncio.create_task(self._pump(source, sink)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                await self._is_whole.wait()
+                sink.write(data)
+                await sink.drain()
+        except OSError:
+            pass
+        finally:
+            sink.close()
+
+
+async def test_a_cut_link_is_let_go_within_fifteen_seconds_and_what_comes_late_changes_nothing(lab: Lab) -> None:
+    model = await lab.model()
+    cable = CutCable(lab.gateway.worker_url)
+    box = await ScriptedBox.dial(await cable.open(), secret=lab.secret, name=unique("cut"), models=[model], max_concurrent=2)
+    lab.workers.append(box)
+    try:
+        begun = await lab.open(model)
+        stream = await box.stream()
+        await box.head(stream, content_type="text/event-stream")
+        await box.data(stream, b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n')
+        await begun.until(b'"a"')
+        waiting = lab.ask(model)
+        unanswered = await box.stream()
+        other = await lab.box(model)
+        cable.cut()
+        cut_at = time.monotonic()
+        await box.answer(unanswered, b'{"choices":[],"late":true}')  # on its way when the cable is mended
+        moved = await other.stream(within_s=LET_GO_S + SLACK_S)
+        assert time.monotonic() - cut_at < LET_GO_S + SLACK_S
+        await other.answer(moved, b'{"choices":[],"late":false}')
+        reply = await waiting
+        assert (reply.status, b'"late":false' in reply.body) == (200, True)
+        told = (await begun.finish()).body
+        assert told.count(b"REQUEST_INTERRUPTED") == 1
+        assert b"[DONE]" not in told
+        before = sorted((row["state"], row["attempts"]) for row in await lab.final(model, 2))
+        assert before == [("completed", 2), ("interrupted", 1)]
+        cable.mend()
+        await box.closed()
+        assert sorted((row["state"], row["attempts"]) for row in await lab.records(model)) == before
+        third = lab.ask(model)
+        await other.answer(await other.stream(), b'{"choices":[]}')
+        assert (await third).status == 200
+    finally:
+        await cable.close()
