@@ -54,10 +54,15 @@ class EngineCall:
         """Whether the engine works on it."""
         return self.state is CallState.RUNNING
 
-    def emit(self, count: int = 1) -> None:
-        """Say ``count`` pieces of the answer."""
+    @property
+    def untaken(self) -> int:
+        """How many pieces the runner has not taken."""
+        return self._chunks.qsize()
+
+    def emit(self, count: int = 1, *, padding: int = 0) -> None:
+        """Say ``count`` pieces of the answer, each longer by ``padding`` characters."""
         for _ in range(count):
-            piece = f"<{self.ident}.{len(self.emitted)}>"
+            piece = f"<{self.ident}.{len(self.emitted)}>" + "x" * padding
             self.emitted.append(piece)
             if self.is_streaming:
                 self._say({"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]})

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -411,6 +412,24 @@ class Fleet:
         await self.until(lambda: len(answer.calls) >= count or answer.is_over)
         assert len(answer.calls) >= count, (answer.status, answer.client.body)
         return answer.calls[-1]
+
+    async def begin_stream(self, model: str = "m", *, path: str = CHAT_PATH) -> tuple[Answer, EngineCall]:
+        """Ask for a stream; return it once its client has the first piece, and the engine call that it comes from."""
+        answer = self.ask(model, stream=True, path=path)
+        call = await self.next_call(answer)
+        call.emit()
+        await self.settle()
+        assert answer.pieces == [(call.ident, 0)]
+        return answer, call
+
+    def find_node(self, call: EngineCall) -> Node:
+        """Return the node whose engine got a call."""
+        return next(node for node in self.nodes if node.engine is call.engine)
+
+    async def operate(self, service: Callable[..., object], **arguments: object) -> None:
+        """Change something as an operator does, and let everything happen that follows at once."""
+        await run_upkeep(partial(service, actor=ACTOR, **arguments))
+        await self.settle()
 
     async def settle(self) -> None:
         """Let everything happen that happens before the clock moves."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from core.limits import limits
-from gateway.errors import QueueTimeout
-from tests.fakes.engine import PROMPT_TOKENS, CallState
-from tests.fakes.fleet import MESSAGES_PATH, Fleet, Rows
+from gateway.errors import ForwardedRequestFailed, QueueTimeout, RequestInterrupted, RequestTimeout, RequeueExhausted
+from runner.limits import limits as runner_limits
+from tests.fakes.engine import PROMPT_TOKENS, CallState, EngineCall
+from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Node, Rows
+from tests.fakes.limits import set_limits
 
 pytestmark = [
     pytest.mark.django_db,
@@ -49,24 +51,11 @@ async def test_a_wait_of_half_a_minute_takes_no_such_time_and_ends_to_the_second
     row = await second.row()
     assert (second.status, second.error_code) == (QueueTimeout.status, QueueTimeout.code)
     assert (row["state"], row["error_code"], row["attempts"]) == ("failed", QueueTimeout.code, 0)
+    assert second.client.headers["retry-after"] == str(QueueTimeout.retry_after_s)
     assert second.ended_at is not None
     assert second.ended_at - second.asked_at == pytest.approx(limits().gateway.queue_s)
     assert time.monotonic() - began < limits().gateway.queue_s
     assert node.engine.running == first.calls
-
-
-async def test_a_client_that_leaves_frees_its_slot_and_stops_its_engine_at_once(fleet: Fleet) -> None:
-    node = await fleet.add_node()
-    first, second = fleet.ask(stream=True), fleet.ask(stream=True)
-    call = await fleet.next_call(first)
-    call.emit()
-    await fleet.settle()
-    first.leave()
-    await fleet.settle()
-    assert call.state is CallState.CANCELLED
-    (later,) = node.engine.running
-    assert later.number == second.number
-    assert (await first.row())["state"] == "cancelled"
 
 
 async def test_two_directions_of_a_link_stall_apart(fleet: Fleet) -> None:
@@ -81,3 +70,300 @@ async def test_two_directions_of_a_link_stall_apart(fleet: Fleet) -> None:
     node.link.resume()
     await asyncio.wait_for(answer.done(), 0.001)
     assert len(answer.pieces) == 2
+
+
+# lost and silent links
+
+
+BREAKS: list[tuple[Callable[[Node, EngineCall], None], str]] = [
+    (lambda node, _call: node.link.cut(), RequestInterrupted.code),
+    (lambda _node, call: call.fail(), ForwardedRequestFailed.code),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH])
+@pytest.mark.parametrize(("break_it", "code"), BREAKS, ids=["the link is lost", "the engine dies"])
+async def test_no_other_node_is_asked_once_the_client_has_the_first_byte(
+    fleet: Fleet, break_it: Callable[[Node, EngineCall], None], code: str, path: str
+) -> None:
+    await fleet.add_node()
+    await fleet.add_node()
+    answer, call = await fleet.begin_stream(path=path)
+    node = fleet.find_node(call)
+    break_it(node, call)
+    row = await answer.row()
+    assert (answer.status, answer.pieces, answer.calls) == (200, [(call.ident, 0)], [call])
+    assert answer.client.body.count(b'"error":') == 1
+    assert b"[DONE]" not in answer.client.body
+    assert b"message_stop" not in answer.client.body
+    state = RequestInterrupted.state if code == RequestInterrupted.code else ForwardedRequestFailed.state
+    assert (row["state"], row["error_code"], row["attempts"], row["node_name"]) == (state, code, 1, node.name)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("break_it", "code"), BREAKS, ids=["the link is lost", "the engine dies"])
+async def test_another_node_answers_when_the_first_was_lost_before_the_first_byte(
+    fleet: Fleet, break_it: Callable[[Node, EngineCall], None], code: str, *, stream: bool
+) -> None:
+    del code
+    await fleet.add_node()
+    answer = fleet.ask(stream=stream)
+    first = await fleet.next_call(answer)
+    second = await fleet.add_node()
+    break_it(fleet.nodes[0], first)
+    await fleet.settle()
+    (later,) = second.engine.running
+    assert later.number == answer.number
+    later.emit(2)
+    later.finish()
+    row = await answer.row()
+    assert (answer.status, answer.error_code) == (200, "")
+    assert answer.pieces == [(later.ident, 0), (later.ident, 1)]
+    assert (row["state"], row["node_name"], row["attempts"]) == ("completed", second.name, 2)
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["the socket says so", "it only falls silent"])
+async def test_an_engine_stops_what_it_does_for_a_gateway_that_its_node_has_lost(fleet: Fleet, *, is_heard: bool) -> None:
+    node = await fleet.add_node(slots=2)
+    _, streamed = await fleet.begin_stream()
+    plain = await fleet.next_call(fleet.ask())
+    began = fleet.loop.time()
+    if is_heard:
+        node.link.cut()
+    else:
+        node.is_reachable = False
+        node.link.stall()
+    await fleet.until(lambda: not node.engine.running)
+    assert {streamed.state, plain.state} == {CallState.CANCELLED}
+    assert streamed.ended_at is not None
+    assert streamed.ended_at - began <= (0 if is_heard else runner_limits().connection.silence_s)
+    assert (node.queue.active, node.queue.depth) == (0, 0)
+
+
+async def test_a_silent_node_is_given_up_and_what_it_had_goes_elsewhere_or_ends(fleet: Fleet) -> None:
+    silent = await fleet.add_node(slots=2)
+    begun, _ = await fleet.begin_stream()
+    waiting = fleet.ask()
+    unheard = await fleet.next_call(waiting)
+    other = await fleet.add_node()
+    silent.is_reachable = False
+    silent.link.stall()
+    unheard.emit()
+    unheard.finish()
+    cut_at, bounds = fleet.loop.time(), limits()
+    await begun.done()
+    assert cut_at + bounds.nodes.offline_after_s - 1.0 <= fleet.loop.time()
+    assert fleet.loop.time() <= cut_at + bounds.nodes.offline_after_s + bounds.gateway.tick_s
+    assert begun.error_code == RequestInterrupted.code
+    await fleet.settle()
+    (moved,) = other.engine.running
+    assert moved.number == waiting.number
+    moved.emit()
+    moved.finish()
+    before = [await begun.row(), await waiting.row()]
+    assert [(row["state"], row["attempts"]) for row in before] == [("interrupted", 1), ("completed", 2)]
+    assert waiting.pieces == [(moved.ident, 0)]
+    silent.link.resume()
+    silent.is_reachable = True
+    await fleet.until(lambda: silent.gateway_link is not None)
+    assert [await begun.row(), await waiting.row()] == before
+
+
+# cancellations
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_is_told_to_the_node_and_its_slot_goes_to_the_next(fleet: Fleet, *, stream: bool) -> None:
+    node = await fleet.add_node()
+    first = fleet.ask(stream=stream)
+    call = await fleet.next_call(first)
+    if stream:
+        call.emit()
+    queued, second = fleet.ask(), fleet.ask()
+    await fleet.until(lambda: fleet.runtime.dispatcher.depth == 2)
+    queued.leave()
+    first.leave()
+    await fleet.settle()
+    assert call.state is CallState.CANCELLED
+    (later,) = node.engine.running
+    assert (later.number, node.queue.active, node.queue.depth) == (second.number, 1, 0)
+    call.emit(3)  # what a stopped engine had still to say
+    later.emit()
+    later.finish()
+    rows = [await answer.row() for answer in (first, queued, second)]
+    assert [(row["state"], row["attempts"]) for row in rows] == [("cancelled", 1), ("cancelled", 0), ("completed", 1)]
+    assert second.pieces == [(later.ident, 0)]
+    assert not queued.calls
+
+
+async def test_a_request_that_runs_too_long_ends_to_the_second_and_its_engine_is_told(fleet_rows: Rows) -> None:
+    set_limits(gateway={"request_s": 4.0})
+    async with Fleet(rows=fleet_rows) as fleet:
+        node = await fleet.add_node(slots=2)
+        begun, _ = await fleet.begin_stream()
+        plain = fleet.ask()
+        await fleet.next_call(plain)
+        for answer, status in ((begun, 200), (plain, RequestTimeout.status)):
+            row = await answer.row()
+            assert answer.ended_at is not None
+            assert answer.ended_at - answer.asked_at == pytest.approx(4.0, abs=0.01)
+            assert (answer.status, answer.error_code) == (status, RequestTimeout.code)
+            assert (row["state"], row["error_code"], row["attempts"]) == ("failed", RequestTimeout.code, 1)
+        assert [call.state for call in node.engine.calls] == [CallState.CANCELLED, CallState.CANCELLED]
+        assert (node.queue.active, node.gateway_link.active) == (0, 0)
+
+
+async def test_a_cancel_never_overtakes_its_request_and_what_comes_late_reaches_nobody(fleet: Fleet) -> None:
+    node = await fleet.add_node(slots=3)
+    node.link.down.stall()
+    hasty = [fleet.ask() for _ in range(2)]
+    await fleet.settle()
+    for answer in hasty:
+        answer.leave()
+    node.link.down.resume()
+    await fleet.settle()
+    assert not node.engine.running
+    left, call = await fleet.begin_stream()
+    node.link.up.stall()
+    call.emit(3)
+    await fleet.settle()
+    left.leave()
+    await fleet.settle()
+    node.link.up.resume()
+    answer, later = await fleet.begin_stream()
+    later.finish()
+    assert (await answer.row())["state"] == "completed"
+    assert (len(node.links), left.pieces) == (1, [(call.ident, 0)])
+    assert [(await answer.row())["state"] for answer in (*hasty, left)] == ["cancelled"] * 3
+
+
+# clients
+
+
+async def test_a_stream_whose_answer_does_not_come_is_never_silent_for_long(fleet: Fleet) -> None:
+    await fleet.add_node()
+    began, waiting = fleet.ask(stream=True), fleet.ask(stream=True)
+    call = await fleet.next_call(began)
+    longest_s, seen, at = 0.0, 0, fleet.loop.time()
+    while not waiting.is_over:
+        await fleet.advance(0.25)
+        if len(waiting.client.events) > seen:
+            longest_s, seen, at = max(longest_s, fleet.loop.time() - at), len(waiting.client.events), fleet.loop.time()
+    assert 0 < longest_s <= limits().gateway.stream_ping_s + 0.25
+    comments, _, error = waiting.client.body.partition(b"data: ")
+    assert set(comments.split(b"\n\n")) == {b": ping", b""}
+    assert (waiting.status, waiting.error_code, b"[DONE]" in error) == (200, QueueTimeout.code, False)
+    call.emit()
+    call.finish()
+    await began.done()
+    assert began.client.body.startswith(b": ping\n\n")
+    assert began.pieces == [(call.ident, 0)]
+
+
+async def test_a_client_that_does_not_read_is_closed_and_the_streams_beside_it_go_on(fleet: Fleet) -> None:
+    await fleet.add_node(slots=2)
+    slow, flood = await fleet.begin_stream()
+    good, live = await fleet.begin_stream()
+    slow.client.reading.clear()
+    flood.emit(120, padding=16_000)
+    await fleet.settle()
+    assert flood.untaken > 40, "the node takes no more from its engine than the client's window holds"
+    while flood.is_running:
+        live.emit()
+        await fleet.advance(1.0)
+        assert len(good.pieces) == len(live.emitted)
+    assert flood.ended_at is not None
+    assert flood.ended_at - flood.began_at == pytest.approx(limits().gateway.client_write_s, abs=0.1)
+    live.finish()
+    assert (await good.row())["state"] == "completed"
+    assert (await slow.row())["state"] == "cancelled"
+    assert slow.client.handle.aborted
+    again, call = await fleet.begin_stream()
+    call.finish()
+    assert (await again.row())["state"] == "completed"
+
+
+async def test_a_client_that_reads_late_gets_all_of_its_answer(fleet: Fleet) -> None:
+    await fleet.add_node()
+    answer, call = await fleet.begin_stream()
+    answer.client.reading.clear()
+    call.emit(120, padding=16_000)
+    call.finish()
+    await fleet.advance(limits().gateway.client_write_s - 1)
+    answer.client.reading.set()
+    row = await answer.row()
+    assert (row["state"], row["completion_tokens"]) == ("completed", 121)
+    assert answer.pieces == [(call.ident, place) for place in range(121)]
+
+
+async def test_streams_of_one_node_keep_their_order_and_never_mix(fleet: Fleet) -> None:
+    node = await fleet.add_node(slots=12)
+    answers = [fleet.ask(stream=True) for _ in range(12)]
+    calls = [await fleet.next_call(answer) for answer in answers]
+    for turn in range(5):
+        node.link.delay(0.01 * turn)
+        for call in calls:
+            call.emit()
+        await fleet.advance(0.02)
+    for call in calls:
+        call.finish()
+    for answer, call in zip(answers, calls, strict=True):
+        assert (await answer.row())["state"] == "completed"
+        assert answer.pieces == [(call.ident, place) for place in range(5)]
+
+
+# records
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("status", "state"), [(400, "rejected"), (429, "failed"), (500, "failed"), (503, "failed")])
+async def test_what_an_engine_refuses_reaches_the_client_as_it_is_and_goes_nowhere_else(
+    fleet: Fleet, status: int, state: str, *, stream: bool
+) -> None:
+    await fleet.add_node()
+    await fleet.add_node()
+    answer = fleet.ask(stream=stream)
+    call = await fleet.next_call(answer)
+    call.refuse(status)
+    row = await answer.row()
+    assert (answer.status, answer.calls) == (status, [call])
+    assert f"refused {call.ident}".encode() in answer.client.body
+    assert answer.client.headers["content-type"] == "application/json"
+    assert (row["state"], row["status_code"], row["attempts"]) == (state, status, 1)
+
+
+async def test_a_request_that_four_nodes_were_lost_with_is_given_up(fleet: Fleet) -> None:
+    for _ in range(5):
+        await fleet.add_node()
+    answer = fleet.ask()
+    for count in range(1, 5):
+        call = await fleet.next_call(answer, count=count)
+        node = fleet.find_node(call)
+        node.is_reachable = False
+        node.link.cut()
+    row = await answer.row()
+    assert (answer.status, answer.error_code, len(answer.calls)) == (503, RequestInterrupted.code, 4)
+    assert RequeueExhausted.default_message.encode() in answer.client.body
+    assert answer.client.headers["retry-after"] == "5"
+    assert (row["state"], row["error_code"], row["attempts"]) == ("interrupted", RequestInterrupted.code, 4)
+
+
+async def test_wherever_a_link_breaks_client_and_record_say_the_same(fleet: Fleet) -> None:
+    node = await fleet.add_node()
+    states = []
+    for count in range(7):
+        await fleet.until(lambda: node.gateway_link is not None)
+        answer, call = await fleet.begin_stream()
+        node.link.up.stall()
+        call.emit()
+        call.finish()
+        await fleet.settle()
+        node.link.cut(let_through=count)
+        row = await answer.row()
+        is_whole = answer.client.body.rstrip().endswith(b"data: [DONE]")
+        assert is_whole is (answer.error_code == "")
+        assert (row["state"], row["error_code"] or "") == ("completed" if is_whole else "interrupted", answer.error_code)
+        assert len(answer.pieces) == (2 if is_whole or count else 1)
+        states.append(row["state"])
+    assert set(states) == {"interrupted", "completed"}
+    assert states == sorted(states, reverse=True)
