@@ -152,14 +152,14 @@ class Answer:
         return (await self.fleet.read_rows([self.number]))[self.number]
 
     async def row(self) -> dict[str, Any]:
-        """Return its row once that is final."""
+        """Return its row once that is final; nobody waits for the row of a refusal."""
         await self.done()
 
         async def look() -> dict[str, Any]:
             while True:
-                (row,) = await self.rows()
-                if row["state"] not in OPEN_REQUEST_STATES:
-                    return row
+                for row in await self.rows():
+                    if row["state"] not in OPEN_REQUEST_STATES:
+                        return row
                 await asyncio.sleep(0.05)
 
         async with asyncio.timeout(self.fleet.within_s):
