@@ -18,13 +18,7 @@ from runner.errors import InvalidRequest, OpTokenRefused, WrongState
 from runner.ledger import DesiredModel, Ledger
 from runner.limits import limits
 from runner.operations.bodies import LoadBody
-from runner.operations.desired_state import (
-    Accepted,
-    DesiredState,
-    NotDesired,
-    open_sealed,
-    seal_accepted,
-)
+from runner.operations.desired_state import Accepted, DesiredState, NotDesired, open_sealed, seal_accepted
 from runner.operations.fingerprint import write_trusted
 from runner.operations.gate import Gate, GateRules
 from runner.operations.governance import Governance

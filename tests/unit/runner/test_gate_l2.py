@@ -1,4 +1,4 @@
-"""The gate at level L2: people's signatures or nothing, every use once, and limits that no approval lifts."""
+"""The gate at L2: people decide, also when the control plane is stolen, the ledger is lost or a clock is off."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from runner.config.values import OperationsConfig
 from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused
 from runner.ledger import Ledger, approvals
 from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning
+from runner.operations.governance import Governance
 from runner.operations.op_keys import OpKeys
 from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.ledgers import T0, Clock
@@ -258,3 +260,160 @@ async def test_a_token_outside_the_window_of_this_clock_is_refused(
         if skew < 0:
             door.ledger.born_at = 0.0
         assert await refused(door, token, caplog) == ("expired" if skew > 0 else "not_yet_valid")
+
+
+WEEK_S = 7 * 86_400
+
+
+def lose_the_ledger(tmp_path: Path) -> None:
+    for each in (tmp_path / "data").iterdir():
+        each.unlink()
+
+
+async def carry_out(door: Door, operation: Operation, params: dict[str, object], **changes: Any) -> None:
+    model = params.get("modelId")
+    assert model is None or isinstance(model, str)
+    token = door.issuer.token(operation.value, params, now=door.clock.now, **changes)
+    admitted = await door.gate.admit(token, operation=operation, model_id=model, params=params)
+    await door.gate.finish(admitted, {"state": "succeeded"})
+
+
+async def test_an_approval_from_before_the_ledger_was_lost_is_not_carried_out_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = Fleet(T0)
+    signed: dict[str, Any] = {"op_id": "op-1", "requested_at": int(NOW), "op_class": "standing", "max_uses": 5}
+    async with door_in(tmp_path, fleet=fleet) as door:
+        await door.begin_and_end(**signed)
+    lose_the_ledger(tmp_path)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        door.ledger.born_at = door.clock.now = NOW + 600
+        again = door.token(**{**signed, "not_before": int(NOW) - 60, "not_after": int(NOW) + 3600})
+        assert await refused(door, again, caplog) == "before_ledger"
+        await door.begin_and_end(op_id="op-2", requested_at=int(NOW) + 600)
+
+
+async def test_an_approval_that_says_it_was_asked_for_later_waits_until_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with door_in(tmp_path) as door:
+        late = {"op_id": "op-1", "requested_at": int(NOW) + 61}
+        assert await refused(door, door.token(**late), caplog) == "not_yet_valid"
+        await door.begin_and_end(op_id="op-1", requested_at=int(NOW) + 60)
+
+
+async def test_an_old_load_does_not_evict_what_was_loaded_since(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        held_back = door.token(fence=5)  # makes room by unloading org/other
+        await carry_out(door, Operation.MODEL_LOAD, {"modelId": "org/other"}, fence=6)
+        assert await refused(door, held_back, caplog) == "stale_fence"
+
+
+async def test_an_old_load_does_not_bring_back_what_was_evicted_since(tmp_path: Path) -> None:
+    async with door_in(tmp_path) as door:
+        other: dict[str, object] = {"modelId": "org/other"}
+        held_back = door.issuer.token("model-load", other, now=NOW, fence=5)
+        await door.begin_and_end(fence=6)
+        with pytest.raises(OpTokenRefused):
+            await door.gate.admit(held_back, operation=Operation.MODEL_LOAD, model_id="org/other", params=other)
+        assert door.gate.refusals == {"stale_fence": 1}
+
+
+async def test_no_fence_blocks_a_model_for_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        for fence in (2**53 - 1, int(NOW + WEEK_S) * 1000 + 1):
+            assert await refused(door, door.token(fence=fence), caplog) == "bad_field"
+        await carry_out(door, Operation.MODEL_LOAD, {"modelId": MODEL}, fence=int(NOW + WEEK_S) * 1000)
+
+
+async def test_a_clock_that_was_a_year_ahead_for_a_moment_makes_the_box_forget_nothing(tmp_path: Path) -> None:
+    fleet = Fleet(T0)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        await door.begin_and_end(op_id="op-1")
+        door.clock.now = NOW + 29 * 86_400
+        await door.begin_and_end(op_id="op-2")
+        door.ledger._clock = Clock(NOW + 365 * 86_400)
+        await door.begin_and_end(op_id="op-3", not_after=int(door.clock.now) + 3600)
+        door.ledger._clock, door.clock.now = door.clock, NOW + 60
+        again = await door.admit(
+            door.token(op_id="op-1", requested_at=int(NOW), not_before=int(NOW) - 60, not_after=int(NOW) + 3600)
+        )
+    assert again.recorded == {"state": "succeeded"}
+
+
+WANTED = OperationsConfig(
+    key_path=None, level=2, is_level_given=True, min_signers=2, runner_id="", ops_per_hour=99, counted_signers=None
+)
+
+
+@asynccontextmanager
+async def started(data: Path, fleet: Fleet, *, true_time: float, ahead_s: float) -> AsyncIterator[Door]:
+    """Start a node whose clock is so far ahead; people and control plane go by the true time."""
+    clock = Clock(true_time + ahead_s)
+    ledger = await Ledger.open(data, clock=clock)
+    try:
+        node = Governance(WANTED, data=data, name="box-7", ledger=ledger, clock=clock)
+        await node.open()
+        assert node._own_keys is not None
+        kid, key = list(node._own_keys.read().items())[-1]
+        rules = GateRules(
+            key_path=node.key_path, level=Level.L2, min_signers=2, runner_id=node.runner_id, policy=lambda: fleet.policy
+        )
+        yield Door(Gate(rules, ledger=ledger, clock=clock), ledger, Issuer(fleet, node.runner_id, kid, key), Clock(true_time))
+    finally:
+        await ledger.close()
+
+
+def lose_files(data: Path, *beginnings: str) -> None:
+    """Remove the files whose names begin so."""
+    for each in data.iterdir():
+        if each.is_file() and each.name.startswith(beginnings):
+            each.unlink()
+
+
+@pytest.mark.parametrize("ahead_s", [-60, -30, 0, 30, 60])
+async def test_a_new_node_takes_what_was_approved_in_its_first_moment(tmp_path: Path, ahead_s: float) -> None:
+    async with started(tmp_path, Fleet(T0), true_time=T0 + 10, ahead_s=ahead_s) as door:
+        await door.begin_and_end(op_id="op-1", requested_at=int(T0) + 10)
+
+
+async def test_a_node_whose_clock_is_further_ahead_than_allowed_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with started(tmp_path, Fleet(T0), true_time=T0 + 10, ahead_s=62) as door:
+        early = door.token(op_id="op-1", requested_at=int(T0) + 10)
+        assert await refused(door, early, caplog) == "before_ledger"
+
+
+@pytest.mark.parametrize("also_key", [False, True], ids=["the ledger alone", "the key too"])
+@pytest.mark.parametrize("ahead_s", [0, 30])
+async def test_an_approval_is_not_carried_out_again_after_the_memory_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ahead_s: float, *, also_key: bool
+) -> None:
+    fleet, moment = Fleet(T0), int(T0) + 10
+    async with started(tmp_path, fleet, true_time=moment, ahead_s=ahead_s) as door:
+        await door.begin_and_end(op_id="op-1", requested_at=moment)
+        first = door.issuer.runner_id
+    lose_files(tmp_path, *(["ledger", "identity"] if also_key else ["ledger"]))
+    caplog.set_level(logging.INFO)
+    async with started(tmp_path, fleet, true_time=moment + 5, ahead_s=ahead_s) as door:
+        door.issuer.runner_id = first
+        again = door.token(op_id="op-1", requested_at=moment, not_before=moment - 60, not_after=moment + 3600)
+        assert await refused(door, again, caplog) == ("wrong_audience" if also_key else "before_ledger")
+
+
+async def test_the_allowance_outlives_a_restart_and_a_key_that_was_put_back_has_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, moment = Fleet(T0), int(T0) + 10
+    data, key = tmp_path / "data", tmp_path / "data" / "identity.key"
+    async with started(data, fleet, true_time=moment, ahead_s=30):
+        saved = key.read_bytes()
+    async with started(data, fleet, true_time=moment + 5, ahead_s=30) as door:
+        await door.begin_and_end(op_id="op-1", requested_at=moment + 1)
+    lose_files(data, "")
+    async with started(data, fleet, true_time=moment + 8, ahead_s=30):
+        key.write_bytes(saved)
+    async with started(data, fleet, true_time=moment + 9, ahead_s=30) as door:
+        again = door.token(op_id="op-1", requested_at=moment + 1, not_before=moment - 60, not_after=moment + 3600)
+        assert await refused(door, again, caplog) == "before_ledger"

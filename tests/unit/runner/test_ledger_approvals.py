@@ -1,18 +1,21 @@
-"""Nonces, operations and fences."""
+"""What the ledger remembers of nonces, approvals and operations, and which models are desired after them."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from runner.ledger import (
     FILE_NAME,
+    DesiredModel,
     Ledger,
     LedgerFull,
     OpAlreadyDone,
+    OpDetails,
     OpIsRunning,
     OpStart,
     OpStarted,
@@ -34,18 +37,13 @@ async def begin(ledger: Ledger, op_id: str = "op-1", *, slot: str = "model:a", f
     return await ledger.begin_op(op_id, slot=slot, fence=fence, max_uses=max_uses, expires_at=EXPIRES)
 
 
-async def test_a_nonce_is_new_once(tmp_path: Path) -> None:
+async def test_a_nonce_is_new_once_restarts_included(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
         assert await ledger.spend_nonce("n-1", expires_at=EXPIRES)
         assert not await ledger.spend_nonce("n-1", expires_at=EXPIRES + 1)
-        assert await ledger.spend_nonce("n-2", expires_at=EXPIRES)
-
-
-async def test_a_nonce_is_not_new_after_a_restart(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        assert await ledger.spend_nonce("n-1", expires_at=EXPIRES)
     async with opened(tmp_path) as ledger:
         assert not await ledger.spend_nonce("n-1", expires_at=EXPIRES)
+        assert await ledger.spend_nonce("n-2", expires_at=EXPIRES)
 
 
 async def test_of_many_who_bring_the_same_nonce_at_once_one_is_first(tmp_path: Path) -> None:
@@ -144,21 +142,6 @@ async def test_an_operation_that_was_overtaken_is_stale(tmp_path: Path, fence: i
         assert await begin(ledger, "op-3", fence=8) == OpStarted()
 
 
-async def test_a_stale_operation_leaves_no_trace(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await begin(ledger)
-        await begin(ledger, "op-2", fence=1)
-        assert await begin(ledger, "op-2", fence=8) == OpStarted()
-
-
-async def test_a_repeated_operation_hears_its_outcome_even_when_it_was_overtaken(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await begin(ledger)
-        await ledger.finish_op("op-1", {"ok": True})
-        await begin(ledger, "op-2", fence=8)
-        assert await begin(ledger, fence=7) == OpAlreadyDone({"ok": True})
-
-
 async def test_a_caller_that_is_cancelled_leaves_no_operation_running(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
         beginning = asyncio.create_task(begin(ledger))
@@ -178,3 +161,151 @@ async def test_a_cancelled_repetition_does_not_end_the_operation_that_runs(tmp_p
         with pytest.raises(asyncio.CancelledError):
             await repeating
         assert await begin(ledger, fence=9) == OpIsRunning()
+
+
+DONE: dict[str, object] = {"state": "succeeded"}
+FAILED: dict[str, object] = {"state": "failed"}
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. ``outcome`` None: the program ends in its midst. ``has_ended``: what it ends is unloaded."""
+
+    operation: str
+    model: str
+    outcome: dict[str, object] | None = None
+    keeps: bool = False
+    ends: str | None = None
+    has_ended: bool = False
+
+
+def row(model: str = "a", fence: int = 1) -> DesiredModel:
+    return DesiredModel(model, fence, b"document", b"seal")
+
+
+LOAD = Op("model-load", "a", DONE, keeps=True)
+UNLOAD = Op("model-unload", "a", DONE, ends="a", has_ended=True)
+REPLACE = Op("model-load", "b", DONE, keeps=True, ends="a", has_ended=True)
+
+ROWS: dict[str, tuple[list[Op], list[str]]] = {
+    "a load that keeps": ([LOAD], ["a"]),
+    "a load that does not keep": ([Op("model-load", "a", DONE)], []),
+    "a load that failed": ([Op("model-load", "a", FAILED)], []),
+    "a load cut off": ([Op("model-load", "a", None, keeps=True)], []),
+    "a load cut off in good order": ([Op("model-load", "a", approvals.INTERRUPTED)], []),
+    "then loaded without keeping": ([LOAD, Op("model-load", "a", DONE)], ["a"]),
+    "then flushed": ([LOAD, Op("cache-flush", "a", DONE)], ["a"]),
+    "then unloaded": ([LOAD, UNLOAD], []),
+    "then an unload that failed": ([LOAD, Op("model-unload", "a", FAILED, ends="a")], ["a"]),
+    "then an unload cut off": ([LOAD, Op("model-unload", "a", None, ends="a")], []),
+    "then an unload cut off in good order": ([LOAD, Op("model-unload", "a", approvals.INTERRUPTED, ends="a")], []),
+    "unloaded and loaded again": ([LOAD, UNLOAD, LOAD], ["a"]),
+    "another one unloaded": ([LOAD, Op("model-unload", "b", DONE, ends="b", has_ended=True)], ["a"]),
+    "replaced": ([LOAD, REPLACE], ["b"]),
+    "replaced, and the load failed after it": ([LOAD, Op("model-load", "b", FAILED, ends="a", has_ended=True)], []),
+    "to be replaced, and the load failed before it": ([LOAD, Op("model-load", "b", FAILED, ends="a")], ["a"]),
+    "to be replaced by one that was loaded already": ([LOAD, Op("model-load", "b", DONE, ends="a")], ["a"]),
+    "a replacement cut off": ([LOAD, Op("model-load", "b", None, keeps=True, ends="a")], []),
+}  # fmt: skip
+
+
+async def begin_op(ledger: Ledger, op: Op, fence: int) -> str:
+    details = OpDetails(operation=op.operation, model_id=op.model, ends=op.ends, adds_desired=op.keeps)
+    started = await ledger.begin_op(
+        f"op-{fence}", slot=f"model:{op.model}", fence=fence, max_uses=1, expires_at=T0 + 300, details=details
+    )  # fmt: skip
+    assert started == OpStarted()
+    return f"op-{fence}"
+
+
+async def end_op(ledger: Ledger, op: Op, fence: int) -> None:
+    if op.outcome is not None:
+        desired = row(op.model, fence) if op.keeps and op.outcome == DONE else None
+        await ledger.finish_op(f"op-{fence}", op.outcome, desired=desired, has_ended=op.has_ended)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+async def test_what_is_desired_after_a_restart_follows_from_the_operations(tmp_path: Path, name: str) -> None:
+    ops, expected = ROWS[name]
+    async with opened(tmp_path) as ledger:
+        for fence, op in enumerate(ops, start=1):
+            await begin_op(ledger, op, fence)
+            await end_op(ledger, op, fence)
+    for _ in range(2):
+        async with opened(tmp_path) as ledger:
+            assert [model.model_id for model in await ledger.read_desired()] == expected
+            assert sorted(ledger.desired_fences) == expected
+
+
+async def test_an_unload_that_overtakes_the_writing_of_a_load_wins(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await begin_op(ledger, LOAD, 1)
+        await begin_op(ledger, UNLOAD, 2)
+        await end_op(ledger, UNLOAD, 2)
+        await end_op(ledger, LOAD, 1)
+        assert await ledger.read_desired() == []
+
+
+async def test_a_row_that_was_put_back_after_the_unload_is_dropped_at_the_start(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        for fence, op in enumerate([LOAD, UNLOAD], start=1):
+            await begin_op(ledger, op, fence)
+            await end_op(ledger, op, fence)
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        db.execute("INSERT INTO desired_models VALUES ('a', 1, x'00', x'00', 0)")
+    async with opened(tmp_path) as ledger:
+        assert await ledger.read_desired() == []
+
+
+async def test_an_older_load_does_not_replace_what_a_newer_one_keeps(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await begin_op(ledger, LOAD, 1)
+        await begin_op(ledger, LOAD, 2)
+        await end_op(ledger, LOAD, 2)
+        await end_op(ledger, LOAD, 1)
+        assert [model.fence for model in await ledger.read_desired()] == [2]
+
+
+async def test_a_repeated_outcome_changes_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await begin_op(ledger, LOAD, 1)
+        await ledger.finish_op("op-1", FAILED)
+        await end_op(ledger, LOAD, 1)
+        assert await ledger.read_desired() == []
+
+
+async def test_loads_that_never_ended_are_counted_over_restarts_until_one_ends(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await begin_op(ledger, LOAD, 1)
+        await end_op(ledger, LOAD, 1)
+    for count in (1, 2):
+        async with opened(tmp_path) as ledger:
+            (model,) = await ledger.read_desired()
+            await ledger.count_unfinished(model, has_ended=False)
+            assert [each.unfinished for each in await ledger.read_desired()] == [count]
+    async with opened(tmp_path) as ledger:
+        await ledger.count_unfinished(row(fence=7), has_ended=True)
+        assert [each.unfinished for each in await ledger.read_desired()] == [2], "that is of another load"
+        await ledger.count_unfinished(row(), has_ended=True)
+        assert [each.unfinished for each in await ledger.read_desired()] == [0]
+
+
+async def test_desired_models_cannot_pile_up(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        pass
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        rows = [(f"m{number}",) for number in range(limits().ledger.desired_models)]
+        db.executemany("INSERT INTO desired_models VALUES (?, 1, x'00', x'00', 0)", rows)
+    async with opened(tmp_path) as ledger:
+        with pytest.raises(LedgerFull):
+            await begin_op(ledger, LOAD, 1)
+        assert await begin_op(ledger, Op("model-load", "a"), 1), "one that keeps nothing needs no room"
+
+
+async def test_a_node_that_forgets_whom_it_trusted_keeps_nothing_loaded(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await begin_op(ledger, LOAD, 1)
+        await end_op(ledger, LOAD, 1)
+        await ledger.forget_trust()
+        assert ledger.desired_fences == {}
+        assert await ledger.read_desired() == []

@@ -215,12 +215,9 @@ def test_a_long_value_is_not_repeated_whole() -> None:
 
 
 OVERRIDE_VALUES = {
-    "gguf_n_ctx": st.integers(1, 9999),
-    "gguf_flash_attn": st.sampled_from(["on", "auto"]),
-    "gguf_type_k": st.sampled_from(KV_TYPES),
-    "gguf_type_v": st.sampled_from(KV_TYPES),
-    "target_inflight": st.integers(1, 9),
-}
+    "gguf_n_ctx": st.integers(1, 9999), "gguf_flash_attn": st.sampled_from(["on", "auto"]),
+    "gguf_type_k": st.sampled_from(KV_TYPES), "gguf_type_v": st.sampled_from(KV_TYPES), "target_inflight": st.integers(1, 9),
+}  # fmt: skip
 _VLLM_VALUES = {
     "vllm_speculative_method": st.none() | st.just("ngram"),
     "vllm_kv_cache_memory_bytes": st.none() | st.integers(1, 9).map(lambda count: count * STEP),
@@ -372,23 +369,13 @@ def test_fields_of_the_model_runner_request_have_limits_too(
 @pytest.mark.parametrize(
     ("backend", "wanted", "files", "fits"),
     [
-        ("vllm", "awq-4bit", "awq-4bit", True),
-        ("vllm", "awq-4bit", None, True),
-        ("vllm", "fp16", "bf16", True),
-        ("vllm", "awq-4bit", "bf16", False),
-        ("vllm", "gptq-4bit", "awq-4bit", False),
-        ("vllm", "fp16", "gptq-4bit", False),
-        ("ct2", "bf16", "int8", True),
-        ("vllm", "bf16", "fp32", True),
-        ("vllm", "bf16", "fp8", False),
-        ("vllm", "awq-4bit", "awq", True),
-        ("gguf", "fp16", "F16", True),
-        ("gguf", "fp16", "fp16", True),
-        ("gguf", "fp16", "bf16", False),
-        ("gguf", "fp16", "q4_k_m", False),
-        ("gguf", None, "q4_k_m", True),
+        ("vllm", "awq-4bit", "awq-4bit", True), ("vllm", "awq-4bit", None, True), ("vllm", "fp16", "bf16", True),
+        ("vllm", "awq-4bit", "bf16", False), ("vllm", "gptq-4bit", "awq-4bit", False), ("vllm", "fp16", "gptq-4bit", False),
+        ("ct2", "bf16", "int8", True), ("vllm", "bf16", "fp32", True), ("vllm", "bf16", "fp8", False),
+        ("vllm", "awq-4bit", "awq", True), ("gguf", "fp16", "F16", True), ("gguf", "fp16", "fp16", True),
+        ("gguf", "fp16", "bf16", False), ("gguf", "fp16", "q4_k_m", False), ("gguf", None, "q4_k_m", True),
     ],
-)
+)  # fmt: skip
 def test_a_quantisation_must_be_what_the_files_are_or_can_become(
     backend: Backend, wanted: str | None, files: str | None, *, fits: bool
 ) -> None:
@@ -428,14 +415,10 @@ def test_vllm_variables_hold_where_nobody_says_otherwise() -> None:
 @pytest.mark.parametrize(
     ("variable", "text"),
     [
-        ("VLLM_MAX_MODEL_LEN", "0"),
-        ("VLLM_MAX_MODEL_LEN", "4k"),
-        ("VLLM_GPU_MEMORY_UTILIZATION", "0"),
-        ("VLLM_GPU_MEMORY_UTILIZATION", "1.1"),
-        ("VLLM_GPU_MEMORY_UTILIZATION", "nan"),
-        ("VLLM_ENABLE_PREFIX_CACHING", "maybe"),
+        ("VLLM_MAX_MODEL_LEN", "0"), ("VLLM_MAX_MODEL_LEN", "4k"), ("VLLM_GPU_MEMORY_UTILIZATION", "0"),
+        ("VLLM_GPU_MEMORY_UTILIZATION", "1.1"), ("VLLM_GPU_MEMORY_UTILIZATION", "nan"), ("VLLM_ENABLE_PREFIX_CACHING", "maybe"),
     ],
-)
+)  # fmt: skip
 def test_a_vllm_variable_that_cannot_be_used_is_named(variable: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{variable} must be .*, not '{text}'"):
         read_vllm_defaults({variable: text})
@@ -452,14 +435,11 @@ def test_the_key_of_a_plan_tells_memory_apart_and_nothing_else() -> None:
         plan_of(definition, {"gguf_type_v": "f16", "gguf_flash_attn": "auto"}),
     ]
     others = [
-        plan_of(definition, {"gguf_n_ctx": 4097}),
-        plan_of(definition, {"gguf_type_k": "q8_0"}),
-        plan_of(definition, {"target_inflight": 2}),
-        plan_of(definition, {"gpuMemoryBudgetMB": 100}),
-        plan_of(definition, {"quantization": "fp16"}),
-        plan_of(definition, gpu_ids=(0,)),
+        plan_of(definition, {"gguf_n_ctx": 4097}), plan_of(definition, {"gguf_type_k": "q8_0"}),
+        plan_of(definition, {"target_inflight": 2}), plan_of(definition, {"gpuMemoryBudgetMB": 100}),
+        plan_of(definition, {"quantization": "fp16"}), plan_of(definition, gpu_ids=(0,)),
         plan_of(model("ct2"), {"maxContextLength": 4096}),
-    ]
+    ]  # fmt: skip
 
     assert len(base) == 16
     assert {plan_key(plan) for plan in same} == {base}
@@ -518,18 +498,12 @@ def test_a_second_load_differs_in_what_it_names_and_what_is_otherwise_in_force(
 @pytest.mark.parametrize(
     ("device", "given", "found", "chosen"),
     [
-        (None, (2, 3), (0, 1, 2, 3), (2, 3)),
-        ("auto", (), (0,), ()),
-        ("cpu", (2, 3), (0, 1), ()),
-        ("cuda", (2, 3), (0, 1, 2, 3), (2, 3)),
-        ("cuda", (), (0, 1), (0, 1)),
-        ("cuda:3", (2, 3), (0, 1, 2, 3), (3,)),
-        ("cuda:1", (), (0, 1), (1,)),
-        ("cuda", (), (), "this node has no GPU"),
-        ("cuda:0", (2, 3), (0, 1, 2, 3), "this node has the GPUs 2, 3"),
-        ("cuda:5", (), (0, 1), "this node has the GPUs 0, 1"),
+        (None, (2, 3), (0, 1, 2, 3), (2, 3)), ("auto", (), (0,), ()), ("cpu", (2, 3), (0, 1), ()),
+        ("cuda", (2, 3), (0, 1, 2, 3), (2, 3)), ("cuda", (), (0, 1), (0, 1)), ("cuda:3", (2, 3), (0, 1, 2, 3), (3,)),
+        ("cuda:1", (), (0, 1), (1,)), ("cuda", (), (), "this node has no GPU"),
+        ("cuda:0", (2, 3), (0, 1, 2, 3), "this node has the GPUs 2, 3"), ("cuda:5", (), (0, 1), "this node has the GPUs 0, 1"),
     ],
-)
+)  # fmt: skip
 def test_a_device_is_made_into_gpus_of_the_node_or_refused(
     device: str | None, given: tuple[int, ...], found: tuple[int, ...], chosen: tuple[int, ...] | str
 ) -> None:

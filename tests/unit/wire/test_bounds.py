@@ -25,37 +25,25 @@ ASKED: dict[str, dict[str, Any]] = {
     MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
 }
 REFUSED = [
-    (CHAT, "temperature", 9, "between 0 and 2; it is 9"),
-    (CHAT, "temperature", -0.1, "between 0 and 2; it is -0.1"),
-    (CHAT, "max_tokens", 0, "at least 1; it is 0"),
-    (CHAT, "max_completion_tokens", 0, "at least 1; it is 0"),
-    (CHAT, "top_p", 1.5, "between 0 and 1; it is 1.5"),
-    (CHAT, "presence_penalty", -3, "between -2 and 2; it is -3"),
-    (CHAT, "n", 0, "between 1 and 128; it is 0"),
-    (COMPLETIONS, "temperature", 2.5, "between 0 and 2; it is 2.5"),
-    (COMPLETIONS, "max_tokens", -1, "at least 0; it is -1"),
-    (RESPONSES, "temperature", 9, "between 0 and 2; it is 9"),
-    (RESPONSES, "max_output_tokens", 0, "at least 1; it is 0"),
-    (MESSAGES, "temperature", 1.5, "between 0 and 1; it is 1.5"),
-    (MESSAGES, "max_tokens", 0, "at least 1; it is 0"),
-    (MESSAGES, "top_k", -1, "at least 0; it is -1"),
-]
-each_refused = pytest.mark.parametrize(("path", "field", "value", "words"), REFUSED)
+    (CHAT, "temperature", 9, "between 0 and 2; it is 9"), (CHAT, "temperature", -0.1, "between 0 and 2; it is -0.1"),
+    (CHAT, "max_tokens", 0, "at least 1; it is 0"), (CHAT, "max_completion_tokens", 0, "at least 1; it is 0"),
+    (CHAT, "top_p", 1.5, "between 0 and 1; it is 1.5"), (CHAT, "presence_penalty", -3, "between -2 and 2; it is -3"),
+    (CHAT, "n", 0, "between 1 and 128; it is 0"), (COMPLETIONS, "temperature", 2.5, "between 0 and 2; it is 2.5"),
+    (COMPLETIONS, "max_tokens", -1, "at least 0; it is -1"), (RESPONSES, "temperature", 9, "between 0 and 2; it is 9"),
+    (RESPONSES, "max_output_tokens", 0, "at least 1; it is 0"), (MESSAGES, "temperature", 1.5, "between 0 and 1; it is 1.5"),
+    (MESSAGES, "max_tokens", 0, "at least 1; it is 0"), (MESSAGES, "top_k", -1, "at least 0; it is -1"),
+]  # fmt: skip
 
 
-@each_refused
-def test_the_gateway_says_which_field_and_what_it_may_be(path: str, field: str, value: float, words: str) -> None:
+@pytest.mark.parametrize(("path", "field", "value", "words"), REFUSED)
+def test_gateway_and_node_say_alike_which_field_and_what_it_may_be(path: str, field: str, value: float, words: str) -> None:
     with pytest.raises(BadRequest) as caught:
         SURFACES[path].parse(json.dumps({"model": "m", **ASKED[path], field: value}).encode(), {})
     assert (caught.value.status, caught.value.param) == (400, field)
     assert caught.value.message == f"The field '{field}' must be {words}."
-
-
-@each_refused
-def test_a_nodes_own_port_says_the_same(path: str, field: str, value: float, words: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequest) as refused:
         check_bounds(path, {"model": "m", field: value})
-    assert (caught.value.param, caught.value.message) == (field, f"The field '{field}' must be {words}.")
+    assert (refused.value.param, refused.value.message) == (field, caught.value.message)
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, bounds in BOUNDS.items() for name in bounds])
@@ -186,12 +174,12 @@ def test_much_in_many_values_passes(more: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(b'{"a":"' + b'\\"' * 2_000_000, id="a text that does not end"),
+        pytest.param(b'{"a":"' + b'\\"' * 500_000, id="a text that does not end"),
         pytest.param(b'{"a":' + b'{"":' * 100_000, id="objects that do not end"),
         pytest.param(b'{"a":' + b"[" * 400_000, id="lists that do not end"),
-        pytest.param(b'{"a":' + b" " * 4_000_000 + b"}", id="blanks"),
+        pytest.param(b'{"a":' + b" " * 1_000_000 + b"}", id="blanks"),
         pytest.param(b'{"a":[' + b"[        \t" * 400_000, id="blanks behind brackets"),
-        pytest.param(b'{"a":' + b"-" * 4_000_000, id="signs"),
+        pytest.param(b'{"a":' + b"-" * 1_000_000, id="signs"),
     ],
 )
 def test_reading_how_much_a_body_holds_takes_time_by_its_size_alone(body: bytes) -> None:
@@ -202,8 +190,8 @@ def test_reading_how_much_a_body_holds_takes_time_by_its_size_alone(body: bytes)
 @pytest.mark.parametrize("form", ['{"grammar":"%s"}', '{"text":{"pattern":"%s"}}'])
 @pytest.mark.parametrize("sign", ["[", '\\"', "*", "#", "\\\\", "?("])
 def test_reading_how_often_a_grammar_repeats_takes_time_by_its_size_alone(form: str, sign: str) -> None:
-    half = max(min(read_cost((form % (sign * 500_000)).encode()) for _ in range(3)), 0.002)
-    assert read_cost((form % (sign * 1_000_000)).encode()) < 8 * half
+    half = max(min(read_cost((form % (sign * 100_000)).encode()) for _ in range(3)), 0.002)
+    assert read_cost((form % (sign * 200_000)).encode()) < 8 * half
 
 
 def read_cost(body: bytes) -> float:

@@ -192,14 +192,10 @@ def test_a_trusted_proxy_that_appends_nothing_leaves_an_address_that_is_one(line
 @pytest.mark.parametrize(
     ("hop", "address"),
     [
-        (b"203.0.113.9:4711", CLIENT),
-        (b"2001:DB8::1", "2001:db8::1"),
-        (b"[2001:db8::1]", "2001:db8::1"),
-        (b"[2001:db8::1]:4711", "2001:db8::1"),
-        (b"::ffff:203.0.113.9", CLIENT),
-        (b"\t203.0.113.9 ", CLIENT),
+        (b"203.0.113.9:4711", CLIENT), (b"2001:DB8::1", "2001:db8::1"), (b"[2001:db8::1]", "2001:db8::1"),
+        (b"[2001:db8::1]:4711", "2001:db8::1"), (b"::ffff:203.0.113.9", CLIENT), (b"\t203.0.113.9 ", CLIENT),
     ],
-)
+)  # fmt: skip
 def test_an_address_is_read_however_proxies_write_it(hop: bytes, address: str) -> None:
     assert address_of("::ffff:10.0.0.1", b"1.2.3.4, " + hop) == address
 

@@ -18,29 +18,13 @@ HINT = "image input is not supported - hint: if this is unexpected, you may need
 @pytest.mark.parametrize(
     ("status", "blame"),
     [
-        (400, Blame.CALLER),
-        (401, Blame.INSTALLATION),
-        (402, Blame.INSTALLATION),
-        (403, Blame.INSTALLATION),
-        (404, Blame.INSTALLATION),
-        (405, Blame.INSTALLATION),
-        (408, Blame.INSTALLATION),
-        (409, Blame.INSTALLATION),
-        (410, Blame.INSTALLATION),
-        (413, Blame.CALLER),
-        (415, Blame.CALLER),
-        (418, Blame.INSTALLATION),
-        (422, Blame.CALLER),
-        (424, Blame.INSTALLATION),
-        (429, Blame.CAPACITY),
-        (500, Blame.INSTALLATION),
-        (501, Blame.INSTALLATION),
-        (502, Blame.INSTALLATION),
-        (503, Blame.CAPACITY),
-        (504, Blame.INSTALLATION),
-        (529, Blame.CAPACITY),
+        (400, Blame.CALLER), (401, Blame.INSTALLATION), (402, Blame.INSTALLATION), (403, Blame.INSTALLATION),
+        (404, Blame.INSTALLATION), (405, Blame.INSTALLATION), (408, Blame.INSTALLATION), (409, Blame.INSTALLATION),
+        (410, Blame.INSTALLATION), (413, Blame.CALLER), (415, Blame.CALLER), (418, Blame.INSTALLATION), (422, Blame.CALLER),
+        (424, Blame.INSTALLATION), (429, Blame.CAPACITY), (500, Blame.INSTALLATION), (501, Blame.INSTALLATION),
+        (502, Blame.INSTALLATION), (503, Blame.CAPACITY), (504, Blame.INSTALLATION), (529, Blame.CAPACITY),
     ],
-)
+)  # fmt: skip
 def test_a_status_of_an_engine_says_whose_fault_it_is(status: int, blame: Blame) -> None:
     assert judge_error(status) is blame
 
@@ -48,14 +32,11 @@ def test_a_status_of_an_engine_says_whose_fault_it_is(status: int, blame: Blame)
 @pytest.mark.parametrize(
     ("status", "code", "blame"),
     [
-        (403, "remote_not_allowed", Blame.CALLER),
-        (429, "spending_cap_reached", Blame.CALLER),
-        (429, "rate_limit_exceeded", Blame.CAPACITY),
-        (400, "invalid_request", Blame.CALLER),
-        (403, 403, Blame.INSTALLATION),
+        (403, "remote_not_allowed", Blame.CALLER), (429, "spending_cap_reached", Blame.CALLER),
+        (429, "rate_limit_exceeded", Blame.CAPACITY), (400, "invalid_request", Blame.CALLER), (403, 403, Blame.INSTALLATION),
         (403, None, Blame.INSTALLATION),
     ],
-)
+)  # fmt: skip
 def test_a_runner_says_by_its_code_that_the_caller_has_to_change_something(status: int, code: object, blame: Blame) -> None:
     assert judge_error(status, code) is blame
 
@@ -93,14 +74,10 @@ def test_what_no_node_could_take_is_the_callers_mistake_whatever_the_engine_call
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"error": {"message": "no", "type": "t", "code": 400}}, "no"),
-        ({"object": "error", "message": "no"}, "no"),
-        ({"detail": "no"}, "no"),
-        ({"error": "no"}, "no"),
-        ({"error": {"message": ""}}, ""),
-        ([], ""),
+        ({"error": {"message": "no", "type": "t", "code": 400}}, "no"), ({"object": "error", "message": "no"}, "no"),
+        ({"detail": "no"}, "no"), ({"error": "no"}, "no"), ({"error": {"message": ""}}, ""), ([], ""),
     ],
-)
+)  # fmt: skip
 def test_the_message_is_found_in_whatever_shape_an_engine_says_it(body: object, message: str) -> None:
     assert read_message(json.dumps(body).encode()) == message
 

@@ -83,16 +83,13 @@ def test_an_event_that_lacks_only_its_blank_line_is_given_one(done: bytes) -> No
 
 
 LAYOUTS = {
-    "alone": lambda word, said: [said],
-    "after a text": lambda word, said: [word, said],
-    "in a frame behind a text": lambda word, said: [word + said],
-    "in a frame before a text": lambda word, said: [said + word],
+    "alone": lambda word, said: [said], "after a text": lambda word, said: [word, said],
+    "in a frame behind a text": lambda word, said: [word + said], "in a frame before a text": lambda word, said: [said + word],
     "in a frame between texts": lambda word, said: [word + word + said + word],
     "cut within its name": lambda word, said: [word + said[:9], said[9:]],
     "byte by byte": lambda word, said: [(word + said)[at : at + 1] for at in range(len(word + said))],
-    "before the end": lambda word, said: [word + said + DONE],
-    "before frames of text": lambda word, said: [said, *[word] * 16],
-}
+    "before the end": lambda word, said: [word + said + DONE], "before frames of text": lambda word, said: [said, *[word] * 16],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,14 +115,10 @@ def test_a_bare_error_is_no_end_of_a_native_response(said: bytes) -> None:
         chunk(choice('{"finish_reason":"stop"}')),
         chunk(choice(tool_calls=[{"function": {"arguments": '{"finish_reason":"stop","x":"[DONE]"}'}}])),
         event({"choices": [], "echo": {"choices": [{"finish_reason": "stop"}]}}),
-        event({"choices": [{"finish_reason": ""}], "error": None}),
-        event({"choices": "finish_reason"}),
-        event("[DONE]"),
-        b'data: {"choices":[{"finish_reason":"stop"}]\n\n',
-        b": [DONE]\n\n",
-        b"x: [DONE]\n\n",
+        event({"choices": [{"finish_reason": ""}], "error": None}), event({"choices": "finish_reason"}), event("[DONE]"),
+        b'data: {"choices":[{"finish_reason":"stop"}]\n\n', b": [DONE]\n\n", b"x: [DONE]\n\n",
     ],
-)
+)  # fmt: skip
 def test_words_of_an_ending_that_are_no_ending_end_nothing(said: bytes) -> None:
     assert read_end(CHAT, said)[1] is StreamEnd.CUT
 
@@ -210,17 +203,10 @@ def test_the_cutter_never_holds_a_finished_event(data: bytes, cuts: list[int]) -
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (b"", 0),
-        (b"\n", 0),
-        (b"data: a\n", 0),
-        (b"data: a\n\n", 9),
-        (b"data: a\n\ndata: b\n", 9),
-        (b"data: a\r\n\r\nx", 11),
-        (b"data: a\r\n", 0),
-        (b"data: a\r\rx", 9),
-        (b"data: a\n\r\nx", 10),
+        (b"", 0), (b"\n", 0), (b"data: a\n", 0), (b"data: a\n\n", 9), (b"data: a\n\ndata: b\n", 9), (b"data: a\r\n\r\nx", 11),
+        (b"data: a\r\n", 0), (b"data: a\r\rx", 9), (b"data: a\n\r\nx", 10),
     ],
-)
+)  # fmt: skip
 def test_boundaries_follow_every_kind_of_line_end(data: bytes, expected: int) -> None:
     assert find_boundary(data) == expected
 
@@ -290,16 +276,12 @@ def test_nonsense_is_no_usage(answer: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, b'{"model": "m"}'),
-        (CHAT, b'{"stream": false}'),
+        (CHAT, b'{"model": "m"}'), (CHAT, b'{"stream": false}'),
         (CHAT, b'{"stream": true, "stream_options": {"include_usage": true}}'),
-        (CHAT, b"not json"),
-        (CHAT, b'[{"stream": true}]'),
-        (CHAT, b'{"stream": "yes"}'),
-        (CHAT, b"\xff"),
+        (CHAT, b"not json"), (CHAT, b'[{"stream": true}]'), (CHAT, b'{"stream": "yes"}'), (CHAT, b"\xff"),
         ("/v1/messages", b'{"stream": true}'),
     ],
-)
+)  # fmt: skip
 def test_a_body_is_left_alone_unless_it_is_a_stream_without_usage(path: str, body: bytes) -> None:
     assert ask_for_usage(path, body) == (body, False)
 
@@ -426,15 +408,12 @@ def test_two_calls_on_one_index_become_two() -> None:
         tidy(
             b"".join(
                 [
-                    tidy_chunk({"role": "assistant"}),
-                    tidy_chunk(first),
-                    tidy_chunk(second),
-                    tidy_chunk(finish="tool_calls"),
+                    tidy_chunk({"role": "assistant"}), tidy_chunk(first), tidy_chunk(second), tidy_chunk(finish="tool_calls"),
                     DONE,
                 ]
             )
         )
-    )
+    )  # fmt: skip
     assert [(one.id, one.function.name) for one in message.tool_calls] == [("call_1", "f1"), ("call_2", "f2")]
 
 

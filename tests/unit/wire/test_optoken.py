@@ -243,20 +243,15 @@ def changed(**members: object) -> dict[str, object]:
 
 BODY_ROWS: dict[str, dict[str, object]] = {
     "changed evictModel": changed(evictModel="the-model-everybody-uses"),
-    "evictModel added to none": {**changed(), "evictModels": ["x"]},
-    "evictModel left out": changed(evictModel=...),
-    "evictModel null": changed(evictModel=None),
-    "changed quantization": changed(quantization="fp16"),
-    "changed maxContextLength": changed(maxContextLength=32769),
-    "number as text": changed(maxContextLength="32768"),
+    "evictModel added to none": {**changed(), "evictModels": ["x"]}, "evictModel left out": changed(evictModel=...),
+    "evictModel null": changed(evictModel=None), "changed quantization": changed(quantization="fp16"),
+    "changed maxContextLength": changed(maxContextLength=32769), "number as text": changed(maxContextLength="32768"),
     "number as a truth value": changed(overrides={"target_inflight": True, "flags": ["a", "b"]}),
     "changed override": changed(overrides={"target_inflight": 5, "flags": ["a", "b"]}),
     "changed order in a list": changed(overrides={"target_inflight": 4, "flags": ["b", "a"]}),
-    "one member more": changed(force=True),
-    "one member less": changed(overrides=...),
-    "no body at all": {},
+    "one member more": changed(force=True), "one member less": changed(overrides=...), "no body at all": {},
     "another model beside the same modelId": changed(modelid="x"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("params", BODY_ROWS.values(), ids=BODY_ROWS)
@@ -347,18 +342,14 @@ def test_l1_leaves_a_model_out_and_never_says_null() -> None:
 
 
 SIGNER_ROWS: dict[str, tuple[object, Reason]] = {
-    "one of two": (["admin1"], Reason.TOO_FEW_SIGNERS),
-    "nobody": ([], Reason.TOO_FEW_SIGNERS),
+    "one of two": (["admin1"], Reason.TOO_FEW_SIGNERS), "nobody": ([], Reason.TOO_FEW_SIGNERS),
     "one twice": (["admin1", "admin1"], Reason.TOO_FEW_SIGNERS),
     "one twice with blanks": (["admin1", " admin1", "admin1\t"], Reason.TOO_FEW_SIGNERS),
-    "an empty name": (["admin1", ""], Reason.BAD_FIELD),
-    "a blank name": (["admin1", "admin2", " \n"], Reason.BAD_FIELD),
-    "a text": ("admin1,admin2", Reason.BAD_FIELD),
-    "a number": (2, Reason.BAD_FIELD),
-    "left out": (..., Reason.BAD_FIELD),
+    "an empty name": (["admin1", ""], Reason.BAD_FIELD), "a blank name": (["admin1", "admin2", " \n"], Reason.BAD_FIELD),
+    "a text": ("admin1,admin2", Reason.BAD_FIELD), "a number": (2, Reason.BAD_FIELD), "left out": (..., Reason.BAD_FIELD),
     "a crowd": ([f"admin{number}" for number in range(65)], Reason.BAD_FIELD),
     "an endless name": (["admin1", "a" * 201], Reason.BAD_FIELD),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [l0, l1], ids=["L0", "L1"])
@@ -375,32 +366,17 @@ def test_the_box_says_how_many_signers_it_needs() -> None:
 
 
 FIELD_ROWS: dict[str, Token] = {
-    "L0 nonce left out": l0(nonce=...),
-    "L0 nonce too short to be one": l0(nonce="1234567"),
-    "L0 nonce endless": l0(nonce="1" * 201),
-    "L0 nonce a number": l0(nonce=12345678),
-    "L0 issuedAt left out": l0(issuedAt=...),
-    "L0 issuedAt as text": l0(issuedAt=str(NOW)),
-    "L0 issuedAt negative": l0(issuedAt=-1),
-    "L0 operation left out": l0(operation=...),
-    "L0 operation in a list": l0(operation=["model-load"]),
-    "L1 aud left out": l1(aud=...),
-    "L1 aud a list": l1(aud=[BOX]),
-    "L1 exp left out": l1(exp=...),
-    "L1 exp as text": l1(exp=str(NOW + 300)),
-    "L1 opId left out": l1(opId=...),
-    "L1 opId empty": l1(opId=""),
-    "L1 fence left out": l1(fence=...),
-    "L1 fence zero": l1(fence=0),
-    "L1 fence as text": l1(fence="7"),
-    "L1 paramsDigest left out": l1(paramsDigest=...),
-    "L1 paramsDigest empty": l1(paramsDigest=""),
-    "L1 nonce left out": l1(nonce=...),
-    "L1 issuedAt left out": l1(issuedAt=...),
-    "L1 signers left out": l1(signers=...),
-    "L1 operation left out": l1(operation=...),
-    "L1 with a member nobody knows": l1(scope="all"),
-}
+    "L0 nonce left out": l0(nonce=...), "L0 nonce too short to be one": l0(nonce="1234567"),
+    "L0 nonce endless": l0(nonce="1" * 201), "L0 nonce a number": l0(nonce=12345678), "L0 issuedAt left out": l0(issuedAt=...),
+    "L0 issuedAt as text": l0(issuedAt=str(NOW)), "L0 issuedAt negative": l0(issuedAt=-1),
+    "L0 operation left out": l0(operation=...), "L0 operation in a list": l0(operation=["model-load"]),
+    "L1 aud left out": l1(aud=...), "L1 aud a list": l1(aud=[BOX]), "L1 exp left out": l1(exp=...),
+    "L1 exp as text": l1(exp=str(NOW + 300)), "L1 opId left out": l1(opId=...), "L1 opId empty": l1(opId=""),
+    "L1 fence left out": l1(fence=...), "L1 fence zero": l1(fence=0), "L1 fence as text": l1(fence="7"),
+    "L1 paramsDigest left out": l1(paramsDigest=...), "L1 paramsDigest empty": l1(paramsDigest=""),
+    "L1 nonce left out": l1(nonce=...), "L1 issuedAt left out": l1(issuedAt=...), "L1 signers left out": l1(signers=...),
+    "L1 operation left out": l1(operation=...), "L1 with a member nobody knows": l1(scope="all"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("token", FIELD_ROWS.values(), ids=FIELD_ROWS)

