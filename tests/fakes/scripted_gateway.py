@@ -15,10 +15,10 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from tests.fakes.waiting import DEADLINE_S
 from wire import bridge, frames
 from wire.limits import WIRE
 
-DEADLINE_S = 30.0
 TOKEN = "msw_scripted"
 
 M = TypeVar("M", bound=bridge.Message)

@@ -1,6 +1,6 @@
 """What every engine adapter promises, as checks that run on all of them (see test_engine_port.py).
 
-An adapter joins by a file ``engine_cases_<name>.py`` beside this one that exposes ``CASES``, a list of ``EngineCase``.
+An adapter joins by a module beside this one that exposes ``CASES`` and that test_engine_port.py names.
 """
 
 from __future__ import annotations

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 import aiohttp
 
+from runner.definitions.plan import LoadPlan
 from runner.engines.port import CHAT, Call, Engine, Progress
 
 Answer = tuple[int, dict[str, Any]]  # JSON
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 @contextlib.asynccontextmanager
@@ -31,6 +33,15 @@ async def loaded(engine: Engine) -> AsyncIterator[list[Progress]]:
         yield reported
     finally:
         await engine.unload(gently=False)
+
+
+@contextlib.asynccontextmanager
+async def served(kind: Callable[[LoadPlan, aiohttp.ClientSession], AnyEngine], plan: LoadPlan) -> AsyncIterator[AnyEngine]:
+    """Yield a loaded adapter of that kind."""
+    async with client_session() as client:
+        engine = kind(plan, client)
+        async with loaded(engine):
+            yield engine
 
 
 def json_call(path: str, **fields: object) -> Call:

@@ -20,8 +20,7 @@ from runner.engines.comfyui.workflow import make_text_to_image
 from runner.engines.port import CHAT, Health, Priority, Progress
 from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
-from tests.fakes.engines.cases_comfyui import comfy_plan, image_call
-from tests.fakes.engines.comfyui_contract import ComfyContract, make_png
+from tests.fakes.engines.comfyui import ComfyContract, comfy_plan, image_call, make_png
 from tests.fakes.engines.suite import assert_health
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.waiting import eventually

@@ -1,24 +1,35 @@
-"""Every engine adapter keeps the promises of the port: each check of engine_suite.py on each registered case."""
+"""Every engine adapter keeps the promises of the port, and llama.cpp those of an engine behind a supervisor."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import importlib
-from collections.abc import AsyncIterator
+import json
+import re
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from tests.fakes.engines import suite
-from tests.fakes.engines.suite import CHECKS, EngineCase, EngineUnderTest
+from runner.engines.descendants import list_left, list_tree
+from runner.engines.llamacpp import LlamaCpp
+from runner.engines.port import CHAT, MESSAGES, Call
+from runner.engines.supervisor import Supervisor
+from runner.errors import EngineError
+from runner.limits import limits
+from tests.fakes.engines import comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper
+from tests.fakes.engines.llamacpp import ENDLESS, QUESTION, tiny_plan
+from tests.fakes.engines.suite import CHECKS, EngineCase, EngineUnderTest, ask, chat_call
+from tests.fakes.scripted_engine import FakeEngine
+from tests.fakes.waiting import eventually
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 def _registered_cases() -> list[EngineCase]:
-    names = sorted(path.stem for path in Path(suite.__file__).parent.glob("cases_*.py"))
-    return [case for name in names for case in importlib.import_module(f"tests.fakes.engines.{name}").CASES]
+    modules = (comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper)
+    return [case for module in modules for case in module.CASES]
 
 
 @contextlib.asynccontextmanager
@@ -37,3 +48,195 @@ async def test_an_engine_keeps_the_promises_of_the_port(case: EngineCase, check:
     assert callable(check)
     async with opened(case, tmp_path) as subject:
         await check(subject)
+
+
+NAMES = {f"k{number}": 1 for number in range(150_000)}
+STUCK = json.dumps({"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}], **NAMES}).encode()
+"""The server's thread reads it for minutes: llama.cpp compares each name with all before it."""
+CROWDED = "root ::= " + "[a-z]* " * 2000
+"""llama.cpp's one loop works on its first letter for minutes, and its server lets go of who asked meanwhile."""
+
+
+@contextlib.asynccontextmanager
+async def supervised() -> AsyncIterator[Supervisor]:
+    """Yield a supervisor whose engine serves."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
+        supervisor = Supervisor(LlamaCpp(tiny_plan(), client), silent_s=60.0, on_change=lambda: None)
+        await supervisor.load(lambda _progress: None)
+        try:
+            yield supervisor
+        finally:
+            await supervisor.unload(gently=False)
+
+
+async def leave(supervisor: Supervisor, call: Call, *, once: Callable[[], bool]) -> None:
+    """Ask, and leave as soon as ``once`` is true; the supervisor is told, as by the one who serves."""
+
+    async def wait_for_answer() -> None:
+        async with supervisor.engine.stream(call) as response:
+            await response.read()
+
+    asking = asyncio.create_task(wait_for_answer())
+
+    async def is_time() -> bool:
+        return asking.done() or await asyncio.to_thread(once)
+
+    await eventually(is_time)
+    assert not asking.done()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    supervisor.watch_left(len(call.body))
+
+
+def is_reading(supervisor: Supervisor) -> Callable[[], bool]:
+    """Return what tells whether the engine has begun to work on what comes next."""
+
+    def has_worked() -> bool:
+        (process,) = list_tree(supervisor.engine.pids[0])
+        return bool(sum(process.cpu_times()[:2]) > began + 0.1)
+
+    (only,) = list_tree(supervisor.engine.pids[0])
+    began = sum(only.cpu_times()[:2])
+    return has_worked
+
+
+async def test_an_engine_that_goes_on_without_its_client_is_killed_and_serves_again() -> None:
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+        neighbour = asyncio.create_task(ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS)))
+        await leave(supervisor, Call("POST", CHAT, {"content-type": "application/json"}, STUCK), once=is_reading(supervisor))
+
+        async def is_restarted() -> bool:
+            return supervisor.restarts == 1 and supervisor.is_ready
+
+        await eventually(is_restarted)
+        assert supervisor.engine.pids != before
+        (error,) = await asyncio.gather(neighbour, return_exceptions=True)
+        assert isinstance(error, aiohttp.ClientError)  # what the node says as a failure that may be retried
+        assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(chat_call("tiny", QUESTION, **ENDLESS), id="while it generates"),
+        pytest.param(chat_call("tiny", QUESTION, **{**ENDLESS, "stream": False}), id="before it says a word"),
+        pytest.param(chat_call("tiny", QUESTION * 10_000), id="while it reads a text of 1 MB"),
+    ],
+)
+async def test_an_engine_that_is_busy_and_lets_go_is_left_alone(call: Call) -> None:
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+        async with asyncio.TaskGroup() as group:
+            for _ in range(2):
+                group.create_task(leave(supervisor, call, once=is_reading(supervisor)))
+
+        async def has_let_go() -> bool:
+            return not await asyncio.to_thread(list_left, supervisor.engine.pids)
+
+        await eventually(has_let_go)
+        answer = await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+        assert json.loads(answer)["usage"]["completion_tokens"]
+        assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
+
+
+async def test_a_flood_of_clients_that_leave_costs_no_engine_that_lets_go_its_model() -> None:
+    """llama.cpp's threads see one after another that its client has left, each within a second."""
+    body = json.dumps({"model": "tiny", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    call = Call("POST", MESSAGES, {"content-type": "application/json"}, body)
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+
+        async def leave_often() -> None:
+            for _ in range(150):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.02):
+                        await ask(supervisor.engine, call)
+                supervisor.watch_left(len(body))
+
+        async def has_let_go() -> bool:
+            return not await asyncio.to_thread(list_left, supervisor.engine.pids)
+
+        for _ in range(2):
+            async with asyncio.TaskGroup() as group:
+                for _ in range(2):
+                    group.create_task(leave_often())
+            await eventually(has_let_go, within_s=120)
+        assert json.loads(await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4)))["usage"]["completion_tokens"]
+        assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
+
+
+async def test_an_engine_that_is_stuck_is_killed_also_while_others_leave_it_all_the_time() -> None:
+    async with supervised() as supervisor:
+        await leave(supervisor, Call("POST", CHAT, {"content-type": "application/json"}, STUCK), once=is_reading(supervisor))
+
+        async def has_been_killed() -> bool:
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, EngineError):
+                async with asyncio.timeout(0.05):
+                    await ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS))
+            supervisor.watch_left(100)
+            return supervisor.restarts == 1 and supervisor.is_ready
+
+        await eventually(has_been_killed, within_s=60)
+
+
+async def test_an_engine_whose_loop_is_stuck_when_its_client_has_left_is_killed_and_serves_again() -> None:
+    async with supervised() as supervisor:
+        before = supervisor.engine.pids
+        assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+        await supervisor.engine.stats()  # as a node asks all the time: from here on it is known how fast the engine is
+        stuck = chat_call("tiny", QUESTION, max_tokens=100, grammar=CROWDED)
+        await leave(supervisor, stuck, once=is_reading(supervisor))
+
+        async def is_restarted() -> bool:
+            return supervisor.restarts == 1 and supervisor.is_ready
+
+        await eventually(is_restarted, within_s=60)
+        assert supervisor.engine.pids != before
+        assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
+
+
+class LoopedEngine(FakeEngine):
+    """One whose loop answers when a test lets it, and that says of itself how long a step may take."""
+
+    def __init__(self, batch_s: float) -> None:
+        super().__init__()
+        self.batch_s = batch_s
+        self.asked = 0
+        self.may_answer = asyncio.Event()
+
+    async def ask_loop(self) -> None:
+        """Return once the gate is open."""
+        self.asked += 1
+        await self.may_answer.wait()
+
+
+async def test_an_engine_that_is_as_slow_as_it_has_been_keeps_its_model_and_one_that_was_fast_does_not() -> None:
+    slow, fast = LoopedEngine(batch_s=60.0), LoopedEngine(batch_s=0.01)
+    supervisors = [Supervisor(engine, silent_s=60, on_change=lambda: None, loop_limit_s=0.25) for engine in (slow, fast)]
+    async with asyncio.TaskGroup() as group:
+        for supervisor in supervisors:
+            group.create_task(supervisor.load(lambda _progress: None))
+    for supervisor in supervisors:
+        supervisor.watch_left(100)
+
+    await eventually(lambda: supervisors[1].restarts == 1 and supervisors[1].is_ready)
+    assert (slow.asked, slow.steps) == (1, ["load"])
+    slow.may_answer.set()
+    supervisors[0].watch_left(100)  # while the first answer may not have come: asked again, for this client
+
+    await eventually(lambda: slow.asked == 2)
+    assert supervisors[0].restarts == 0
+    for supervisor in supervisors:
+        await supervisor.unload(gently=False)
+
+
+async def test_a_step_may_take_what_llama_cpp_itself_has_counted_and_much_before_it_has() -> None:
+    async with supervised() as supervisor:
+        engine = supervisor.engine
+        assert isinstance(engine, LlamaCpp)
+        assert engine.batch_s == limits().engines.llama_batch_s
+        assert await ask(engine, chat_call("tiny", QUESTION * 25, max_tokens=4))
+        await engine.stats()
+        seconds = float(re.findall(r"^llamacpp:prompt_seconds_total (\S+)", await engine.read_metrics(), re.MULTILINE)[0])
+        assert 0.1 * seconds < engine.batch_s < min(10 * seconds, limits().engines.llama_batch_s)

@@ -20,10 +20,9 @@ from runner.engines.llama_server import LlamaServer
 from runner.engines.port import MESSAGES, RESPONSES, FlushRequest, FlushResult, FlushScope, Health
 from runner.errors import EngineError
 from tests.fakes.engines import suite
-from tests.fakes.engines.cases_llama_server import QUESTION, server_plan
-from tests.fakes.engines.cases_llamacpp import ENDLESS
-from tests.fakes.engines.cases_llamacpp import QUESTION as LONG_QUESTION
-from tests.fakes.engines.llama_server_contract import RouterContract, run_router
+from tests.fakes.engines.llama_server import QUESTION, RouterContract, run_router, server_plan
+from tests.fakes.engines.llamacpp import ENDLESS
+from tests.fakes.engines.llamacpp import QUESTION as LONG_QUESTION
 from tests.fakes.engines.suite import (
     EngineUnderTest,
     ask,
@@ -33,7 +32,7 @@ from tests.fakes.engines.suite import (
 )
 from tests.fakes.waiting import eventually
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest_asyncio.fixture

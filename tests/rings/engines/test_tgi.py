@@ -31,8 +31,8 @@ from runner.engines.port import (
 from runner.engines.tgi import TgiEngine
 from runner.engines.tgi_launcher import build_command, build_environment, free_ports, lowest_given_port
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
-from tests.fakes.engines.cases_tgi import CAUSE, SERVER, launched_plan
 from tests.fakes.engines.suite import ask, assert_gone, chat_call, first_bytes, process_tree
+from tests.fakes.engines.tgi import CAUSE, SERVER, launched_plan
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -41,12 +41,11 @@ from runner.pool import Model, ModelEvent, Replica
 from runner.report import list_endpoints, list_replicas
 from runner.serving.counting import Counting
 from runner.serving.request import Inference
-from tests.fakes.engines.cases_ct2 import ct2_plan
-from tests.fakes.engines.cases_llama_server import server_plan
-from tests.fakes.engines.cases_vllm import contract_model, contract_plan, contract_python
-from tests.fakes.engines.llama_server_contract import run_router
+from tests.fakes.engines.ct2 import ct2_plan
+from tests.fakes.engines.llama_server import run_router, server_plan
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.engines.talk import client_session, loaded
+from tests.fakes.engines.vllm import contract_model, contract_plan, contract_python
 from tests.fakes.runners.parts import assembled, find, load
 from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually

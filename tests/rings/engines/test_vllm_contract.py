@@ -33,9 +33,9 @@ from runner.engines.port import (
 from runner.engines.vllm import VllmEngine
 from runner.engines.vllm.command import PYTHON_VARIABLE
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported
-from tests.fakes.engines.cases_vllm import CAUSE, QUESTION, contract_model, contract_plan, contract_python
 from tests.fakes.engines.programs.vllm_contract import VERSION
 from tests.fakes.engines.suite import ask, assert_gone, chat_call, first_bytes, openai_cached_tokens, wait_until
+from tests.fakes.engines.vllm import CAUSE, QUESTION, contract_model, contract_plan, contract_python
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)

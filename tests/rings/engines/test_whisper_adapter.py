@@ -16,8 +16,8 @@ import pytest
 
 from runner.engines.port import TRANSCRIPTIONS, Call, Engine
 from runner.engines.whisper import TRANSLATIONS, WhisperEngine
-from tests.fakes.engines.cases_whisper import audio_call, long_wav, whisper_plan
-from tests.fakes.engines.talk import client_session, loaded, read_events
+from tests.fakes.engines.talk import client_session, loaded, read_events, served
+from tests.fakes.engines.whisper import audio_call, long_wav, whisper_plan
 from tests.fakes.models.make import speech_wav, whisper_dir
 from tests.fakes.waiting import eventually
 
@@ -50,15 +50,13 @@ async def refusal(engine: Engine, call: Call) -> tuple[int, str | None, str]:
 
 
 async def test_every_shape_of_answer_says_what_was_said() -> None:
-    async with client_session() as client:
-        engine = WhisperEngine(whisper_plan(), client)
-        async with loaded(engine):
-            plain = await ask_json(engine, audio_call(speech(), language="en"))
-            verbose = await ask_json(engine, audio_call(speech(), language="de", response_format="verbose_json"))
-            words = await ask_json(
-                engine, audio_call(speech(), language="en", response_format="verbose_json", timestamp_granularities=["word"])
-            )
-            texts = {shape: await ask(engine, audio_call(speech(), response_format=shape)) for shape in ("text", "srt", "vtt")}
+    async with served(WhisperEngine, whisper_plan()) as engine:
+        plain = await ask_json(engine, audio_call(speech(), language="en"))
+        verbose = await ask_json(engine, audio_call(speech(), language="de", response_format="verbose_json"))
+        words = await ask_json(
+            engine, audio_call(speech(), language="en", response_format="verbose_json", timestamp_granularities=["word"])
+        )
+        texts = {shape: await ask(engine, audio_call(speech(), response_format=shape)) for shape in ("text", "srt", "vtt")}
     assert plain["text"].startswith(SAID)
     assert plain["usage"] == {"type": "duration", "seconds": 12}
     assert (verbose["language"], verbose["duration"], verbose["task"]) == ("de", 12.0, "transcribe")
@@ -77,30 +75,24 @@ async def test_every_shape_of_answer_says_what_was_said() -> None:
 
 
 async def test_the_silence_filter_cuts_pauses_and_keeps_the_clock() -> None:
-    async with client_session() as client:
-        engine = WhisperEngine(whisper_plan(), client)
-        async with loaded(engine):
-            call = audio_call(speech(), language="en", response_format="verbose_json", vad_filter="true")
-            found = await ask_json(engine, call)
-            silence = io.BytesIO()
-            with wave.open(silence, "wb") as file:
-                file.setnchannels(1)
-                file.setsampwidth(2)
-                file.setframerate(16_000)
-                file.writeframes(bytes(2 * 16_000 * 3))
-            empty = await ask_json(engine, audio_call(silence.getvalue(), language="en", vad_filter="true"))
+    async with served(WhisperEngine, whisper_plan()) as engine:
+        call = audio_call(speech(), language="en", response_format="verbose_json", vad_filter="true")
+        found = await ask_json(engine, call)
+        silence = io.BytesIO()
+        with wave.open(silence, "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(16_000)
+            file.writeframes(bytes(2 * 16_000 * 3))
+        empty = await ask_json(engine, audio_call(silence.getvalue(), language="en", vad_filter="true"))
     assert found["timings"]["speech_ms"] < found["timings"]["audio_ms"] == 12_000
     assert found["segments"][-1]["end"] > 4.0, "times are those of the recording, not of what was left of it"
     assert empty["timings"]["speech_ms"] == 0
 
 
 async def test_a_stream_brings_each_segment_and_then_the_whole() -> None:
-    async with client_session() as client:
-        engine = WhisperEngine(whisper_plan(), client)
-        async with loaded(engine):
-            events = [
-                json.loads(event) for event in await read_events(engine, audio_call(speech(), language="en", stream="true"))
-            ]
+    async with served(WhisperEngine, whisper_plan()) as engine:
+        events = [json.loads(event) for event in await read_events(engine, audio_call(speech(), language="en", stream="true"))]
     assert [event["type"] for event in events] == ["transcript.text.delta"] * 3 + ["transcript.text.done"]
     assert "".join(event["delta"] for event in events[:-1]) == events[-1]["text"]
 
@@ -140,13 +132,11 @@ async def test_what_cannot_be_transcribed_is_refused_by_name() -> None:
         ),
         (Call("POST", TRANSCRIPTIONS, {"content-type": "multipart/form-data"}, b"no"), (400, None, "invalid_value")),
     ]
-    async with client_session() as client:
-        engine = WhisperEngine(whisper_plan(), client)
-        async with loaded(engine):
-            for number, (call, expected) in enumerate(cases):
-                assert await refusal(engine, call) == expected, number
-            assert (await engine.stats()).running == 0
-            assert (await ask_json(engine, audio_call(speech())))["text"]
+    async with served(WhisperEngine, whisper_plan()) as engine:
+        for number, (call, expected) in enumerate(cases):
+            assert await refusal(engine, call) == expected, number
+        assert (await engine.stats()).running == 0
+        assert (await ask_json(engine, audio_call(speech())))["text"]
 
 
 async def test_an_upload_over_the_limit_is_cut_off_and_leaves_nothing() -> None:
@@ -177,33 +167,29 @@ async def test_an_upload_over_the_limit_is_cut_off_and_leaves_nothing() -> None:
 
 async def test_no_file_is_left_after_an_answer_or_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    async with client_session() as client:
-        engine = WhisperEngine(whisper_plan(), client)
-        async with loaded(engine):
-            await ask_json(engine, audio_call(speech()))
-            assert os.listdir(tmp_path) == []  # noqa: PTH208  # a path object's own call counts as blocking
-            async with engine.stream(audio_call(long_wav(), language="en", stream="true")) as response:
-                assert response.status == 200
-                psutil.Process(engine.pids[0]).kill()
-            await engine.wait_gone()
-            assert os.listdir(tmp_path) == []  # noqa: PTH208  # a path object's own call counts as blocking
+    async with served(WhisperEngine, whisper_plan()) as engine:
+        await ask_json(engine, audio_call(speech()))
+        assert os.listdir(tmp_path) == []  # noqa: PTH208  # a path object's own call counts as blocking
+        async with engine.stream(audio_call(long_wav(), language="en", stream="true")) as response:
+            assert response.status == 200
+            psutil.Process(engine.pids[0]).kill()
+        await engine.wait_gone()
+        assert os.listdir(tmp_path) == []  # noqa: PTH208  # a path object's own call counts as blocking
 
 
 async def test_the_openai_library_transcribes() -> None:
-    async with client_session() as client:
-        engine = WhisperEngine(whisper_plan(), client)
-        async with loaded(engine):
-            server = engine._child.server
-            key = server.headers["Authorization"].removeprefix("Bearer ")
-            async with openai.AsyncOpenAI(base_url=server.base_url + "/v1", api_key=key, max_retries=0) as sdk:
-                verbose = await sdk.audio.transcriptions.create(
-                    model="tiny",
-                    file=("a.wav", speech()),
-                    response_format="verbose_json",
-                    timestamp_granularities=["word", "segment"],
-                )
-                stream = await sdk.audio.transcriptions.create(model="tiny", file=("a.wav", speech()), stream=True)
-                kinds = [event.type async for event in stream]
+    async with served(WhisperEngine, whisper_plan()) as engine:
+        server = engine._child.server
+        key = server.headers["Authorization"].removeprefix("Bearer ")
+        async with openai.AsyncOpenAI(base_url=server.base_url + "/v1", api_key=key, max_retries=0) as sdk:
+            verbose = await sdk.audio.transcriptions.create(
+                model="tiny",
+                file=("a.wav", speech()),
+                response_format="verbose_json",
+                timestamp_granularities=["word", "segment"],
+            )
+            stream = await sdk.audio.transcriptions.create(model="tiny", file=("a.wav", speech()), stream=True)
+            kinds = [event.type async for event in stream]
     assert verbose.words is not None
     assert verbose.segments is not None
     assert len(verbose.words) == 8 * len(verbose.segments)

@@ -1,23 +1,35 @@
-"""Who may use the box's own port, what it shows of itself, and where its metrics are."""
+"""The node's own port: who may use it, what it shows of itself, whether its documentation is true, and how it leaves."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hmac
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+import runner.api.app  # noqa: F401  # makes the refusals of the API known
+from runner.api.server import _serve
+from runner.errors import RequestRefused
 from tests.fakes.control_process import free_port
-from tests.fakes.runners.api_process import DEADLINE_S, NO_KEEP_ALIVE, ApiBox, run_api_box
+from tests.fakes.runners.process import NO_KEEP_ALIVE, ROOT, ApiBox, is_alive, run_api_box
+from tests.fakes.waiting import DEADLINE_S
 from wire.credentials import CredentialKind, mint_credential
 
 pytestmark = pytest.mark.timeout(180)
@@ -195,7 +207,7 @@ def test_settings_are_read_again_and_conflicts_change_nothing(tmp_path: Path) ->
 def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url, until = f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "go"
-        program = "tests.fakes.runners.held_runner"
+        program = "tests.fakes.runners.altered"
         with run_api_box(tmp_path, "--backend", url, env={"HELD_UNTIL": str(until)}, waits=False, program=program) as running:
             reply = running.client.get("/v1/capabilities")
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
@@ -231,3 +243,179 @@ def test_settings_files_that_come_after_the_start_are_found(tmp_path: Path, *, b
             (data / file).write_bytes(msgspec.json.encode({"engine": {"backend": "gguf", "models": models}}))
             reload()
             running.wait_for(states, _has(model))
+
+
+TEXT = (ROOT / "docs" / "runner-api.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^```sh box\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def refusal_codes() -> set[str]:
+    """Return the code of every refusal that a client may see."""
+    found, classes = set(), [RequestRefused]
+    while classes:
+        one = classes.pop()
+        found.add(one.code)
+        classes += one.__subclasses__()
+    return found
+
+
+def test_the_commands_of_the_page_work_in_their_order(tmp_path: Path) -> None:
+    with run_api_box(tmp_path, models=("tiny",)) as box:
+        surroundings = {**os.environ, "BOX": box.url, "KEY_FILE": str(tmp_path / "model-api.key"), "PYTHONPATH": str(ROOT)}
+        sign = f"{sys.executable} -m runner.operations.sign"
+        for block in COMMANDS:
+            script = block.replace("./muster sign", sign)
+            if "/v1/models/load/$TASK_ID" in script:  # and wait, for what follows needs the model
+                box.wait_for(
+                    lambda: box.client.get(f"/v1/models/load/{surroundings['TASK_ID']}").json(),
+                    lambda task: task["status"] == "completed",
+                )
+            if "/v1/chat/completions" in script:
+                box.ensure_loaded("tiny")
+            if "/v1/admin/models/tiny/load" in script:
+                box.ensure_unloaded("tiny")
+            ran = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=surroundings, capture_output=True, text=True,
+                check=False, timeout=30,
+            )  # fmt: skip
+            assert ran.returncode == 0, f"{script}\n{ran.stderr}"
+            assert '"error"' not in ran.stdout.replace('"error":null', ""), f"{script}\n{ran.stdout}"
+            assert '"detail":{' not in ran.stdout, f"{script}\n{ran.stdout}"
+            if '"taskId"' in ran.stdout:
+                surroundings["TASK_ID"] = json.loads(ran.stdout)["taskId"]
+
+
+def test_every_code_and_metric_is_on_the_page_and_no_other(tmp_path: Path) -> None:
+    rows = [line for line in TEXT.splitlines() if line.startswith("| ")]
+    documented = {
+        code for row in rows if re.match(r"\| [45]\d\d \|", row) for code in re.findall(r"`([a-z_]+)`", row.split("|")[2])
+    }
+    assert documented == refusal_codes()
+    named = {name for row in rows for name in re.findall(r"`((?:vllm|muster_runner)_\w+)`", row.split("|")[1])}
+    with run_api_box(tmp_path, models=("tiny",)) as box:
+        box.ensure_loaded("tiny")
+        shown = {
+            family.name + ("_total" if family.type == "counter" else "")
+            for family in text_string_to_metric_families(box.client.get("/metrics").text)
+        }
+        paths = [path.replace("{task_id}", "{taskId}") for path in box.client.get("/openapi.json").json()["paths"]]
+    assert named == {name for name in shown if ":" not in name}
+    engines = {name.partition(":")[0] for name in shown if ":" in name}
+    assert engines == {"llamacpp"}
+    assert all(f"`{engine}:…`" in TEXT for engine in engines)
+    assert [path for path in paths if path not in TEXT and path != "/v1/models/{name}"] == []
+
+
+HEAD = b"POST /x HTTP/1.1\r\nhost: a\r\n"
+CHUNKED = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n"
+
+
+async def show_headers(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """Answer with the names of the headers, once the body is there."""
+    while (await receive()).get("more_body"):
+        pass
+    body = json.dumps(sorted(name.decode() for name, _ in scope["headers"])).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def ask(data: bytes) -> tuple[int, str]:
+    """Return status and body of what these bytes are answered with."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        async with _serve(show_headers, listener), asyncio.timeout(30):  # type: ignore[arg-type]  # ASGI's open dictionaries
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(data)
+            answer = await reader.read()
+            writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"GET /x HTTP/1.1\r\naccept: */*\r\n\r\n", "Host"),
+        (HEAD + b"host: b\r\n\r\n", "'host'"),
+        (HEAD + b"authorization: Bearer a\r\nauthorization: Bearer b\r\n\r\n", "'authorization'"),
+        (b"GET /x HTTP/2.0\r\nhost: a\r\n\r\n", "HTTP/2.0"),
+        (HEAD + b"x-a: " + b"b" * 70_000 + b"\r\n\r\n", "65536"),
+        (HEAD + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\nab", "Upgrade"),
+    ],
+)
+async def test_a_head_with_two_readings_is_refused_with_what_would_do(data: bytes, said: str) -> None:
+    status, message = await ask(data)
+    assert (status, said in message) == (400, True)
+
+
+async def test_a_trailer_becomes_no_header() -> None:
+    status, names = await ask(CHUNKED + b"authorization: Bearer key\r\n\r\n")
+    assert (status, json.loads(names)) == (200, ["connection", "host", "transfer-encoding"])
+
+
+SMALL_BUFFER = (socket.SOL_SOCKET, socket.SO_RCVBUF, 256 * 1024)
+LONG: dict[str, object] = {"model": "a", "stream": True, "max_tokens": 200, "ignore_eos": True, "n_probs": 1000}
+"""Some 15 MB, far more than lies between the box and a client that does not read: it ends when the client has read on."""
+
+
+def children(box: ApiBox) -> list[psutil.Process]:
+    return psutil.Process(box.process.pid).children(recursive=True)
+
+
+def test_while_the_box_leaves_an_answer_is_finished_and_nothing_new_is_taken(tmp_path: Path) -> None:
+    with run_api_box(tmp_path, models=("a",), env={"MUSTER_RUNNER_DRAIN_S": "600"}) as box:
+        box.ensure_loaded("a")
+        engines = children(box)
+        body = {**LONG, "messages": [{"role": "user", "content": "Explain the gateway."}]}
+        has_begun, reads_on, whole = threading.Event(), threading.Event(), bytearray()
+
+        def read() -> None:
+            transport = httpx.HTTPTransport(socket_options=[SMALL_BUFFER])
+            with (
+                httpx.Client(base_url=box.url, timeout=DEADLINE_S, trust_env=False, transport=transport) as client,
+                client.stream("POST", "/v1/chat/completions", json=body) as reply,
+            ):
+                for chunk in reply.iter_raw():
+                    whole.extend(chunk)
+                    has_begun.set()
+                    reads_on.wait(DEADLINE_S)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert has_begun.wait(DEADLINE_S)
+        box.process.send_signal(signal.SIGTERM)
+        box.wait_for(lambda: box.client.get("/health").json(), lambda health: health["status"] == "unhealthy")
+        asked = box.client.post("/v1/chat/completions", json={"model": "a", "messages": []})
+        assert (asked.status_code, asked.json()["error"]["code"]) == (503, "unavailable")
+        operation = box.flush("all")
+        assert (operation.status_code, operation.json()["error"]["code"]) == (503, "unavailable")
+        reads_on.set()
+        reader.join(DEADLINE_S)
+        assert whole.endswith(b"data: [DONE]\n\n")
+        assert box.process.wait(DEADLINE_S) == 0
+        assert not any(is_alive(engine) for engine in engines)
+
+
+def test_a_load_under_way_is_ended_and_its_task_says_so_after_the_restart(tmp_path: Path) -> None:
+    replies: list[httpx.Response] = []
+    with run_api_box(tmp_path, models=("a",)) as box:
+        replies.append(box.load("a"))
+        task_id = replies[0].json()["taskId"]
+        box.wait_for(lambda: {"engines": children(box)}, lambda seen: seen["engines"])
+        engines = children(box)
+        box.process.send_signal(signal.SIGTERM)
+        assert box.process.wait(DEADLINE_S) == 0
+        assert not any(is_alive(engine) for engine in engines)
+        assert "Traceback" not in box.log_text()
+    with run_api_box(tmp_path) as again:
+        # A tiny model may have been there just before the signal.
+        assert again.client.get(f"/v1/models/load/{task_id}").json()["status"] in {"interrupted", "completed"}
+        again.ensure_loaded("a")
+
+
+def test_a_folder_that_cannot_hold_data_ends_the_box_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("not a folder")
+    with pytest.raises(AssertionError) as ended, run_api_box(tmp_path, models=("a",)):
+        pass
+    assert "the runner ended with 2" in str(ended.value)
+    assert f"{tmp_path / 'data'} cannot hold the ledger" in str(ended.value)
+    assert "Traceback" not in str(ended.value)

@@ -15,10 +15,10 @@ import pytest
 from aiohttp import web
 
 from tests.fakes.engines.scripted_server import ScriptedEngine, run_engine
-from tests.fakes.runners.api_process import DEADLINE_S, NO_KEEP_ALIVE, ApiBox, open_api_box
-from tests.fakes.waiting import eventually
+from tests.fakes.runners.process import NO_KEEP_ALIVE, ApiBox, open_api_box
+from tests.fakes.waiting import DEADLINE_S, eventually
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, object] = {"model": "alpha", "messages": []}
@@ -48,18 +48,22 @@ async def serve(
         open_api_box(tmp_path, "--backend", engine.url, *options, env=env) as box,
         httpx.AsyncClient(base_url=box.url, timeout=DEADLINE_S, trust_env=False, limits=NO_KEEP_ALIVE) as client,
     ):
-        async with asyncio.timeout(DEADLINE_S):
+
+        async def is_ready() -> bool:
             # A box whose server does not list its models in time serves without them at first.
-            while (await client.get("/health")).json()["modelsLoaded"] != len(engine.models):
-                await asyncio.sleep(0.01)
+            return bool((await client.get("/health")).json()["modelsLoaded"] == len(engine.models))
+
+        await eventually(is_ready)
         yield box, client
 
 
 async def depth_is(client: httpx.AsyncClient, depth: int) -> None:
     """Return when so many requests wait."""
-    give_up_at = time.monotonic() + DEADLINE_S
-    while (await client.get("/health")).json()["queueDepth"] != depth:
-        assert time.monotonic() < give_up_at, f"the queue never had {depth}"
+
+    async def is_reached() -> bool:
+        return bool((await client.get("/health")).json()["queueDepth"] == depth)
+
+    await eventually(is_reached, f"the queue has {depth}")
 
 
 async def test_a_picture_for_a_model_that_cannot_see_is_a_bad_request_that_nobody_should_repeat(tmp_path: Path) -> None:
@@ -160,9 +164,11 @@ async def test_a_client_that_leaves_frees_the_engine_also_while_it_waits(tmp_pat
             assert not engine.gone.is_set()
         await asyncio.wait_for(engine.gone.wait(), DEADLINE_S)
         engine.handler = Gate().answer
-        async with asyncio.timeout(DEADLINE_S):
-            while 'status="cancelled",tenant="anonymous"} 2.0' not in (await client.get("/metrics")).text:
-                await asyncio.sleep(0.01)
+
+        async def both_are_counted() -> bool:
+            return 'status="cancelled",tenant="anonymous"} 2.0' in (await client.get("/metrics")).text
+
+        await eventually(both_are_counted)
         silent = asyncio.create_task(client.post(CHAT, json=BODY))  # before a byte of the answer
         engine.gone.clear()
         await eventually(lambda: len(engine.seen) == 2, "the engine has the next")

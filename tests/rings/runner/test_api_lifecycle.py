@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from runner.config.reading import TINY_MODEL_PATH
-from tests.fakes.runners.api_process import ApiBox, run_api_box
+from tests.fakes.runners.process import ApiBox, run_api_box
 from wire.optoken import Operation
 
 pytestmark = pytest.mark.timeout(180)

@@ -1,20 +1,24 @@
-"""A real box of level L2 on a scripted gateway: enrolment, approved operations with receipts, and what is refused."""
+"""A real node of level L2: enrolment, approved operations with receipts, refusals, kills, and the same on its own HTTP port."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from runner.operations import trust
+from runner.operations.identity import load_identity
+from runner.operations.op_keys import FOLDER_NAME, OpKeys
 from runner.operations.policies import FORGOTTEN, WAITING
 from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.audit_logs import FORK, LOG, checkpoint_of, offer_of
 from tests.fakes.runners.governed import Control, enrol, options_of
-from tests.fakes.runners.process import run_box
+from tests.fakes.runners.process import ApiBox, run_api_box, run_box
 from tests.fakes.scripted_gateway import run_gateway
 from tests.fakes.waiting import eventually
 from wire import bridge
@@ -22,9 +26,10 @@ from wire.auditlog import to_bytes, verify_signature
 from wire.ids import new_uuid7
 from wire.optoken import owns_runner_id, sign_l0
 from wire.optoken.approval import decode_bytes
+from wire.optoken.receipt import digest_result, read_receipt
 from wire.optoken.signing import Grant
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 
 async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys_and_checkpoints(tmp_path: Path) -> None:
@@ -184,3 +189,147 @@ async def test_what_a_stolen_control_plane_sends_is_refused_and_uses_nothing_up(
         log = process.log_text()
     for reason in ("level_too_low", "too_few_approvers", "wrong_params", "wrong_model", "wrong_operation", "stale_fence"):
         assert reason in log
+
+
+ENDS = {
+    "before booking": "unknown",
+    "after booking": "interrupted",
+    "after task": "interrupted",
+    "before outcome": "interrupted",
+    "after outcome": "succeeded",
+}
+"""What the box says of an approved load after it was killed there: booked, its task begun, loaded, its outcome recorded."""
+
+
+@pytest.mark.parametrize("point", list(ENDS))
+async def test_a_load_whose_box_is_killed_is_done_once_at_most(tmp_path: Path, point: str) -> None:
+    fleet, (options, env) = Fleet(), options_of(tmp_path)
+    await enrol(tmp_path / "data", fleet)
+    dying = {**env, "DIE_AT": point}
+    program = "tests.fakes.runners.altered"
+    async with run_gateway() as gateway:
+        async with run_box(tmp_path, gateway.url, *options, env=dying, program=program) as process:
+            first = Control(await gateway.accept(), fleet)
+            load = first.command("model-load", {"modelId": "a"})
+            await first.box.send(load)
+            assert await process.exit_status() == -signal.SIGKILL
+        async with run_box(tmp_path, gateway.url, *options, env=env) as process:
+            control = Control(await gateway.accept(), fleet)
+            assert control.governance.runner_id == first.governance.runner_id
+            control.issuer.fence = first.issuer.fence
+            found = await control.query(load.op_id)
+            assert found.state == ENDS[point]
+            if found.state == "unknown":
+                replayed = await control.carry_out(load)
+                assert (replayed.state, replayed.code) == ("refused", "op_token_refused"), "its nonce was spent"
+            else:
+                receipt = control.read(found)
+                assert receipt.started_at <= receipt.ended_at
+                assert await control.carry_out(load) == found
+            if found.state == "interrupted":
+                assert (found.result["state"], found.result["loaded"]) == ("unloaded", [])
+
+            # The same approval under a fresh token: carried out where it never was, told otherwise.
+            again = await control.carry_out(control.command("model-load", {"modelId": "a"}, op_id=load.op_id))
+            if found.state == "unknown":
+                assert again.state == "succeeded"
+                assert control.box.models() == ["a"]
+            else:
+                assert again == found
+                assert control.box.models() == []
+            assert process.log_text().count("repeated=False") == (found.state == "unknown")
+
+
+@dataclass
+class Enrolled:
+    """A box that follows the policy of ``issuer``'s fleet."""
+
+    box: ApiBox
+    issuer: Issuer
+    data: Path
+
+
+@pytest.fixture(scope="module")
+def enrolled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enrolled]:
+    folder, fleet = tmp_path_factory.mktemp("enrolled"), Fleet()
+    asyncio.run(enrol(folder / "data", fleet))
+    with run_api_box(folder, "--name", "attic", models=("a",), has_op_key=False) as box:
+        runner_id = box.client.get("/v1/capabilities").json()["runnerId"]
+        ((kid, key),) = OpKeys(folder / "data" / FOLDER_NAME).read().items()
+        yield Enrolled(box, Issuer(fleet, runner_id, kid, key), folder / "data")
+
+
+def test_a_load_and_an_unload_carry_receipts_and_say_the_same_when_repeated(enrolled: Enrolled) -> None:
+    box, issuer = enrolled.box, enrolled.issuer
+    op_id, params = new_uuid7().hex, {"modelId": "a"}
+    reply = box.client.post(
+        "/v1/models/load", json={**params, "verifiedOpToken": issuer.token("model-load", params, op_id=op_id)}
+    )
+    done = box.finish_load(reply)
+    receipt = str(done.pop("receipt"))
+    public_key = _public_key(enrolled)
+    read = read_receipt(receipt, public_key)
+    assert (done["status"], read.outcome, read.result_digest) == ("completed", "succeeded", digest_result(done))
+    again = box.client.post(
+        "/v1/models/load", json={**params, "verifiedOpToken": issuer.token("model-load", params, op_id=op_id)}
+    ).json()
+    assert again == {**done, "receipt": receipt, "repeated": True}
+
+    gone = box.client.post("/v1/models/unload", json={**params, "verifiedOpToken": issuer.token("model-unload", params)}).json()
+    signed = read_receipt(gone.pop("receipt"), public_key)
+    assert signed.result_digest == digest_result(gone)
+    flushed = {"scope": "all"}
+    answer = box.client.post(
+        "/v1/cache/flush", json={**flushed, "verifiedOpToken": issuer.token("cache-flush", flushed)}
+    ).json()
+    assert read_receipt(answer["receipt"], public_key).operation == "cache-flush"
+
+
+def test_tokens_without_proofs_are_refused_and_counted_by_reason(enrolled: Enrolled) -> None:
+    box, issuer = enrolled.box, enrolled.issuer
+    for token in (issuer.bare_token("model-load", {"modelId": "a"}), None, "x"):
+        reply = box.client.post("/v1/models/load", json={"modelId": "a", "verifiedOpToken": token})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "op_token_refused")
+    metrics = box.client.get("/metrics").text
+    assert 'muster_runner_operations_refused_total{reason="level_too_low"} 1.0' in metrics
+    assert "muster_runner_policy_version 1.0" in metrics
+
+
+def test_capabilities_and_page_say_how_the_box_decides(enrolled: Enrolled) -> None:
+    state = enrolled.box.client.get("/v1/capabilities").json()
+    assert state["runnerId"].startswith("attic#")
+    words = enrolled.issuer.fleet.words
+    assert state["operations"] == {
+        "level": "L2", "policyVersion": 1, "policyWords": words, "witnessSize": 0, "advice": "",
+    }  # fmt: skip
+    page = enrolled.box.client.get("/").text
+    for shown in (state["runnerId"], "L2", f"version 1, {words}", "nothing yet"):
+        assert shown in page
+    assert "to do" not in page
+
+
+def test_a_box_without_a_policy_or_a_data_folder_says_what_to_do(tmp_path: Path) -> None:
+    with run_api_box(tmp_path, models=("a",), has_op_key=False) as box:
+        state = box.client.get("/v1/capabilities").json()["operations"]
+        assert (state["level"], state["policyVersion"]) == ("L2", 0)
+        assert "./muster trust WORDS" in state["advice"]
+        assert "./muster trust WORDS" in box.client.get("/").text
+        assert "./muster trust WORDS" in box.log_text()
+
+
+def test_the_owners_own_key_means_the_public_format_with_a_warning(tmp_path: Path) -> None:
+    with run_api_box(tmp_path, models=("a",)) as box:
+        box.ensure_loaded("a")
+        assert box.client.get("/v1/capabilities").json()["operations"]["level"] == "L0"
+        assert "operation tokens of level L0 are taken, because VERIFIED_OP_TOKEN_KEY_PATH is set" in box.log_text()
+
+
+def test_trust_can_be_read_while_the_box_runs(enrolled: Enrolled, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trust.main(["--show", "--data", str(enrolled.data)]) == 0
+    said = capsys.readouterr().out
+    assert enrolled.issuer.runner_id in said
+    assert enrolled.issuer.fleet.words in said
+
+
+def _public_key(enrolled: Enrolled) -> bytes:
+    return load_identity(enrolled.data, "attic").public_key

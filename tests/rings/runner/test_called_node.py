@@ -15,7 +15,7 @@ from nodes.models import Node, NodePresence
 from nodes.services import Registration, probe_direct_nodes, register_direct_node
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_credential
-from tests.fakes.runners.api_process import run_api_box
+from tests.fakes.runners.process import run_api_box
 from wire.contract import NodeStatus
 
 pytestmark = pytest.mark.django_db

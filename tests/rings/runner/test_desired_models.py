@@ -18,9 +18,9 @@ from tests.fakes.waiting import eventually
 from wire import bridge
 from wire.optoken.receipt import digest_result, read_receipt
 
-pytestmark = [pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
-DYING = "tests.fakes.runners.dying_runner"
+DYING = "tests.fakes.runners.altered"
 KEEP: dict[str, Any] = {"modelId": "a", "keepLoaded": True}
 
 

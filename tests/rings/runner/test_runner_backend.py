@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
+from typing import Any, cast  # Any: a host that is never asked
 
+import aiohttp
 import pytest
 from aiohttp import web
 
+from runner.connection import GatewayLink
 from tests.fakes.engines.scripted_server import run_engine
+from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.process import PATIENT, run_box
 from tests.fakes.scripted_gateway import ConnectedBox, run_gateway
 from tests.fakes.waiting import eventually
+from tests.unit.closed_port import closed_port
 from wire import bridge, frames
 from wire.limits import WIRE
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 EURO = 'data: {"choices":[{"delta":{"content":"€"}}]}\n\n'.encode()
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n'
@@ -188,3 +194,58 @@ async def test_a_server_that_is_not_there_yet_is_found_later(tmp_path: Path) -> 
             await eventually(lambda: "cannot use" in process.log_text(), "the reason is logged")
             await engine.start()
             await box.declares("mine")
+
+
+MANAGING = (
+    "/v1/models/load", "/v1/models/unload", "/v1/cache/flush", "/v1/admin/models/alpha/unload", "/v1/admin/settings/reload",
+    "/v1/model/load", "/v1/model/unload", "/v1/download", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/v1/model/unload?x=1", "/v1/chat/completions/../../model/unload", "/v1//model/unload", "/slots/0?action=erase", "/sleep",
+)  # fmt: skip
+
+
+async def test_paths_that_manage_an_engine_do_not_pass_also_with_forged_headers(tmp_path: Path) -> None:
+    forged = {
+        "content-type": "application/json", "x-http-method-override": "DELETE", "x-original-url": "/v1/model/unload",
+        "x-rewrite-url": "/v1/model/unload", "x-admin-key": "admin",
+    }  # fmt: skip
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        box = await gateway.accept()
+        await box.declares("alpha", "beta")
+        for path in MANAGING:
+            answer = await (await box.open({"model": "alpha"}, path=path, headers=forged)).finish()
+            assert answer.status == 400, path
+        assert engine.seen == []
+        assert (await (await box.open({"model": "alpha"}, headers=forged)).finish()).status == 200
+        ((path, headers, _),) = engine.seen
+        assert path == "/v1/chat/completions"
+        assert not (forged.keys() - {"content-type"}) & {name.lower() for name in headers}
+
+
+async def log_of_a_link(caplog: pytest.LogCaptureFixture, *, say_again_s: float, at_least: int) -> list[str]:
+    """Return what a link logs that dials a closed port until ``at_least`` lines are there, at most for two seconds."""
+    set_runner_limits(connection={"reconnect_first_s": 0.01, "reconnect_max_s": 0.02, "say_again_s": say_again_s})
+    nobody = cast("Any", None)
+    caplog.set_level(logging.ERROR, "runner.connection")
+    with closed_port() as port:
+        async with aiohttp.ClientSession() as client:
+            link = GatewayLink(f"ws://127.0.0.1:{port}", host=nobody, client=client, token="msw_x", provider="local")
+            dialling = asyncio.create_task(link.run(give_up_s=2.0))
+            while not dialling.done() and len(caplog.messages) < at_least:
+                await asyncio.sleep(0.01)
+            dialling.cancel()
+            await asyncio.gather(dialling, return_exceptions=True)
+    return caplog.messages
+
+
+async def test_a_gateway_that_cannot_be_reached_is_said_at_once_and_again_while_it_stays_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = await log_of_a_link(caplog, say_again_s=0.1, at_least=3)
+    assert len(said) >= 3
+    assert "reason=cannot connect" in said[0]
+    assert said[0].endswith("; retrying at least every 0.02 s")
+    assert set(said) == {said[0]}
+
+
+async def test_it_is_not_said_at_every_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(await log_of_a_link(caplog, say_again_s=60.0, at_least=2)) == 1

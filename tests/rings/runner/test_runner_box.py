@@ -18,7 +18,7 @@ from tests.fakes.scripted_gateway import TOKEN, ConnectedBox, run_gateway
 from tests.fakes.waiting import eventually
 from wire import bridge, frames
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 QUESTION: dict[str, object] = {"messages": [{"role": "user", "content": "What is a generator?"}], "temperature": 0}
 LONG = QUESTION | {"stream": True, "max_tokens": 1900, "ignore_eos": True, "n_probs": 1000}

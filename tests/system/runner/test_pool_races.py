@@ -209,7 +209,7 @@ async def test_an_engine_that_does_not_come_back_from_a_flush_is_tried_again(ben
     engine.flushes, engine.fails = False, EngineError("out of memory")
     with pytest.raises(EngineError):
         await bench.unloader.flush(model, FLUSH)
-    assert model.state is ModelState.FAILED
+    assert (model.state, engine.is_loaded) == (ModelState.FAILED, False)
     engine.fails = None
     await eventually(lambda: model.state is ModelState.LOADED, "it is back")
     await take_turn(model)
