@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import uuid
 from io import StringIO
+from pathlib import Path
 
 import pytest
+from django.conf import settings
+from django.core.checks.registry import registry
 from django.core.management import CommandError, call_command
+from django.core.management.base import SystemCheckError
+from django.test import Client, override_settings
 
+from controlplane.launcher.credentials import require_credentials
+from controlplane.launcher.files import read_json, write_json
+from controlplane.management.commands.bootstrap import ACTOR, MODEL, USERNAME, make_credentials
+from controlplane.management.service_command import SETTINGS_CHECKS
 from core.models import User
 from gateway.models import ApiKey, Model
-from governance.services import verify_admin_token
+from gateway.services import disallow_model, is_model_allowed, revoke_api_key
+from governance.services import revoke_admin_token, verify_admin_token
 from nodes.models import Node, Provider
-from nodes.services import find_credential
+from nodes.services import find_credential, revoke_credential
 from tests.system.gateway_admin.factories import audited
+from tests.system.governance.team import make_governed, make_key
 from tests.system.nodes.factories import make_credential, make_node
+from wire.credentials import CredentialKind, parse_keyid
 
 pytestmark = pytest.mark.django_db
 
@@ -109,3 +123,162 @@ def test_a_name_that_two_nodes_have_is_not_guessed() -> None:
     with pytest.raises(CommandError, match="Several nodes"):
         run("node_action", "box", "drain")
     assert not Node.objects.filter(draining=True).exists()
+
+
+def _bootstrap(path: Path) -> dict[str, object]:
+    call_command("bootstrap", credentials=path)
+    return read_json(path)
+
+
+def test_everything_is_made_and_the_file_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    _bootstrap(path)
+    made = require_credentials(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    user = User.objects.get(username=made.username)
+    assert user.check_password(made.password)
+    assert user.is_superuser
+    assert user.is_staff
+    assert verify_admin_token(made.admin_token)
+    assert parse_keyid(made.api_key, CredentialKind.CLIENT)
+    assert is_model_allowed(made.model)
+    for text, nodes in ((made.worker_secret, 64), (made.node_token, 64), (made.local_node_token, 1)):
+        credential = find_credential(text)
+        assert credential is not None
+        assert credential.max_nodes == nodes
+
+
+def test_a_second_time_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    assert _bootstrap(path) == _bootstrap(path)
+
+
+def test_what_was_revoked_is_made_anew_and_the_rest_kept(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    before = _bootstrap(path)
+    token = verify_admin_token(str(before["admin_token"]))
+    worker = find_credential(str(before["worker_secret"]))
+    assert token is not None
+    assert worker is not None
+    revoke_admin_token(token_id=token.pk, actor=ACTOR)
+    revoke_credential(credential_id=worker.pk, actor=ACTOR)
+    after = _bootstrap(path)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"admin_token", "worker_secret"}
+
+
+def test_a_revoked_demo_key_is_made_anew(tmp_path: Path) -> None:
+    from django.apps import apps
+
+    path = tmp_path / "credentials.json"
+    before = str(_bootstrap(path)["api_key"])
+    row = apps.get_model("gateway", "ApiKey").objects.get(keyid=parse_keyid(before, CredentialKind.CLIENT))
+    assert isinstance(row.pk, uuid.UUID)
+    revoke_api_key(key_id=row.pk, actor=ACTOR)
+    assert _bootstrap(path)["api_key"] != before
+
+
+def test_a_password_that_the_operator_changed_stays_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    _bootstrap(path)
+    user = User.objects.get(username=USERNAME)
+    user.set_password("chosen by the operator")
+    user.save()
+    assert _bootstrap(path)["admin"] == {"username": USERNAME, "password": ""}
+    user.refresh_from_db()
+    assert user.check_password("chosen by the operator")
+
+
+def test_an_operator_deleted_for_another_is_not_brought_back(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    _bootstrap(path)
+    User.objects.create_superuser("somebody", password="a long enough one")
+    User.objects.filter(username=USERNAME).delete()
+    _bootstrap(path)
+    assert not User.objects.filter(username=USERNAME).exists()
+
+
+def test_deleting_the_file_gives_a_new_password(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    _bootstrap(path)
+    path.unlink()
+    _bootstrap(path)
+    assert User.objects.get(username=USERNAME).check_password(require_credentials(path).password)
+
+
+def test_a_model_that_the_operator_took_off_the_list_stays_off() -> None:
+    kept = make_credentials({})
+    disallow_model(name=MODEL, actor=ACTOR)
+    make_credentials(kept)
+    assert not is_model_allowed(MODEL)
+
+
+def test_under_a_policy_a_revoked_admin_token_is_not_made_anew_and_the_rest_still_works(tmp_path: Path) -> None:
+    path = tmp_path / "credentials.json"
+    token = verify_admin_token(str(_bootstrap(path)["admin_token"]))
+    assert token is not None
+    make_governed()
+    assert verify_admin_token(str(_bootstrap(path)["admin_token"])) == token
+    revoke_admin_token(token_id=token.pk, actor=ACTOR)
+    assert _bootstrap(path)["admin_token"] == ""
+    assert require_credentials(path).admin_token == ""
+
+
+@override_settings(CORS_ORIGINS=("chat.example.com",))
+def test_a_wrong_setting_ends_it_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(SystemCheckError, match="MUSTER_CORS_ORIGINS"):
+        call_command("bootstrap", credentials=tmp_path / "credentials.json", skip_checks=False)
+    assert not (tmp_path / "credentials.json").exists()
+
+
+def test_commands_look_at_the_settings_of_every_app_of_ours() -> None:
+    ours = {"controlplane", "core", "gateway", "governance", "nodes"}
+    checks = [check for check in registry.get_checks() if check.__module__.partition(".")[0] in ours]
+    assert {tag for check in checks for tag in check.tags} == set(SETTINGS_CHECKS)
+
+
+DEMO_MODEL = "muster-tiny-f16"
+
+
+def run_demo(*words: str) -> str:
+    return run("demo_governance", "--model", DEMO_MODEL, *words)
+
+
+def test_three_people_can_make_a_passkey_and_the_model_is_allowed() -> None:
+    made = json.loads(run_demo("--json"))
+    assert [person["username"] for person in made["people"]] == ["ana", "ben", "cleo"]
+    assert is_model_allowed(DEMO_MODEL)
+    for person in made["people"]:
+        path = person["invitation"].removeprefix(settings.PUBLIC_URL)
+        assert Client().get(path).status_code == 200
+    assert User.objects.get(username="ana").has_perm("governance.add_operation")
+    assert not User.objects.get(username="ben").has_perm("governance.add_operation")
+    assert not any(user.is_superuser or user.has_usable_password() for user in User.objects.all())
+
+
+def test_a_second_time_makes_new_links_for_whoever_has_no_passkey_yet() -> None:
+    first = json.loads(run_demo("--json"))["people"]
+    make_key(User.objects.get(username="ana"))
+    second = json.loads(run_demo("--json"))["people"]
+    assert second[0]["invitation"] == ""
+    assert second[1]["invitation"] not in {"", first[1]["invitation"]}
+    assert Client().get(first[1]["invitation"].removeprefix(settings.PUBLIC_URL)).status_code != 200
+    assert User.objects.count() == 3
+
+
+def test_the_steps_name_the_installation_its_gateway_and_the_key(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "installation.json", {"gateway_url": "http://127.0.0.1:9", "api_key": "mst_mine"})
+    said = run_demo("--data", str(tmp_path))
+    assert f"./muster trust WORDS --data {tmp_path}" in said
+    assert "curl http://127.0.0.1:9/v1/chat/completions" in said
+    assert "Bearer mst_mine" in said
+    assert f"{settings.PUBLIC_URL}/approvals/policy" in said
+
+
+def test_the_first_step_says_that_password_sessions_become_read_only_and_where_a_passkey_is_made() -> None:
+    said = run_demo()
+    first = said[said.index("  0. ") : said.index("  1. ")]
+    assert "read-only" in first
+    assert "administrator" in first
+    assert f"{settings.PUBLIC_URL.rstrip('/')}/sign-in/keys" in first

@@ -1,15 +1,27 @@
-"""What the parts of an installation are told: each as much as it needs."""
+"""The parts of an installation: what each is told, when it is ready, where it listens, how long it pauses."""
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
+import json
+import os
+import socket
+import sys
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from controlplane.launcher.backoff import Backoff
 from controlplane.launcher.credentials import Credentials
+from controlplane.launcher.demo import MODEL, make_second_model
+from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.parts import (
     FOR_THE_NODE,
     TINY_MODEL,
@@ -20,7 +32,13 @@ from controlplane.launcher.parts import (
     worker_spec,
 )
 from controlplane.launcher.places import Place
+from controlplane.launcher.ports import claim_port, describe_holder, list_addresses, list_names
+from controlplane.launcher.readiness import answers_ok, describe_unreachable, fetch, lists_model, names_process
+from controlplane.launcher.tiny_model import write_f16_model
 from runner.config import read_config
+from tests.fakes.limits import set_limits
+from tests.fakes.models.gguf_file import read_gguf
+from tests.unit.closed_port import closed_port
 
 CREDENTIALS = Credentials(
     username="admin", password="", admin_token="", api_key="mst_x", model="muster-tiny", worker_secret="msw_a",
@@ -176,3 +194,188 @@ def test_a_list_of_the_operator_takes_the_place_of_the_names_and_the_public_url_
     monkeypatch.setenv("MUSTER_PUBLIC_URL", "https://muster.example.com:8443")
     assert _hosts(made) == NEAR | {"gpu.example.com", "muster.example.com"}
     assert made.own_variables()["MUSTER_CSRF_TRUSTED_ORIGINS"] == "https://muster.example.com:8443"
+
+
+class _Gateway(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        allowed = self.path == "/health" or self.headers.get("Authorization") == "Bearer key"
+        body = json.dumps({"data": [{"id": "muster-tiny"}]}).encode()
+        self.send_response(200 if allowed else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def gateway_port() -> Iterator[int]:
+    """A server that answers, however long this machine stands still before it does."""
+    set_limits(launcher={"ready_answer_s": 30.0})
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Gateway) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_a_part_is_ready_when_it_answers_200(gateway_port: int) -> None:
+    assert answers_ok("127.0.0.1", gateway_port, "/health")
+    assert not answers_ok("127.0.0.1", gateway_port, "/v1/models")
+    with closed_port() as port:
+        assert not answers_ok("127.0.0.1", port, "/health")
+
+
+def test_a_model_counts_when_the_holder_of_the_key_sees_it(gateway_port: int) -> None:
+    assert lists_model("127.0.0.1", gateway_port, api_key="key", model="muster-tiny")
+    assert not lists_model("127.0.0.1", gateway_port, api_key="key", model="another")
+    assert not lists_model("127.0.0.1", gateway_port, api_key="wrong", model="muster-tiny")
+
+
+def test_nobody_there_is_no_answer() -> None:
+    with closed_port() as port:
+        assert fetch("127.0.0.1", port, "/") is None
+
+
+def test_a_server_that_answers_is_reachable(gateway_port: int) -> None:
+    assert describe_unreachable(f"postgresql://u:p@127.0.0.1:{gateway_port}/db", default_port=5432) == ""
+    assert describe_unreachable("redis://127.0.0.1/0", default_port=gateway_port) == ""
+
+
+@pytest.mark.parametrize("url", ["postgresql:///muster?host=/nowhere", "unix:///nowhere/valkey.sock?db=0"])
+def test_a_missing_socket_is_said(url: str) -> None:
+    assert "nothing answers at /nowhere" in describe_unreachable(url, default_port=5432)
+
+
+def test_a_closed_port_is_said() -> None:
+    with closed_port() as port:
+        said = describe_unreachable(f"redis://127.0.0.1:{port}", default_port=1)
+    assert f"nothing answers at 127.0.0.1 port {port}" in said
+
+
+def test_a_part_is_ready_when_it_wrote_its_own_id(tmp_path: Path) -> None:
+    path = tmp_path / "worker.ready"
+    assert not names_process(path, 12)
+    path.write_text("")
+    assert not names_process(path, 12)
+    path.write_text("12\n")
+    assert names_process(path, 12)
+    assert not names_process(path, 1)
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_busy_port_is_named_with_the_option_to_change(busy_port: int) -> None:
+    with pytest.raises(LauncherError, match=rf"port {busy_port} on 127.0.0.1 is in use.*--gateway-port"), ExitStack() as held:
+        claim_port("127.0.0.1", busy_port, option="--gateway-port", held=held)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who holds a port")
+def test_the_holder_of_a_port_is_named(busy_port: int) -> None:
+    assert describe_holder(busy_port).startswith(f"process {os.getpid()} (")
+
+
+def test_zero_means_any_free_port() -> None:
+    with ExitStack() as held:
+        assert claim_port("127.0.0.1", 0, option="--port", held=held) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a child listen on a port that is held for it")
+def test_a_claimed_port_is_held_for_a_server_that_asks_for_it_by_its_number() -> None:
+    with ExitStack() as held:
+        port = claim_port("127.0.0.1", 0, option="--port", held=held)
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server:
+            assert server.getsockname()[1] == port
+    with ExitStack() as again:
+        assert claim_port("127.0.0.1", port, option="--port", held=again) == port
+
+
+def test_an_address_that_is_not_ours_is_said_so() -> None:
+    with pytest.raises(LauncherError, match=r"--host 203\.0\.113\.1 is not an address of this machine"):
+        claim_port("203.0.113.1", 0, option="--port", held=ExitStack())
+
+
+def test_nobody_holds_a_free_port() -> None:
+    with closed_port() as port:
+        assert describe_holder(port) == ""
+
+
+def test_the_addresses_of_this_machine_are_those_it_can_listen_on_and_none_of_loopback() -> None:
+    addresses = [ipaddress.ip_address(text) for text in list_addresses()]
+    assert not any(address.is_loopback or address.is_link_local for address in addresses)
+    assert [address.version for address in addresses] == sorted(address.version for address in addresses)
+    for address in addresses:
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((str(address), 0))
+
+
+def test_the_names_of_this_machine_begin_with_its_host_name() -> None:
+    names = list_names([])
+    assert names[0] == socket.gethostname().lower()
+    assert names == list(dict.fromkeys(names))
+
+
+def test_a_first_death_costs_no_pause_and_the_next_ones_double_up_to_the_longest() -> None:
+    backoff = Backoff()
+    assert [backoff.next_pause_s(1.0) for _ in range(8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+
+
+def test_a_healthy_run_starts_over() -> None:
+    backoff = Backoff()
+    for _ in range(5):
+        backoff.next_pause_s(1.0)
+    assert backoff.next_pause_s(10.0) == 0.0
+    assert backoff.next_pause_s(9.9) == 0.5
+
+
+def test_thousands_of_failures_do_not_overflow() -> None:
+    backoff = Backoff(failures=100_000)
+    assert backoff.next_pause_s(0.0) == 15.0
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The second model."""
+    return make_second_model(tmp_path_factory.mktemp("models"))
+
+
+def test_the_weights_are_those_of_the_shipped_model_to_half_precision(written: Path) -> None:
+    shipped, second = read_gguf(TINY_MODEL), read_gguf(written)
+    assert second.tensors.keys() == shipped.tensors.keys()
+    for name, tensor in shipped.tensors.items():
+        np.testing.assert_allclose(second.tensors[name], tensor, rtol=1e-3, atol=1e-6)
+
+
+def test_only_the_encoding_differs_in_what_the_file_says_of_itself(written: Path) -> None:
+    shipped, second = read_gguf(TINY_MODEL).metadata, read_gguf(written).metadata
+    assert {key for key in shipped if shipped[key] != second[key]} == {"general.file_type"}
+    assert written.stat().st_size > 1.5 * TINY_MODEL.stat().st_size
+
+
+def test_a_model_that_is_there_is_left_alone(written: Path) -> None:
+    before = written.stat()
+    assert make_second_model(written.parent) == written
+    assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert [path.name for path in written.parent.iterdir()] == [f"{MODEL}.gguf"]
+
+
+def test_what_is_no_such_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "source.gguf"
+    source.write_bytes(b"GGML" + bytes(40))
+    with pytest.raises(ValueError, match="not a GGUF file of version 3"):
+        write_f16_model(source, tmp_path / "target.gguf")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_without_an_installation_it_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(LauncherError, match="Is an installation there"):
+        make_second_model(tmp_path / "nowhere")

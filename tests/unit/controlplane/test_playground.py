@@ -1,19 +1,24 @@
-"""What the playground's form becomes: the body of each surface, and the same as curl, Python and Node."""
+"""The playground: what its form becomes on each surface, in code, and what passes between gateway and browser."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controlplane.launcher.environment import ROOT
 from controlplane.playground.asks import SURFACES, Ask, build_body, read_ask
-from controlplane.playground.errors import AskRefused
+from controlplane.playground.checks import is_gateway_url
+from controlplane.playground.errors import AskRefused, GatewaySilent, GatewayUnreachable
 from controlplane.playground.literals import JAVASCRIPT, JSON, PYTHON, WIDTH, expanding_json, print_literal
+from controlplane.playground.passage import choose_headers, describe_failure
 from controlplane.playground.snippets import write_code
 
 BASE = "http://gateway.test:8080"
@@ -228,3 +233,96 @@ def test_the_name_of_a_file_never_becomes_code(name: str) -> None:
 def test_an_ask_is_never_printed_with_what_is_private() -> None:
     printed = repr(ask(key="mst_secret", prompt="my prompt", system="my system", image=IMAGE))
     assert not [word for word in ("mst_secret", "my prompt", "my system", "aGVsbG8=") if word in printed]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8080", "https://api.example.com", "http://gateway:8080/", "http://[::1]:80"])
+def test_scheme_host_and_port_are_an_address_of_a_gateway(url: str) -> None:
+    assert is_gateway_url(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "gateway:8080",
+        "ftp://gateway",
+        "http://",
+        "http://gateway/v1",
+        "http://gateway?x=1",
+        "http://gateway#x",
+        "http://me:secret@gateway",
+        "http://gateway:port",
+        "http://gateway:0",
+        "http://[::1",
+    ],
+)
+def test_anything_else_is_none(url: str) -> None:
+    assert not is_gateway_url(url)
+
+
+def test_only_named_headers_reach_a_browser() -> None:
+    named = {"x-request-id": "req_1", "x-muster-node": "attic", "retry-after": "3"}
+    others = {"set-cookie": "a=1", "location": "http://evil.test", "access-control-allow-origin": "*", "server": "muster"}
+    shown = choose_headers({**named, **others, "content-type": "application/json; charset=utf-8"})
+    assert shown == {**named, "content-type": "application/json"}
+
+
+@pytest.mark.parametrize("kind", ["text/html", "image/svg+xml", "", "application/javascript"])
+def test_what_a_browser_could_run_arrives_as_plain_text(kind: str) -> None:
+    assert choose_headers({"content-type": kind})["content-type"] == "text/plain; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        (httpx.ConnectError("refused"), GatewayUnreachable, "MUSTER_PLAYGROUND_GATEWAY_URL"),
+        (httpx.ConnectTimeout("slow"), GatewayUnreachable, "MUSTER_PLAYGROUND_GATEWAY_URL"),
+        (httpx.ReadTimeout("silent"), GatewaySilent, "did not answer in time"),
+        (TimeoutError(), GatewaySilent, "did not answer in time"),
+        (httpx.RemoteProtocolError("gone"), GatewayUnreachable, "broke the connection off"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
+)
+def test_each_failure_says_what_to_look_at(error: Exception, expected: type[Exception], words: str) -> None:
+    said = describe_failure(error)
+    assert type(said) is expected
+    assert words in said.message
+
+
+@pytest.mark.parametrize("surface", ["chat", "messages", "responses"])
+@pytest.mark.parametrize("kind", [[], {}, 1, None], ids=["list", "object", "number", "null"])
+def test_a_tool_whose_type_is_no_text_stays_as_it_was_written(surface: str, kind: object) -> None:
+    tool = {"name": "look_up", "type": kind, "parameters": {"type": "object"}}
+    assert build_body(ask(surface, tools=json.dumps([tool])))["tools"] == [tool]
+
+
+@pytest.mark.parametrize("depth", [70, 400, 900])
+def test_tools_that_are_nested_too_deep_to_print_are_refused_by_name(depth: int) -> None:
+    with pytest.raises(AskRefused) as refused:
+        ask(tools='[{"a":' * depth + "1" + "}]" * depth)
+    assert refused.value.param == "tools"
+
+
+def test_tools_nested_as_deep_as_schemas_are_can_be_printed() -> None:
+    code = write_code(ask(tools='{"a":[' * 30 + "1" + "]}" * 30), base_url=BASE)
+    assert all((code.curl, code.python, code.node))
+
+
+@pytest.mark.parametrize("letter", ["\u202e", "\u2066", "\u200b", "\u2028", "\x9b", "\x7f", "\ufeff"], ids=ascii)
+def test_letters_that_hide_or_turn_round_what_stands_there_are_written_out(letter: str) -> None:
+    code = write_code(ask(prompt=f"a{letter}b"), base_url=BASE)
+    escape = f"a\\u{ord(letter):04x}b"
+    for text in (code.curl, code.python, code.node):
+        assert escape in text
+        assert letter not in text
+    body = re.search(r"<<'JSON'\n(.*)\nJSON\n", code.curl, re.DOTALL)
+    assert body is not None
+    assert json.loads(body[1])["messages"][0]["content"] == f"a{letter}b"
+
+
+def test_without_its_script_the_page_puts_neither_key_nor_prompt_into_an_address() -> None:
+    """A form that says no method is sent by GET: what was typed would stand in the history and in the log of every proxy."""
+    page = Path(ROOT, "templates/admin/muster/playground_form.html").read_text()
+    opening = re.search(r"<form[^>]*>", page)
+    assert opening is not None
+    assert 'method="post"' in opening[0]

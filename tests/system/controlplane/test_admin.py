@@ -1,0 +1,371 @@
+"""The admin: its first page, its lists and search; no page of it writes state past the services."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import Group, Permission
+from django.db import connection
+from django.db.models import Model
+from django.test import Client, RequestFactory
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+from django.utils import timezone
+
+from controlplane.overview import count_live, read_overview
+from core.admin_pages import CreatingAdmin, ShowingAdmin
+from core.models import User
+from gateway.models import ApiKey, GatewayProcess, RequestRecord
+from gateway.routing import Target
+from gateway.services import allow_model, change_response_policy, create_alias
+from gateway.services.overview import read_gateways
+from gateway.services.responses import keep_response
+from governance.services import create_admin_token
+from governance.services.webhooks import add_webhook
+from nodes.models import Node
+from tests.system.gateway_admin.factories import ACTOR, make_gateway, make_key, make_operator, make_record
+from tests.system.governance.team import make_governed
+from tests.system.nodes.factories import make_node, make_presence
+from wire.contract import RequestState
+
+pytestmark = pytest.mark.django_db
+
+
+MOST_QUERIES = 21
+"""Session, operator, and one or two each for nodes, gateways, open requests, the last hour, allowed models, the policy and keys
+that end; three for what waits, two for models that no node answers for, and one for those that a node lost."""
+POLYGLOT = "\"'><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def boss() -> Client:
+    """The browser of an operator who may do everything."""
+    client = Client()
+    client.force_login(User.objects.create_superuser("ada"))
+    return client
+
+
+def test_the_numbers_are_those_of_the_rows() -> None:
+    make_presence(make_node("alive"))
+    make_presence(make_node("lost"), age_s=3600)
+    make_node("never")
+    for latency_ms in (100, 200, 300):
+        make_record(latency_ms=latency_ms, prompt_tokens=10, completion_tokens=20)
+    make_record(state=RequestState.FAILED, latency_ms=9000)
+    make_record(state=RequestState.REJECTED, status_code=400)
+    make_record(state=RequestState.REJECTED, status_code=503)
+    make_record(state=RequestState.CANCELLED, status_code=499)
+    make_record(state=RequestState.QUEUED, age_s=8)
+    make_record(age_s=2 * 3600)
+
+    overview = read_overview()
+
+    assert (overview.fleet.online, len(overview.fleet.nodes)) == (1, 3)
+    assert (overview.open_requests.queued, overview.open_requests.running) == (1, 0)
+    assert 7 <= overview.open_requests.oldest_wait_s < 60
+    traffic = overview.traffic
+    assert (traffic.requests, traffic.served, traffic.refused, traffic.failed) == (8, 3, 1, 2)
+    assert traffic.failed_percent == pytest.approx(200 / 7)
+    assert (traffic.p50_ms, traffic.p95_ms) == (200, 290)
+    assert (traffic.prompt_tokens, traffic.completion_tokens) == (30, 60)
+    assert sum(minute.requests for minute in traffic.minutes) == 8
+    assert sum(minute.refused for minute in traffic.minutes) == 1
+    assert sum(minute.failed for minute in traffic.minutes) == 2
+    assert len(traffic.minutes) == 60
+    assert count_live(overview) == {"nodes_online": 1, "nodes_total": 3, "queued": 1, "running": 0}
+
+
+def test_what_waits_is_said_with_its_reason_and_what_to_do(boss: Client) -> None:
+    make_presence(make_node("attic", model_names=["tiny"], draining=True))
+    make_presence(make_node("cellar", model_names=["big"], max_concurrent=1))
+    running = make_record(model="big", state=RequestState.RUNNING)
+    RequestRecord.objects.filter(pk=running.pk).update(node_id=Node.objects.get(name="cellar").pk)
+    for model in ("tiny", "big", "unheard-of"):
+        make_record(model=model, state=RequestState.QUEUED, age_s=9)
+    page = boss.get(reverse("admin:index")).content.decode()
+
+    assert re.search(r"1 waits for tiny, for \d+\ss\.", page)
+    assert "Only attic has tiny, and it is being drained. Undrain attic, or load tiny on another node." in page
+    assert "Every node that has big is full: cellar 1 of 1." in page
+    assert "No node has unheard-of." in page
+
+
+def test_an_allowed_model_that_no_node_has_is_named_with_the_requests_for_it() -> None:
+    make_presence(make_node("attic", model_names=["tiny"]), available_models=["big"])
+    for name in ("tiny", "big", "llama3.2"):
+        allow_model(name=name, actor=ACTOR)
+    make_record(model="llama3.2", state=RequestState.FAILED)
+    make_record(model="llama3.2", state=RequestState.FAILED, age_s=2 * 3600)
+
+    said = {problem.what: problem.advice for problem in read_overview().problems}
+
+    assert said["No node answers for llama3.2, and clients sent 1 request for it in the last hour."].startswith(
+        "No node has llama3.2."
+    )
+    assert said["Clients may use big, and no node answers for it."].startswith("No node has big loaded; attic could load it.")
+    assert not any("tiny" in what for what in said)
+
+
+def test_a_gateway_that_died_counts_until_another_one_took_its_place() -> None:
+    make_gateway(stopped=True)
+    died = make_gateway(silent_s=120)
+    GatewayProcess.objects.filter(pk=died.pk).update(started_at=timezone.now() - timedelta(hours=1))
+    assert [gateway.silent_s >= 120 for gateway in read_gateways()] == [True]
+    assert "No gateway runs." in {problem.what for problem in read_overview().problems}
+
+    make_gateway()
+
+    assert [gateway.silent_s < 60 for gateway in read_gateways()] == [True]
+    assert not any("gateway" in problem.what for problem in read_overview().problems)
+
+
+def test_a_policy_and_a_key_that_end_soon_are_named_and_so_is_a_node_that_trusts_none() -> None:
+    make_governed(expires_at=timezone.now() + timedelta(days=3))
+    make_presence(make_node("attic", op_level="L2", model_names=["tiny"]))
+    key, _ = make_key("ci", expires_at=timezone.now() + timedelta(days=1))
+    make_key("unused", expires_at=timezone.now() + timedelta(days=1))
+    ApiKey.objects.filter(pk=key.pk).update(last_used_at=timezone.now())
+
+    said = " ".join(problem.what for problem in read_overview().problems)
+
+    assert "The approval policy, version 1, expires on" in said
+    assert "The API key ci expires on" in said
+    assert "attic trusts no policy." in said
+    assert "unused" not in said
+
+
+def test_a_replica_that_failed_is_named_with_the_words_of_its_engine(boss: Client) -> None:
+    node = make_node("attic", model_names=["tiny"])
+    make_presence(node, replicas=[{"model": "tiny", "state": "failed", "detail": "connection refused"}])
+    page = boss.get(reverse("admin:index")).content.decode()
+
+    assert "tiny failed on attic." in page
+    assert "connection refused" in page
+    assert reverse("admin:nodes_node_change", args=[node.pk]) in page.split('id="problems"')[1]
+
+
+def test_an_empty_installation_has_a_first_page(boss: Client) -> None:
+    page = boss.get(reverse("admin:index")).content.decode()
+
+    assert "No node has connected yet" in page
+    assert "No gateway runs." in page
+
+
+def test_the_page_takes_as_many_queries_for_many_rows_as_for_few(boss: Client) -> None:
+    counts = []
+    make_governed()
+    for first in (0, 5):
+        for number in range(first, first + 5):
+            make_presence(make_node(f"node {number}"))
+            make_record()
+            make_record(state=RequestState.QUEUED, age_s=9, model=f"model {number}")
+            allow_model(name=f"unserved {number}", actor=ACTOR)
+            make_record(model=f"unserved {number}", state=RequestState.FAILED)
+            make_gateway(silent_s=60)
+            key, _ = make_key(f"key {number}", expires_at=timezone.now() + timedelta(days=1))
+            ApiKey.objects.filter(pk=key.pk).update(last_used_at=timezone.now())
+        with CaptureQueriesContext(connection) as queries:
+            boss.get(reverse("admin:index"))
+        counts.append(len(queries))
+
+    assert counts[0] == counts[1] <= MOST_QUERIES, counts
+
+
+def test_names_and_errors_of_boxes_are_shown_as_text(boss: Client) -> None:
+    make_presence(make_node(POLYGLOT), reported_status="error", last_error=POLYGLOT)
+    page = boss.get(reverse("admin:index")).content.decode()
+
+    assert "<img src=x" not in page
+    assert page.count("&lt;img src=x") >= 2
+
+
+def test_the_sidebar_shows_an_operator_only_what_they_may_open() -> None:
+    operator = User.objects.create_user("bob", is_staff=True)
+    client = Client()
+    client.force_login(operator)
+    page = client.get(reverse("admin:index")).content.decode()
+
+    assert reverse("admin:gateway_apikey_changelist") not in page.split('id="overview"')[0]
+
+
+EMPTY = {
+    "nodes_node": ("A node is a machine with GPUs that answers requests.", "admin:nodes_nodecredential_add"),
+    "nodes_nodecredential": ("A node shows its credential when it connects.", "admin:nodes_nodecredential_add"),
+    "nodes_provider": ("A provider is a group of nodes", "admin:nodes_provider_add"),
+    "gateway_model": ("Clients may use the models that are allowed here.", "admin:gateway_model_add"),
+    "gateway_modelalias": ("An alias is another name for models", "admin:gateway_modelalias_add"),
+    "gateway_storedresponse": ("Answers of /v1/responses are kept here", "admin:gateway_tenant_changelist"),
+    "gateway_apikey": ("A client sends an API key with every request.", "admin:gateway_apikey_add"),
+    "gateway_tenant": ("A tenant is a team or a customer.", "admin:gateway_tenant_add"),
+    "governance_admintoken": ("Programs send an admin token", "admin:governance_admintoken_add"),
+    "governance_webhookendpoint": (
+        "Webhooks tell Slack, PagerDuty or a program of yours",
+        "admin:governance_webhookendpoint_add",
+    ),
+}
+"""List → what it is for, and the page that adds the first."""
+LIVE = ("nodes_node", "gateway_apikey", "gateway_requestrecord", "gateway_gatewayprocess")
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_list_says_what_it_is_for_and_how_to_add_the_first(boss: Client, name: str) -> None:
+    page = boss.get(reverse(f"admin:{name}_changelist")).content.decode()
+    shown = page.split('class="mst-empty"')[1].split("</div>")[0]
+    words, url = EMPTY[name]
+
+    assert words in shown
+    assert f'href="{reverse(url)}' in shown
+    assert "yielded" not in page
+
+
+@pytest.mark.parametrize("query", ["?q=no-such-thing", "?status=error"])
+def test_a_search_or_a_filter_that_matches_nothing_says_that_and_not_that_there_is_nothing(boss: Client, query: str) -> None:
+    make_node("attic")
+    page = boss.get(reverse("admin:nodes_node_changelist") + query).content.decode()
+
+    assert "Nothing matches" in page
+    assert "No nodes yet" not in page
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_a_list_with_ages_is_kept_current_and_says_as_of_when_it_is(boss: Client, name: str) -> None:
+    page = boss.get(reverse(f"admin:{name}_changelist")).content.decode()
+
+    assert re.search(r'id="list-as-of"[^>]*>As of \d\d:\d\d:\d\d UTC<', page)
+    assert re.search(r'<script[^>]*src="/static/muster/list.js"[^>]*type="module"|<script[^>]*type="module"[^>]*list.js', page)
+
+
+MOST_QUERIES_OF_A_SEARCH = 12
+"""Session, operator, what waits for approval, and one for each kind of row."""
+
+
+def search(client: Client, text: str) -> str:
+    return client.get(reverse("admin:search"), {"s": text, "extended": "1"}).content.decode()
+
+
+def test_nodes_models_keys_and_pages_are_found_by_a_part_of_their_name(boss: Client) -> None:
+    node = make_node("rack-2")
+    allow_model(name="rack-tuned", actor=ACTOR)
+    key, _ = make_key("rack bot")
+    make_operator("racker", is_superuser=False)
+    found = search(boss, "RACK")
+
+    assert reverse("admin:nodes_node_change", args=[node.pk]) in found
+    assert reverse("admin:gateway_apikey_change", args=[key.pk]) in found
+    assert "rack-tuned" in found
+    assert "racker" in found
+    assert reverse("admin:gateway_modelalias_changelist") in search(boss, "alias")
+
+
+def test_a_request_is_found_by_its_id(boss: Client) -> None:
+    record = make_record()
+
+    assert reverse("admin:gateway_requestrecord_change", args=[record.pk]) in search(boss, record.printed_id)
+
+
+def test_a_new_row_is_found_at_once(boss: Client) -> None:
+    assert "Nothing found" in search(boss, "rack-2")
+    make_node("rack-2")
+    assert "Nothing found" not in search(boss, "rack-2")
+
+
+@pytest.mark.parametrize("text", ["no such thing", "<script>alert(1)</script>", "%", "\x00", "req_" + "0" * 32])
+def test_where_nothing_is_found_it_says_so(boss: Client, text: str) -> None:
+    assert "Nothing found" in search(boss, text)
+
+
+def test_an_operator_finds_only_what_they_may_look_at() -> None:
+    make_node("rack-2")
+    make_key("rack bot")
+    person = make_operator("bob", is_superuser=False)
+    person.user_permissions.add(Permission.objects.get(codename="view_node"))
+    client = Client()
+    client.force_login(person)
+    found = search(client, "rack")
+
+    assert "rack-2" in found
+    assert "rack bot" not in found
+
+
+def test_many_finds_are_cut_and_cost_no_more_queries(boss: Client) -> None:
+    counts = []
+    for first in (0, 20):
+        for number in range(first, first + 20):
+            make_node(f"rack-{number}")
+            make_key(f"rack key {number}")
+        with CaptureQueriesContext(connection) as queries:
+            found = search(boss, "rack")
+        counts.append(len(queries))
+        assert found.count("<li") == 10
+
+    assert counts[0] == counts[1] <= MOST_QUERIES_OF_A_SEARCH, counts
+
+
+WRITTEN_BY_THE_ADMIN = {User, Group}
+STATE = sorted((model for model in admin.site._registry if model not in WRITTEN_BY_THE_ADMIN), key=lambda model: model.__name__)
+
+
+def keep_answer(key: ApiKey) -> None:
+    """Keep an answer for the tenant of a key."""
+    change_response_policy(name=key.tenant.name, stores_responses=True, responses_kept_days=1, actor=ACTOR)
+    body = b'{"id": "resp_1", "output": []}'
+    keep_response(tenant=key.tenant.name, key_id=key.pk, kept_days=1, model="tiny", previous_id="", input_items=[], body=body)
+
+
+def name_of(model: type[Model]) -> str:
+    return f"{model._meta.app_label}_{model._meta.model_name}"
+
+
+def test_every_table_of_state_is_in_this_test() -> None:
+    assert {model.__name__ for model in STATE} >= {"Node", "ApiKey", "Tenant", "Model", "RequestRecord", "AuditEvent"}
+
+
+@pytest.mark.parametrize("model", STATE, ids=name_of)
+def test_no_form_of_a_model_is_offered_even_to_a_superuser(model: type[Model]) -> None:
+    page = admin.site._registry[model]
+    request = RequestFactory().get("/")
+    request.user = User(username="ada", is_superuser=True, is_staff=True, is_active=True)
+    request.session = {"muster_assurance": "passkey"}  # type: ignore[assignment]  # all that the pages read of one
+
+    assert isinstance(page, ShowingAdmin)
+    assert not page.has_change_permission(request)
+    assert not page.has_delete_permission(request)
+    assert page.get_actions(request) == {}
+    assert not page.list_editable
+    assert not page.inlines
+    assert not any((page.actions_row, page.actions_detail, page.actions_list, page.actions_submit_line))
+    if page.has_add_permission(request):
+        assert isinstance(page, CreatingAdmin)
+        assert type(page).add_view is CreatingAdmin.add_view
+
+
+@pytest.mark.parametrize("model", STATE, ids=name_of)
+def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> None:
+    key, _ = make_key()
+    keep_answer(key)
+    make_record()
+    make_gateway()
+    make_node()
+    allow_model(name="tiny", actor=ACTOR)
+    create_alias(name="small", targets=[Target("tiny")], actor=ACTOR)
+    create_admin_token(name="tests", actor=ACTOR)
+    add_webhook(name="tests", url="https://chat.example.com/", actor=ACTOR)
+    client = Client()
+    client.force_login(User.objects.create_superuser("ada"))
+    row = model._default_manager.first()
+    assert row is not None, f"make a row of {model.__name__} above"
+    before = model._default_manager.filter(pk=row.pk).values().get()
+
+    for page in ("change", "delete"):
+        answer = client.post(reverse(f"admin:{name_of(model)}_{page}", args=[row.pk]), {"name": "changed", "post": "yes"})
+        assert answer.status_code == 403
+    answer = client.post(
+        reverse(f"admin:{name_of(model)}_changelist"),
+        {"action": "delete_selected", "_selected_action": str(row.pk), "post": "yes", "_save": "Save"},
+    )
+
+    assert answer.status_code in {200, 302, 403}
+    assert model._default_manager.filter(pk=row.pk).values().get() == before
