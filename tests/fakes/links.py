@@ -1,15 +1,80 @@
-"""Stand-ins at the edge of the link code: a link to no box, and the sink of a request."""
+"""Stand-ins at the edge of the link code: a link to no node, a request and the sink that hears of it, the row of a node."""
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections.abc import Callable
 from itertools import count
 
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import OpenRequest
 from nodes.states import NodeRow
+from tests.fakes.waiting import DEADLINE_S
 
 _numbers = count(1)
+
+
+class RequestSink:
+    """What a request hears: everything in order, and heads, parts and ends apart; it holds links to the order of these."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+        self.heads: list[tuple[int, dict[str, str]]] = []
+        self.parts: list[bytes] = []
+        self.ends: list[LinkEnd] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def body(self) -> bytes:
+        """All parts."""
+        return b"".join(self.parts)
+
+    @property
+    def kinds(self) -> list[EndKind]:
+        """How it ended."""
+        return [end.kind for end in self.ends]
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        assert not self.heard
+        self.heads.append((status, headers))
+        self._note((status, headers))
+
+    def on_data(self, data: bytes) -> None:
+        assert self.heads
+        assert not self.ends
+        self.parts.append(data)
+        self._note(data)
+
+    def on_end(self, end: LinkEnd) -> None:
+        self.ends.append(end)
+        self._note(end.kind)
+
+    def _note(self, what: object) -> None:
+        self.heard.append(what)
+        self._changed.set()
+
+    async def wait(self, condition: Callable[[], object]) -> None:
+        """Wait until what was heard fulfils a condition."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def ended(self) -> LinkEnd:
+        """Return the only end."""
+        await self.wait(lambda: self.ends)
+        (end,) = self.ends
+        return end
+
+
+def open_request(**changes: object) -> OpenRequest:
+    """Return one attempt of a streamed request; ``changes`` replace fields."""
+    values: dict[str, object] = {
+        "request_id": "req_1", "attempt": 1, "model": "m", "path": "/v1/chat/completions", "body": b"{}", "headers": {},
+        "is_streaming": True, "deadline_ms": 1000, "tenant": "t",
+    }  # fmt: skip
+    return OpenRequest(**{**values, **changes})  # type: ignore[arg-type]  # the fields of a request
 
 
 class FakeStream:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 import pytest
@@ -16,15 +17,21 @@ from django.utils import timezone
 from pytest_django import Settings
 
 from core.limits import limits
-from governance.checkpoints import make_checkpoint, root_at
+from governance.checkpoints import consistency, make_checkpoint, root_at
+from governance.models import AuditCheckpoint
+from nodes.consumers import courier
+from nodes.consumers.courier import Courier
 from nodes.errors import BadRequest
+from nodes.links import LinkRegistry
+from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
 from tests.fakes.governed_nodes import Identity, make_box
 from tests.fakes.limits import set_limits
+from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_provider
 from wire.auditlog import Checkpoint, LogKey
-from wire.bridge import BoxGovernance, GovernanceReport
+from wire.bridge import BoxGovernance, GovernanceReport, OpStatus
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.django_db
@@ -337,3 +344,36 @@ def test_a_node_that_falls_to_a_lower_level_or_forgets_is_recorded() -> None:
         {"name": "rig", "level": "L2", "policy_version": 3, "witness_size": 20, "was": "L2 4 90"},
         {"name": "rig", "level": "L1", "policy_version": 3, "witness_size": 20, "was": "L2 3 20"},
     ]
+
+
+def test_of_what_one_node_says_no_more_waits_than_its_share_and_a_last_word_stays_the_last() -> None:
+    desk = Courier(LinkRegistry(), gateway_id=uuid.UUID(int=1))
+    loud, quiet = FakeLink(), FakeLink()
+    ended = OpStatus(op_id="op", use=1, state="failed")
+    said = GovernanceReport(governance=Identity().tell())
+    for link in (loud, quiet):
+        relayed = cast("RelayLink", link)  # as much of one as taking a word needs
+        for status in (ended, OpStatus(op_id="op", use=1, state="running")):
+            desk.take_status(relayed, status)
+        for number in range(limits().nodes.courier_statuses_per_node + 5 if link is loud else 0):
+            desk.take_status(relayed, OpStatus(op_id=f"op{number}", use=1, state="running"))
+        for _ in range(limits().nodes.courier_reports_per_node + 5 if link is loud else 1):
+            desk.take_report(relayed, said)
+    assert desk.waiting_statuses.count(ended) == 2
+    assert len(desk.waiting_statuses) == limits().nodes.courier_statuses_per_node + 1
+    assert [report.node_id for report in desk.due_reports()] == [loud.node_id, quiet.node_id]
+    assert desk.waiting_reports == limits().nodes.courier_reports_per_node + 1
+
+
+def test_no_proof_is_computed_from_a_size_that_was_never_signed(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.GOVERNANCE_LOG_KEY = LOG_SEED
+    asked: list[int] = []
+
+    def count(old_size: int, new_size: int) -> list[bytes]:
+        asked.append(old_size)
+        return consistency(old_size, new_size)
+
+    monkeypatch.setattr(courier, "consistency", count)
+    AuditCheckpoint.objects.create(size=4, root=b"r" * 32, frontier=b"", note="", made_at=timezone.now())
+    assert courier._prove([9, 7, 3, 2], 8) == {9: [], 7: [], 3: [], 2: []}
+    assert asked == []

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import psycopg
@@ -17,30 +16,26 @@ from asgiref.sync import sync_to_async
 from django.db import connection, connections
 from pytest_django import Settings
 
-from gateway.refusing import admit_programs
 from governance.models import AuditEvent
 from nodes import services
-from nodes.consumers import WorkerEndpoint
 from nodes.consumers.endpoint import OwnerWord
-from nodes.links import EndKind, LinkRegistry
-from nodes.links.keeper import LinkKeeper
-from nodes.links.port import LinkEnd
-from nodes.links.relay import RelayLink
+from nodes.links import EndKind
 from nodes.models import Node, NodeCredential, NodePresence
 from nodes.presence import presence_reports
 from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
-from nodes.session import ModeRequested, OpenRequest
+from nodes.session import ModeRequested
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, audited, make_credential
+from tests.fakes.links import RequestSink, open_request
+from tests.fakes.node_socket import GATEWAY, Door, NodeSocket, dial, enrol, hello, linked
+from tests.fakes.nodes import ACTOR, audited
+from tests.fakes.waiting import eventually
 from wire import bridge, frames
 from wire.contract import NodeMode
 from wire.credentials import CredentialKind, mint_credential
 from wire.limits import WIRE
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-GATEWAY = uuid.UUID(int=1)
 
 
 @pytest.fixture(autouse=True)
@@ -54,135 +49,6 @@ async def _close_connections() -> AsyncIterator[None]:
 def _patient() -> None:
     """A database that a busy machine keeps waiting is not away."""
     set_limits(core={"database_s": 30.0})
-
-
-class Door:
-    """A worker endpoint with its registry and keeper."""
-
-    def __init__(self, **bounds: float) -> None:
-        set_limits(nodes={"auth_block_s": 600.0, **bounds})
-        self.registry = LinkRegistry()
-        self.keeper = LinkKeeper(self.registry, gateway_id=GATEWAY, connect_s=1.0)
-        self.endpoint = WorkerEndpoint(
-            registry=self.registry,
-            keeper=self.keeper,
-            gateway_id=GATEWAY,
-            advertised_gateways=["http://gw"],
-        )
-
-    @property
-    def links(self) -> list[RelayLink]:
-        return [link for link in self.registry if isinstance(link, RelayLink)]
-
-
-class Socket:
-    """A box's end of the socket."""
-
-    def __init__(self, *, headers: dict[str, str], query: str = "", address: str = "10.0.0.1") -> None:
-        self.scope: dict[str, Any] = {
-            "type": "websocket",
-            "path": "/v1/worker/connect",
-            "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-            "query_string": query.encode(),
-            "client": (address, 5000),
-            "extensions": {"websocket.http.response": {}},
-        }
-        self.to_server: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.to_server.put_nowait({"type": "websocket.connect"})
-        self.sent: list[dict[str, Any]] = []
-        self.slow: asyncio.Event | None = None
-        """Set it to an event, and the server's writes wait for that."""
-
-    async def send(self, event: dict[str, Any]) -> None:
-        """The server's ASGI send. Like a real server, it answers a close with a disconnect."""
-        if self.slow is not None:
-            await self.slow.wait()
-        self.sent.append(event)
-        if event["type"] == "websocket.close":
-            self.to_server.put_nowait({"type": "websocket.disconnect", "code": event["code"]})
-
-    def say(self, message: bridge.Message | str | bytes) -> None:
-        """Send a frame."""
-        frame = bridge.encode_message(message) if isinstance(message, bridge.Message) else message
-        key = "bytes" if isinstance(frame, bytes) else "text"
-        self.to_server.put_nowait({"type": "websocket.receive", key: frame})
-
-    def hang_up(self) -> None:
-        self.to_server.put_nowait({"type": "websocket.disconnect", "code": 1006})
-
-    async def wait(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():
-                await asyncio.sleep(0.001)
-
-    async def closed(self) -> tuple[int, str]:
-        """Return code and reason of the server's close."""
-        await self.wait(lambda: self.sent and self.sent[-1]["type"] == "websocket.close")
-        return self.sent[-1]["code"], self.sent[-1]["reason"]
-
-    async def acknowledged(self) -> bridge.RegisterAck:
-        await self.wait(lambda: len(self.sent) > 1)
-        ack = bridge.decode_server_message(self.sent[1].get("text", ""))
-        assert isinstance(ack, bridge.RegisterAck)
-        return ack
-
-
-@asynccontextmanager
-async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[Socket]:
-    """Open a socket; at the end it hangs up and the server must have let go."""
-    headers = options.pop("headers", {"x-worker-secret": secret})
-    socket = Socket(headers=headers, **options)
-    task = asyncio.ensure_future(admit_programs(door.endpoint, ())(socket.scope, socket.to_server.get, socket.send))
-    try:
-        yield socket
-    finally:
-        socket.hang_up()
-        async with asyncio.timeout(30):
-            await task
-            while door.endpoint._beside:
-                await asyncio.sleep(0.001)
-
-
-@sync_to_async
-def enrol(name: str = "box", **changes: Any) -> tuple[NodeCredential, str]:
-    return make_credential(name, **changes)
-
-
-def hello(name: str = "rig", version: str = bridge.MUSTER_V1, **fields: Any) -> bridge.Register:
-    values: dict[str, Any] = {"worker_name": name, "models": ["m"], "protocol_version": version, "max_concurrent": 2}
-    if version == bridge.MUSTER_V1:
-        values["instance_id"] = "i1"
-    return bridge.Register(**{**values, **fields})
-
-
-class Sink:
-    """What a request hears."""
-
-    def __init__(self) -> None:
-        self.heard: list[object] = []
-
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
-        self.heard.append((status, headers))
-
-    def on_data(self, data: bytes) -> None:
-        self.heard.append(data)
-
-    def on_end(self, end: LinkEnd) -> None:
-        self.heard.append(end.kind)
-
-
-def a_request(name: str = "req_1") -> OpenRequest:
-    return OpenRequest(
-        request_id=name,
-        attempt=1,
-        model="m",
-        path="/v1/x",
-        body=b"{}",
-        headers={},
-        is_streaming=True,
-        deadline_ms=1,
-        tenant="t",
-    )
 
 
 # authentication
@@ -202,17 +68,14 @@ async def test_a_credential_is_taken_from_header_bearer_or_query(way: str) -> No
         assert (await socket.acknowledged()).models == ["m"]
 
 
-async def test_a_wrong_header_is_not_rescued_by_a_right_query() -> None:
+@pytest.mark.parametrize(("headers", "is_allowed"), [({"x-worker-secret": "wrong"}, True), ({}, False)])
+async def test_a_right_query_rescues_no_wrong_header_and_can_be_switched_off(
+    settings: Settings, headers: dict[str, str], is_allowed: bool
+) -> None:
+    settings.NODE_ALLOW_QUERY_SECRET = is_allowed
     _, secret = await enrol()
-    async with dial(Door(), headers={"x-worker-secret": "wrong"}, query=f"worker_secret={secret}") as socket:
+    async with dial(Door(), headers=headers, query=f"worker_secret={secret}") as socket:
         assert await socket.closed() == (1008, "worker authentication failed")
-
-
-async def test_the_query_can_be_switched_off(settings: Settings) -> None:
-    settings.NODE_ALLOW_QUERY_SECRET = False
-    _, secret = await enrol()
-    async with dial(Door(), headers={}, query=f"worker_secret={secret}") as socket:
-        assert (await socket.closed())[0] == 1008
 
 
 @pytest.mark.parametrize("kind", [CredentialKind.CLIENT, CredentialKind.ADMIN, CredentialKind.WORKER])
@@ -223,9 +86,9 @@ async def test_no_other_kind_of_credential_opens_the_door(kind: CredentialKind) 
 
 
 async def test_too_many_wrong_secrets_from_one_address_have_to_wait_and_good_ones_do_not() -> None:
-    _, secret = await enrol(max_nodes=20)
+    _, secret = await enrol(max_nodes=3)
     door = Door()
-    for number in range(15):
+    for number in range(3):
         reasons = []
         for _ in range(5):
             async with dial(door, mint_credential(CredentialKind.WORKER).text) as attacker:
@@ -247,23 +110,23 @@ async def test_what_comes_at_once_from_one_address_is_not_looked_up_all_the_same
     monkeypatch.setattr(services, "find_credential", note)
     door = Door()
     async with AsyncExitStack() as stack:
-        sockets = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(60)]
+        sockets = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(20)]
         reasons = Counter([(await socket.closed())[1] for socket in sockets])
-    assert reasons["worker authentication temporarily rate limited"] == 60 - len(looked_up)
+    assert reasons["worker authentication temporarily rate limited"] == 20 - len(looked_up)
     assert 3 <= len(looked_up) <= 3 + 4, "as many as there are threads may be on their way"
 
 
 async def test_an_address_with_many_sockets_that_do_not_register_gets_no_more_of_them_but_good_ones() -> None:
     _, secret = await enrol()
-    door = Door()
+    door = Door(max_unregistered=6)
     async with AsyncExitStack() as stack:
-        held = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(64)]
+        held = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(6)]
         free = asyncio.Event()
         stack.callback(free.set)
         for socket in held:
             socket.slow = free  # it reads nothing, so that the server comes no further
         async with dial(door, mint_credential(CredentialKind.WORKER).text) as socket:
-            await socket.wait(lambda: len(socket.sent) == 2)
+            await eventually(lambda: len(socket.sent) == 2)
             head, body = socket.sent
             assert (head["status"], dict(head["headers"])[b"retry-after"]) == (429, b"1")
             assert "register" in json.loads(body["body"])["error"]["message"]
@@ -288,20 +151,15 @@ async def test_nodes_that_have_registered_keep_no_other_of_their_address_out() -
             assert await socket.closed() == (1008, "worker authentication failed")
 
 
-@pytest.mark.parametrize("query", ["provider=other", "provider="])
-async def test_a_box_of_another_provider_is_refused(query: str) -> None:
+@pytest.mark.parametrize(("query", "is_disabled"), [("provider=other", False), ("provider=", False), ("provider=lab", True)])
+async def test_a_node_of_another_or_a_disabled_provider_is_refused(query: str, is_disabled: bool) -> None:
     _, secret = await enrol(provider="lab")
+    if is_disabled:
+        await sync_to_async(disable_provider)(name="lab", actor=ACTOR)
     async with dial(Door(), secret, query=query) as socket:
         code, reason = await socket.closed()
         assert code == 1008
         assert "provider" in reason
-
-
-async def test_a_disabled_provider_refuses_its_boxes() -> None:
-    _, secret = await enrol(provider="lab")
-    await sync_to_async(disable_provider)(name="lab", actor=ACTOR)
-    async with dial(Door(), secret, query="provider=lab") as socket:
-        assert (await socket.closed())[0] == 1008
 
 
 # registration
@@ -327,18 +185,14 @@ async def test_a_muster_box_is_acknowledged_linked_and_marked_as_connected() -> 
 
 
 async def test_a_bridge_worker_gets_the_plain_acknowledgement() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello(version=bridge.BRIDGE_V1))
-        await socket.acknowledged()
+    async with linked(version=bridge.BRIDGE_V1) as (_, socket, link):
         assert list(json.loads(socket.sent[1]["text"])) == ["type", "worker_id", "models", "protocol_version"]
-        assert door.links[0].offline_after_s == 45.0
+        assert link.offline_after_s == 45.0
 
 
 async def test_a_cordoned_box_comes_back_cordoned() -> None:
-    _, secret = await enrol()
     door = Door()
+    _, secret = await enrol()
     async with dial(door, secret) as socket:
         socket.say(hello())
         await socket.acknowledged()
@@ -392,7 +246,7 @@ async def test_a_refusal_with_a_long_name_still_fits_a_close_frame() -> None:
 async def test_a_fleet_that_shares_a_name_and_starts_at_once_gets_a_node_each() -> None:
     _, secret = await enrol(max_nodes=8)
     door = Door()
-    sockets = [Socket(headers={"x-worker-secret": secret}) for _ in range(6)]
+    sockets = [NodeSocket(headers={"x-worker-secret": secret}) for _ in range(6)]
     tasks = [asyncio.create_task(door.endpoint(s.scope, s.to_server.get, s.send)) for s in sockets]
     for socket in sockets:
         socket.say(hello("worker", bridge.BRIDGE_V1))
@@ -411,8 +265,8 @@ async def test_a_newer_session_of_a_box_replaces_the_older() -> None:
     async with dial(door, secret) as old:
         old.say(hello())
         await old.acknowledged()
-        sink = Sink()
-        door.links[0].open_stream(a_request(), sink)
+        sink = RequestSink()
+        door.links[0].open_stream(open_request(), sink)
         async with dial(door, secret) as new:
             new.say(hello(instance_id="i2"))
             await new.acknowledged()
@@ -420,7 +274,7 @@ async def test_a_newer_session_of_a_box_replaces_the_older() -> None:
             assert sink.heard == [EndKind.LINK_LOST]
             (link,) = door.links
             assert link.epoch == 2
-            await old.wait(old.to_server.empty)
+            await eventually(old.to_server.empty)
             assert await NodePresence.objects.filter(node_id=link.node_id, connected=True).aexists()
 
 
@@ -446,57 +300,43 @@ async def test_a_second_box_is_told_and_the_first_serves_on() -> None:
 
 
 async def test_a_stream_runs_over_the_socket_and_a_late_frame_is_dropped() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
-        sink, other = Sink(), Sink()
-        link.open_stream(a_request(), sink)
-        cancelled = link.open_stream(a_request("req_2"), other)
+    async with linked() as (_, socket, link):
+        sink, other = RequestSink(), RequestSink()
+        link.open_stream(open_request(), sink)
+        cancelled = link.open_stream(open_request(request_id="req_2"), other)
         socket.say(frames.encode_frame(frames.HEAD, 1, 1, b'{"status":200,"headers":{"A":"b"}}'))
         socket.say(frames.encode_frame(frames.DATA, 1, 1, b"x"))
         cancelled.cancel("client_disconnect")
         socket.say(frames.encode_frame(frames.HEAD, 2, 1, b'{"status":200}'))
         socket.say(frames.encode_frame(frames.END, 1, 1, b"{}"))
-        await socket.wait(lambda: EndKind.COMPLETE in sink.heard)
+        await eventually(lambda: EndKind.COMPLETE in sink.heard)
         assert sink.heard == [(200, {"a": "b"}), b"x", EndKind.COMPLETE]
         assert other.heard == []
         assert link.session.open_streams == 0
 
 
 async def test_a_frame_against_the_protocol_closes_the_session_and_loses_its_streams() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        sink = Sink()
-        door.links[0].open_stream(a_request(), sink)
+    async with linked() as (_, socket, link):
+        sink = RequestSink()
+        link.open_stream(open_request(), sink)
         socket.say(frames.encode_frame(frames.DATA, 77, 1, b"x"))
         assert await socket.closed() == (1002, "worker protocol error")
         assert sink.heard == [EndKind.LINK_LOST]
 
 
 async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (door, socket, link):
         gpu = bridge.GpuInfo(index=0, name="g", memory_used_mb=5)
         socket.say(bridge.Telemetry(current_load=2, gpus=[gpu], last_error="hot"))
         socket.say(bridge.ModelsUpdate(models=["a", "b"], current_load=2))
-        await socket.wait(lambda: link.models == {"a", "b"})
+        await eventually(lambda: link.models == {"a", "b"})
         assert door.registry.served_models() == ["a", "b"]
         (report,) = presence_reports(door.registry)
         assert (report.active, report.models, report.status, report.last_error) == (2, ("a", "b"), "available", "hot")
         assert report.said is not None
         assert report.said.gpus == [{"index": 0, "name": "g", "memory_used_mb": 5}]
         socket.say(bridge.Draining(reason="update"))
-        await socket.wait(lambda: link.box_draining)
+        await eventually(lambda: link.box_draining)
         assert presence_reports(door.registry)[0].status == "draining"
 
 
@@ -515,33 +355,23 @@ async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
 async def test_a_node_that_serves_nothing_and_says_why_is_in_error(
     said: bridge.Telemetry, models: list[str], status: str
 ) -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (door, socket, link):
         socket.say(said)
         socket.say(bridge.ModelsUpdate(models=models))
-        await socket.wait(lambda: link.telemetry is not None and link.models == set(models))
+        await eventually(lambda: link.telemetry is not None and link.models == set(models))
         assert presence_reports(door.registry)[0].status == status
 
 
 async def test_only_boxes_that_said_something_new_are_written_between_two_full_rounds() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello(replicas=[bridge.ReplicaInfo(model="m", state="loaded")]))
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked(replicas=[bridge.ReplicaInfo(model="m", state="loaded")]) as (door, socket, link):
         assert len(presence_reports(door.registry, news_only=True)) == 1
         assert presence_reports(door.registry, news_only=True) == []
         same = bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="loaded")], queue_depth=1)
         socket.say(same)
-        await socket.wait(lambda: link.telemetry is not None and link.telemetry.queue_depth == 1)
+        await eventually(lambda: link.telemetry is not None and link.telemetry.queue_depth == 1)
         assert presence_reports(door.registry, news_only=True) == []
         socket.say(bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="unloading")]))
-        await socket.wait(lambda: link.has_news)
+        await eventually(lambda: link.has_news)
         (report,) = presence_reports(door.registry, news_only=True)
         assert report.said is not None
         assert report.said.replicas == [{"model": "m", "state": "unloading"}]
@@ -549,35 +379,25 @@ async def test_only_boxes_that_said_something_new_are_written_between_two_full_r
 
 
 async def test_the_paths_of_a_model_follow_telemetry() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello(endpoints=["/v1/chat/completions"]))
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked(endpoints=["/v1/chat/completions"]) as (door, socket, link):
         assert list(door.registry.links_answering("m", "/v1/chat/completions")) == [link]
         assert list(door.registry.links_answering("m", "/v1/embeddings")) == []
         replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"])
         socket.say(bridge.Telemetry(replicas=[replica]))
-        await socket.wait(lambda: door.registry.links_answering("m", "/v1/embeddings"))
+        await eventually(lambda: door.registry.links_answering("m", "/v1/embeddings"))
         assert list(door.registry.links_answering("m", "/v1/chat/completions")) == []
 
 
 async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (door, socket, link):
         heard: list[object] = []
         door.registry.subscribe(heard.append)
         socket.say(bridge.Pong())
-        await socket.wait(socket.to_server.empty)
+        await eventually(socket.to_server.empty)
         assert heard == []
         link.last_seen -= 12
         socket.say(bridge.Pong())
-        await socket.wait(lambda: heard)
+        await eventually(lambda: heard)
         assert heard == [link]
 
 
@@ -585,22 +405,17 @@ async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> No
 
 
 async def test_the_owner_takes_the_box_back_at_once_and_for_good() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (door, socket, link):
         rows = await sync_to_async(load_node_rows)()
         with psycopg.connect(**connection.get_connection_params()) as other:
             other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here the owner's word cannot be stored
             socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
-            await socket.wait(lambda: link.policy.reclaimed)
+            await eventually(lambda: link.policy.reclaimed)
             assert link.wanted_mode is not None
             door.keeper.apply(rows, targets={}, peers={})  # rows from before the owner spoke
             assert link.policy.reclaimed
             assert link.policy.drain_deadline_at is not None
-        await socket.wait(lambda: link.wanted_mode is None)
+        await eventually(lambda: link.wanted_mode is None)
         assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
         door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
         assert link.policy.reclaimed
@@ -608,48 +423,33 @@ async def test_the_owner_takes_the_box_back_at_once_and_for_good() -> None:
 
 
 async def test_of_two_quick_decisions_of_the_owner_the_last_one_stands() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (_, socket, link):
         for mode in ("spare_off", "spare_on", "spare_off", "spare_on"):
             socket.say(f'{{"type":"mode_change","mode":"{mode}"}}')
-        await socket.wait(lambda: socket.to_server.empty() and link.wanted_mode is None)
+        await eventually(lambda: socket.to_server.empty() and link.wanted_mode is None)
         assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_ON.value
         assert not link.policy.reclaimed
 
 
 async def test_work_on_a_box_that_is_lent_again_is_not_ended_with_the_grace_of_before() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (door, socket, link):
         with psycopg.connect(**connection.get_connection_params()) as other:
             other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here no row can say what the owner said
             socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
-            await socket.wait(lambda: link.policy.reclaimed)
+            await eventually(lambda: link.policy.reclaimed)
             link.policy.drain_deadline_at = time.monotonic()  # the grace is over
             socket.say(bridge.ModeChange(mode="spare_on", reason="done"))
-            await socket.wait(lambda: not link.policy.reclaimed)
-            sink = Sink()
+            await eventually(lambda: not link.policy.reclaimed)
+            sink = RequestSink()
             link.active += 1
-            link.open_stream(a_request(), sink)
+            link.open_stream(open_request(), sink)
             door.keeper.tick()
             assert sink.heard == []
-        await socket.wait(lambda: link.wanted_mode is None)
+        await eventually(lambda: link.wanted_mode is None)
 
 
 async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello(instance_id="i"))
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked(instance_id="i") as (door, socket, link):
         socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
         socket.hang_up()  # both are read in one turn of the loop: the link is gone before anything could be stored
     assert link.closed
@@ -658,8 +458,8 @@ async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> No
 
 
 async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_next_link() -> None:
-    _, secret = await enrol()
     door = Door()
+    _, secret = await enrol()
     async with dial(door, secret) as socket:
         socket.say(hello(instance_id="i"))
         await socket.acknowledged()
@@ -676,9 +476,9 @@ async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_nex
 async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_print_no_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, secret = await enrol(max_nodes=60)
+    _, secret = await enrol(max_nodes=8)
     door = Door()
-    sockets = [Socket(headers={"x-worker-secret": secret}) for _ in range(60)]
+    sockets = [NodeSocket(headers={"x-worker-secret": secret}) for _ in range(8)]
     tasks = [asyncio.create_task(door.endpoint(socket.scope, socket.to_server.get, socket.send)) for socket in sockets]
     for number, socket in enumerate(sockets):
         socket.say(hello(f"rig-{number}", instance_id="i"))
@@ -696,19 +496,14 @@ async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         await door.endpoint.close()
         other.rollback()
-    assert ended == [None] * 60
-    assert sum("worker.cut_off" in record.message for record in caplog.records) == 60
+    assert ended == [None] * 8
+    assert sum("worker.cut_off" in record.message for record in caplog.records) == 8
     assert not any(record.exc_info for record in caplog.records)
-    assert await AuditEvent.objects.filter(action="node.disconnect").acount() == 60
+    assert await AuditEvent.objects.filter(action="node.disconnect").acount() == 8
 
 
 async def test_an_operators_decision_reaches_a_box_whose_owner_said_nothing() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (door, _, link):
         await sync_to_async(set_mode)(node_id=link.node_id, mode=NodeMode.SPARE_OFF, reason="r", actor=ACTOR)
         door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
         assert link.policy.reclaimed
@@ -723,8 +518,8 @@ async def test_a_revoked_credential_cuts_its_boxes_off() -> None:
         kept.say(hello("kept"))
         await socket.acknowledged()
         await kept.acknowledged()
-        sink = Sink()
-        next(link for link in door.links if link.node_name == "rig").open_stream(a_request(), sink)
+        sink = RequestSink()
+        next(link for link in door.links if link.node_name == "rig").open_stream(open_request(), sink)
         await sync_to_async(revoke_credential)(credential_id=credential.pk, actor=ACTOR)
         in_use = [link.credential_id for link in door.links]
         door.keeper.cut_off(await sync_to_async(find_revoked)(in_use))
@@ -745,12 +540,7 @@ async def test_limits_of_the_socket_apply_to_what_a_box_declares() -> None:
 
 
 async def test_a_box_whose_line_is_full_gets_nothing_new_until_it_is_drained() -> None:
-    _, secret = await enrol()
-    door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
-        (link,) = door.links
+    async with linked() as (door, socket, link):
         announced: list[object] = []
         door.registry.subscribe(announced.append)
         go = asyncio.Event()
@@ -761,7 +551,7 @@ async def test_a_box_whose_line_is_full_gets_nothing_new_until_it_is_drained() -
         assert not link.can_take(time.monotonic())
         assert not announced
         go.set()
-        await socket.wait(lambda: announced)
+        await eventually(lambda: announced)
         assert link.can_take(time.monotonic())
 
 

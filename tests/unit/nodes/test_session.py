@@ -197,6 +197,13 @@ def test_what_muster_adds_is_not_taken_from_a_bridge_worker(frame: str) -> None:
         make_session(BRIDGE_V1).receive_text(frame)
 
 
+def test_a_word_of_a_muster_node_that_is_too_long_ends_its_session_before_it_is_read() -> None:
+    result = {"x": "y" * NodeLimits().control_frame_chars}
+    status = bridge.encode_message(bridge.OpStatus(op_id="op", use=1, state="running", result=result))
+    with pytest.raises(ProtocolError, match="longer than"):
+        make_session(MUSTER_V1).receive_text(status)
+
+
 # bridge v1 streams
 
 
