@@ -44,6 +44,7 @@ class MemoryClient:
         limits: GatewayLimits | None = None,
         with_handle: bool = True,
         path: str = "/v1/chat/completions",
+        method: str = "POST",
     ) -> None:
         self.events: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
@@ -56,7 +57,7 @@ class MemoryClient:
         self.handle = Handle(self)
         self.scope: dict[str, Any] = {
             "type": "http",
-            "method": "POST",
+            "method": method,
             "path": path,
             "query_string": b"",
             "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()],

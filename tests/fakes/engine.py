@@ -37,7 +37,8 @@ class EngineCall:
     """
 
     def __init__(self, engine: FakeEngine, call: Call, ident: str) -> None:
-        fields: dict[str, Any] = json.loads(call.body)
+        is_json = call.headers.get("content-type", _JSON).startswith(_JSON)
+        fields: dict[str, Any] = json.loads(call.body) if is_json else {}
         self.engine, self.call, self.ident = engine, call, ident
         self.number = int(fields.get("max_tokens") or fields.get("max_completion_tokens") or 0)
         self.is_streaming = bool(fields.get("stream"))
@@ -59,10 +60,10 @@ class EngineCall:
         """How many pieces the runner has not taken."""
         return self._chunks.qsize()
 
-    def emit(self, count: int = 1, *, padding: int = 0) -> None:
-        """Say ``count`` pieces of the answer, each longer by ``padding`` characters."""
+    def emit(self, count: int = 1, *, text: str = "") -> None:
+        """Say ``count`` pieces of the answer, each with ``text`` behind its name."""
         for _ in range(count):
-            piece = f"<{self.ident}.{len(self.emitted)}>" + "x" * padding
+            piece = f"<{self.ident}.{len(self.emitted)}>" + text
             self.emitted.append(piece)
             if self.is_streaming:
                 self._say({"choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]})
@@ -91,6 +92,12 @@ class EngineCall:
         """Answer with an error; nothing was said before."""
         assert not self.emitted or not self.is_streaming
         self._answer(status, {"error": {"message": f"refused {self.ident}", "type": "invalid_request_error"}})
+        self._end(CallState.FINISHED, b"")
+
+    def reply(self, body: bytes, kind: str) -> None:
+        """Give a whole answer that is no JSON."""
+        self.head.set_result(FakeResponse(200, kind, len(body), self._chunks))
+        self._chunks.put_nowait(body)
         self._end(CallState.FINISHED, b"")
 
     def hang_up(self) -> None:

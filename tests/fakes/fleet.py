@@ -27,7 +27,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import aiohttp
 from django.conf import settings
@@ -58,6 +58,7 @@ from tests.fakes.virtual_loop import VirtualLoop, WorkBell
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES
 
+T = TypeVar("T")
 ACTOR = "user:tests"
 CHAT_PATH, MESSAGES_PATH = "/v1/chat/completions", "/v1/messages"
 WITHIN_S = 120.0
@@ -191,6 +192,7 @@ class Node:
         self.box = Box(replace(config, engine=None), cast("aiohttp.ClientSession", _Dialer(self)))
         self._leave, self._hurry = asyncio.Event(), asyncio.Event()
         self._supervisor: Supervisor | None = None
+        self._queue: FairQueue | None = None
         self.task = asyncio.get_running_loop().create_task(self.box.run(self._leave, self._hurry))
 
     @property
@@ -206,7 +208,8 @@ class Node:
     @property
     def queue(self) -> FairQueue:
         """The queue of its models, which share its slots."""
-        return self.box.parts.pool.registry.find(self.models[0]).queue
+        assert self._queue is not None
+        return self._queue
 
     @property
     def gateway_link(self) -> Any:
@@ -228,15 +231,23 @@ class Node:
         while self.box._parts is None or self.box.parts.phase is not Phase.SERVING:
             assert self.is_running, "the runner ended"
             await asyncio.sleep(0.01)
-        registry = self.box.parts.pool.registry
-        supervisor = Supervisor(self.engine, silent_s=10.0, on_change=lambda: None)
-        await supervisor.load(lambda _progress: None)
+        self._supervisor = Supervisor(self.engine, silent_s=10.0, on_change=lambda: None)
+        await self._supervisor.load(lambda _progress: None)
+        for name in self.models:
+            self.load(name)
+
+    def load(self, name: str) -> None:
+        """Have a model more; all of them share engine, slots and queue."""
+        assert self._supervisor is not None
+        definition = ModelDefinition(model_id=name, backend="attached", target_inflight=self.slots)
+        if self._queue is None:
+            self._queue = self.box.parts._make_queue(definition)
         plan = LoadPlan(model_id="", backend="attached", slots=self.slots)
-        definitions = [ModelDefinition(model_id=name, backend="attached", target_inflight=self.slots) for name in self.models]
-        queue = self.box.parts._make_queue(definitions[0])
-        for definition in definitions:
-            registry.attach(definition, plan, supervisor, queue)
-        self._supervisor = supervisor
+        self.box.parts.pool.registry.attach(definition, plan, self._supervisor, self._queue)
+
+    def unload(self, name: str) -> None:
+        """Have a model no more; what runs goes on."""
+        self.box.parts.pool.registry.detach(name)
 
     def leave(self) -> None:
         """Ask the process to end: it finishes what runs, and takes nothing new."""
@@ -397,15 +408,35 @@ class Fleet:
         """Send a request; it goes on whenever the test awaits something."""
         number = next(self._numbers)
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": number, "stream": stream}
-        client = MemoryClient(
-            body=[json.dumps({**body, **fields}).encode()],
-            headers={"authorization": f"Bearer {self.rows.keys[key]}", "content-type": "application/json"},
-            path=path,
-        )
+        return self.send(path, json.dumps({**body, **fields}).encode(), key=key, stream=stream, number=number)
+
+    def send(
+        self,
+        path: str,
+        body: bytes = b"",
+        *,
+        method: str = "POST",
+        key: str = "k",
+        headers: Mapping[str, str] | None = None,
+        stream: bool = False,
+        number: int = 0,
+    ) -> Answer:
+        """Send any request, with a key's name or "" for none. ``calls`` and ``rows`` are of those that have a ``number``."""
+        sent = {"content-type": "application/json"}
+        if key:
+            sent["authorization"] = f"Bearer {self.rows.keys[key]}"
+        client = MemoryClient(body=[body], headers={**sent, **(headers or {})}, path=path, method=method)
+        client.scope["client"] = ("127.0.0.1", 1)
         task = self.loop.create_task(self.app(client.scope, client.incoming.get, client.send))
         answer = Answer(self, number, client, task, is_streaming=stream)
         self.answers.append(answer)
         return answer
+
+    async def call(self, path: str, body: bytes = b"", **more: Any) -> MemoryClient:
+        """Send any request and return what came back; see ``send``."""
+        answer = self.send(path, body, **more)
+        await answer.done()
+        return answer.client
 
     async def next_call(self, answer: Answer, *, count: int = 1) -> EngineCall:
         """Wait until engines were asked ``count`` times because of a request; return the newest of the calls."""
@@ -426,10 +457,11 @@ class Fleet:
         """Return the node whose engine got a call."""
         return next(node for node in self.nodes if node.engine is call.engine)
 
-    async def operate(self, service: Callable[..., object], **arguments: object) -> None:
+    async def operate(self, service: Callable[..., T], **arguments: object) -> T:
         """Change something as an operator does, and let everything happen that follows at once."""
-        await run_upkeep(partial(service, actor=ACTOR, **arguments))
+        result = await run_upkeep(partial(service, actor=ACTOR, **arguments))
         await self.settle()
+        return result
 
     async def settle(self) -> None:
         """Let everything happen that happens before the clock moves."""

@@ -237,6 +237,19 @@ async def test_a_cancel_never_overtakes_its_request_and_what_comes_late_reaches_
     assert [(await answer.row())["state"] for answer in (*hasty, left)] == ["cancelled"] * 3
 
 
+async def test_a_request_whose_client_has_left_is_not_given_to_another_node(fleet: Fleet) -> None:
+    node = await fleet.add_node()
+    answer = fleet.ask()
+    call = await fleet.next_call(answer)
+    other = await fleet.add_node()
+    answer.leave()
+    node.link.cut()
+    await fleet.until(lambda: len(node.links) > 1 and node.gateway_link is not None)
+    assert (call.state, answer.calls, other.engine.calls) == (CallState.CANCELLED, [call], [])
+    row = await answer.row()
+    assert (row["state"], row["attempts"]) == ("cancelled", 1)
+
+
 # clients
 
 
@@ -265,7 +278,7 @@ async def test_a_client_that_does_not_read_is_closed_and_the_streams_beside_it_g
     slow, flood = await fleet.begin_stream()
     good, live = await fleet.begin_stream()
     slow.client.reading.clear()
-    flood.emit(120, padding=16_000)
+    flood.emit(120, text="x" * 16_000)
     await fleet.settle()
     assert flood.untaken > 40, "the node takes no more from its engine than the client's window holds"
     while flood.is_running:
@@ -287,7 +300,7 @@ async def test_a_client_that_reads_late_gets_all_of_its_answer(fleet: Fleet) -> 
     await fleet.add_node()
     answer, call = await fleet.begin_stream()
     answer.client.reading.clear()
-    call.emit(120, padding=16_000)
+    call.emit(120, text="x" * 16_000)
     call.finish()
     await fleet.advance(limits().gateway.client_write_s - 1)
     answer.client.reading.set()

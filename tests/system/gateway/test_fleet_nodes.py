@@ -5,6 +5,7 @@ Who gets a request, who waits and for how long, and what becomes of both when a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
@@ -176,6 +177,32 @@ async def test_a_node_that_joins_gets_what_waits_at_once(fleet: Fleet) -> None:
     (call,) = node.engine.running
     call.finish()
     assert [(row["state"], row["attempts"]) for row in [await answer.row()]] == [("completed", 1)]
+
+
+async def test_what_a_node_loads_is_served_at_once_and_what_it_unloads_no_more(fleet: Fleet) -> None:
+    node = await fleet.add_node(slots=2)
+    waiting = fleet.ask("tight")
+    await fleet.settle()
+    node.load("tight")
+    call = await fleet.next_call(waiting)
+    assert await list_models(fleet) == ["m", "tight"]
+    node.unload("tight")
+    await fleet.settle()
+    assert await list_models(fleet) == ["m"]
+    await assert_refused(fleet.ask("tight", x_pool_options=IMPATIENT), NoAvailableNode, retry_after_s=5)
+    call.finish()
+    assert (await waiting.row())["state"] == "completed"
+    await serve(fleet, fleet.ask("m"))
+    assert len(node.links) == 1
+    node.link.cut()
+    await fleet.settle()
+    assert await list_models(fleet) == []
+
+
+async def list_models(fleet: Fleet) -> list[str]:
+    """Return what ``GET /v1/models`` lists."""
+    answer = await fleet.call("/v1/models", method="GET")
+    return [row["id"] for row in json.loads(answer.body)["data"]]
 
 
 async def test_a_request_of_the_only_node_waits_for_its_return(fleet: Fleet) -> None:
