@@ -168,8 +168,6 @@ async def test_a_model_is_offered_as_soon_as_it_is_loaded_and_gone_as_soon_as_it
         await eventually(is_gone, what="the unloaded model is gone")
 
 
-pytestmark = pytest.mark.asyncio
-
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SAID = {"role": "assistant", "content": "Hello"}
 USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

@@ -34,9 +34,11 @@ from runner.engines.port import (
 )
 from runner.engines.vllm import VllmEngine
 from runner.errors import EngineError, ModalityUnsupported
-from tests.fakes.chat_engine import call
-from tests.fakes.engines.llamacpp import ENDLESS, tiny_plan
+from tests.fakes.control_process import ROOT
 from tests.fakes.engines.suite import (
+    CHECKS,
+    EngineCase,
+    EngineUnderTest,
     ask,
     assert_gone,
     chat_call,
@@ -45,11 +47,8 @@ from tests.fakes.engines.suite import (
     process_tree,
     wait_until,
 )
-from tests.fakes.models.make import lora_dir
-from tests.fakes.runners.process import ROOT
+from tests.fakes.models.make import hf_model_dir, lora_dir
 from tests.fakes.waiting import eventually
-from tests.rings.engines.test_exllamav3_adapter import question
-from tests.rings.vllm.test_vllm_real import LOAD_LIMIT_S, break_model, memory_mb
 
 MIB = 1024 * 1024
 LOAD_LIMIT_S = 300.0

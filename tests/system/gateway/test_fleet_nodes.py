@@ -252,7 +252,7 @@ async def test_a_node_that_is_held_back_finishes_what_runs_and_stays_held_back_o
 ) -> None:
     assert callable(begin)
     assert callable(end)
-    node = await fleet.add_node(begin.__name__.replace("_", "-"), slots=2)
+    node = await fleet.add_node("held", slots=2)
     node_id = node.gateway_link.node_id
     running, call = await fleet.begin_stream()
     await fleet.operate(begin, node_id=node_id, **({"reason": "maintenance"} if begin is drain_node else {}))

@@ -273,7 +273,7 @@ async def test_a_box_that_saw_a_longer_log_is_shown_the_short_one_and_its_alarm_
     settings.GOVERNANCE_LOG_KEY = encode_bytes(LOG_SEED)
     checkpoint = await sync_to_async(lambda: make_checkpoint(now=timezone.now()))()
     assert checkpoint is not None
-    seen = {"witness_size": checkpoint.size + 100_000, "witness_root": base64.b64encode(b"x" * 32).decode()}
+    seen: dict[str, Any] = {"witness_size": checkpoint.size + 100_000, "witness_root": base64.b64encode(b"x" * 32).decode()}
     async with gateway() as door, governed.link(door, **seen) as socket:
         offer = await received(socket, bridge.CheckpointOffer)
         assert offer.note == checkpoint.note
