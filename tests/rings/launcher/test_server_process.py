@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.fakes.control_process import ROOT, ServerProcess, free_port, serve_control
+from tests.fakes.control_process import ServerProcess, free_port, serve_control
 from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
@@ -45,24 +42,6 @@ def test_without_redis_it_is_degraded_and_not_down(tmp_path: Path) -> None:
     with serve_control(tmp_path / "control.log", env={"REDIS_URL": nowhere}) as server:
         said = {"ok": True, "service": "control", "database": "ok", "redis": "unreachable"}
         wait_until(lambda: look_at_health(server) == (200, said), what="it misses Redis, and nothing else")
-
-
-def test_a_busy_port_is_one_line_and_exit_status_one() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ended = subprocess.run(
-            [sys.executable, "-m", "controlplane.serve_control", "--port", str(port)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-    assert ended.returncode == 1
-    assert "already in use" in ended.stderr.splitlines()[-1]
-    assert "Traceback" not in ended.stderr
 
 
 def test_every_request_is_one_line_when_that_is_asked_for(tmp_path: Path) -> None:

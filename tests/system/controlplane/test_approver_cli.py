@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from controlplane.approver_cli import describe, main
 from governance.models import Decision
 from governance.services import create_admin_token
 from governance.services.approver_keys import add_key_file
-from tests.fakes.control_process import ROOT, serve_control
+from tests.fakes.control_process import serve_control
 from tests.fakes.passkeys import KeyFile
 from tests.fakes.policies import make_people, make_policy, make_statement
 from tests.system.governance.team import make_team, propose_token
@@ -221,22 +220,6 @@ def test_a_passphrase_opens_the_key_file_and_another_does_not(
     assert approve(plane, key) == 1
     assert "another passphrase" in capsys.readouterr().err
     assert approve(plane, key) == 0
-
-
-def test_the_program_needs_nothing_of_the_server(tmp_path: Path) -> None:
-    program = (
-        "import sys; from controlplane.approver_cli import main; code = main(sys.argv[1:]); "
-        "assert not {'django', 'celery', 'psycopg'} & set(sys.modules); sys.exit(code)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program, "keys", "show", "--dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "There is no key file" in ended.stdout
 
 
 @pytest.mark.django_db(transaction=True)

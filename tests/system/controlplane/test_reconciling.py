@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from django.db import OperationalError
@@ -15,6 +13,7 @@ from governance import services
 from governance.models import OperationRun
 from governance.states import RunState
 from tests.fakes.limits import set_limits
+from tests.fakes.waiting import wait_until
 from tests.system.governance.team import make_governed, propose_token
 
 WITHIN_S = 30.0
@@ -27,14 +26,6 @@ def patient_stop() -> None:
     set_limits(console={"reconcile_stop_s": WITHIN_S})
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds."""
-    until = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 @pytest.mark.django_db(transaction=True)
 def test_what_is_due_is_carried_out_without_any_message() -> None:
     team = make_governed()
@@ -44,7 +35,7 @@ def test_what_is_due_is_carried_out_without_any_message() -> None:
     reconciler = Reconciler(every_s=0.05)
     reconciler.start()
     try:
-        wait_for(lambda: OperationRun.objects.filter(operation=operation, state=RunState.SUCCEEDED.value).exists())
+        wait_until(lambda: OperationRun.objects.filter(operation=operation, state=RunState.SUCCEEDED.value).exists())
     finally:
         assert reconciler.stop()
     assert services.run_due() == 0
@@ -62,7 +53,7 @@ def test_a_database_that_is_away_is_said_once_and_waited_for(caplog: pytest.LogC
     with caplog.at_level(logging.INFO, logger="controlplane.reconciling"):
         reconciler = Reconciler(look, every_s=0.01)
         reconciler.start()
-        wait_for(lambda: len(looks) >= 6)
+        wait_until(lambda: len(looks) >= 6)
         assert reconciler.stop()
     said = [record.getMessage() for record in caplog.records if record.name == "controlplane.reconciling"]
     assert said == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]
@@ -77,7 +68,7 @@ def test_one_look_that_fails_does_not_end_the_looks(caplog: pytest.LogCaptureFix
 
     reconciler = Reconciler(look, every_s=0.01)
     reconciler.start()
-    wait_for(lambda: len(looks) >= 3)
+    wait_until(lambda: len(looks) >= 3)
     assert reconciler.stop()
     assert "reconcile_failed" in caplog.text
 

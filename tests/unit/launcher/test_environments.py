@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,24 +16,6 @@ from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import write_json
 from tests.services_plugin import LONGEST, SharedServerScheduling, keep_bytecode, patient_url, rank_test, redis_url_of_worker
 from tools import client_tests, vllm_tests
-
-_LEAKING = """
-import pytest
-
-@pytest.mark.django_db
-async def test_leaks():
-    pass
-
-async def test_leaks_by_fixture(db):
-    pass
-
-async def test_needs_no_rows():
-    pass
-
-@pytest.mark.browser
-def test_of_a_page():
-    pytest.skip("no browser")
-"""
 
 
 @pytest.mark.parametrize(
@@ -77,47 +57,11 @@ def test_each_scope_that_is_begun_early_exists() -> None:
     assert [scope for scope in LONGEST if not (ROOT / scope).exists()] == []
 
 
-def test_bytecode_is_kept_although_the_environment_forbids_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")  # so that it is put back as it was, also where it was not set
-    monkeypatch.delenv("PYTHONPYCACHEPREFIX")
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    (tmp_path / "imported.py").write_text("")
-    keep_bytecode(tmp_path / "kept")
-    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (str(tmp_path / "kept"), False)
-    subprocess.run([sys.executable, "-S", "-c", "import imported"], cwd=tmp_path, check=True, timeout=60)
-    assert list((tmp_path / "kept").rglob("imported.*.pyc"))
-    assert not (tmp_path / "__pycache__").exists()
-
-
 def test_who_lets_bytecode_be_written_keeps_it_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     keep_bytecode(tmp_path)
     assert sys.pycache_prefix is None
-
-
-@pytest.mark.timeout(150)
-def test_leaking_tests_fail_and_skipped_pages_fail_in_ci(tmp_path: Path) -> None:
-    (tmp_path / "test_sample.py").write_text(_LEAKING)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        "pyproject.toml",
-        str(tmp_path / "test_sample.py"),
-    ]
-    environment = {**os.environ, "CI": "true"}
-    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=120)
-    assert answer.returncode == 1
-    assert "1 passed, 1 skipped, 2 errors" in answer.stdout, answer.stdout + answer.stderr
-    assert answer.stdout.count("an async test commits for real") >= 2
-    assert "1 × no browser" in answer.stdout
-    assert "CI: browser tests were skipped" in answer.stdout
 
 
 @pytest.mark.parametrize(
