@@ -15,6 +15,7 @@ from core.limits import limits
 from gateway.placement import choose_link
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Fault, Trial, Verdict
+from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink
 
 CALLER, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
@@ -332,6 +333,7 @@ def test_operators_are_told_of_a_node_once_an_hour_and_nothing_is_remembered_for
     assert fleet.registry.ejections.size == 0
 
 
+@examples(10)
 @given(
     bad=st.lists(st.sampled_from(["ok", "fails", "slow"]), min_size=1, max_size=6),
     pattern=st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=12),
@@ -349,6 +351,7 @@ def test_somebody_is_always_served_and_half_always_stay(bad: list[str], pattern:
         assert fleet.told == []
 
 
+@examples(5)
 @given(bad=st.integers(0, 4), how=st.sampled_from(["fails", "slow"]))
 def test_wherever_the_bad_node_stands_it_loses_its_share_and_gets_it_back_once_it_is_mended(bad: int, how: str) -> None:
     fleet = Fleet()

@@ -4,61 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from nodes.links.http import END_HEADER, HttpLink, HttpStream, HttpTarget
 from nodes.links.port import EndKind, LinkEnd
 from nodes.session import OpenRequest
+from tests.fakes.links import RequestSink, open_request
 from tests.fakes.upstream import Answer, Visit, run_upstream
+from tests.fakes.waiting import eventually
 from tests.unit.closed_port import closed_port
 from wire.bridge import TokenCounts
 
 OK = b"HTTP/1.1 200 OK\r\n"
 EARLY = b"HTTP/1.1 103 Early\r\nx: y\r\n\r\n"
-
-
-class Recorder:
-    """A sink that keeps what it heard and can wait for the end."""
-
-    def __init__(self) -> None:
-        self.heads: list[tuple[int, dict[str, str]]] = []
-        self.parts: list[bytes] = []
-        self.ends: list[LinkEnd] = []
-        self.changed = asyncio.Event()
-
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
-        assert not self.parts
-        self.heads.append((status, headers))
-        self.changed.set()
-
-    def on_data(self, data: bytes) -> None:
-        assert self.heads
-        assert not self.ends
-        self.parts.append(data)
-        self.changed.set()
-
-    def on_end(self, end: LinkEnd) -> None:
-        self.ends.append(end)
-        self.changed.set()
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(self.parts)
-
-    async def wait(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def ended(self) -> LinkEnd:
-        await self.wait(lambda: self.ends)
-        (end,) = self.ends
-        return end
 
 
 def make_link(port: int, *, is_peer: bool = False, **headers: str) -> HttpLink:
@@ -73,19 +33,9 @@ def make_link(port: int, *, is_peer: bool = False, **headers: str) -> HttpLink:
     )
 
 
-def a_request(body: bytes = b'{"a":1}') -> OpenRequest:
-    return OpenRequest(
-        request_id="req_1",
-        attempt=2,
-        model="m",
-        path="/v1/chat/completions",
-        body=body,
-        headers={"content-type": "application/json"},
-        is_streaming=True,
-        deadline_ms=900,
-        tenant="t",
-        priority="high",
-    )
+def a_request(**changes: object) -> OpenRequest:
+    given = {"attempt": 2, "body": b'{"a":1}', "headers": {"content-type": "application/json"}, "deadline_ms": 900}
+    return open_request(**{**given, "priority": "high", **changes})
 
 
 def always(*writes: bytes, close: bool = False) -> Answer:
@@ -102,8 +52,8 @@ def always(*writes: bytes, close: bool = False) -> Answer:
     return answer
 
 
-async def fetch(port: int, *, is_peer: bool = False) -> tuple[Recorder, HttpLink, LinkEnd]:
-    link, sink = make_link(port, is_peer=is_peer), Recorder()
+async def fetch(port: int, *, is_peer: bool = False) -> tuple[RequestSink, HttpLink, LinkEnd]:
+    link, sink = make_link(port, is_peer=is_peer), RequestSink()
     link.open_stream(a_request(), sink)
     return sink, link, await sink.ended()
 
@@ -130,7 +80,7 @@ async def test_a_node_gets_its_headers_as_they_were_given_last() -> None:
         link = make_link(upstream.port, authorization="Bearer old")
         for key in ("old", "new"):
             link.take_headers(replace(link.target, headers={"authorization": f"Bearer {key}"}))
-            sink = Recorder()
+            sink = RequestSink()
             link.open_stream(a_request(), sink)
             await sink.ended()
         (first, second) = upstream.visits[0].requests
@@ -153,8 +103,8 @@ async def test_a_node_is_told_the_tenant_and_the_priority_in_the_words_of_the_mo
     tenant: str, priority: str, told: list[bytes]
 ) -> None:
     async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
-        link, sink = make_link(upstream.port), Recorder()
-        link.open_stream(msgspec.structs.replace(a_request(), tenant=tenant, priority=priority), sink)
+        link, sink = make_link(upstream.port), RequestSink()
+        link.open_stream(a_request(tenant=tenant, priority=priority), sink)
         await sink.ended()
         lines = upstream.visits[0].requests[0].split(b"\r\n")
     assert [line for line in lines if line.startswith((b"x-tenant-id", b"x-priority"))] == told
@@ -164,8 +114,8 @@ async def test_long_names_of_tenants_stay_different_and_fit() -> None:
     async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
         link = make_link(upstream.port)
         for end in "ab":
-            sink = Recorder()
-            link.open_stream(msgspec.structs.replace(a_request(), tenant="é" * 79 + end), sink)
+            sink = RequestSink()
+            link.open_stream(a_request(tenant="é" * 79 + end), sink)
             await sink.ended()
         lines = [request.split(b"\r\n") for visit in upstream.visits for request in visit.requests]
     first, second = [next(line for line in each if line.startswith(b"x-tenant-id: ")) for each in lines]
@@ -202,7 +152,7 @@ async def test_an_answer_is_read_to_its_end(writes: list[bytes], *, close: bool,
         ((status, headers),) = sink.heads
         assert status == 200
         assert not headers.keys() & {"connection", "transfer-encoding", "x"}
-        again = Recorder()
+        again = RequestSink()
         link.open_stream(a_request(), again)
         assert (await again.ended()).kind is EndKind.COMPLETE
         assert len(upstream.visits) == (1 if reused else 2)
@@ -274,7 +224,7 @@ async def test_a_kept_connection_that_turns_out_dead_is_tried_once_on_a_new_one(
     async with run_upstream(answer) as upstream:
         visits = upstream.visits
         _, link, first = await fetch(upstream.port)
-        sink = Recorder()
+        sink = RequestSink()
         link.open_stream(a_request(), sink)
         end = await sink.ended()
         link.close("done")
@@ -305,7 +255,7 @@ async def test_a_kept_connection_that_talks_out_of_turn_is_not_used_again() -> N
         spoke.set()
         async with asyncio.timeout(30):
             await closed.wait()
-        sink = Recorder()
+        sink = RequestSink()
         link.open_stream(a_request(), sink)
         await sink.ended()
         assert sink.body == b"ok"
@@ -325,7 +275,7 @@ async def test_reading_stops_at_the_window_and_goes_on_with_credit() -> None:
             sent.append(65536)
 
     async with run_upstream(answer) as upstream:
-        link, sink = make_link(upstream.port), Recorder()
+        link, sink = make_link(upstream.port), RequestSink()
         stream = link.open_stream(a_request(), sink)
         await sink.wait(lambda: len(sink.body) >= link.window_bytes)
         held = len(sink.body)
@@ -346,7 +296,7 @@ async def test_an_answer_that_ends_while_its_reader_is_paused_leaves_a_usable_co
         link = make_link(upstream.port)
         link.window_bytes = 1  # every read exhausts it, the last one too
         for _ in range(3):
-            sink = Recorder()
+            sink = RequestSink()
             stream = link.open_stream(a_request(), sink)
             while not sink.ends:
                 seen = len(sink.body)
@@ -369,14 +319,12 @@ async def test_cancel_closes_the_connection_and_silences_the_sink(moment: str) -
         gone.set()
 
     async with run_upstream(answer) as upstream:
-        link, sink = make_link(upstream.port), Recorder()
+        link, sink = make_link(upstream.port), RequestSink()
         stream = link.open_stream(a_request(), sink)
         if moment == "reading":
             await sink.wait(lambda: sink.parts)
         elif moment == "waiting":
-            async with asyncio.timeout(30):
-                while not (upstream.visits and upstream.visits[0].requests):
-                    await asyncio.sleep(0)
+            await eventually(lambda: upstream.visits and upstream.visits[0].requests)
         heard = (len(sink.heads), len(sink.parts))
         stream.cancel("client_disconnect")
         stream.cancel("client_disconnect")
@@ -395,7 +343,7 @@ async def test_ending_the_streams_of_a_link_is_heard_once_by_each() -> None:
         await visit.wait_closed()
 
     async with run_upstream(answer) as upstream:
-        link, sinks = make_link(upstream.port), [Recorder() for _ in range(3)]
+        link, sinks = make_link(upstream.port), [RequestSink() for _ in range(3)]
         for sink in sinks:
             link.open_stream(a_request(), sink)
         for sink in sinks:
@@ -405,7 +353,7 @@ async def test_ending_the_streams_of_a_link_is_heard_once_by_each() -> None:
         link.close("done")
         for _ in range(10):
             await asyncio.sleep(0)
-        assert [[end.kind for end in sink.ends] for sink in sinks] == [[EndKind.RECLAIMED]] * 3
+        assert [sink.kinds for sink in sinks] == [[EndKind.RECLAIMED]] * 3
 
 
 @pytest.mark.parametrize(("word", "kind"), [("busy", EndKind.BUSY), ("gone", EndKind.LINK_LOST)])
@@ -472,7 +420,7 @@ SAID = b'data: {"text":"it writes : muster-usage {} into its streams"}\n\n'
     ids=["together", "in pieces", "apart", "without an end"],
 )
 def test_the_counts_of_a_peer_are_taken_out_however_they_come_and_whatever_a_model_says(pieces: tuple[bytes, ...]) -> None:
-    sink = Recorder()
+    sink = RequestSink()
     stream = HttpStream(make_link(1, is_peer=True), b"", sink, asked=False)
     stream.on_response_head(200, {"content-type": "text/event-stream"})
     for piece in pieces:

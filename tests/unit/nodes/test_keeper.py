@@ -15,12 +15,11 @@ from core.outbox import AsgiMessage
 from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.keeper import LinkKeeper
-from nodes.links.port import LinkEnd
 from nodes.links.relay import RelayLink
-from nodes.session import OpenRequest, ServerSession
+from nodes.session import ServerSession
 from nodes.states import DrainCount, NodeRow
 from tests.fakes.clock import virtual_clock
-from tests.fakes.links import make_row
+from tests.fakes.links import RequestSink, make_row, open_request
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 
@@ -57,30 +56,11 @@ class Box:
         return [bridge.decode_server_message(str(m["text"])) for m in self.sent if "text" in m]
 
 
-class Ends:
-    """The sink of a request that waits."""
-
-    def __init__(self) -> None:
-        self.kinds: list[EndKind] = []
-
-    def on_head(self, status: int, headers: dict[str, str]) -> None:
-        raise AssertionError
-
-    def on_data(self, data: bytes) -> None:
-        raise AssertionError
-
-    def on_end(self, end: LinkEnd) -> None:
-        self.kinds.append(end.kind)
-
-
-def run_on(link: RelayLink) -> Ends:
+def run_on(link: RelayLink) -> RequestSink:
     """Let a request run on the link."""
-    ends = Ends()
+    ends = RequestSink()
     link.active += 1
-    request = OpenRequest(
-        request_id="r", attempt=1, model="m", path="/", body=b"{}", headers={}, is_streaming=True, deadline_ms=1, tenant=""
-    )
-    link.open_stream(request, ends)
+    link.open_stream(open_request(), ends)
     return ends
 
 
@@ -137,34 +117,27 @@ async def test_rows_that_were_read_before_the_owners_word_was_stored_do_not_undo
     assert ends.kinds == [EndKind.RECLAIMED]
 
 
-async def test_the_context_of_a_model_is_known_from_its_box_and_from_the_row_of_one_elsewhere(setting: Setting) -> None:
+async def test_context_and_engine_of_a_model_are_known_from_its_node_and_from_the_row_of_another(
+    setting: Setting,
+) -> None:
     box = setting.box()
     assert box.link.context_of("m") is None
-    replicas = [bridge.ReplicaInfo(model="m", state="loaded", context_tokens=tokens) for tokens in (8192, 4096)]
+    replicas = [
+        bridge.ReplicaInfo(model="m", state="loaded", context_tokens=tokens, engine=engine)
+        for tokens, engine in ((8192, "llamacpp"), (4096, "vllm"))
+    ]
     box.link.take_register(bridge.Register(models=["m"], protocol_version=MUSTER_V1, replicas=replicas))
-    assert box.link.context_of("m") == 4096
+    assert (box.link.context_of("m"), box.link.engines) == (4096, {"m": {"llamacpp", "vllm"}})
     box.link.take_telemetry(bridge.Telemetry(replicas=replicas[:1]))
-    assert (box.link.context_of("m"), box.link.context_of("other")) == (8192, None)
-    elsewhere = make_row(uuid.uuid4(), is_direct=True, public_base_url="http://box.example", contexts={"m": 77})
+    assert (box.link.context_of("m"), box.link.context_of("other"), box.link.engines) == (8192, None, {"m": {"llamacpp"}})
+    engines = {"m": frozenset({"tgi"})}
+    elsewhere = make_row(
+        uuid.uuid4(), is_direct=True, public_base_url="http://box.example", contexts={"m": 77}, engines=engines
+    )
     setting.apply(make_row(box.link.node_id), elsewhere)
     link = setting.registry.get(elsewhere.node_id)
     assert link is not None
-    assert link.context_of("m") == 77
-
-
-async def test_the_engine_of_a_model_is_known_from_its_box_and_from_the_row_of_one_elsewhere(setting: Setting) -> None:
-    box = setting.box()
-    first, second = ([bridge.ReplicaInfo(model="m", state="loaded", engine=name)] for name in ("vllm", "llamacpp"))
-    box.link.take_register(bridge.Register(models=["m"], protocol_version=MUSTER_V1, replicas=first))
-    assert box.link.engines == {"m": {"vllm"}}
-    box.link.take_telemetry(bridge.Telemetry(replicas=second))
-    assert box.link.engines == {"m": {"llamacpp"}}
-    engines = {"m": frozenset({"llamacpp"})}
-    elsewhere = make_row(uuid.uuid4(), is_direct=True, public_base_url="http://box.example", engines=engines)
-    setting.apply(make_row(box.link.node_id), elsewhere)
-    link = setting.registry.get(elsewhere.node_id)
-    assert link is not None
-    assert link.engines == engines
+    assert (link.context_of("m"), link.engines) == (77, engines)
 
 
 async def test_known_models_are_those_of_every_row(setting: Setting) -> None:

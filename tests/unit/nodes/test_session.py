@@ -28,6 +28,8 @@ from nodes.session import (
     TelemetryArrived,
 )
 from runner.session import Cancelled, ClientSession, Opened
+from tests.fakes.examples import examples
+from tests.fakes.links import open_request
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
 from wire.limits import WIRE
@@ -42,26 +44,16 @@ def register(session: ServerSession, **fields: object) -> Registered:
     return effect
 
 
-def make_session(version: str = BRIDGE_V1, *, max_models: int = 256) -> ServerSession:
-    """Return a session whose box has registered."""
-    session = ServerSession(NodeLimits(max_models=max_models))
+def make_session(version: str = BRIDGE_V1, **bounds: int) -> ServerSession:
+    """Return a session whose node has registered."""
+    session = ServerSession(NodeLimits(**bounds))  # type: ignore[arg-type]  # the bounds are whole numbers
     register(session, protocol_version=version)
     return session
 
 
-def a_request(name: str = "req_1", *, attempt: int = 1, body: bytes = b"{}", is_streaming: bool = True) -> OpenRequest:
+def a_request(name: str = "req_1", **changes: object) -> OpenRequest:
     """Return a request for one attempt."""
-    return OpenRequest(
-        request_id=name,
-        attempt=attempt,
-        model="m",
-        path="/v1/chat/completions",
-        body=body,
-        headers={"content-type": "application/json"},
-        is_streaming=is_streaming,
-        deadline_ms=1000,
-        tenant="t",
-    )
+    return open_request(request_id=name, **{"headers": {"content-type": "application/json"}, **changes})
 
 
 def opened(session: ServerSession, request: OpenRequest | None = None) -> int:
@@ -267,9 +259,9 @@ def test_other_text_is_held_until_the_completion_says_what_it_is() -> None:
 
 
 def test_held_text_has_a_limit_and_costs_no_more_than_its_size() -> None:
-    session = make_session()
+    pieces = 4096
+    session = make_session(bridge_held_chars=pieces)
     stream = opened(session)
-    pieces = 64 * 1024
     effects: list[Effect] = []
     for _ in range(pieces):
         effects += session.receive_text('{"type":"response_chunk","request_id":"req_1","chunk":"x"}')
@@ -604,5 +596,5 @@ class SessionMachine(RuleBasedStateMachine):
         assert self.session.dropped_frames == self.dropped
 
 
-SessionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+SessionMachine.TestCase.settings = settings(examples(15), stateful_step_count=40)
 TestSessionMachine = SessionMachine.TestCase

@@ -1,4 +1,4 @@
-"""Health as a pure function: every combination has exactly one status."""
+"""What the app of nodes says without a database: the status of a node, the wire form of an error, what settings cannot work."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pytest_django import Settings
 
 from core.limits import NodeLimits
+from nodes import errors
+from nodes.checks import check_settings
 from nodes.states import (
     Freshness,
     NodeFacts,
@@ -17,6 +20,7 @@ from nodes.states import (
     judge_availability,
     judge_freshness,
 )
+from tests.fakes.limits import set_limits
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -110,3 +114,68 @@ WELL = NodeFacts(
 )
 def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], obstacle: Obstacle | None) -> None:
     assert judge_availability(replace(WELL, **changes), NodeLimits()).obstacle is obstacle
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [
+        (errors.BadRequest, 400, "BAD_REQUEST"),
+        (errors.AddressRefused, 400, "BAD_REQUEST"),
+        (errors.EnrolmentRefused, 400, "BAD_REQUEST"),
+        (errors.ModelNotAllowed, 400, "MODEL_NOT_ALLOWED"),
+        (errors.InvalidNodeToken, 401, "INVALID_NODE_TOKEN"),
+        (errors.ProviderUnavailable, 403, "BAD_REQUEST"),
+        (errors.NodeNotFound, 404, "BAD_REQUEST"),
+        (errors.Conflict, 409, "BAD_REQUEST"),
+    ],
+)
+def test_an_error_has_its_status_and_code(kind: type[errors.NodeError], status: int, code: str) -> None:
+    error = kind("what to do", param="field")
+    assert (error.status, error.code.value, error.message, error.param, str(error)) == (
+        status,
+        code,
+        "what to do",
+        "field",
+        "what to do",
+    )
+
+
+# Settings
+
+
+def found(app_configs: None = None) -> list[str]:
+    """Return the ids of what the checks find."""
+    return [str(message.id) for message in check_settings(app_configs)]
+
+
+def test_the_default_settings_are_fine() -> None:
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    "path", ["nowhere.is_model_allowed", "gateway.services.no_such_function", "plain", "nodes.errors.__doc__"]
+)
+def test_a_model_check_that_cannot_be_called_is_an_error(settings: Settings, path: str) -> None:
+    settings.NODE_MODEL_CHECK = path
+    assert found() == ["nodes.E001"]
+
+
+def test_a_direct_host_that_means_nothing_is_an_error(settings: Settings) -> None:
+    settings.NODE_DIRECT_HOSTS = ["gpu1.lan", "10.0.0.1/8"]
+    assert found() == ["nodes.E002"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"stale_after_s": 5.0}, "nodes.E003"),
+        ({"stale_after_s": 16.0}, "nodes.E003"),
+        ({"bridge_pong_window_s": 15.0}, "nodes.E004"),
+    ],
+)
+def test_health_windows_that_contradict_each_other_are_an_error(changes: dict[str, float], error: str) -> None:
+    set_limits(nodes=changes)
+    assert found() == [error]

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core.outbox import AsgiMessage, Outbox
+from tests.fakes.examples import examples
+from tests.fakes.waiting import eventually
 
 Act = Callable[[], None]
 
@@ -52,13 +54,6 @@ def make_outbox(server: Server, events: Events, *, limit: int = 1000, timeout_s:
     )
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until the loop made ``condition`` true."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 async def test_messages_are_taken_within_the_call_while_the_server_keeps_up() -> None:
     server, events = Server(), Events()
     outbox = make_outbox(server, events)
@@ -80,7 +75,7 @@ async def test_messages_wait_in_order_behind_a_slow_peer_and_draining_is_said_on
     assert outbox.waiting_bytes == 50
     assert server.taken == [0]
     server.ready.set()
-    await until(lambda: not outbox.is_blocked)
+    await eventually(lambda: not outbox.is_blocked)
     assert server.taken == list(range(6))
     assert (outbox.waiting_bytes, events.drained) == (0, 1)
     outbox.put({"n": 6}, 10)
@@ -96,7 +91,7 @@ async def test_a_message_put_while_others_drain_keeps_its_place() -> None:
     server.ready.set()
     outbox.put({"n": 1}, 1)  # the server would take it at once, but 0 is not through
     assert server.taken == []
-    await until(lambda: not outbox.is_blocked)
+    await eventually(lambda: not outbox.is_blocked)
     assert server.taken == [0, 1]
 
 
@@ -112,7 +107,7 @@ async def test_more_than_the_limit_stops_the_outbox_once() -> None:
     assert outbox.dead
     assert outbox.waiting_bytes == 0
     server.ready.set()
-    await until(lambda: server.cancelled)
+    await eventually(lambda: server.cancelled)
     outbox.put({"n": 99}, 1)
     assert server.taken == []
     assert events.drained == 0
@@ -124,7 +119,7 @@ async def test_a_peer_that_takes_nothing_is_given_up_after_the_timeout() -> None
     server.ready.clear()
     outbox.put({"n": 0}, 1)
     outbox.put({"n": 1}, 1)
-    await until(lambda: events.stuck)
+    await eventually(lambda: events.stuck)
     assert "0.01 s" in events.stuck[0]
     assert outbox.dead
     assert not outbox.is_blocked
@@ -142,7 +137,7 @@ async def test_a_refused_write_ends_the_outbox_and_is_told_once(error: Exception
     outbox.put({"n": 0}, 1)
     outbox.put({"n": 1}, 1)
     server.ready.set()
-    await until(lambda: events.stuck)
+    await eventually(lambda: events.stuck)
     assert len(events.stuck) == 1
     assert outbox.dead
     assert not outbox.is_blocked
@@ -174,7 +169,7 @@ async def test_a_server_that_yields_to_the_loop_is_waited_for() -> None:
     outbox = Outbox(send, limit_bytes=100, timeout_s=30, on_stuck=lambda reason: None)
     for number in range(4):
         outbox.put({"n": number}, 1)
-    await until(lambda: not outbox.is_blocked)
+    await eventually(lambda: not outbox.is_blocked)
     assert taken == [0, 1, 2, 3]
 
 
@@ -191,11 +186,11 @@ async def test_an_error_thrown_into_a_waiting_server_reaches_its_handlers() -> N
     outbox = Outbox(send, limit_bytes=100, timeout_s=30, on_stuck=seen.append)
     outbox.put({"n": 0}, 1)
     future.set_exception(ConnectionResetError())
-    await until(lambda: not outbox.is_blocked)
+    await eventually(lambda: not outbox.is_blocked)
     assert seen == ["handled"]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(steps=st.lists(st.sampled_from(["put", "block", "open", "turn"]), max_size=60))
 def test_every_message_arrives_once_and_in_order_whatever_the_server_does(steps: list[str]) -> None:
     async def play() -> None:
@@ -215,7 +210,7 @@ def test_every_message_arrives_once_and_in_order_whatever_the_server_does(steps:
                 await waiting
             assert server.taken == list(range(len(server.taken)))
         server.ready.set()
-        await until(lambda: not outbox.is_blocked)
+        await eventually(lambda: not outbox.is_blocked)
         assert server.taken == list(range(count))
         assert outbox.waiting_bytes == 0
         assert events.stuck == []
