@@ -193,11 +193,11 @@ def test_a_body_with_millions_of_values_is_refused_before_they_are_built(name: s
     "body",
     [
         pytest.param(
-            crowd(b'{"model":"m","messages":[{"role":"user","content":"', b'1,2,[{ \\"', b'"}]}'), id="a text full of commas"
+            crowd(b'{"model":"m","messages":[{"role":"user","content":"', b'1,2,[{ \\"', b'"}]}'), id="a text full of commas",
         ),
         pytest.param(crowd(b'{"model":"m","prompt":"x","messages":[{"a":"', b"A", b'"}]}'), id="a picture"),
         pytest.param(
-            crowd(b'{"model":"m","messages":[{}],"input":[', b"1234,", b"1]}", size_bytes=1_500_000), id="300,000 tokens"
+            crowd(b'{"model":"m","messages":[{}],"input":[', b"1234,", b"1]}", size_bytes=1_500_000), id="300,000 tokens",
         ),
     ],
 )  # fmt: skip

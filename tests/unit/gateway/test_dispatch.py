@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
@@ -32,7 +32,8 @@ from gateway.values import InferenceRequest
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Ejection, Fault
 from nodes.links.keeper import LinkKeeper
-from tests.unit.nodes.link_fakes import FakeLink, make_row
+from tests.fakes.examples import examples
+from tests.fakes.links import FakeLink, make_row
 from wire import clock
 
 CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
@@ -58,13 +59,7 @@ class Floor:
     def job(self, model: str = "m", *, max_queue: int = 100, endpoint: str = CHAT) -> Job:
         """Return a request that arrives now."""
         request = InferenceRequest(
-            endpoint=endpoint,
-            model=model,
-            is_streaming=False,
-            max_tokens=None,
-            prompt_chars=1,
-            body=b"{}",
-            headers={},
+            endpoint=endpoint, model=model, is_streaming=False, max_tokens=None, prompt_chars=1, body=b"{}", headers={}
         )
         return self.dispatcher.new_job(request_id="r", request=request, tenant="t", max_queue=max_queue)
 
@@ -481,7 +476,7 @@ class Crowd:
             assert line == sorted(line)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(30)
 @given(st.lists(STEP, max_size=80))
 def test_no_schedule_leaks_a_slot_idles_a_box_or_loses_a_request(schedule: list[tuple[str, int]]) -> None:
     async def play() -> None:

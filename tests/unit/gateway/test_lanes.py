@@ -13,11 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
+from gateway.dialects import SURFACES
 from gateway.errors import EndpointNotAnswered, NoAvailableNode, NodeDraining
+from gateway.heads import render_head
 from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
+from gateway.peer import serve_peer
 from gateway.placement import choose_link
 from gateway.values import InferenceRequest, PoolOptions
+from nodes.links.http import END_HEADER
 from nodes.states import POOL_RESPONSES
+from tests.fakes.asgi_client import MemoryClient
 from tests.unit.gateway.test_dispatch import CHAT, EMBED, Floor, fails
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -211,30 +216,6 @@ class Box:
 BOXES = st.lists(st.builds(Box, load=st.integers(0, 4), last_served=st.integers(0, 4), is_free=st.booleans()), max_size=8)
 
 
-def test_nobody_free_is_nobody() -> None:
-    assert choose_link([], now=0.0) is None
-    assert choose_link([Box(0, 0, is_free=False)], now=0.0) is None
-
-
-def test_equals_take_turns() -> None:
-    boxes = [Box(0, 0) for _ in range(3)]
-    served = []
-    for turn in range(1, 10):
-        chosen = choose_link(boxes, now=0.0)
-        assert chosen is not None
-        chosen.last_served = turn
-        served.append(boxes.index(chosen))
-    assert served == [0, 1, 2] * 3
-
-
-def test_a_box_that_failed_the_request_is_the_last_resort() -> None:
-    idle, loaded = Box(0, 0), Box(3, 9)
-    assert choose_link([idle, loaded], now=0.0, avoid={idle}) is loaded
-    assert choose_link([idle], now=0.0, avoid={idle}) is idle
-    loaded.is_free = False
-    assert choose_link([idle, loaded], now=0.0, avoid={idle}) is idle
-
-
 @given(boxes=BOXES, avoided=st.sets(st.integers(0, 7)))
 def test_the_least_loaded_free_box_wins_and_ties_go_to_the_one_served_longest_ago(boxes: list[Box], avoided: set[int]) -> None:
     avoid = {box for index, box in enumerate(boxes) if index in avoided}
@@ -254,3 +235,69 @@ def test_a_preferred_box_is_taken_while_it_is_free_and_is_no_condition(boxes: li
     found = choose_link(boxes, now=0.0, prefer=f"box-{load}")
     liked = [box for box in boxes if box.is_free and box.load == load]
     assert found in liked if liked else found is choose_link(boxes, now=0.0)
+
+
+async def test_a_peer_names_model_and_tenant_in_any_script() -> None:
+    floor = Floor()
+    link = floor.link("модель")
+    headers = {"x-muster-model": "модель", "x-muster-tenant": "大学", "x-muster-deadline-ms": "30000"}
+    client = MemoryClient(headers={name: value.encode().decode("latin-1") for name, value in headers.items()})
+    limits = GatewayLimits()
+    serving = asyncio.create_task(
+        serve_peer(dispatcher=floor.dispatcher, limits=limits, client=client.connection, link=link, surface=SURFACES[CHAT])
+    )
+    await client.wait(lambda: link.streams or serving.done())
+    assert (link.streams[0].request.model, link.streams[0].request.tenant) == ("модель", "大学")
+    link.streams[0].answer(b"{}")
+    await serving
+
+
+async def test_a_peer_may_send_a_conversation_that_was_kept_beside_the_largest_request() -> None:
+    floor = Floor()
+    link = floor.link("m")
+    limits = GatewayLimits(max_body_bytes=100)
+    headers = {"x-muster-model": "m", "x-muster-deadline-ms": "30000"}
+    client = MemoryClient(headers=headers, body=[b"x" * 101], limits=limits)
+    serving = asyncio.create_task(
+        serve_peer(dispatcher=floor.dispatcher, limits=limits, client=client.connection, link=link, surface=SURFACES[CHAT])
+    )
+    await client.wait(lambda: link.streams or serving.done())
+    assert link.streams[0].request.body == b"x" * 101
+    link.streams[0].answer(b"{}")
+    await serving
+
+
+def test_no_box_speaks_for_a_gateway() -> None:
+    said = {"content-type": "application/json", END_HEADER: "busy", "x-muster-anything": "1", "x-cache-hit": "1"}
+    names = {name for name, _ in render_head(said, queue_ms=0, is_event_stream=False)}
+    assert names == {b"content-type", b"x-cache-hit", b"x-queue-wait-ms"}
+
+
+def test_headers_that_describe_the_engines_bytes_do_not_describe_ours() -> None:
+    headers = {"content-type": "text/html", "content-encoding": "gzip", "etag": "x", "x-engine": "yes"}
+    head = dict(render_head(headers, queue_ms=0, is_event_stream=False, content_type="application/json"))
+    assert head[b"content-type"] == b"application/json"
+    assert head[b"x-engine"] == b"yes"
+    assert not {b"content-encoding", b"etag"} & set(head)
+    assert dict(render_head(headers, queue_ms=0, is_event_stream=False))[b"content-encoding"] == b"gzip"
+
+
+async def test_a_peer_may_ask_a_box_for_what_only_boxes_of_ours_answer() -> None:
+    floor = Floor()
+    link = floor.link("m", m={POOL_RESPONSES})
+    client = MemoryClient(headers={"x-muster-model": "m", "x-muster-deadline-ms": "30000"})
+    serving = asyncio.create_task(
+        serve_peer(
+            dispatcher=floor.dispatcher,
+            limits=GatewayLimits(),
+            client=client.connection,
+            link=link,
+            surface=SURFACES["/v1/responses"],
+            lane=POOL_RESPONSES,
+        )
+    )
+    await client.wait(lambda: link.streams or serving.done())
+    assert link.streams[0].request.path == POOL_RESPONSES
+    link.streams[0].answer(b"{}")
+    await serving
+    assert (client.status, client.body, link.active) == (200, b"{}", 0)

@@ -9,21 +9,14 @@ import uuid
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
 from gateway import answers
 from gateway.dialects import SURFACES, Surface
 from gateway.dispatch import Dispatcher, Lease
-from gateway.errors import (
-    ClientLeft,
-    ClientTooSlow,
-    ForwardedRequestFailed,
-    RequestInterrupted,
-    RequestTimeout,
-    StreamTooLarge,
-)
+from gateway.errors import ClientLeft, ClientTooSlow, ForwardedRequestFailed, RequestInterrupted, RequestTimeout, StreamTooLarge
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.relay import Exchange
 from gateway.values import InferenceRequest
@@ -31,7 +24,8 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import LinkEnd
 from tests.fakes.asgi_client import MemoryClient
-from tests.unit.nodes.link_fakes import FakeLink, FakeStream
+from tests.fakes.examples import examples
+from tests.fakes.links import FakeLink, FakeStream
 from wire.bridge import TokenCounts
 from wire.frames import End
 
@@ -223,20 +217,13 @@ async def test_a_body_where_there_may_be_none_is_a_failure(*, content_type: str,
     assert (type(outcome.error), outcome.told) == (ForwardedRequestFailed, False)
 
 
-async def test_an_error_is_json_whatever_the_engine_calls_it() -> None:
-    attempt = Attempt()
-    stream = await attempt.begin()
-    stream.answer(b'{"error":{"message":"no","type":"x","code":null,"param":null}}', status=400, headers=SSE)
-    assert await attempt.outcome() == Served(400, None)
-    assert attempt.client.headers["content-type"] == "application/json"
-
-
 @pytest.mark.parametrize(
     ("said", "passed"),
     [
         ("application/problem+json", "application/problem+json"),
         ("application/json; charset=utf-8", "application/json; charset=utf-8"),
         ("text/html", "application/json"),
+        ("text/event-stream", "application/json"),
         ("application/json, text/html", "application/json"),
         ("application/jsonp", "application/json"),
         ("", "application/json"),
@@ -668,7 +655,7 @@ class Play:
             assert is_gone or bool(tail) == outcome.told  # who leaves may do so before or after being told
 
 
-@settings(max_examples=150, deadline=None)
+@examples(30)
 @given(streams=st.booleans(), moves=st.lists(MOVE, max_size=25))
 def test_whatever_happens_the_client_sees_a_prefix_then_at_most_one_end(moves: list[str], *, streams: bool) -> None:
     async def play() -> None:

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import anthropic.types
+import openai.types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.limits import limits
-from gateway.errors import GatewayError, ModelNotAllowed, ModelUnknown, NoAvailableNode
+from core.limits import GatewayLimits, limits
+from gateway.admission import Admission, RateLimiter
+from gateway.bookkeeping import Bookkeeper, unread_request
+from gateway.catalogue import AliasEntry, Catalogue, ModelEntry
+from gateway.errors import (
+    BadRequest,
+    GatewayError,
+    MaxTokensTooLarge,
+    ModelNotAllowed,
+    ModelUnknown,
+    NoAvailableNode,
+    PromptTooLarge,
+    RateLimited,
+)
+from gateway.records import RecordWriter
 from gateway.routing import AUTO, Alias, Route, Target, choose_by_weight, may_use, resolve
+from gateway.values import Caller, InferenceRequest, PoolOptions
+from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
+from nodes.links import LinkRegistry
+from tests.fakes.links import FakeLink
 
 
 def alias(name: str, **weights: int) -> Alias:
@@ -57,10 +78,6 @@ def route(
     )
     assert found.asked == name
     return "".join(found.models)
-
-
-def test_a_model_without_alias_or_fallbacks_is_its_own_only_candidate() -> None:
-    assert route("a") == "a"
 
 
 def test_what_the_client_names_comes_before_the_fallbacks_of_the_model() -> None:
@@ -201,9 +218,394 @@ def test_a_draw_falls_into_the_share_of_its_weight(drawn: float, expected: int) 
     assert choose_by_weight([3, 6, 1], draw=lambda: drawn) == expected
 
 
-def test_shares_follow_the_weights() -> None:
-    draws = iter(range(1000))
-    counted = [0, 0, 0]
-    for _ in range(1000):
-        counted[choose_by_weight([5, 3, 2], draw=lambda: (next(draws) + 0.5) / 1000)] += 1
-    assert counted == [500, 300, 200]
+KEY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_window_moves_and_the_wait_is_right() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    for second in (0, 10, 20):
+        clock.now = 1000.0 + second
+        state = limiter.take(KEY, 3)
+        assert (state.limit, state.remaining, state.reset_s) == (3, 2 - second // 10, 60.0 - second)
+    clock.now = 1030.0
+    with pytest.raises(RateLimited) as caught:
+        limiter.take(KEY, 3)
+    assert caught.value.retry_after_s == pytest.approx(30.0)
+    clock.now = 1059.9
+    with pytest.raises(RateLimited):
+        limiter.take(KEY, 3)
+    clock.now = 1060.0
+    assert limiter.take(KEY, 3).remaining == 0
+
+
+def test_a_refused_request_costs_nothing_and_keys_do_not_share() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    limiter.take(KEY, 1)
+    for _ in range(5):
+        with pytest.raises(RateLimited):
+            limiter.take(KEY, 1)
+    assert limiter.take(OTHER, 1).remaining == 0
+    clock.now += 60
+    limiter.take(KEY, 1)
+
+
+def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    for second in range(10):
+        clock.now = 1000.0 + second
+        limiter.take(KEY, 10)
+    with pytest.raises(RateLimited) as caught:
+        limiter.take(KEY, 2)
+    assert caught.value.retry_after_s == pytest.approx(1008 + 60 - 1009)
+    clock.now += caught.value.retry_after_s or 0
+    limiter.take(KEY, 2)
+
+
+def test_peek_counts_nothing_and_headers_speak_of_whole_seconds() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    assert limiter.peek(KEY, 5).remaining == 5
+    limiter.take(KEY, 5)
+    clock.now += 0.25
+    assert limiter.peek(KEY, 5) == limiter.peek(KEY, 5)
+    assert limiter.peek(KEY, 5).headers() == [
+        (b"x-ratelimit-limit-requests", b"5"),
+        (b"x-ratelimit-remaining-requests", b"4"),
+        (b"x-ratelimit-reset-requests", b"60s"),
+    ]
+
+
+def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    limiter.take(KEY, 5)
+    clock.now += 30
+    limiter.take(OTHER, 5)
+    clock.now += 30
+    limiter.forget_idle()
+    assert limiter.peek(OTHER, 5).remaining == 4
+    assert limiter._windows.keys() == {OTHER}
+
+
+@given(limit=st.integers(1, 5), steps=st.lists(st.floats(0, 40, allow_nan=False), min_size=1, max_size=60))
+def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass(limit: int, steps: list[float]) -> None:
+    clock = Clock()
+    limiter = RateLimiter(clock)
+    taken: list[float] = []
+    for step in steps:
+        clock.now += step
+        in_window = sum(at > clock.now - 60.0 for at in taken)
+        try:
+            limiter.take(KEY, limit)
+        except RateLimited as refusal:
+            assert in_window == limit
+            wait = refusal.retry_after_s
+            assert wait is not None
+            assert 0 < wait <= 60.0
+            assert sum(at > clock.now + wait - 60.0 + 1e-6 for at in taken) < limit
+        else:
+            assert in_window < limit
+            taken.append(clock.now)
+
+
+# models
+
+
+def make_admission(*known: str, **caps: int) -> Admission:
+    limits: dict[str, Any] = {"max_tokens": 100, "max_prompt_chars": 1000, "max_queue": 10, **caps}
+    catalogue = Catalogue(GatewayLimits())
+    catalogue.apply_models(
+        [
+            ModelEntry(name="m", allowed=True, owned_by="x", created=0, **limits),
+            ModelEntry(name="known", allowed=False, owned_by="x", created=0, **limits),
+        ]
+    )
+    return Admission(catalogue, lambda name: name in known, lambda models, path: [])
+
+
+def a_caller(*allowed: str) -> Caller:
+    return Caller(key_id=KEY, key_name="k", tenant="t", requests_per_minute=1, allowed_models=frozenset(allowed))
+
+
+def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None = None) -> InferenceRequest:
+    return InferenceRequest(
+        endpoint="/v1/chat/completions",
+        model=model,
+        is_streaming=False,
+        max_tokens=max_tokens,
+        prompt_chars=prompt_chars,
+        body=b"",
+        headers={},
+    )
+
+
+def test_an_allowed_request_gets_the_models_row() -> None:
+    [entry] = make_admission().admit(a_caller(), a_request(prompt_chars=1000, max_tokens=100))
+    assert entry.name == "m"
+    assert [row.name for row in make_admission().admit(a_caller("m"), a_request())] == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("caller", "request_", "error", "status", "param"),
+    [
+        (a_caller(), a_request("nobody"), ModelUnknown, 404, "model"),
+        (a_caller(), a_request("declared"), ModelNotAllowed, 400, "model"),
+        (a_caller(), a_request("known"), ModelNotAllowed, 400, "model"),
+        (a_caller("other"), a_request(), ModelNotAllowed, 400, "model"),
+        (a_caller(), a_request(prompt_chars=1001), PromptTooLarge, 400, "messages"),
+        (a_caller(), a_request(max_tokens=101), MaxTokensTooLarge, 400, "max_tokens"),
+        (a_caller(), a_request(max_tokens=10**40), MaxTokensTooLarge, 400, "max_tokens"),
+    ],
+)
+def test_the_first_broken_rule_is_named(
+    caller: Caller, request_: InferenceRequest, error: type[GatewayError], status: int, param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        make_admission("declared").admit(caller, request_)
+    assert type(caught.value) is error
+    assert (caught.value.status, caught.value.param, caught.value.retryable) == (status, param, False)
+
+
+def test_callers_that_are_refused_nothing_any_more_are_forgotten() -> None:
+    now = 1000.0
+    records = RecordWriter(accept_s=1.0, max_pending=1000)
+    limiter = RateLimiter(lambda: now)
+    books = Bookkeeper(uuid.uuid4(), records, limiter)
+
+    def refuse(key_id: uuid.UUID) -> None:
+        caller = Caller(key_id=key_id, key_name="k", tenant="t", requests_per_minute=1, allowed_models=frozenset())
+        books.record_refusal(BadRequest("no"), caller, unread_request("/v1/models"), uuid.uuid4())
+
+    for _ in range(100):
+        refuse(uuid.uuid4())
+    now += 30
+    stays = uuid.uuid4()
+    refuse(stays)
+    assert records.pending == 101
+    now += 31
+    books.forget_idle()
+    assert set(limiter._windows) == {stays}
+
+
+HIDDEN = "project-nightjar-70b"
+
+
+def hide_model(*, is_allowed: bool) -> Admission:
+    def rank(names: Iterable[str], _path: str) -> list[str]:
+        return list(names)
+
+    catalogue = Catalogue(GatewayLimits())
+    row = ModelEntry(HIDDEN, is_allowed, "", max_tokens=9, max_prompt_chars=9, max_queue=9, created=0)
+    catalogue.apply_models([row])
+    catalogue.apply_aliases([AliasEntry(None, Alias("fast", (Target(HIDDEN), Target("gone"))))])
+    return Admission(catalogue, lambda name: False, rank)
+
+
+@pytest.mark.parametrize("is_allowed", [True, False], ids=["allowed", "not allowed"])
+@pytest.mark.parametrize("name", ["fast", "auto", "other"])
+def test_a_refusal_names_what_was_asked_for_and_never_the_model_behind_it(name: str, is_allowed: bool) -> None:
+    admission = hide_model(is_allowed=is_allowed)
+    caller = Caller(uuid.uuid4(), "k", "acme", 60, frozenset({"mine"}))
+    with pytest.raises(GatewayError) as refused:
+        admission.route(caller, name, "/v1/chat/completions", PoolOptions(fallback_models=("fast",)))
+    assert HIDDEN not in refused.value.message
+    assert name in refused.value.message or name == "auto"
+
+
+@pytest.mark.parametrize("name", ["Mine", "mine ", "mine\u200b", "m\u0456ne", "ｍine"], ids=ascii)
+def test_a_name_that_looks_like_an_allowed_one_is_another(name: str) -> None:
+    admission = hide_model(is_allowed=True)
+    with pytest.raises(GatewayError):
+        admission.route(Caller(uuid.uuid4(), "k", "acme", 60, frozenset({"mine"})), name, "/v1/chat/completions")
+
+
+def entry(name: str, *, allowed: bool = True, context_tokens: int | None = None, max_tokens: int = 1000) -> ModelEntry:
+    return ModelEntry(
+        name=name, allowed=allowed, owned_by="muster", max_tokens=max_tokens, max_prompt_chars=1, max_queue=1, created=86400,
+        context_tokens=context_tokens,
+    )  # fmt: skip
+
+
+def entry_of_alias(name: str, *targets: tuple[str, int], tenant: str | None = None) -> AliasEntry:
+    return AliasEntry(tenant, Alias(name, tuple(Target(*target) for target in targets), created=86401))
+
+
+def caller(*models: str, tenant: str = "acme") -> Caller:
+    return Caller(
+        key_id=uuid.UUID(int=1), key_name="k", tenant=tenant, requests_per_minute=1, allowed_models=frozenset(models),
+    )  # fmt: skip
+
+
+def make_list(
+    *, models: list[ModelEntry], aliases: list[AliasEntry], served: str = "abc", contexts: Sequence[dict[str, int]] = ({},)
+) -> ModelList:
+    """``contexts``: for each box what it says of its context windows."""
+    catalogue, registry = Catalogue(GatewayLimits()), LinkRegistry()
+    catalogue.apply_models(models)
+    catalogue.apply_aliases(aliases)
+    for said in contexts:
+        link = FakeLink(*served)
+        link.contexts = said
+        registry.add(link)
+    return ModelList(catalogue, registry)
+
+
+def names(found: ModelList, who: Caller | None) -> list[str]:
+    return [model.name for model in found.read(who)]
+
+
+def test_what_is_allowed_and_served_is_listed_by_name_with_the_aliases_that_lead_to_it() -> None:
+    found = make_list(
+        models=[entry("b"), entry("a"), entry("c", allowed=False), entry("d")],
+        aliases=[
+            entry_of_alias("anything", ("b", 1), ("d", 9)),
+            entry_of_alias("nobody", ("d", 1)),
+            entry_of_alias("hidden", ("c", 1)),
+        ],
+    )
+    assert names(found, caller()) == ["a", "anything", "b"]
+    (shown,) = [model for model in found.read(caller()) if model.targets]
+    assert (shown.name, shown.owned_by, shown.targets, shown.created) == ("anything", "alias", ("b",), 86401)
+
+
+def test_a_tenant_sees_its_own_aliases_and_nobody_elses() -> None:
+    found = make_list(
+        models=[entry("a"), entry("b")],
+        aliases=[
+            entry_of_alias("x", ("a", 1)),
+            entry_of_alias("x", ("b", 1), tenant="acme"),
+            entry_of_alias("y", ("a", 1), tenant="umbrella"),
+        ],
+    )
+    assert [model.targets for model in found.read(caller()) if model.name == "x"] == [("b",)]
+    assert names(found, caller()) == ["a", "b", "x"]
+    assert names(found, caller(tenant="umbrella")) == ["a", "b", "x", "y"]
+    assert names(found, None) == ["a", "b", "x"]
+
+
+def test_an_alias_hides_the_model_of_its_name_also_when_nothing_answers_it() -> None:
+    assert names(make_list(models=[entry("a"), entry("b")], aliases=[entry_of_alias("a", ("b", 1))]), None) == ["a", "b"]
+    assert names(make_list(models=[entry("a"), entry("d")], aliases=[entry_of_alias("a", ("d", 1))]), None) == []
+
+
+def test_a_key_sees_what_it_names_and_the_aliases_of_that() -> None:
+    found = make_list(
+        models=[entry("a"), entry("b")], aliases=[entry_of_alias("x", ("a", 2), ("b", 1)), entry_of_alias("y", ("b", 1))]
+    )
+    assert names(found, caller("a")) == ["a", "x"]
+    assert found.find(caller("a"), "x") == ListedModel("x", 86401, "alias", 1000, None, ("a",))
+    assert names(found, caller("y")) == ["y"]
+    assert found.find(caller("y"), "b") is None
+
+
+def test_limits_are_those_that_hold_whichever_model_answers() -> None:
+    found = make_list(
+        models=[entry("a", context_tokens=8192), entry("b", context_tokens=512), entry("c", max_tokens=300)],
+        aliases=[
+            entry_of_alias("x", ("a", 1), ("b", 1)),
+            entry_of_alias("y", ("a", 1), ("c", 1)),
+            entry_of_alias("z", ("c", 1)),
+        ],
+    )
+    limits = {model.name: (model.context_tokens, model.max_tokens) for model in found.read(None)}
+    assert limits == {
+        "a": (8192, 1000), "b": (512, 512), "c": (None, 300), "x": (512, 512), "y": (8192, 300), "z": (None, 300),
+    }  # fmt: skip
+
+
+def test_a_context_window_is_the_operators_or_else_the_smallest_that_a_box_reports() -> None:
+    found = make_list(
+        models=[entry("a"), entry("b", context_tokens=100), entry("c")],
+        aliases=[],
+        contexts=[{"a": 4096, "b": 4096}, {"a": 512}, {}],
+    )
+    assert {model.name: model.context_tokens for model in found.read(None)} == {"a": 512, "b": 100, "c": None}
+
+
+def test_openai_sdk_reads_the_shape_and_unknown_limits_are_left_out() -> None:
+    known = ListedModel("x", 86400, "alias", 100, 4096, ("a", "b"))
+    assert render_openai(known) == {
+        "id": "x", "object": "model", "created": 86400, "owned_by": "alias", "context_window": 4096, "max_output_tokens": 100,
+        "x_muster": {"targets": ("a", "b")},
+    }  # fmt: skip
+    plain = render_openai(ListedModel("a", 86400, "muster", 100, None))
+    assert set(plain) == {"id", "object", "created", "owned_by", "max_output_tokens"}
+    assert openai.types.Model.model_validate(plain, strict=True).id == "a"
+
+
+def test_anthropic_sdk_reads_the_shape_and_unknown_limits_are_left_out() -> None:
+    shown = render_anthropic(ListedModel("x", 86400, "alias", 100, 4096, ("a",)))
+    info = anthropic.types.ModelInfo.model_validate(shown)
+    assert (info.id, info.display_name, info.max_input_tokens, info.max_tokens) == ("x", "x", 4096, 100)
+    assert (info.created_at.isoformat(), info.lifecycle) == ("1970-01-02T00:00:00+00:00", "active")
+    assert "max_input_tokens" not in render_anthropic(ListedModel("a", 86400, "muster", 100, None))
+
+
+FIVE = [ListedModel(name, 0, "muster", 1, None) for name in ("a", "b", "c", "d/e", "f")]
+
+
+@pytest.mark.parametrize(
+    ("query", "page", "has_more"),
+    [
+        (b"", "a b c d/e f", False),
+        (b"limit=5", "a b c d/e f", False),
+        (b"limit=2", "a b", True),
+        (b"limit=2&after_id=b", "c d/e", True),
+        (b"limit=2&after_id=d%2Fe", "f", False),
+        (b"after_id=bb", "c d/e f", False),
+        (b"after_id=f", "", False),
+        (b"limit=2&before_id=f", "c d/e", True),
+        (b"limit=2&before_id=c", "a b", False),
+        (b"before_id=a", "", False),
+        (b"beta=true&limit=1&lifecycle=active", "a", True),
+    ],
+)
+def test_a_page_is_what_stands_next_to_its_cursor(query: bytes, page: str, has_more: bool) -> None:
+    shown = render_page(cut_page(FIVE, query))
+    found = [str(model["id"]) for model in shown["data"]]  # type: ignore[attr-defined]  # JSON
+    assert (found, shown["has_more"]) == (page.split(), has_more)
+    assert (shown["first_id"], shown["last_id"]) == ((found[0], found[-1]) if found else (None, None))
+
+
+def test_walking_forwards_and_backwards_meets_every_model_once() -> None:
+    page = cut_page(FIVE, b"limit=2")
+    forwards = [*page.models]
+    while page.has_more:
+        page = cut_page(FIVE, f"limit=2&after_id={page.models[-1].name}".encode())
+        forwards += page.models
+    page = cut_page(FIVE, b"limit=2&before_id=zzz")
+    backwards = [*page.models]
+    while page.has_more:
+        page = cut_page(FIVE, f"limit=2&before_id={page.models[0].name}".encode())
+        backwards = [*page.models, *backwards]
+    assert forwards == backwards == FIVE
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        (b"limit=0", "limit"),
+        (b"limit=1001", "limit"),
+        (b"limit=-1", "limit"),
+        (b"limit=%C2%B2", "limit"),
+        (b"limit=99999999999999999999", "limit"),
+        (b"before_id=a&after_id=b", "before_id"),
+        (b"&".join([b"a=1"] * 33), None),
+    ],
+    ids=["zero", "too many", "negative", "not ascii", "huge", "both ways", "too many parameters"],
+)
+def test_what_cannot_be_a_page_is_refused_with_its_parameter(query: bytes, param: str | None) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        cut_page(FIVE, query)
+    assert refusal.value.param == param

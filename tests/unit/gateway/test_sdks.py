@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,48 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from conformance.events import read_stream
+from core.limits import limits
 from gateway.dialects import SURFACES
-from gateway.dialects.responses import render_failed_response, translate_responses
-from gateway.dialects.translation import AnswerTranslator
-from gateway.errors import NoAvailableNode
-from gateway.values import InferenceRequest
-from tests.fakes.chat_engine import CONTEXT, MESSAGES, call, chunk, run, write_event
+from gateway.dialects.messages import to_chat_body
+from gateway.dialects.refusal import read_stream_failure
+from gateway.dialects.responses import (
+    ResponsesTranslator,
+    list_input_items,
+    read_responses_body,
+    render_failed_response,
+    translate_responses,
+)
+from gateway.dialects.responses.compaction import pack_summary
+from gateway.dialects.translation import AnswerContext, AnswerTranslator
+from gateway.errors import (
+    BadRequest,
+    ContextTooLong,
+    EngineRefused,
+    ForwardedRequestFailed,
+    GatewayError,
+    NoAvailableNode,
+    RateLimited,
+    RequestInterrupted,
+    RequestTimeout,
+    StreamTooLarge,
+)
+from gateway.keeping import plan_keeping
+from gateway.values import Caller, InferenceRequest
+from tests.fakes.chat_engine import (
+    CONTEXT,
+    DONE,
+    MESSAGES,
+    RESPONSES,
+    Json,
+    call,
+    chunk,
+    cut,
+    open_answer,
+    read_said,
+    run,
+    say_request,
+    write_event,
+)
 
 PATCH = '*** Begin Patch\n+"ü"\n*** End Patch\n'
 TOOLS: list[Any] = [
@@ -229,3 +267,284 @@ def test_anthropics_sdk_reads_what_the_model_said() -> None:
 def test_anthropics_sdk_raises_when_the_stream_breaks() -> None:
     with pytest.raises(anthropic.APIStatusError, match="out of memory"):
         read_message([*RICH[:4], write_event({"error": {"message": "out of memory", "code": 500}})])
+
+
+both = pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
+COMPACT = "/v1/responses/compact"
+HELLO: list[Json] = [{"role": "user", "content": "hello"}]
+WHOLE = b'{"choices":[{"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}]}'
+
+
+# Size
+
+
+@both
+@pytest.mark.parametrize("size", [1000, 65_536])
+def test_one_event_may_be_larger_than_what_is_usually_held(path: str, size: int) -> None:
+    words = json.dumps({"text": "word \u00e9\n" * 100_000})
+    stream = chunk({"content": "a"}) + chunk(call(0, words, name="f", id="c1")) + chunk(finish="tool_calls") + DONE
+    data, failure = run(path, cut(stream, size))
+    said = read_said(path, data)
+    assert (failure, said.text) == (None, "a")
+    assert [json.loads(arguments) for _, _, arguments in said.calls] == [json.loads(words)]
+
+
+@both
+def test_the_stream_may_end_in_such_an_event(path: str) -> None:
+    data, _ = run(path, cut(chunk({"content": "x" * 400_000}, "stop").rstrip(b"\n"), 100_000))
+    assert read_said(path, data).text == "x" * 400_000
+
+
+@both
+def test_one_event_is_bounded(path: str) -> None:
+    piece, fed = b"x" * 1024 * 1024, 0
+    translator = open_answer(path)
+    translator.feed(b'data: {"choices": [{"delta": {"content": "')
+    while translator.failure is None and fed < 40:
+        translator.feed(piece)
+        fed += 1
+    assert isinstance(translator.failure, StreamTooLarge)
+    assert path == RESPONSES or fed <= limits().gateway.messages_event_bytes // len(piece) + 1
+
+
+def test_what_waits_for_its_turn_is_bounded() -> None:
+    waiting = chunk(call(1, "x" * (limits().gateway.held_chars // 4), name="g", id="c2"))
+    _, failure = run(MESSAGES, [chunk(call(0, '{"a', name="f", id="c1")), *[waiting] * 5])
+    assert isinstance(failure, StreamTooLarge)
+
+
+def test_a_long_call_that_comes_in_order_is_not_held() -> None:
+    pieces = [call(0, '{"a":"', name="f", id="c1"), *[call(0, "x" * (limits().gateway.held_chars // 4))] * 5, call(0, '"}')]
+    data, failure = run(MESSAGES, [*map(chunk, pieces), chunk(finish="tool_calls")])
+    assert failure is None
+    assert len(json.loads(read_said(MESSAGES, data).calls[0][2])["a"]) == 5 * (limits().gateway.held_chars // 4)
+
+
+@pytest.mark.parametrize(
+    ("message", "roles"),
+    [
+        ({"role": "assistant", "content": "a"}, ["assistant"]),
+        ({"role": "user", "content": "a"}, ["user"]),
+        ({"role": "system", "content": "a"}, ["system"]),
+        ({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "a"}]}, ["tool"] * 4000),
+    ],
+    ids=["assistant", "user", "system", "results"],
+)
+def test_long_conversations_are_carried_whole(message: Json, roles: list[str]) -> None:
+    chat = json.loads(say_request(MESSAGES, messages=[message] * 4000).body)["messages"]
+    assert [turn["role"] for turn in chat] == roles
+    assert sum(turn["content"].count("a") for turn in chat) == 4000
+
+
+def test_very_many_small_messages_are_one_turn() -> None:
+    chat = json.loads(say_request(RESPONSES, input=[{"role": "user", "content": "a"}] * 4000).body)["messages"]
+    assert chat == [{"role": "user", "content": "\n\n".join(["a"] * 4000)}]
+
+
+def test_names_that_are_left_out_fit_into_a_header_and_are_few() -> None:
+    tools = [{"type": "plain"}, {"type": "plain"}]
+    tools += [{"type": f"kind\r\n: ☃ {'x' * 100} {number % 40}"} for number in range(100)]
+    ignored = say_request(MESSAGES, tools=tools).ignored
+    assert ignored[0] == "tools.plain"
+    assert len(ignored) == len(set(ignored)) <= 32
+    assert all(len(name) <= 64 and name.isascii() and name.isprintable() and " " not in name for name in ignored)
+
+
+# Ends from outside
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ForwardedRequestFailed(), "server_error"),
+        (RequestTimeout(), "server_error"),
+        (NoAvailableNode(), "server_error"),
+        (ContextTooLong(), "context_length_exceeded"),
+        (RateLimited(), "rate_limit_exceeded"),
+        (EngineRefused("busy", status=429), "rate_limit_exceeded"),
+        (EngineRefused("no such parameter", status=400), "invalid_prompt"),
+    ],
+    ids=lambda value: f"{type(value).__name__}-{value.status}" if isinstance(value, GatewayError) else value,
+)
+def test_a_stream_that_broke_ends_with_the_failed_response(error: GatewayError, code: str) -> None:
+    translator = open_answer(RESPONSES)
+    assert isinstance(translator, ResponsesTranslator)
+    translator.feed(chunk({"reasoning": "hm"}) + chunk({"content": "par"}))
+    event = json.loads(translator.fail(error).rpartition(b"data: ")[2])
+    response, param = event["response"], "input" if isinstance(error, ContextTooLong) else None
+    assert (event["type"], response["status"]) == ("response.failed", "failed")
+    assert response["error"] == {"code": code, "message": error.message, "type": error.type, "param": param}
+    assert [item["status"] for item in response["output"]] == ["completed", "in_progress"]
+    assert response["output"][1]["content"][0]["text"] == "par"
+    assert translator.failure is error
+    assert translator.fail(error) == translator.finish() == translator.feed(chunk({"content": "a"})) == b""
+    assert translator.kept is None
+
+
+def test_half_a_custom_call_shows_nothing_of_its_text() -> None:
+    translator = open_answer(RESPONSES, tools=[{"type": "custom", "name": "patch"}])
+    assert isinstance(translator, ResponsesTranslator)
+    translator.feed(chunk(call(0, '{"input": "*** Beg', name="patch", id="c")))
+    failed = json.loads(translator.fail(RequestTimeout()).rpartition(b"data: ")[2])
+    assert failed["response"]["output"][0]["input"] == ""
+
+
+def test_nothing_fails_after_the_end() -> None:
+    translator = open_answer(RESPONSES)
+    assert isinstance(translator, ResponsesTranslator)
+    _, failure = run(RESPONSES, [chunk({"content": "a"}, "stop")], translator)
+    assert translator.fail(RequestTimeout()) == b""
+    assert failure is translator.failure is None
+
+
+def test_failing_before_anything_was_said_begins_the_response_first() -> None:
+    translator = open_answer(RESPONSES)
+    assert isinstance(translator, ResponsesTranslator)
+    events = translator.fail(RequestTimeout()).split(b"\n\n")[:-1]
+    assert [event.partition(b"\n")[0] for event in events] == [
+        b"event: response.created", b"event: response.in_progress", b"event: response.failed",
+    ]  # fmt: skip
+
+
+def test_a_response_can_fail_without_any_translator() -> None:
+    for body, instructions in ((b'{"model":"m","input":"x","instructions":"Be brief."}', "Be brief."), (b"{", None)):
+        said = render_failed_response(NoAvailableNode(), response_id="resp_1", model="m", created=7, body=body)
+        created, failed = (json.loads(event.partition(b"data: ")[2]) for event in said.split(b"\n\n")[:-1])
+        assert [created["type"], failed["type"]] == ["response.created", "response.failed"]
+        response = failed["response"]
+        assert (response["instructions"], response["created_at"], response["error"]["code"]) == (
+            instructions,
+            7,
+            "server_error",
+        )
+
+
+def test_an_engines_own_stream_that_broke_ends_as_the_response_it_had_begun() -> None:
+    first = b'event: response.created\ndata: {"type":"response.created","sequence_number":0,"response":{"id":"resp_x"}}\n\n'
+    last = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":41}\n\n'
+    said = SURFACES[RESPONSES].render_broken(RequestInterrupted(), first=first, last=last)
+    event = json.loads(said.removeprefix(b"event: response.failed\ndata: "))
+    assert (event["type"], event["sequence_number"]) == ("response.failed", 42)
+    assert (event["response"]["id"], event["response"]["status"]) == ("resp_x", "failed")
+    assert event["response"]["error"]["code"] == "server_error"
+    for nothing in (b"", b"data: {", b'data: {"type":"error"}\n\n', b'data: {"type":"response.created"}\n\n'):
+        assert SURFACES[RESPONSES].render_broken(RequestInterrupted(), first=nothing, last=b"data: x\n\n") == b""
+
+
+@pytest.mark.parametrize("error", [b"null", b'{"message":null,"code":9}'])
+def test_an_error_that_says_nothing_is_said_to_be_one(error: bytes) -> None:
+    found = read_stream_failure(error)
+    assert (found.status, found.message) == (502, "The engine answered with HTTP 502 and no reason.")
+
+
+# What is kept
+
+
+def list_kept(given: object, **more: object) -> list[Json]:
+    body = json.dumps({"model": "m", "input": given, **more}).encode()
+    return [json.loads(item) for item in list_input_items(body)]
+
+
+def test_text_is_kept_as_one_message_of_the_user_each_time_under_another_id() -> None:
+    (first,), (second,) = list_kept("hi"), list_kept("hi")
+    assert first.pop("id").startswith("msg_")
+    assert second.pop("id") not in (first.get("id"), None)
+    said = {"type": "message", "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "hi"}]}
+    assert first == second == said
+
+
+def test_items_are_kept_with_an_id_and_a_type_and_tools_without_their_credentials() -> None:
+    own = {"type": "message", "id": "msg_own", "role": "user", "content": [{"type": "input_text", "text": "authorization: x"}]}
+    plain = {"type": "function", "name": "send", "parameters": {"properties": {"headers": {}, "authorization": {}}}}
+    secret = {"type": "mcp", "server_label": "tracker", "authorization": "s3cret", "headers": {"X-Api-Key": "s3cret"}}
+    kept = list_kept(
+        [
+            {"role": "assistant", "content": "ok"},
+            own,
+            {"type": "function_call_output", "call_id": "c", "output": "1"},
+            {"type": "item_reference", "id": "msg_old"},
+            {"id": "msg_older"},
+            {"type": "from_the_future"},
+            {"type": "tool_search_output", "call_id": "c1", "tools": [secret, plain, "odd"]},
+        ]
+    )
+    kinds = ["message", "message", "function_call_output", "from_the_future", "tool_search_output"]
+    assert [item["type"] for item in kept] == kinds
+    assert [item["id"].partition("_")[0] for item in kept] == ["msg", "msg", "fco", "item", "tso"]
+    assert kept[0]["content"] == [{"type": "output_text", "text": "ok", "annotations": []}]
+    assert kept[1] == {**own, "status": "completed"}
+    assert kept[4]["tools"] == [{"type": "mcp", "server_label": "tracker"}, plain, "odd"]
+
+
+def test_kept_items_say_the_same_as_the_input_they_came_from() -> None:
+    given: list[Json] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "6 * 7?"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "42"},
+        {"role": "assistant", "content": "42"},
+    ]
+    history = [json.dumps(item).encode() for item in list_kept(given)]
+    surface, last = SURFACES[RESPONSES], {"role": "user", "content": "And 7 * 7?"}
+    request = surface.parse(json.dumps({"model": "m", "input": [last]}).encode(), {})
+    assert surface.translate is not None
+    again: Any = surface.translate
+    said = json.loads(again(request, history=history).body)["messages"]
+    assert said == json.loads(say_request(RESPONSES, input=[*given, last], tools=[]).body)["messages"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model":"m","input":NaN}', b"[" * 100_000])
+def test_a_body_that_cannot_be_read_is_a_bad_request_to_every_reader(body: bytes) -> None:
+    for read in (read_responses_body, list_input_items, to_chat_body):
+        with pytest.raises(BadRequest):
+            read(body)
+
+
+def test_input_is_required_of_every_reader() -> None:
+    with pytest.raises(BadRequest, match="'input' is required"):
+        read_responses_body(b'{"model":"m"}')
+
+
+async def test_the_id_of_a_kept_answer_does_not_follow_from_that_of_its_request() -> None:
+    request_id = "req_0199f6a2c0de7000a000000000000001"
+    caller = Caller(uuid.uuid4(), "k", "acme", 60, frozenset(), stores_responses=True)
+    request = SURFACES[RESPONSES].parse(b'{"model":"m","input":"x"}', {})
+    names = []
+    for _ in range(2):
+        plan = await plan_keeping(caller, request, request_id)
+        assert plan is not None
+        answers = [plan.translate(request).open_answer(AnswerContext(request_id, "m", 1)).translate_whole(WHOLE) for _ in "ab"]
+        first, again = (str(json.loads(answer)["id"]) for answer in answers)
+        assert first == again, "every attempt of one request gives the same"
+        assert first.startswith("resp_")
+        assert len(first) >= 5 + 32
+        assert request_id.removeprefix("req_") not in first
+        names.append(first)
+    assert len(set(names)) == 2
+
+
+# Compacted
+
+
+def compact(summary: str, given: object) -> list[Json]:
+    """Return the output of a compaction."""
+    surface = SURFACES[COMPACT]
+    assert surface.translate is not None
+    translation = surface.translate(surface.parse(json.dumps({"model": "m", "input": given}).encode(), {}))
+    message = {"role": "assistant", "content": summary}
+    body = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
+    output: list[Json] = json.loads(translation.open_answer(AnswerContext("req_1", "m", 1)).translate_whole(body))["output"]
+    return output
+
+
+@pytest.mark.parametrize("summary", ["Somebody asks about λ.", 'quotes " and \\ and\nlines', "🦆" * 5000])
+def test_the_output_of_a_compaction_is_the_input_of_the_next_request(summary: str) -> None:
+    output = compact(summary, [*HELLO, {"role": "assistant", "content": "hi"}])
+    assert output[-1]["encrypted_content"] == pack_summary(summary)
+    assert base64.b64encode(summary.encode()).decode() in output[-1]["encrypted_content"]
+    asked = {"model": "m", "input": [*output, {"role": "user", "content": "Go on."}]}
+    request = SURFACES[RESPONSES].parse(json.dumps(asked).encode(), {})
+    assert request.path == "/v1/chat/completions"  # engines that speak Responses would not know the item
+    (turn,) = json.loads(say_request(RESPONSES, **asked).body)["messages"]
+    assert turn == {"role": "user", "content": f"hello\n\nSummary of the conversation so far:\n{summary}\n\nGo on."}
+    assert compact("shorter", output)[-1]["encrypted_content"] == pack_summary("shorter")
