@@ -25,6 +25,7 @@ from runner.operations.governance import Governance
 from runner.operations.identity import Identity, load_identity
 from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.ledgers import T0, Clock
+from tests.fakes.waiting import eventually
 from wire.bridge import PolicyOffer
 from wire.optoken import Grant, Level, Operation, encode_token, sign_l0
 
@@ -297,8 +298,7 @@ async def test_while_attempts_follow_the_runner_has_not_given_up(tmp_path: Path)
         node.answers = [WrongState("no room")]
         node.state = node.make_state(pauses_s=(3600.0,))
         restoring = asyncio.create_task(node.state.restore())
-        while not node.state.models["a"]:
-            await asyncio.sleep(0)
+        await eventually(lambda: node.state.models["a"])
         assert node.state.models["a"].startswith("attempt 1 of 2 failed")
         assert node.state.gave_up_ms == {}
         restoring.cancel()
@@ -346,8 +346,7 @@ async def test_a_node_that_its_owner_took_back_loads_nothing_until_it_is_lent(tm
     async with node_in(tmp_path, fleet=node.fleet) as again:
         assert again.state.is_reclaimed_by_owner is (said_by == "owner")
         work = asyncio.create_task(again.state.restore())
-        while "the owner took the node back" not in again.state.models.get("a", ""):
-            await asyncio.sleep(0)
+        await eventually(lambda: "the owner took the node back" in again.state.models.get("a", ""))
         assert again.bodies == []
         other = "control" if said_by == "owner" else "owner"
         await again.state.hear_mode(said_by=other, is_reclaimed=False)

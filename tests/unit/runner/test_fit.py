@@ -668,7 +668,7 @@ def read_anyhow(path: Path) -> ModelShape | None:
     return shape
 
 
-@examples(60)
+@examples(25)
 @given(changes=edits, cut=cuts)
 def test_a_gguf_that_was_tampered_with_is_read_or_refused(
     folder: Path, changes: list[tuple[int, bytes]], cut: int | None
@@ -681,7 +681,7 @@ def test_a_gguf_that_was_tampered_with_is_read_or_refused(
     assert shape is None or shape.weights_bytes <= len(raw)
 
 
-@examples(60)
+@examples(25)
 @given(changes=edits, cut=cuts)
 def test_safetensors_that_were_tampered_with_are_read_or_refused(
     folder: Path, changes: list[tuple[int, bytes]], cut: int | None
@@ -696,7 +696,7 @@ def test_safetensors_that_were_tampered_with_are_read_or_refused(
     assert shape is None or shape.weights_bytes <= len(raw)
 
 
-@examples(60)
+@examples(25)
 @given(field=st.sampled_from(sorted(CONFIG)), value=values)
 def test_a_configuration_with_any_value_in_a_field_is_read_or_refused(folder: Path, field: str, value: object) -> None:
     model = folder / "config"
@@ -707,7 +707,7 @@ def test_a_configuration_with_any_value_in_a_field_is_read_or_refused(folder: Pa
     read_anyhow(model)
 
 
-@examples(60)
+@examples(25)
 @given(changes=edits, cut=cuts)
 def test_a_ctranslate2_model_that_was_tampered_with_is_read_or_refused(
     folder: Path, changes: list[tuple[int, bytes]], cut: int | None

@@ -37,8 +37,10 @@ from runner.ledger import (
 )
 from runner.ledger.database import LOCK_NAME, SCHEMA_VERSION, Database, open_database
 from runner.limits import limits
+from tests.fakes.examples import examples
 from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.waiting import eventually
 
 
 def ledger_threads() -> set[threading.Thread]:
@@ -148,9 +150,7 @@ async def test_a_failed_start_leaves_neither_thread_nor_lock(tmp_path: Path) -> 
     (tmp_path / FILE_NAME).rmdir()
     async with opened(tmp_path):
         pass
-    async with asyncio.timeout(30):
-        while not ledger_threads() <= before:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: ledger_threads() <= before)
 
 
 async def test_a_closed_ledger_says_so(tmp_path: Path) -> None:
@@ -465,4 +465,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestLedgerMachine.settings = settings(examples(8), stateful_step_count=30)

@@ -31,6 +31,7 @@ from runner.session import (
     Stream,
 )
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.waiting import eventually
 from wire import bridge, frames
 from wire.bridge import MUSTER_V1, ProtocolError, Register, RegisterAck, encode_message
 from wire.frames import End
@@ -445,12 +446,10 @@ async def test_a_cancelled_stream_is_ended_by_its_session_alone() -> None:
     serve.pieces, serve.waits = [b"data: 1\n\n"], asyncio.Event()
     relay = Relay(serve.open)
     relay.open(gateway.stream, b"{}", gateway.send)
-    async with asyncio.timeout(30):
-        while frames.DATA not in gateway.kinds:
-            await asyncio.sleep(0)
-        gateway.session.receive_bytes(frames.encode_frame(frames.CANCEL, 1, 1, b"enough"))
-        relay.abort(gateway.stream)
-        await relay.wait_idle()
+    await eventually(lambda: frames.DATA in gateway.kinds)
+    gateway.session.receive_bytes(frames.encode_frame(frames.CANCEL, 1, 1, b"enough"))
+    relay.abort(gateway.stream)
+    await asyncio.wait_for(relay.wait_idle(), 30)
     assert gateway.kinds == [frames.HEAD, frames.DATA]
     assert serve.closed == 1
 
