@@ -1,4 +1,4 @@
-"""An engine that says what a test has it say: behind the runner's port, without a process and without HTTP."""
+"""An engine that does and says what a test has it do and say, behind the runner's port, and the GPU that engines share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,65 @@ from typing import Any, cast
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from runner.engines.port import CHAT, Call, Capabilities, EngineStats, FlushOutcome, FlushRequest, FlushResult, Health, Report
+from runner.engines.port import (
+    CHAT,
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    FlushResult,
+    Health,
+    Progress,
+    Report,
+)
+from runner.errors import EngineError
+from runner.telemetry import Reading, Telemetry, TreeMemory
 from wire import clock
+from wire.bridge import GpuInfo
 
+MIB = 1024 * 1024
+FIRST_PID = 2**22 + 1
+"""A number that no process has."""
 PROMPT_TOKENS = 7
 _EVENTS = "text/event-stream"
 _JSON = "application/json"
+
+
+class Gpu(Telemetry):
+    """A node's only GPU, and the telemetry of it. ``others_mb``: what programs that are not ours hold."""
+
+    def __init__(self, total_mb: int) -> None:
+        super().__init__(nvml=None, cards=())
+        self.total_mb = total_mb
+        self.others_mb = 0
+        self.held_mb: dict[int, int] = {}
+        """By process."""
+
+    @property
+    def free_mb(self) -> int:
+        """What nobody holds."""
+        return self.total_mb - self.others_mb - sum(self.held_mb.values())
+
+    def take(self, pid: int, size_mb: int) -> None:
+        """Give a process memory. Raises EngineError."""
+        if size_mb > self.free_mb:
+            raise EngineError("out of memory")
+        self.held_mb[pid] = size_mb
+
+    def sample(self) -> Reading:
+        """Return how full it is."""
+        used_mb = self.total_mb - self.free_mb
+        gpu = GpuInfo(index=0, name="Fake", memory_total_mb=self.total_mb, memory_used_mb=used_mb)
+        return Reading(
+            gpus=[gpu], kind="gpu", total_mb=self.total_mb, used_mb=used_mb, free_mb=self.free_mb, driver_version=None,
+            at=clock.unix_s(),
+        )  # fmt: skip
+
+    def measure(self, roots: Sequence[int]) -> TreeMemory:
+        """Return what processes hold."""
+        held = [pid for pid in roots if pid in self.held_mb]
+        return TreeMemory(host_bytes=0, gpu_bytes=sum(self.held_mb[pid] for pid in held) * MIB, pids=tuple(held))
 
 
 class CallState(StrEnum):
@@ -152,35 +205,99 @@ class FakeResponse:
 
 
 class FakeEngine:
-    """A loaded engine of any model. ``calls``: every request that it ever got, oldest first."""
+    """Every gate is open until a test closes it. ``flushes``: False = it can only be loaded anew to forget.
 
-    name = "fake"
-    poll_s = 5.0
-    restart_max_s = 5.0
-    pids: tuple[int, ...] = ()
+    ``serves``: False = it answers nobody. Loaded, it is the process ``pid`` and holds ``size_mb`` of ``gpu``.
+    ``name``: how the ident of each of its calls begins.
+    """
 
-    def __init__(self, *, name: str, endpoints: Sequence[str] = (CHAT,)) -> None:
+    name = "gated"
+    poll_s = 0.05
+    restart_max_s = 0.05
+
+    def __init__(
+        self, *, name: str = "", endpoints: Sequence[str] = (CHAT,), pid: int = FIRST_PID, gpu: Gpu | None = None,
+        size_mb: int = 0, serves: bool = False,
+    ) -> None:  # fmt: skip
         self._name = name
-        self.capabilities = Capabilities(tuple(endpoints))
+        self.capabilities = Capabilities(tuple(endpoints), prefix_caching=True)
+        self._pid, self._gpu, self._size_mb, self._serves = pid, gpu, size_mb, serves
+        self.may_load, self.may_unload, self.may_flush = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for gate in (self.may_load, self.may_unload, self.may_flush):
+            gate.set()
+        self.has_died = asyncio.Event()
+        self.fails: BaseException | None = None
+        self.refuses_unload: BaseException | None = None
+        self.flushes = True
+        self.is_silent = False
+        self.is_loading = False
+        self.is_loaded = False
+        self.steps: list[str] = []
         self.calls: list[EngineCall] = []
+        """Every request that it ever got, oldest first."""
+        self.open_calls: list[EngineCall] = []
+        """Those whose caller has not let go."""
+        self.report: Report | None = None
+        """Where the load that is under way says how it goes on."""
 
     @property
     def running(self) -> list[EngineCall]:
         """What it works on, oldest first."""
-        return [call for call in self.calls if call.is_running]
+        return [call for call in self.open_calls if call.is_running]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Its process, while it is loaded."""
+        return (self._pid,) if self.is_loaded else ()
 
     async def load(self, report: Report) -> None:
-        """Be there."""
-        del report
+        """Load once the gate is open."""
+        assert not self.is_loading, "it is being loaded twice"
+        assert not self.is_loaded, "it is loaded already"
+        self.steps.append("load")
+        self.report = report
+        self.is_loading = True
+        try:
+            report(Progress("loading", 0.5))
+            await self.may_load.wait()
+            if self.fails is not None:
+                raise self.fails
+            if self._gpu is not None:
+                self._gpu.take(self._pid, self._size_mb)
+        finally:
+            self.is_loading = False
+        self.has_died.clear()
+        self.is_silent = False
+        self.is_loaded = True
 
     async def unload(self, *, gently: bool) -> None:
-        """Be gone."""
-        del gently
+        """Unload once the gate is open."""
+        self.steps.append("unload" if gently else "kill")
+        await self.may_unload.wait()
+        if self.refuses_unload is not None:
+            raise self.refuses_unload
+        self._vanish()
+
+    def die(self) -> None:
+        """End as a killed process does."""
+        self._vanish()
+        self.has_died.set()
+
+    def _vanish(self) -> None:
+        self.is_loaded = False
+        if self._gpu is not None:
+            self._gpu.held_mb.pop(self._pid, None)
+        for call in self.running:
+            call.fail()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Keep nothing."""
+        """Flush once the gate is open."""
         del request
-        return FlushOutcome(FlushResult.NOTHING_KEPT)
+        self.steps.append("flush")
+        await self.may_flush.wait()
+        if self.capabilities.keeps_nothing:
+            return FlushOutcome(FlushResult.NOTHING_KEPT, "there is no cache")
+        return FlushOutcome(FlushResult.FLUSHED if self.flushes else FlushResult.NOT_SUPPORTED)
 
     async def stats(self) -> EngineStats:
         """Say nothing."""
@@ -188,18 +305,26 @@ class FakeEngine:
 
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Take a request; its answer begins when the test says so."""
+        """Answer as the test goes on to say, until the client leaves."""
         mine = EngineCall(self, call, f"{self._name}-{len(self.calls)}")
         self.calls.append(mine)
+        if not self._serves:
+            raise EngineError(f"{call.path} is not served")
+        if not self.is_loaded:
+            raise aiohttp.ServerDisconnectedError
+        self.open_calls.append(mine)
         try:
-            yield cast("aiohttp.ClientResponse", await mine.head)
+            yield cast("aiohttp.ClientResponse", await mine.head)  # the runner reads no more of one
         finally:
             mine.hang_up()
+            self.open_calls.remove(mine)
 
     async def health(self) -> Health:
-        """Be well."""
-        return Health.OK
+        """Be well while it is loaded."""
+        if not self.is_loaded:
+            return Health.UNREACHABLE
+        return Health.SILENT if self.is_silent else Health.OK
 
     async def wait_gone(self) -> None:
-        """Never die."""
-        await asyncio.Event().wait()
+        """Return when the test has it die."""
+        await self.has_died.wait()

@@ -183,7 +183,8 @@ class Node:
 
     def __init__(self, fleet: Fleet, name: str, *, models: Sequence[str], slots: int, endpoints: Sequence[str]) -> None:
         self.fleet, self.name, self.models, self.slots = fleet, name, tuple(models), slots
-        self.engine = FakeEngine(name=name, endpoints=endpoints)
+        self.engine = FakeEngine(name=name, endpoints=endpoints, serves=True)
+        self.engine.poll_s = self.engine.restart_max_s = 5.0
         self.links: list[MemoryLink] = []
         self.is_reachable = True
         """Whether it reaches the gateway when it dials."""

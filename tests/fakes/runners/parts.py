@@ -15,7 +15,7 @@ from runner.definitions.plan import LoadPlan
 from runner.parts import Parts, assemble
 from runner.pool import Loader, LoadOptions, LoadOrder, LoadResult, Model
 from runner.serving.request import Inference
-from tests.fakes.scripted_engine import FakeEngine
+from tests.fakes.engine import FakeEngine
 
 QUESTION = (
     b'{"model":"%b","max_tokens":%d,"ignore_eos":true,"stream":true,"messages":'

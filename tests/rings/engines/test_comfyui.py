@@ -133,10 +133,7 @@ async def test_an_image_comes_without_the_websocket_too(is_mute: bool) -> None:
     async with loaded(ComfyContract(is_mute=is_mute, step_s=0.05)) as (adapter, server):
         asking = asyncio.create_task(ask(adapter, steps=8))
 
-        async def is_running() -> bool:
-            return server.running is not None
-
-        await eventually(is_running)
+        await eventually(lambda: server.running is not None)
         server.drop_sockets()
         status, answer = await asking
         assert (status, len(pictures(answer))) == (200, 1)
@@ -162,10 +159,7 @@ async def test_priorities_change_the_order_in_the_servers_queue() -> None:
         for number, priority in enumerate(ORDER, start=1):
             tasks.append(asyncio.create_task(ask_as(priority)))
 
-            async def are_waiting(count: int = number) -> bool:
-                return len(server.pending) == count
-
-            await eventually(are_waiting)
+            await eventually(lambda count=number: len(server.pending) == count)  # type: ignore[misc]  # the number of this turn
         stats = await adapter.stats()
         assert (stats.running, stats.waiting, running in server.executed) == (1, 3, False)
         ids = [asked["prompt_id"] for asked in server.asked]
@@ -242,10 +236,7 @@ async def test_a_prompt_that_somebody_interrupts_may_be_asked_again() -> None:
     async with loaded(ComfyContract(step_s=0.02)) as (adapter, server):
         asking = asyncio.create_task(ask(adapter, steps=100))
 
-        async def is_running() -> bool:
-            return server.running is not None
-
-        await eventually(is_running)
+        await eventually(lambda: server.running is not None)
         server._interrupted = True
         status, answer = await asking
         assert (status, "interrupted" in answer["error"]["message"]) == (503, True)
@@ -276,10 +267,7 @@ async def test_a_server_that_goes_away_is_said() -> None:
         set_runner_limits(comfyui={"silent_s": 0.3})
         asking = asyncio.create_task(ask(adapter, steps=150))
 
-        async def is_running() -> bool:
-            return contract.running is not None
-
-        await eventually(is_running)
+        await eventually(lambda: contract.running is not None)
         await served.__aexit__(None, None, None)
         status, answer = await asking
         assert (status, answer["error"]["code"]) == (502, "engine_failed")
@@ -320,10 +308,7 @@ async def test_a_client_that_leaves_stops_its_own_prompt(is_old: bool, is_stream
     async with loaded(ComfyContract(step_s=0.02, is_old=is_old)) as (adapter, server):
         asking = asyncio.create_task(ask(adapter, steps=150, stream=is_streaming))
 
-        async def is_running() -> bool:
-            return server.running is not None
-
-        await eventually(is_running)
+        await eventually(lambda: server.running is not None)
         mine = server.running.prompt_id if server.running else ""
         waiting = server.enqueue({**OTHERS, "s": {"class_type": "KSampler", "inputs": {"steps": 5}}})
         asking.cancel()

@@ -18,10 +18,10 @@ from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError
 from runner.limits import limits
+from tests.fakes.engine import FakeEngine
 from tests.fakes.engines import comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper
 from tests.fakes.engines.llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.fakes.engines.suite import CHECKS, EngineCase, EngineUnderTest, ask, chat_call
-from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)

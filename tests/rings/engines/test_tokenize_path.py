@@ -41,13 +41,13 @@ from runner.pool import Model, ModelEvent, Replica
 from runner.report import list_endpoints, list_replicas
 from runner.serving.counting import Counting
 from runner.serving.request import Inference
+from tests.fakes.engine import FakeEngine
 from tests.fakes.engines.ct2 import ct2_plan
 from tests.fakes.engines.llama_server import run_router, server_plan
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.engines.talk import client_session, loaded
 from tests.fakes.engines.vllm import contract_model, contract_plan, contract_python
 from tests.fakes.runners.parts import assembled, find, load
-from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually
 from tests.rings.engines.test_tgi import foreign_plan, foreign_server
 
@@ -186,10 +186,9 @@ async def test_a_server_of_somebody_elses_is_not_asked(tmp_path: Path) -> None:
 class CountingEngine(FakeEngine):
     """Counts the members of a body, once the gate is open."""
 
-    capabilities = Capabilities((CHAT, TOKENIZE), counts_tokens=True, context_tokens=77)
-
     def __init__(self) -> None:
         super().__init__()
+        self.capabilities = Capabilities((CHAT, TOKENIZE), counts_tokens=True, context_tokens=77)
         self.may_count = asyncio.Event()
         self.counting = 0
 

@@ -16,10 +16,10 @@ import pytest
 
 from runner.definitions.plan import Progress
 from runner.errors import EngineError
+from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.governed import Desk, Ear, desk_of
 from tests.fakes.runners.parts import assembled
-from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.ids import new_uuid7
@@ -252,3 +252,72 @@ async def test_of_two_reloads_at_once_the_settings_that_were_read_last_are_in_fo
         writer.close()
         await asyncio.gather(first, second)
         assert list(parts.settings.models) == ["new"]
+
+
+async def hear(desk: Desk, operation: str = "model-load", **body: Any) -> OpStatus:
+    ear = Ear()
+    desk.commands.take(desk.command(operation, **body), ear)
+    return await ear.end()
+
+
+async def names_in(desk: Desk) -> list[str]:
+    return [model.model_id for model in await desk.parts.ledger.read_desired()]
+
+
+async def test_a_load_that_replaces_a_kept_model_takes_its_place(desk: Desk) -> None:
+    assert (await hear(desk, modelId="a", keepLoaded=True)).state == "succeeded"
+    done = await hear(desk, modelId="b", evictModel="a", keepLoaded=True)
+    assert (done.state, done.result["evicted"]) == ("succeeded", "a")
+    assert await names_in(desk) == ["b"]
+
+
+@pytest.mark.parametrize(("loads", "left"), [(False, []), (True, ["a"])], ids=["after it was unloaded", "before"])
+async def test_a_replacement_that_fails_ends_the_other_only_if_it_was_unloaded(
+    tmp_path: Path, loads: bool, left: list[str]
+) -> None:
+    async with desk_of(tmp_path) as desk:
+        assert (await hear(desk, modelId="a", keepLoaded=True)).state == "succeeded"
+        if loads:
+            desk.bench.engines[0].refuses_unload = desk.bench.engines[0].fails = EngineError("no")
+        else:
+            desk.bench.prepare = lambda engine: setattr(engine, "fails", EngineError("broken"))
+        failed = await hear(desk, modelId="b", evictModel="a", keepLoaded=True)
+        assert failed.state == "failed"
+        assert await names_in(desk) == left
+        desk.bench.engines[0].refuses_unload = None
+
+
+async def test_a_model_that_is_loaded_already_can_be_kept_from_now_on(desk: Desk) -> None:
+    assert (await hear(desk, modelId="a")).state == "succeeded"
+    assert await names_in(desk) == []
+    done = await hear(desk, modelId="a", keepLoaded=True)
+    assert (done.state, done.result["alreadyLoaded"], done.result["keptLoaded"]) == ("succeeded", True, True)
+    assert (await names_in(desk), len(desk.bench.engines)) == (["a"], 1)
+
+
+async def test_two_approvals_of_one_load_differ_in_whether_it_is_kept(desk: Desk) -> None:
+    desk.hold_loads()
+    ears = [Ear(), Ear()]
+    desk.commands.take(desk.command(modelId="a"), ears[0])
+    await desk.loading()
+    desk.commands.take(desk.command(modelId="a", keepLoaded=True), ears[1])
+    await ears[1].hear_stage("loading")
+    desk.bench.engines[0].may_load.set()
+    ends = [await ear.end() for ear in ears]
+    assert [end.result.get("keptLoaded") for end in ends] == [None, True]
+    assert await names_in(desk) == ["a"]
+
+
+async def test_what_cannot_be_written_down_is_not_said_to_be_kept(desk: Desk) -> None:
+    await desk.parts.ledger._run(
+        lambda db: (
+            db.execute(
+                "CREATE TRIGGER full_disk BEFORE INSERT ON desired_models BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+            ).rowcount
+        )
+    )
+    done = await hear(desk, modelId="a", keepLoaded=True)
+    assert await names_in(desk) == []
+    assert (done.state, "keptLoaded" in done.result) == ("succeeded", False)
+    receipt = read_receipt(done.receipt, desk.public_key)
+    assert receipt.result_digest == digest_result(done.result)

@@ -26,10 +26,10 @@ from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelState
 from tests.fakes.clock import VirtualClock
+from tests.fakes.engine import MIB, EngineCall, FakeEngine, Gpu
 from tests.fakes.gateway import GatewayStream, MemoryGateway
 from tests.fakes.loop import VirtualLoop
 from tests.fakes.model_files import write_gguf
-from tests.fakes.scripted_engine import MIB, FakeAnswer, FakeEngine, Gpu
 from wire import clock
 from wire.bridge import OpCommand
 from wire.ids import new_uuid7
@@ -182,8 +182,8 @@ class ModelLife(RuleBasedStateMachine):
     def _loaded(self) -> list[NodeEngine]:
         return [engine for engine in self.engines if engine.is_loaded]
 
-    def _answers(self) -> list[FakeAnswer]:
-        return [answer for engine in self.engines for answer in engine.answers]
+    def _answers(self) -> list[EngineCall]:
+        return [call for engine in self.engines for call in engine.running]
 
     def _open_streams(self) -> list[GatewayStream]:
         return [stream for stream in self.gateway.streams if not stream.ends and not stream.is_let_go]
@@ -265,9 +265,7 @@ class ModelLife(RuleBasedStateMachine):
     @rule(number=numbers, what=st.sampled_from(["says a word", "finishes", "finishes", "breaks off"]))
     def answer(self, number: int, what: str) -> None:
         if (given := choose(self._answers(), number)) is not None:
-            {"says a word": lambda: given.emit('{"choices":[]}'), "finishes": given.finish, "breaks off": given.break_off}[
-                what
-            ]()
+            {"says a word": given.emit, "finishes": given.finish, "breaks off": given.fail}[what]()
             self.loop.settle()
 
     @precondition(lambda self: self._loaded())
@@ -370,7 +368,7 @@ class ModelLife(RuleBasedStateMachine):
         assert not any(engine.is_loaded or engine.is_loading for engine in self.engines if engine not in stuck), (
             "an engine outlives the runner"
         )
-        assert not any(engine.answers for engine in self.engines)
+        assert not any(engine.open_calls for engine in self.engines)
         for engine in self.engines:
             engine.die()
         self.gateway.hang_up()
@@ -443,7 +441,7 @@ class ModelLife(RuleBasedStateMachine):
         for model in known:
             queue = model.queue
             assert queue.active >= model.active  # a client that reads nothing may not have noticed that its replica is gone
-            assert all(replica.active == len(self._engine_of(replica).answers) for replica in model.replicas)
+            assert all(replica.active == len(self._engine_of(replica).open_calls) for replica in model.replicas)
             if all(replica.supervisor.is_ready for replica in model.replicas) and model.state is ModelState.LOADED:
                 assert queue.active <= queue.slots
             if model.flush_task is None:

@@ -34,9 +34,9 @@ from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import ModelState, Pool
+from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find, write_models
-from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually
 from wire.ids import new_uuid7
 from wire.optoken import Binding, Grant, Level, Operation, params_digest, sign_l0, sign_l1

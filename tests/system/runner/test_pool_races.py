@@ -15,8 +15,8 @@ from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushSc
 from runner.errors import EngineError, InsufficientMemory, ModelLoading, RunnerError, SettingsConflict, UnknownModel, WrongState
 from runner.pool import LoadOrder, Model, ModelState
 from runner.telemetry import TreeMemory
+from tests.fakes.engine import FakeEngine
 from tests.fakes.runners.parts import Bench, assembled, find, write_models
-from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually
 
 FLUSH = FlushRequest(FlushScope.ALL)

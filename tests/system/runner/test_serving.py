@@ -34,10 +34,10 @@ from runner.parts import Parts
 from runner.pool import ModelState
 from runner.serving.request import Inference
 from runner.serving.service import Answer
+from tests.fakes.engine import FakeEngine
 from tests.fakes.engines.scripted_server import Handler, ScriptedEngine, run_engine
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find
-from tests.fakes.scripted_engine import FakeEngine
 from tests.fakes.waiting import eventually
 
 WORD = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n'

@@ -31,7 +31,7 @@ from runner.telemetry import Reading, TreeMemory, open_telemetry
 from runner.telemetry.amdgpu import find_cards, read_card
 from runner.telemetry.host import read_host
 from runner.telemetry.nvml import NvmlProbe, select_visible
-from tests.fakes.scripted_engine import FakeEngine
+from tests.fakes.engine import FakeEngine
 from wire.bridge import GpuInfo
 
 MIB = 1024 * 1024

@@ -1,22 +1,26 @@
-"""Approved loads that stay: over kills and restarts of a real runner, with one receipt, until an unload is approved."""
+"""What a node still knows after a kill or a stop: what its ledger confirmed, and approved loads that stay."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.errors import EngineError
-from runner.ledger import Ledger
+from runner.ledger import Ledger, OpAlreadyDone, TaskState, approvals
 from tests.fakes.approvals import Fleet
-from tests.fakes.runners.governed import Control, Desk, Ear, desk_of, enrol, options_of
+from tests.fakes.runners.governed import Control, enrol, options_of
 from tests.fakes.runners.process import run_box
 from tests.fakes.scripted_gateway import ConnectedBox, run_gateway
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import DEADLINE_S, eventually
 from wire import bridge
-from wire.optoken.receipt import digest_result, read_receipt
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -170,74 +174,80 @@ async def test_a_node_reclaimed_on_the_spot_stays_so_over_a_restart_and_loads_wh
             await second.box.declares("a")
 
 
-async def hear(desk: Desk, operation: str = "model-load", **body: Any) -> bridge.OpStatus:
-    ear = Ear()
-    desk.commands.take(desk.command(operation, **body), ear)
-    return await ear.end()
+ROOT = Path(__file__).resolve().parents[3]
+
+PROGRAM = """
+import asyncio, sys, time
+from pathlib import Path
+from runner.ledger import Ledger, TaskRow, TaskState
+
+async def main():
+    ledger = await Ledger.open(Path(sys.argv[1]))
+    now = time.time()
+    await ledger.save_task(TaskRow("load-1", "m", TaskState.LOADING, "reading weights", 0.5, now))
+    await ledger.begin_op("op-1", slot="model:m", fence=7, max_uses=1, expires_at=now + 300)
+    await ledger.reserve_cost(tenant="t", model_id="m", month="2026-11", amount_micros=100, cap_micros=None)
+    number = 0
+    while await ledger.spend_nonce(f"n-{number}", expires_at=now + 300):
+        sys.stdout.write(f"{number}\\n")
+        sys.stdout.flush()
+        number += 1
+
+asyncio.run(main())
+"""
 
 
-async def names_in(desk: Desk) -> list[str]:
-    return [model.model_id for model in await desk.parts.ledger.read_desired()]
+@asynccontextmanager
+async def spending(directory: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that spends nonce after nonce and names each once the ledger has confirmed it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "error", "-c", PROGRAM, str(directory),
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
-async def test_a_load_that_replaces_a_kept_model_takes_its_place(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        assert (await hear(desk, **KEEP)).state == "succeeded"
-        done = await hear(desk, modelId="b", evictModel="a", keepLoaded=True)
-        assert (done.state, done.result["evicted"]) == ("succeeded", "a")
-        assert await names_in(desk) == ["b"]
+async def kill_after(process: asyncio.subprocess.Process, confirmed: int) -> int:
+    """Kill the process when it has confirmed so many nonces; return the number of the last confirmed one."""
+    assert process.stdout is not None
+    for _ in range(confirmed):
+        await asyncio.wait_for(process.stdout.readline(), DEADLINE_S)
+    process.send_signal(signal.SIGKILL)
+    rest = await asyncio.wait_for(process.stdout.read(), DEADLINE_S)
+    await process.wait()
+    # The last line may have been cut by the kill.
+    return confirmed - 1 + rest.count(b"\n")
 
 
-@pytest.mark.parametrize(("loads", "left"), [(False, []), (True, ["a"])], ids=["after it was unloaded", "before"])
-async def test_a_replacement_that_fails_ends_the_other_only_if_it_was_unloaded(
-    tmp_path: Path, loads: bool, left: list[str]
-) -> None:
-    async with desk_of(tmp_path) as desk:
-        assert (await hear(desk, **KEEP)).state == "succeeded"
-        if loads:
-            desk.bench.engines[0].refuses_unload = desk.bench.engines[0].fails = EngineError("no")
-        else:
-            desk.bench.prepare = lambda engine: setattr(engine, "fails", EngineError("broken"))
-        failed = await hear(desk, modelId="b", evictModel="a", keepLoaded=True)
-        assert failed.state == "failed"
-        assert await names_in(desk) == left
-        desk.bench.engines[0].refuses_unload = None
+async def test_nothing_that_was_confirmed_is_forgotten_by_a_kill(tmp_path: Path) -> None:
+    async with spending(tmp_path) as process:
+        last = await kill_after(process, 25)
+    assert process.returncode == -signal.SIGKILL
+    ledger = await Ledger.open(tmp_path)
+    try:
+        assert not ledger.is_new
+        again = [await ledger.spend_nonce(f"n-{number}", expires_at=time.time() + 300) for number in range(last + 1)]
+        assert not any(again)
+        assert await ledger.spend_nonce(f"n-{last + 2}", expires_at=time.time() + 300)
+    finally:
+        await ledger.close()
 
 
-async def test_a_model_that_is_loaded_already_can_be_kept_from_now_on(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        assert (await hear(desk, modelId="a")).state == "succeeded"
-        assert await names_in(desk) == []
-        done = await hear(desk, **KEEP)
-        assert (done.state, done.result["alreadyLoaded"], done.result["keptLoaded"]) == ("succeeded", True, True)
-        assert (await names_in(desk), len(desk.bench.engines)) == (["a"], 1)
-
-
-async def test_two_approvals_of_one_load_differ_in_whether_it_is_kept(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        desk.hold_loads()
-        ears = [Ear(), Ear()]
-        desk.commands.take(desk.command(modelId="a"), ears[0])
-        await desk.loading()
-        desk.commands.take(desk.command(**KEEP), ears[1])
-        await ears[1].hear_stage("loading")
-        desk.bench.engines[0].may_load.set()
-        ends = [await ear.end() for ear in ears]
-        assert [end.result.get("keptLoaded") for end in ends] == [None, True]
-        assert await names_in(desk) == ["a"]
-
-
-async def test_what_cannot_be_written_down_is_not_said_to_be_kept(tmp_path: Path) -> None:
-    async with desk_of(tmp_path) as desk:
-        await desk.parts.ledger._run(
-            lambda db: (
-                db.execute(
-                    "CREATE TRIGGER full_disk BEFORE INSERT ON desired_models BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
-                ).rowcount
-            )
-        )
-        done = await hear(desk, **KEEP)
-        assert await names_in(desk) == []
-        assert (done.state, "keptLoaded" in done.result) == ("succeeded", False)
-        receipt = read_receipt(done.receipt, desk.public_key)
-        assert receipt.result_digest == digest_result(done.result)
+async def test_a_start_after_a_kill_finds_what_was_under_way(tmp_path: Path) -> None:
+    async with spending(tmp_path) as process:
+        await kill_after(process, 1)
+    ledger = await Ledger.open(tmp_path)
+    try:
+        (task,) = await ledger.interrupt_tasks(time.time())
+        assert (task.task_id, task.state, task.stage) == ("load-1", TaskState.INTERRUPTED, "reading weights")
+        begun = await ledger.begin_op("op-1", slot="model:m", fence=8, max_uses=1, expires_at=time.time() + 300)
+        assert begun == OpAlreadyDone(approvals.INTERRUPTED)
+        assert await ledger.abandon_costs() == 1
+        assert await ledger.spent("t", "2026-11") == 100
+    finally:
+        await ledger.close()
