@@ -9,10 +9,12 @@ from datetime import datetime, timedelta
 import pytest
 from django.utils import timezone
 
+from governance.errors import NeedsApproval
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node
 from nodes.services import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
 from tests.fakes.nodes import ACTOR, audited, make_node
+from tests.system.governance.team import make_governed
 from wire.contract import NodeMode
 
 pytestmark = pytest.mark.django_db
@@ -137,3 +139,13 @@ def test_an_owners_word_that_is_stored_late_does_not_undo_one_that_was_said_afte
     assert audited("node.set_mode") == []
     assert reclaim(node).mode == "spare_off"
     assert set_mode(node_id=node.pk, mode=NodeMode.SPARE_ON, reason="", actor=ACTOR, said_age_s=60).mode == "spare_off"
+
+
+def test_a_forced_drain_is_direct_before_there_is_a_policy_and_proposed_afterwards() -> None:
+    node = make_node()
+    assert drain_node(node_id=node.pk, actor=ACTOR, reason="", timeout_s=1).draining
+    make_governed()
+    with pytest.raises(NeedsApproval, match=r"propose node-drain .* A plain drain needs none: the same without .* gives 120 s"):
+        drain_node(node_id=node.pk, actor=ACTOR, reason="", timeout_s=119)
+    assert drain_node(node_id=node.pk, actor=ACTOR, reason="", timeout_s=120).draining
+    assert drain_node(node_id=node.pk, actor=ACTOR, reason="").draining
