@@ -12,14 +12,12 @@ import psutil
 import pytest
 
 from runner.definitions.plan import Progress
-from runner.engines.port import FlushRequest, FlushResult, FlushScope
 from runner.errors import (
     EngineError,
     EngineUnavailable,
     InsufficientMemory,
     InvalidLoadRequest,
     ModelLoading,
-    ModelNotLoaded,
     ModelUnloading,
     RequestRefused,
     RunnerError,
@@ -235,25 +233,6 @@ async def test_two_replicas_share_the_work_and_one_that_dies_leaves_the_other_se
         with pytest.raises(InvalidLoadRequest) as refused:
             await load(parts, "b", replicas=99)
         assert refused.value.param == "replicas"
-
-
-async def test_a_flush_forgets_and_an_answer_in_progress_refuses_it(parts: Parts) -> None:
-    await load(parts, "a", target_inflight=2)
-    model = find(parts, "a")
-    flush = FlushRequest(FlushScope.ALL)
-    with pytest.raises(ModelNotLoaded):
-        await parts.pool.unloader.flush(find(parts, "b"), flush)
-    assert await answer(parts, "a") == 0
-    assert await answer(parts, "a") > 0
-    assert await answer(parts, "a", tenant="t2") == 0, "another tenant reuses nothing"
-    outcome = await parts.pool.unloader.flush(model, flush)
-    assert outcome.result is FlushResult.FLUSHED
-    assert await answer(parts, "a") == 0
-    async with parts.door.open(ask("a", tokens=2000)) as running:
-        assert running.chunks is not None
-        await anext(running.chunks)
-        busy = await parts.pool.unloader.flush(model, flush)
-        assert busy.result is FlushResult.REFUSED_BUSY
 
 
 async def test_models_that_come_and_go_on_the_disk_are_known(parts: Parts, tmp_path: Path) -> None:

@@ -174,36 +174,6 @@ def test_a_port_that_is_taken_is_explained(tmp_path: Path) -> None:
             pass
 
 
-def test_settings_are_read_again_and_conflicts_change_nothing(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    settings = data / "settings.json"
-
-    def write(**models: dict[str, object]) -> None:
-        settings.write_bytes(msgspec.json.encode({"engine": {"backend": "gguf", "models": models}}))
-
-    write(one={"model_path": "a"}, two={"model_path": "a"})
-    with run_api_box(tmp_path, models=("a",)) as running:
-        client = running.client
-        write(one={"model_path": "a"}, two={"model_path": "a", "gguf_n_ctx": 512}, three={"model_path": "a"})
-        changed = client.post("/v1/admin/settings/reload").json()
-        assert changed == {
-            "added_models": ["three"], "removed_models": [], "updated_models": ["two"], "unchanged_models": ["one"],
-            "service_restart_required": False,
-        }  # fmt: skip
-        running.ensure_loaded("two")
-        write(one={"model_path": "a"})
-        refused = client.post("/v1/admin/settings/reload")
-        detail = refused.json()["detail"]
-        assert (refused.status_code, detail["code"]) == (409, "settings_reload_conflict")
-        assert detail["conflicts"] == ["engine.models.two"]
-        settings.write_text("{ no json", encoding="utf-8")
-        broken = client.post("/v1/admin/settings/reload")
-        assert (broken.status_code, broken.json()["detail"]["code"]) == (400, "invalid_settings")
-        names = [entry["name"] for entry in client.get("/v1/admin/models").json()["models"]]
-        assert {"one", "two", "three"} <= set(names)
-
-
 def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url, until = f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "go"

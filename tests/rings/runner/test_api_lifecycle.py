@@ -99,18 +99,6 @@ def test_a_chat_reply_has_the_headers_of_the_specification_from_real_numbers(box
     assert other.headers["x-cache-hit"] == "false"
 
 
-def test_a_flush_takes_the_cache_away_and_says_so_per_model(box: ApiBox) -> None:
-    box.ensure_loaded("a")
-    replies = [chat(box, "a", headers={"X-Tenant-ID": "flushed"}) for _ in range(2)]
-    assert replies[1].headers["x-cache-hit"] == "true"
-    reply = box.flush("tenant", tenantId="flushed")
-    body = reply.json()
-    assert (reply.status_code, body["flushed"]) == (200, True)
-    assert {"entriesRemoved", "memoryFreedMB"} <= set(body)
-    assert [(entry["modelId"], entry["outcome"]) for entry in body["models"]] == [("a", "flushed")]
-    assert chat(box, "a", headers={"X-Tenant-ID": "flushed"}).headers["x-cache-hit"] == "false"
-
-
 def test_models_are_listed_for_openai_and_for_llm_pool(box: ApiBox) -> None:
     box.ensure_loaded("a")
     body = box.client.get("/v1/models").json()
