@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from tests.fakes.clock import VirtualClock
+from wire import clock
 
 Result = TypeVar("Result")
 
@@ -16,8 +17,8 @@ Result = TypeVar("Result")
 class _Selector(selectors.BaseSelector):
     """Lets the time pass where another one would wait; ``rest`` is asked then and says whether it may."""
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
+    def __init__(self, turned: VirtualClock | None) -> None:
+        self._clock = turned
         self._real = selectors.DefaultSelector()
         self.rest: Callable[[], bool] = lambda: True
 
@@ -31,6 +32,7 @@ class _Selector(selectors.BaseSelector):
         ready = self._real.select(0)
         if not ready and timeout != 0 and self.rest():
             assert timeout is not None, "everybody waits, and nothing can wake them"
+            assert self._clock is not None, "everybody waits for time, which only the test lets pass"
             self._clock.advance(timeout)
         return ready
 
@@ -44,19 +46,18 @@ class _Selector(selectors.BaseSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Not for sockets and processes: they need real time. What is given to a thread is done by the loop itself, a turn later.
 
-    ``problems``: what nobody handled.
+    ``turned``: the clock that the loop lets run, None = it only reads ``wire.clock``. ``problems``: what nobody handled.
     """
 
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-        self._selector_of_time = _Selector(clock)
+    def __init__(self, turned: VirtualClock | None = None) -> None:
+        self._selector_of_time = _Selector(turned)
         super().__init__(self._selector_of_time)
         self.problems: list[dict[str, Any]] = []
         self.set_exception_handler(lambda _loop, context: self.problems.append(context))
 
     def time(self) -> float:
         """Return seconds of the virtual clock."""
-        return self._clock.monotonic()
+        return clock.monotonic()
 
     def run_in_executor(  # type: ignore[override]  # the base promises less in its stubs than in its words
         self, executor: Executor | None, func: Callable[..., Result], *args: Any

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import selectors
 import shutil
 import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -37,48 +35,13 @@ from runner.pool.model import LoadProgress
 from runner.pool.registry import Registry
 from runner.pool.states import ModelEvent
 from runner.pool.unloading import UnloadResult
+from tests.fakes.loop import VirtualLoop
 from wire import bridge, clock
 from wire.bridge import BoxGovernance
 
 Answer = TypeVar("Answer")
 Mood = Literal["works", "fails", "hangs"]
 Post = Callable[[bridge.OpStatus | bridge.GovernanceReport], None]
-
-
-class IdleLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is ``wire.clock`` and which stops as soon as only the clock could make it go on."""
-
-    def __init__(self) -> None:
-        self.jobs: set[asyncio.Future[Any]] = set()
-        self.is_awaited = False
-        """Somebody waits for an end, which a thread that is no job may bring about."""
-        super().__init__(_IdleSelector(self))
-
-    def time(self) -> float:
-        """Return the seconds of the clock that tests turn."""
-        return clock.monotonic()
-
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]  # typeshed has type variables
-        """Have a thread do it; the loop is not idle before it has."""
-        future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
-        self.jobs.add(future)
-        future.add_done_callback(self.jobs.discard)
-        return future
-
-
-class _IdleSelector(selectors.DefaultSelector):
-    def __init__(self, loop: IdleLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for threads alone: a loop that asks to wait has nothing to do itself."""
-        if timeout is not None and timeout <= 0:
-            return super().select(timeout)
-        if self._loop.jobs or self._loop.is_awaited:
-            return super().select(None)
-        self._loop.stop()
-        return super().select(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +173,7 @@ class RunnerProcess:
         self._images = 0
         self._effects = effects
         self._models = models
-        self._loop: IdleLoop | None = None
+        self._loop: VirtualLoop | None = None
         self._fuse: int | None = None
         self._is_dead = False
 
@@ -222,7 +185,7 @@ class RunnerProcess:
     def start(self) -> None:
         """Begin on what is on disk."""
         assert self._loop is None
-        self._loop, self._is_dead, self._fuse = IdleLoop(), False, None
+        self._loop, self._is_dead, self._fuse = VirtualLoop(), False, None
         self._finish(self._start())
 
     async def _start(self) -> None:
@@ -272,7 +235,7 @@ class RunnerProcess:
     def run(self) -> None:
         """Go on until nothing more happens."""
         if self._loop is not None:
-            self._loop.run_forever()
+            self._loop.settle()
             if self._is_dead:
                 self._bury()
 
@@ -326,17 +289,12 @@ class RunnerProcess:
             await self._ledger.close()
             await loop.shutdown_default_executor()
 
-        loop.is_awaited = True
         loop.run_until_complete(unwind())
         loop.close()
 
     def _finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         assert self._loop is not None
-        self._loop.is_awaited = True
-        try:
-            return self._loop.run_until_complete(work)
-        finally:
-            self._loop.is_awaited = False
+        return self._loop.run_until_complete(work)
 
     def _find_policy(self) -> int:
         policy = self.governance.policy
