@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -38,6 +37,8 @@ from runner.engines.port import (
 )
 from runner.errors import EngineError
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.runners.process import is_alive
+from tests.fakes.waiting import eventually
 
 WAIT_LIMIT_S = 30.0
 """For what comes soon on a machine that is not busy."""
@@ -95,12 +96,10 @@ def openai_cached_tokens(body: bytes) -> int:
 
 async def wait_until(condition: Callable[[], Awaitable[bool]], limit_s: float = WAIT_LIMIT_S) -> bool:
     """Return whether ``condition`` came true within ``limit_s``."""
-    deadline = time.monotonic() + limit_s
-    while not await condition():
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.01)
-    return True
+    try:
+        return await eventually(condition, within_s=limit_s)
+    except AssertionError:
+        return False
 
 
 def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
@@ -113,22 +112,11 @@ def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
     return found
 
 
-def is_alive(process: psutil.Process) -> bool:
-    """Return whether it runs; one that is only not yet collected by its parent does not."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 async def assert_gone(processes: Iterable[psutil.Process]) -> None:
     """Fail unless all of them have ended; workers of a killed process get a moment to be collected."""
     watched = list(processes)
 
-    async def all_gone() -> bool:
-        return not any(is_alive(process) for process in watched)
-
-    assert await wait_until(all_gone), f"still there: {[process for process in watched if is_alive(process)]}"
+    await eventually(lambda: not any(is_alive(process) for process in watched), f"all of these are gone: {watched}")
 
 
 async def assert_health(engine: Engine, wanted: Health) -> None:
@@ -137,7 +125,7 @@ async def assert_health(engine: Engine, wanted: Health) -> None:
     async def is_so() -> bool:
         return await engine.health() is wanted
 
-    assert await wait_until(is_so), f"it is never {wanted}"
+    await eventually(is_so, f"it is {wanted}")
 
 
 async def load(subject: EngineUnderTest) -> list[Progress]:

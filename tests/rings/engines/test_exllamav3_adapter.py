@@ -16,7 +16,6 @@ from runner.engines.exllamav3 import ExLlamaV3Engine
 from runner.engines.port import CHAT, Call, FlushRequest, FlushResult, FlushScope
 from runner.errors import EngineError
 from tests.fakes.engines.exllamav3 import QUESTION, exllama_plan, fake_library
-from tests.fakes.engines.suite import wait_until
 from tests.fakes.engines.talk import ask_chat, ask_json, client_session, json_call, loaded, served, text_of_chat
 from tests.fakes.waiting import eventually
 
@@ -76,7 +75,7 @@ async def test_requests_of_one_tenant_run_together_and_another_tenant_waits_its_
             async def are_in(count: int) -> bool:
                 return (await engine.stats()).running == count
 
-            assert await wait_until(partial(are_in, 1))  # the slot of an answer is free a moment after its end
+            await eventually(partial(are_in, 1))  # the slot of an answer is free a moment after its end
             other = asyncio.create_task(ask_json(engine, question("beta")))
             await eventually(partial(are_in, 2))
             late = asyncio.create_task(ask_json(engine, question("alpha")))

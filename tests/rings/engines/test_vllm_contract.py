@@ -34,7 +34,7 @@ from runner.engines.vllm import VllmEngine
 from runner.engines.vllm.command import PYTHON_VARIABLE
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from tests.fakes.engines.programs.vllm_contract import VERSION
-from tests.fakes.engines.suite import ask, assert_gone, chat_call, first_bytes, openai_cached_tokens, wait_until
+from tests.fakes.engines.suite import ask, assert_gone, chat_call, first_bytes, openai_cached_tokens
 from tests.fakes.engines.vllm import CAUSE, QUESTION, contract_model, contract_plan, contract_python
 from tests.fakes.waiting import eventually
 
@@ -228,7 +228,7 @@ async def test_waiting_requests_are_served_by_priority(tmp_path: Path) -> None:
             for waiting, priority in enumerate(("low", "normal", "high"), 1):
                 call = replace(CALL, priority=priority)  # type: ignore[arg-type]  # one of the three words
                 tasks.append(asyncio.create_task(ask(engine, call)))
-                assert await wait_until(lambda waiting=waiting: _waits(engine, waiting))  # type: ignore[misc]
+                await eventually(lambda waiting=waiting: _waits(engine, waiting))  # type: ignore[misc]
         await asyncio.gather(*tasks)
         assert engine._server is not None
         # The order in which the server let them in, of which answers that come in the same moment tell nothing.
