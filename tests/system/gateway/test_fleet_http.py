@@ -74,6 +74,14 @@ async def test_no_usable_key_is_one_refusal_that_repeats_nothing(fleet: Fleet) -
         assert fleet.rows.credential.encode() not in refused.body
 
 
+async def test_of_two_credentials_the_one_that_is_ours_counts(fleet: Fleet) -> None:
+    key = fleet.rows.keys["k"]
+    for own, other, status in ((key, f"Bearer {key}", 400), (key, "Bearer sk-2", 400), ("sk-1", f"Bearer {key}", 400),
+                               ("sk-1", "Bearer sk-2", 401), ("", "Bearer sk-2", 401)):  # fmt: skip
+        answer = await fleet.call(CHAT_PATH, b'{"model": "m"}', key="", headers={"x-api-key": own, "authorization": other})
+        assert answer.status == status
+
+
 async def test_a_model_nobody_knows_is_404_and_one_that_is_not_allowed_400(fleet: Fleet) -> None:
     await fleet.add_node(models=["declared"])
     await fleet.until(lambda: "declared" in fleet.runtime.keeper.known_models)

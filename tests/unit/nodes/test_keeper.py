@@ -171,6 +171,16 @@ async def test_a_bridge_worker_is_asked_to_leave_once_and_closed_when_it_is_idle
     assert ends.kinds == []
 
 
+async def test_a_bridge_worker_that_outlives_its_drain_is_told_so_and_closed(setting: Setting) -> None:
+    box = setting.box(BRIDGE_V1, instance_id="")
+    ends = run_on(box.link)
+    setting.apply(make_row(box.link.node_id, draining=True, drain_remaining_s=60.0))
+    setting.apply(make_row(box.link.node_id, draining=True, drain_remaining_s=-0.1))
+    assert ends.kinds == [EndKind.RECLAIMED]
+    cancels = [m.reason for m in box.messages() if isinstance(m, bridge.Cancel)]
+    assert (cancels, box.kicks) == (["graceful_shutdown"], [(1000, "graceful shutdown timed out")])
+
+
 @pytest.mark.parametrize("reason", [{"draining": True}, {"mode": "spare_off"}])
 async def test_work_that_outlives_a_drains_deadline_ends_as_reclaimed(setting: Setting, reason: dict[str, object]) -> None:
     box = setting.box()
