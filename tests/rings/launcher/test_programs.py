@@ -116,7 +116,7 @@ def test_the_help_of_manage_lists_our_commands_and_none_of_djangos_dangerous_one
 def test_a_setting_that_cannot_be_used_stops_every_program_with_one_line(
     program: list[str], name: str, value: str, words: str
 ) -> None:
-    ended = run(*program, **{name: value})
+    ended = run(*program, root=ROOT, **{name: value})
     assert (ended.returncode, ended.stdout) == (1, "")
     assert re.fullmatch(rf"muster: {name}\b.*{re.escape(words)}.*\n", ended.stderr)
 
@@ -132,7 +132,7 @@ def test_a_busy_port_is_one_line_and_exit_status_one() -> None:
 @pytest.mark.parametrize(("proxies", "found"), [("127.0.0.1", ""), ("", "controlplane.W001")])
 def test_a_production_environment_has_no_warning_and_one_without_its_proxy_has(proxies: str, found: str) -> None:
     settings = {**PRODUCTION, "MUSTER_TRUSTED_PROXIES": proxies}
-    ended = run("manage.py", "check", "--deploy", "--fail-level", "WARNING", **settings)
+    ended = run("manage.py", "check", "--deploy", "--fail-level", "WARNING", root=ROOT, **settings)
     assert (ended.returncode, found in ended.stderr) == (1 if found else 0, True), ended.stderr
 
 

@@ -127,9 +127,10 @@ async def test_context_and_engine_of_a_model_are_known_from_its_node_and_from_th
         for tokens, engine in ((8192, "llamacpp"), (4096, "vllm"))
     ]
     box.link.take_register(bridge.Register(models=["m"], protocol_version=MUSTER_V1, replicas=replicas))
-    assert (box.link.context_of("m"), box.link.engines) == (4096, {"m": {"llamacpp", "vllm"}})
+    assert (box.link.context_of("m"), dict(box.link.engines)) == (4096, {"m": frozenset({"llamacpp", "vllm"})})
     box.link.take_telemetry(bridge.Telemetry(replicas=replicas[:1]))
-    assert (box.link.context_of("m"), box.link.context_of("other"), box.link.engines) == (8192, None, {"m": {"llamacpp"}})
+    assert (box.link.context_of("m"), box.link.context_of("other")) == (8192, None)
+    assert box.link.engines == {"m": frozenset({"llamacpp"})}
     engines = {"m": frozenset({"tgi"})}
     elsewhere = make_row(
         uuid.uuid4(), is_direct=True, public_base_url="http://box.example", contexts={"m": 77}, engines=engines

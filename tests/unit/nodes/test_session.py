@@ -46,7 +46,7 @@ def register(session: ServerSession, **fields: object) -> Registered:
 
 def make_session(version: str = BRIDGE_V1, **bounds: int) -> ServerSession:
     """Return a session whose node has registered."""
-    session = ServerSession(NodeLimits(**bounds))  # type: ignore[arg-type]  # the bounds are whole numbers
+    session = ServerSession(NodeLimits(**bounds))
     register(session, protocol_version=version)
     return session
 
