@@ -8,7 +8,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -48,7 +50,9 @@ PRODUCTION = {
 }
 
 
-def run(*words: str, root: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    *words: str, root: Path = ROOT, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
     """Run Python with these words in our repository, or another, and with more variables."""
     environment = {**os.environ, **variables}
     return subprocess.run(
@@ -116,7 +120,7 @@ def test_the_help_of_manage_lists_our_commands_and_none_of_djangos_dangerous_one
 def test_a_setting_that_cannot_be_used_stops_every_program_with_one_line(
     program: list[str], name: str, value: str, words: str
 ) -> None:
-    ended = run(*program, root=ROOT, **{name: value})
+    ended = run(*program, variables={name: value})
     assert (ended.returncode, ended.stdout) == (1, "")
     assert re.fullmatch(rf"muster: {name}\b.*{re.escape(words)}.*\n", ended.stderr)
 
@@ -132,7 +136,7 @@ def test_a_busy_port_is_one_line_and_exit_status_one() -> None:
 @pytest.mark.parametrize(("proxies", "found"), [("127.0.0.1", ""), ("", "controlplane.W001")])
 def test_a_production_environment_has_no_warning_and_one_without_its_proxy_has(proxies: str, found: str) -> None:
     settings = {**PRODUCTION, "MUSTER_TRUSTED_PROXIES": proxies}
-    ended = run("manage.py", "check", "--deploy", "--fail-level", "WARNING", root=ROOT, **settings)
+    ended = run("manage.py", "check", "--deploy", "--fail-level", "WARNING", variables=settings)
     assert (ended.returncode, found in ended.stderr) == (1 if found else 0, True), ended.stderr
 
 
@@ -162,7 +166,16 @@ def test_bytecode_is_kept_although_the_environment_forbids_it(tmp_path: Path, mo
 
 def test_leaking_tests_fail_and_skipped_pages_fail_in_ci(tmp_path: Path) -> None:
     (tmp_path / "test_sample.py").write_text(LEAKING)
-    answer = run("-m", "pytest", "-p", "no:cacheprovider", "-c", "pyproject.toml", str(tmp_path / "test_sample.py"), CI="true")
+    answer = run(
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "pyproject.toml",
+        str(tmp_path / "test_sample.py"),
+        variables={"CI": "true"},
+    )
     assert answer.returncode == 1
     assert "1 passed, 1 skipped, 2 errors" in answer.stdout, answer.stdout + answer.stderr
     assert answer.stdout.count("an async test commits for real") >= 2
