@@ -6,14 +6,17 @@ from typing import Any
 
 from django.test import Client
 
-from governance import services
+from governance.models import AdminToken
 from tests.system.governance.team import Member
+from wire.credentials import CredentialKind, mint_credential
 
 
 def make_client(member: Member | None, *, name: str = "ci") -> Client:
-    """A client with an admin token of a person, or of nobody; before there is a policy."""
-    _, text = services.create_admin_token(name=name, actor="user:ana", owner=member.user if member else None)
-    return Client(headers={"authorization": f"Bearer {text}"})
+    """A client with an admin token of a person, or of nobody."""
+    minted = mint_credential(CredentialKind.ADMIN)
+    owner = member.user if member else None
+    AdminToken.objects.create(name=name, keyid=minted.keyid, digest=minted.digest, owner=owner)
+    return Client(headers={"authorization": f"Bearer {minted.text}"})
 
 
 def post(client: Client, path: str, body: object | None = None, **headers: str) -> Any:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+import time
+from dataclasses import dataclass, field, replace
 
 from django.conf import settings
+from django.db import transaction
+from django.db.models import Model
 from django.utils import timezone
 
 from core.models import User
 from governance import services
-from governance.models import ApproverKey, Operation, PolicyVersion
+from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
 from governance.services import ApproverChoice, Proposer
 from tests.fakes.passkeys import SoftPasskey
 from tests.fakes.waiting import wait_until
+from wire import clock
 from wire.optoken.approval import encode_bytes, read_statement
 
 RP_ID = "localhost"
@@ -108,10 +113,27 @@ def make_team(*names: str) -> Team:
 
 
 def make_governed(*names: str, **changes: object) -> Team:
-    """A team whose first policy is active."""
+    """A team whose first policy is active: people of the same names sign it once in a process, whose rows are stored again."""
+    key = (names, settings.PUBLIC_URL)
+    is_usual = not (changes or settings.NOTICE_SENDER) and abs(clock.unix_s() - time.time()) < 1.0
+    if is_usual and key in _SIGNED:
+        members, rows = _SIGNED[key]
+        with transaction.atomic():
+            for model, each in rows:
+                model._default_manager.bulk_create([copy.copy(row) for row in each])
+        return Team([replace(member, user=copy.copy(member.user), key=copy.copy(member.key)) for member in members])
+    is_first = not any(model._default_manager.exists() for model in _TOLD_OF_A_POLICY)
     team = make_team(*names)
     team.start(**changes)
+    if is_usual and is_first:
+        rows = [(model, list(model._default_manager.all())) for model in _TOLD_OF_A_POLICY]
+        _SIGNED[key] = list(team.members), rows
     return team
+
+
+_TOLD_OF_A_POLICY: tuple[type[Model], ...] = (User, ApproverKey, PolicyVersion, Operation, Decision, OperationRun, AuditEvent)
+"""The tables that the first policy is written into."""
+_SIGNED: dict[tuple[tuple[str, ...], str], tuple[list[Member], list[tuple[type[Model], list[Model]]]]] = {}
 
 
 def propose_token(member: Member, **changes: object) -> Operation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from tests.system.governance.fake_box import fake_boxes, propose_load
 from tests.system.governance.team import Team, make_due, make_governed, make_key, propose_token
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
+EXAMPLES = int(os.environ.get("MUSTER_TEST_EXAMPLES", "1"))
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_approval_and_rejection_at_once_end_in_one_of_both(team: Team) -> None:
 
 
 def test_withdrawal_and_dispatch_at_once_leave_no_run_without_quorum(team: Team) -> None:
-    for _ in range(5):
+    for _ in range(2 * EXAMPLES):
         operation = propose_token(team[0])
         team[1].approve(operation)
         team[2].approve(operation)
@@ -166,7 +168,7 @@ def test_six_workers_on_one_batch_wait_for_each_other_and_never_in_a_circle(team
     targets = ("box-a", "box-b", "box-c", "box-d")
     with fake_boxes() as box:
         box.local.update(targets)
-        for _ in range(3):
+        for _ in range(EXAMPLES):
             operation = propose_load(team[0], *targets)
             team[1].approve(operation)
             team[2].approve(operation)
@@ -177,12 +179,12 @@ def test_six_workers_on_one_batch_wait_for_each_other_and_never_in_a_circle(team
                 make_due(operation)
                 services.run_due()
             assert list(operation.runs.order_by("position").values_list("state", flat=True)) == ["succeeded"] * 4
-    assert [order.target for order in box.sent] == list(targets) * 3
+    assert [order.target for order in box.sent] == list(targets) * EXAMPLES
 
 
 def test_cancelling_and_dispatching_at_once_end_in_one_of_both(team: Team) -> None:
     with fake_boxes() as box:
-        for _ in range(6):
+        for _ in range(2 * EXAMPLES):
             operation = propose_load(team[0], "box-a", "box-b")
             team[1].approve(operation)
             team[2].approve(operation)
@@ -201,7 +203,7 @@ def test_cancelling_and_dispatching_at_once_end_in_one_of_both(team: Team) -> No
 
 
 def test_an_approval_in_the_last_moment_is_not_undone_by_the_sweep(team: Team) -> None:
-    for _ in range(6):
+    for _ in range(2 * EXAMPLES):
         operation = propose_token(team[0], not_before=timezone.now() + timedelta(hours=1))
         team[1].approve(operation)
         Operation.objects.filter(pk=operation.pk).update(expires_at=timezone.now() + timedelta(milliseconds=25))

@@ -20,7 +20,7 @@ from django.utils import timezone
 from core.models import User
 from governance.errors import NotPermitted
 from governance.models import ApproverKey, AuditEvent, Invitation, PolicyVersion
-from governance.services.approver_keys import add_key_file, list_keys, revoke_key
+from governance.services.approver_keys import add_key_file, list_keys
 from governance.services.people import create_invitation
 from tests.fakes.passkeys import KeyFile, PrivateKey, SoftPasskey
 from tests.fakes.policies import Person, make_people, make_policy_bytes
@@ -29,7 +29,6 @@ from tests.system.governance.team import make_key
 from wire.optoken.approval import encode_bytes
 
 pytestmark = pytest.mark.django_db
-
 JSON = "application/json"
 
 
@@ -137,7 +136,6 @@ READ_ONLY_PAGES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", READ_ONLY_PAGES)
 @pytest.mark.parametrize(
     ("key", "says", "leads_to"),
     [
@@ -147,23 +145,24 @@ READ_ONLY_PAGES = (
     ],
 )
 def test_every_page_of_a_read_only_session_says_why_and_leads_to_what_repairs_it(
-    ada: User, password_session: Client, path: str, key: dict[str, Any] | None, says: str, leads_to: str
+    ada: User, password_session: Client, key: dict[str, Any] | None, says: str, leads_to: str
 ) -> None:
     put_in_force(*make_people(3))
     if key is not None:
         make_key(ada)
         ApproverKey.objects.update(**key)
-    banner = re.search(r'id="read-only".*?</p>', password_session.get(path).content.decode(), re.DOTALL)
-    assert banner is not None
-    assert says in banner[0]
-    assert f'href="{leads_to}' in banner[0]
+    for path in READ_ONLY_PAGES:
+        banner = re.search(r'id="read-only".*?</p>', password_session.get(path).content.decode(), re.DOTALL)
+        assert banner is not None, path
+        assert says in banner[0]
+        assert f'href="{leads_to}' in banner[0]
 
 
-@pytest.mark.parametrize("path", READ_ONLY_PAGES)
-def test_no_page_speaks_of_read_only_to_a_session_that_may_act(ada: User, password_session: Client, path: str) -> None:
-    assert 'id="read-only"' not in password_session.get(path).content.decode()
+def test_no_page_speaks_of_read_only_to_a_session_that_may_act(ada: User, password_session: Client) -> None:
+    assert not [path for path in READ_ONLY_PAGES if 'id="read-only"' in password_session.get(path).content.decode()]
     put_in_force(*make_people(3))
-    assert 'id="read-only"' not in by_passkey(ada, Device()).get(path).content.decode()
+    session = by_passkey(ada, Device())
+    assert not [path for path in READ_ONLY_PAGES if 'id="read-only"' in session.get(path).content.decode()]
 
 
 @pytest.mark.parametrize("path", ["/admin/gateway/apikey/add/", "/admin/nodes/provider/add/", "/approvals/policy/draft"])
@@ -264,17 +263,6 @@ def test_removing_a_key_that_the_policy_names_asks_whether_one_knows_what_follow
     assert client.post(path).status_code == 403
     assert client.post(path, {"accept": "on"}).status_code == 302
     assert by_passkey(ada, Device()).get("/sign-in/keys").content.decode().count("in the active policy") == 0
-
-
-def test_the_service_itself_asks_as_well(ada: User) -> None:
-    people = make_people(3)
-    key = add_key_file(user=ada, line=line_of(people[0].key_file), actor="t")
-    put_in_force(*people)
-    with pytest.raises(NotPermitted, match="active policy names this key"):
-        revoke_key(user=ada, key_id=key.pk, actor="t", accepts_policy_change=False)
-
-
-# Invitations
 
 
 def test_the_shell_invites_and_makes_people() -> None:
