@@ -19,7 +19,7 @@ from django.conf import settings
 
 from gateway.services.limits import CAPS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("controlplane", "core", "gateway", "governance", "nodes")
 WRITES = {
     f"{prefix}{name}"

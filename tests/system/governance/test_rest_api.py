@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
 
 import pytest
+from channels.db import database_sync_to_async
 from django.db import connection
-from django.test import Client
+from django.test import Client, RequestFactory
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from pytest_django.fixtures import Settings
 
 from governance import checkpoints, services
+from governance.api.stream import StatusStream
 from governance.models import AdminToken, AuditEvent, Operation, PolicyVersion
+from tests.fakes.limits import set_limits
 from tests.system.governance.audit_rows import append
 from tests.system.governance.governance_rest import make_client, post, refusal
 from tests.system.governance.team import Member, Team, make_governed, make_team, propose_token
@@ -534,3 +538,21 @@ def test_a_witness_can_follow_the_log(settings: Settings) -> None:
 @pytest.mark.parametrize("query", ["", "old=1", "old=2&new=1", "old=-1&new=1", "old=0&new=99999999999999999999", "old=x&new=1"])
 def test_sizes_that_the_log_never_had_are_refused(query: str) -> None:
     assert refusal(make_client(None).get(f"{CONSISTENCY}?{query}"), 400)["code"] == "BAD_REQUEST"
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_a_stream_fills_silence_and_ends_with_its_token(team: Team, clients: list[Client]) -> None:
+    token, headers = (
+        await AdminToken.objects.aget(owner=team[0].user),
+        {"authorization": clients[0].defaults["HTTP_AUTHORIZATION"]},
+    )
+    operation = await database_sync_to_async(propose_token)(team[0])
+    request = RequestFactory().get("/", headers=headers)
+    set_limits(governance={"stream_poll_s": 0.05, "stream_pause_s": 0.01, "stream_heartbeat_s": 0.2})
+    stream = StatusStream(request, operation.pk)
+    async with asyncio.timeout(30.0):
+        chunks = aiter(stream)
+        assert (await anext(chunks)).startswith(b"event: status\ndata: {")
+        assert await anext(chunks) == b": still here\n\n"
+        await database_sync_to_async(services.revoke_admin_token)(token_id=token.pk, actor="user:ana")
+        assert {chunk async for chunk in chunks} <= {b": still here\n\n"}

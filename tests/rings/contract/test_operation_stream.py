@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from channels.db import database_sync_to_async
-from django.test import RequestFactory
 
 from core.limits import limits
 from governance import services
-from governance.api.stream import StatusStream
 from governance.errors import StateChanged
 from governance.models import Operation
 from governance.services.dispatching import _FENCE_LOCK
 from tests.fakes.control_process import ServerProcess, serve_control
-from tests.fakes.limits import set_limits
+from tests.fakes.waiting import wait_until
 from tests.system.governance.audit_rows import raw_connection
 from tests.system.governance.team import Team, make_team, propose_token
 from wire.ids import format_id, new_uuid7
@@ -71,14 +66,6 @@ def read_events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in answer.iter_lines():
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return once it holds. Raises AssertionError at the deadline."""
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -161,26 +148,6 @@ def test_streams_are_bounded_and_those_who_leave_make_room(client: httpx.Client,
     wait_until(lambda: process.num_fds() <= files + 2)
     wait_until(lambda: is_followed_to_the_end(client, operation, team))
     assert "Traceback" not in server.log.read_text()
-
-
-async def test_silence_is_filled_and_a_revoked_token_ends_it(team: Team, token: str) -> None:
-    operation = await database_sync_to_async(propose_token)(team[0])
-    request = RequestFactory().get("/", headers={"authorization": f"Bearer {token}"})
-    set_limits(governance={"stream_poll_s": 0.05, "stream_pause_s": 0.01, "stream_heartbeat_s": 0.2})
-    stream = StatusStream(request, operation.pk)
-    async with asyncio.timeout(WITHIN_S):
-        chunks = aiter(stream)
-        assert (await anext(chunks)).startswith(b"event: status\ndata: {")
-        assert await anext(chunks) == b": still here\n\n"
-        await database_sync_to_async(services.revoke_admin_token)(token_id=await _find_token(token), actor="user:ana")
-        assert {chunk async for chunk in chunks} <= {b": still here\n\n"}
-
-
-@database_sync_to_async
-def _find_token(text: str) -> int:
-    token = services.verify_admin_token(text)
-    assert token is not None
-    return int(token.pk)
 
 
 def test_a_server_that_stops_does_not_wait_for_followers(client: httpx.Client, server: ServerProcess, team: Team) -> None:
