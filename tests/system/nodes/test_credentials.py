@@ -1,16 +1,29 @@
-"""Node credentials: made, found, revoked; no other kind passes for one."""
+"""Node credentials and providers: made, found, switched off, revoked; no other kind passes for one, no race gets around limits."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
+from django.db import connection
 
 from governance.services import create_admin_token
-from nodes.errors import BadRequest, CredentialNotFound, NodeError, NodeNotFound, ProviderNotFound
-from nodes.models import NodeCredential
-from nodes.services import create_credential, disable_provider, find_credential, revoke_credential
+from nodes.errors import BadRequest, Conflict, CredentialNotFound, EnrolmentRefused, NodeError, NodeNotFound, ProviderNotFound
+from nodes.models import Node, NodeCredential, Provider, ProviderState
+from nodes.services import (
+    claim_node,
+    create_credential,
+    create_provider,
+    delete_provider,
+    disable_provider,
+    enable_provider,
+    find_credential,
+    revoke_credential,
+)
 from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_provider
 from wire.credentials import CredentialKind, digest_credential, mint_credential
 
@@ -92,3 +105,80 @@ def test_use_is_noted_without_looking_like_a_change() -> None:
     row = NodeCredential.objects.get()
     assert row.last_used_at is not None
     assert row.updated_at == credential.updated_at
+
+
+# Providers
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a b", "ä", "a/b", "x" * 61, "a\n"])
+def test_a_name_that_cannot_stand_in_a_url_is_refused(name: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        create_provider(name=name, actor=ACTOR)
+    assert caught.value.param == "name"
+
+
+def test_a_name_is_taken_once() -> None:
+    make_provider()
+    with pytest.raises(Conflict):
+        create_provider(name="local", actor=ACTOR)
+    assert len(audited("provider.create")) == 1
+
+
+def test_switching_off_and_on_is_recorded_once_each() -> None:
+    make_provider()
+    assert disable_provider(name="local", actor=ACTOR).state == ProviderState.DISABLED
+    assert disable_provider(name="local", actor=ACTOR).state == ProviderState.DISABLED
+    assert enable_provider(name="local", actor=ACTOR).state == ProviderState.ENABLED
+    assert enable_provider(name="local", actor=ACTOR).state == ProviderState.ENABLED
+    assert len(audited("provider.disable")) == len(audited("provider.enable")) == 1
+
+
+def test_every_change_touches_updated_at() -> None:
+    before = make_provider().updated_at
+    for change in (disable_provider, enable_provider, delete_provider):
+        after = change(name="local", actor=ACTOR).updated_at
+        assert after > before
+        before = after
+
+
+@pytest.mark.parametrize("change", [enable_provider, disable_provider, delete_provider])
+def test_a_provider_that_is_not_there_cannot_be_changed(change: Callable[..., Provider]) -> None:
+    make_provider("gone")
+    delete_provider(name="gone", actor=ACTOR)
+    for name in ("gone", "never"):
+        with pytest.raises(ProviderNotFound):
+            change(name=name, actor=ACTOR)
+
+
+def test_deleting_revokes_its_credentials_and_coming_back_does_not_revive_them() -> None:
+    _, text = make_credential()
+    _, other = make_credential(provider="other")
+    delete_provider(name="local", actor=ACTOR)
+    assert find_credential(text) is None
+    assert find_credential(other) is not None
+    assert audited("provider.delete")[0].detail == {"revoked_credentials": 1}
+    assert create_provider(name="local", actor=ACTOR).state == ProviderState.ENABLED
+    assert find_credential(text) is None
+
+
+# Enrolment
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(("names", "made"), [(["a", "b", "c", "d"], 2), (["a", "a", "a", "a"], 1)])
+def test_at_once_is_no_way_around_the_limit(names: list[str], made: int) -> None:
+    credential, _ = make_credential(max_nodes=2)
+    start = Barrier(len(names))
+
+    def enrol(name: str) -> bool:
+        try:
+            start.wait(30)
+            return claim_node(credential=credential, name=name)[1]
+        except EnrolmentRefused:
+            return False
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(len(names)) as boxes:
+        results = list(boxes.map(enrol, names))
+    assert sum(results) == made == Node.objects.count()

@@ -1,21 +1,33 @@
-"""Cordon, drain, lend and reclaim."""
+"""Cordon, drain, lend and reclaim; what a sweep makes of nodes that fell silent, and of clocks that are wrong."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 
+import psycopg
 import pytest
+from django.db import connection
 from django.utils import timezone
+from pytest_django import Settings
 
+from core.limits import limits
 from governance.errors import NeedsApproval
 from nodes.errors import BadRequest, NodeNotFound
-from nodes.models import Node
-from nodes.services import cordon_node, drain_node, set_mode, uncordon_node, undrain_node
-from tests.fakes.nodes import ACTOR, audited, make_node
+from nodes.models import Node, NodePresence
+from nodes.services import SweepReport, cordon_node, drain_node, set_mode, sweep_presence, uncordon_node, undrain_node
+from nodes.services.registry import Heartbeat, record_heartbeat
+from nodes.services.sessions import PresenceReport, SessionRequest, load_node_rows, open_session, write_presences
+from nodes.services.sweep import LOCK_KEY
+from nodes.states import NodeRow
+from nodes.tasks import sweep_nodes
+from tests.fakes.clock import shift_clock
+from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence
 from tests.system.governance.team import make_governed
-from wire.contract import NodeMode
+from wire import bridge
+from wire.bridge import BRIDGE_V1, MUSTER_V1
+from wire.contract import NodeMode, NodeStatus
 
 pytestmark = pytest.mark.django_db
 
@@ -149,3 +161,164 @@ def test_a_forced_drain_is_direct_before_there_is_a_policy_and_proposed_afterwar
         drain_node(node_id=node.pk, actor=ACTOR, reason="", timeout_s=119)
     assert drain_node(node_id=node.pk, actor=ACTOR, reason="", timeout_s=120).draining
     assert drain_node(node_id=node.pk, actor=ACTOR, reason="").draining
+
+
+# Sweeps
+
+
+@pytest.fixture
+def other_session() -> Iterator[psycopg.Connection]:
+    """A second connection to the test database."""
+    with psycopg.connect(**connection.get_connection_params()) as other:
+        yield other
+
+
+def test_a_silent_box_goes_offline_once_and_is_recorded() -> None:
+    node = make_node()
+    make_presence(node, age_s=16, connected=True, protocol=MUSTER_V1, active_requests=3)
+    before = timezone.now()
+    assert sweep_presence() == SweepReport(went_offline=1)
+    presence = NodePresence.objects.get()
+    assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
+    assert presence.updated_at >= before
+    (event,) = audited("node.offline")
+    assert (event.actor, event.target) == ("system:sweep", node.printed_id)
+    assert sweep_presence() == SweepReport()
+
+
+@pytest.mark.parametrize(("protocol", "age_s", "went"), [("", 5, 0), ("", 16, 1), (BRIDGE_V1, 17, 0), (BRIDGE_V1, 46, 1)])
+def test_how_long_a_box_may_be_silent_depends_on_its_protocol(protocol: str, age_s: float, went: int) -> None:
+    make_presence(make_node(), age_s=age_s, protocol=protocol, connected=True)
+    assert sweep_presence().went_offline == went
+
+
+def test_a_box_that_connected_and_was_never_heard_goes_offline_too() -> None:
+    long_ago = timezone.now() - timedelta(minutes=1)
+    make_presence(make_node(), age_s=None, connected=True, updated_at=long_ago)
+    assert sweep_presence().went_offline == 1
+
+
+def test_a_drain_ends_when_its_deadline_is_long_past_and_the_box_is_gone() -> None:
+    node = make_node()
+    make_presence(node, age_s=60, reported_status="offline", connected=False)
+    drain_node(node_id=node.pk, actor=ACTOR, reason="fans")
+    assert sweep_presence() == SweepReport(drained=1)
+    Node.objects.update(drain_deadline_at=timezone.now() - timedelta(seconds=31))
+    assert sweep_presence() == SweepReport(drains_ended=1, deadlines_cleared=1)
+    node.refresh_from_db()
+    assert (node.draining, node.drain_deadline_at, node.drain_reason) == (False, None, "")
+    assert len(audited("node.drain_end")) == 1
+
+
+def test_a_box_that_is_still_there_stays_drained() -> None:
+    node = make_node()
+    make_presence(node, connected=True)
+    drain_node(node_id=node.pk, actor=ACTOR, reason="fans", timeout_s=0)
+    Node.objects.update(drain_deadline_at=timezone.now() - timedelta(seconds=31))
+    assert sweep_presence() == SweepReport(deadlines_cleared=1)
+    assert Node.objects.get().draining
+
+
+def test_a_deadline_just_past_is_kept_for_the_gateways_to_see() -> None:
+    node = make_node()
+    make_presence(node)
+    drain_node(node_id=node.pk, actor=ACTOR, reason="", timeout_s=0)
+    assert sweep_presence() == SweepReport()
+    assert Node.objects.get().drain_deadline_at is not None
+
+
+def test_while_another_process_sweeps_this_one_does_nothing(other_session: psycopg.Connection) -> None:
+    make_presence(make_node(), age_s=60, connected=True)
+    other_session.execute("SELECT pg_advisory_xact_lock(%s)", [LOCK_KEY])
+    assert sweep_presence() == SweepReport(skipped=True)
+    other_session.rollback()
+    assert sweep_presence().went_offline == 1
+
+
+def test_the_task_sweeps() -> None:
+    make_presence(make_node(), age_s=60, connected=True)
+    sweep_nodes()
+    assert not NodePresence.objects.get().connected
+    assert sweep_nodes.name == "nodes.tasks.sweep_nodes"
+
+
+# Machines whose clock is wrong: what they write is judged by the database's clock, and so is what they judge
+
+
+HERE = uuid.UUID(int=1)
+
+
+@pytest.fixture(params=[-3600, 3600], ids=["behind", "ahead"])
+def wrong_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    shift_clock(monkeypatch, request.param)
+
+
+def read_row() -> NodeRow:
+    (row,) = load_node_rows()
+    return row
+
+
+def is_about(value: float | None, wanted: float) -> bool:
+    return value is not None and abs(value - wanted) < 60
+
+
+@pytest.mark.usefixtures("wrong_clock")
+def test_a_box_that_connects_is_heard_now() -> None:
+    credential, _ = make_credential()
+    open_session(
+        SessionRequest(
+            credential_id=credential.pk,
+            worker_name="rig",
+            models=("m",),
+            max_concurrent=1,
+            protocol=bridge.MUSTER_V1,
+            gateway_id=HERE,
+            live_nodes=frozenset(),
+            other_gateways=frozenset(),
+            peer_address="10.0.0.1",
+            message=bridge.Register(worker_name="rig"),
+        )
+    )
+    assert is_about(read_row().heartbeat_age_s, 0)
+
+
+@pytest.mark.usefixtures("wrong_clock")
+def test_what_a_gateway_says_of_its_boxes_has_the_age_that_it_says() -> None:
+    node = make_node(epoch=1)
+    link_id = uuid.UUID(int=7)
+    make_presence(node, age_s=None, gateway_links={HERE.hex: link_id.hex})
+    report = PresenceReport(
+        node_id=node.pk, epoch=1, age_s=300.0, active=0, max_concurrent=1, models=("m",), status="available", last_error="",
+        endpoints={}, said=None, link_id=link_id,
+    )  # fmt: skip
+    write_presences([report], gateway_id=HERE)
+    assert is_about(read_row().heartbeat_age_s, 300)
+
+
+@pytest.mark.usefixtures("wrong_clock")
+def test_a_heartbeat_over_http_is_heard_now() -> None:
+    credential, _ = make_credential()
+    node = make_node(credential=credential)
+    heartbeat = Heartbeat(node_id=node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
+    result = record_heartbeat(credential=credential, heartbeat=heartbeat)
+    assert is_about((result.server_time - datetime.now(UTC)).total_seconds(), 0)
+    assert is_about(read_row().heartbeat_age_s, 0)
+
+
+@pytest.mark.usefixtures("wrong_clock")
+def test_a_sweep_leaves_boxes_alone_that_are_heard_and_finds_those_that_are_not() -> None:
+    heard, silent = make_node("heard"), make_node("silent")
+    for node, age_s in ((heard, 1), (silent, 600)):
+        make_presence(node, connected=True)
+        NodePresence.objects.filter(node=node).update(last_heartbeat_at=datetime.now(UTC) - timedelta(seconds=age_s))
+    assert sweep_presence() == SweepReport(went_offline=1)
+    assert NodePresence.objects.get(connected=True).node == heard
+
+
+@pytest.mark.usefixtures("wrong_clock")
+def test_a_drain_and_a_reclaim_leave_the_time_that_they_say(settings: Settings) -> None:
+    node = make_node()
+    drain_node(node_id=node.pk, actor=ACTOR, reason="fans", timeout_s=2000)
+    assert is_about(read_row().drain_remaining_s, 2000)
+    set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
+    assert is_about(read_row().drain_remaining_s, limits().nodes.reclaim_grace_s)

@@ -1,7 +1,11 @@
-"""What a page shows of a box's models and memory, from whatever its rows hold."""
+"""What a page shows of a node: models and memory, whatever its rows hold; its status as SQL filters by it; its ejections."""
 
 from __future__ import annotations
 
+import itertools
+import uuid
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -11,11 +15,15 @@ from django.utils import timezone
 
 from core.limits import limits
 from nodes.models import Node, NodePresence
-from nodes.services import delete_provider
+from nodes.services import delete_provider, describe_gpus, judge_status, status_expression
 from nodes.services.boxes import BoxView, count_replicas, describe_box, describe_counts, describe_limits, draw_memory, read_box
+from nodes.services.ejections import EjectionReport, list_ejections, write_ejections
 from nodes.services.overview import read_fleet
-from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
-from wire.bridge import GpuInfo, MemoryInfo, ModelFacts
+from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence
+from wire.bridge import BRIDGE_V1, GpuInfo, MemoryInfo, ModelFacts
+from wire.contract import NodeMode, NodeStatus
+
+pytestmark = pytest.mark.django_db
 
 
 def describe(node: Node | None = None, **presence: Any) -> BoxView:
@@ -166,3 +174,112 @@ def test_what_loads_take_and_may_set_is_shown() -> None:
 )
 def test_limits_of_a_field_are_said_in_words(limits: dict[str, object], words: str) -> None:
     assert describe_limits(limits) == words
+
+
+# Status
+
+
+def test_sql_and_python_agree_on_every_combination() -> None:
+    credential, _ = make_credential(max_nodes=10_000)
+    combinations = itertools.product(
+        (None, 1, 12, 17, 46),
+        ("", BRIDGE_V1),
+        NodeStatus,
+        NodeMode,
+        (False, True),
+        (False, True),
+        (False, True),
+    )
+    nodes, presences = [], []
+    for number, (age_s, protocol, reported, mode, draining, cordoned, accepting) in enumerate(combinations):
+        node = Node(
+            name=str(number),
+            credential=credential,
+            provider=credential.provider,
+            mode=mode,
+            draining=draining,
+            cordoned=cordoned,
+        )
+        nodes.append(node)
+        heard = None if age_s is None else timezone.now() - timedelta(seconds=age_s)
+        presences.append(
+            NodePresence(
+                node=node,
+                last_heartbeat_at=heard,
+                protocol=protocol,
+                reported_status=reported,
+                is_accepting_jobs=accepting,
+            )
+        )
+    Node.objects.bulk_create(nodes)
+    NodePresence.objects.bulk_create(presences)
+    make_node("never registered a presence", credential=credential)
+    now = timezone.now()
+    rows = Node.objects.select_related("presence").annotate(status_now=status_expression(now=now))
+    differing = [
+        (node.name, node.status_now, status)
+        for node in rows
+        if node.status_now != (status := judge_status(node, getattr(node, "presence", None), now=now))
+    ]
+    assert len(rows) == 5 * 2 * 5 * 2 * 8 + 1
+    assert not differing
+
+
+def test_the_gpu_line_shows_telemetry_and_else_what_was_registered() -> None:
+    node = make_node(gpu_name="NVIDIA L4", vram_total_mb=23040)
+    assert describe_gpus(node, None) == "NVIDIA L4 22.5 GiB"
+    presence = make_presence(node, gpu_util_percent=63.4, vram_used_mb=18432)
+    assert describe_gpus(node, presence) == "NVIDIA L4 63 % 18.0/22.5 GiB"
+    presence.gpus = [
+        {"index": 0, "name": "RTX 4090", "utilization_percent": 5, "memory_used_mb": 1024, "memory_total_mb": 24576},
+        {"index": 1, "name": "RTX 3060"},
+    ]
+    assert describe_gpus(node, presence) == "RTX 4090 5 % 1.0/24.0 GiB; RTX 3060"
+    assert describe_gpus(make_node("plain"), None) == ""
+
+
+# Ejections
+
+
+HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)
+
+
+def report(node: Node, **changes: object) -> EjectionReport:
+    """Return that a gateway ejected the node for ``m`` now, for twenty seconds."""
+    made = EjectionReport(node_id=node.pk, model="m", reason="failed", age_s=0.0, left_s=20.0, is_news=True)
+    return replace(made, **changes)  # type: ignore[arg-type]  # the fields of the report
+
+
+def shown(node: Node) -> list[str]:
+    return [one.words for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=timezone.now())]
+
+
+def test_why_and_until_when_a_node_is_ejected_is_told_once_and_goes_when_it_is_over() -> None:
+    node, other = make_node("bad"), make_node("good", credential=make_credential("second")[0])
+    make_presence(node), make_presence(other)
+    write_ejections([report(node)], gateway_id=HERE)
+    write_ejections([report(node, is_news=False, left_s=40.0)], gateway_id=HERE)
+    (words,) = shown(node)
+    assert words.startswith("it failed requests that other nodes answered; no new requests until ")
+    assert shown(other) == []
+    (event,) = audited("node.ejected")
+    assert (event.target, event.detail["model"]) == (node.printed_id, "m")
+    assert {one.name: len(one.ejections) for one in read_fleet().nodes} == {"bad": 1, "good": 0}
+    write_ejections([], gateway_id=HERE)
+    assert shown(node) == []
+
+
+def test_what_another_gateway_holds_against_a_node_stays_until_it_is_long_over() -> None:
+    node = make_node()
+    make_presence(node)
+    write_ejections([report(node, reason="slow")], gateway_id=THERE)
+    write_ejections([report(node)], gateway_id=HERE)
+    write_ejections([], gateway_id=HERE)
+    assert len(shown(node)) == 1
+    write_ejections([report(node, left_s=-1.0)], gateway_id=THERE)
+    assert shown(node)[0].endswith("one request at a time tries it")
+    write_ejections([report(node, left_s=-600.0)], gateway_id=THERE)
+    assert shown(node) == []
+    write_ejections([report(node, is_held=False, left_s=60.0)], gateway_id=HERE)
+    assert NodePresence.objects.get(pk=node.pk).ejections.keys() == {HERE.hex}, "a dead gateway's leftovers go"
+    assert "gets requests all the same" in shown(node)[0]
