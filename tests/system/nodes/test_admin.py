@@ -111,7 +111,7 @@ def test_a_list_takes_as_many_queries_for_many_rows_as_for_one(boss: Client, nam
     make_presence(make_node("first"))
     page(boss, f"{name}_changelist")
     few = count()
-    for number in range(12):
+    for number in range(4):
         credential, _ = make_credential(f"box-{number}", provider=f"provider-{number}")
         make_presence(make_node(f"box-{number}", credential=credential))
     assert count() <= few
@@ -414,9 +414,8 @@ def test_an_operator_gives_a_node_called_over_http_its_api_key_and_takes_it_back
     assert Node.objects.get(pk=node.pk).sealed_api_key == ""
 
 
-@pytest.mark.parametrize("boxes", [1, 12])
-def test_the_page_of_a_box_costs_the_same_however_many_there_are(boss: Client, boxes: int) -> None:
-    nodes = [make_box(Identity(f"rig-{number}")) for number in range(boxes)]
+def test_the_page_of_a_box_costs_the_same_however_many_there_are(boss: Client) -> None:
+    nodes = [make_box(Identity(f"rig-{number}")) for number in range(8)]
     page(boss, "nodes_node_change", nodes[0].pk)
     with CaptureQueriesContext(connection) as queries:
         page(boss, "nodes_node_change", nodes[0].pk)

@@ -1,4 +1,4 @@
-"""Node credentials and providers: made, found, switched off, revoked; no other kind passes for one, no race gets around limits."""
+"""Node credentials and providers: made, found, switched off and revoked; no other kind of credential passes for one."""
 
 from __future__ import annotations
 
