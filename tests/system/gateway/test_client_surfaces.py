@@ -14,38 +14,7 @@ from gateway.dialects import SURFACES
 from gateway.routing import Alias, Target
 from gateway.values import Priority
 from nodes.links import EndKind
-from tests.system.gateway.test_pipeline import SSE, Gateway, Make, make_gateway
-
-__all__ = ["make_gateway"]
-
-pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
-MESSAGES, RESPONSES = SURFACES["/v1/messages"], SURFACES["/v1/responses"]
-CHAT = "/v1/chat/completions"
-WHOLE = {
-    "id": "chatcmpl-1",
-    "object": "chat.completion",
-    "created": 1,
-    "model": "m",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
-}
-
-
-def chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
-    choice = {"index": 0, "delta": delta, "finish_reason": finish}
-    return (
-        b"data: " + json.dumps({"id": "chatcmpl-1", "created": 1, "model": "m", "choices": [choice], **more}).encode() + b"\n\n"
-    )
-
-
-USAGE = b'data: {"id":"chatcmpl-1","created":1,"model":"m","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}\n\n'
-STREAM = [
-    chunk({"role": "assistant", "content": "Hel"}),
-    chunk({"content": "lo"}),
-    chunk({}, "stop"),
-    USAGE,
-    b"data: [DONE]\n\n",
-]
+from tests.fakes.pipeline import CHAT, MESSAGES, REPLY, RESPONSES, SSE, STREAM, Make, end_waits
 
 
 def read_events(body: bytes) -> list[dict[str, Any]]:
@@ -61,7 +30,7 @@ async def test_messages_reach_a_chat_engine_and_its_answer_comes_back_as_a_messa
     stream = await request.on(link)
     assert stream.request.path == CHAT
     assert json.loads(stream.request.body)["messages"][0] == {"role": "system", "content": "Be brief"}
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await request.done()
     message = json.loads(request.client.body)
     assert (message["type"], message["content"], message["stop_reason"]) == (
@@ -134,8 +103,7 @@ async def test_an_engines_own_stream_that_just_ends_is_recorded_and_counted_as_i
     link = gateway.link()
     request = gateway.ask(surface=surface, max_tokens=5, stream=True, input="hi")
     before = REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) or 0
-    (await request.on(link)).answer(b'data: {"type":"x","choices":[]}\n\n', headers=SSE)
-    await request.done()
+    await request.served(link, b'data: {"type":"x","choices":[]}\n\n', headers=SSE)
     assert b'"completed"' not in request.client.body
     assert await request.record("state", "error_code", "tokens_estimated") == ("interrupted", "REQUEST_INTERRUPTED", True)
     assert REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) == before + 1
@@ -163,13 +131,13 @@ async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gat
     stream.answer(b"404: Not Found", status=404, headers={"content-type": "text/plain"})
     stream = await first.on(link)
     assert stream.request.path == CHAT
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await first.done()
     assert json.loads(first.client.body)["type"] == "message"
     second = gateway.ask(surface=MESSAGES, max_tokens=5)
     stream = await second.on(link)
     assert stream.request.path == CHAT
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await second.done()
     assert (await first.record("state", "attempts"), await second.record("state", "attempts")) == (
         ("completed", 2), ("completed", 1),
@@ -180,23 +148,9 @@ async def test_what_an_engine_does_not_do_on_a_path_that_its_box_declares_is_no_
     gateway = make_gateway()
     link = gateway.link(paths={CHAT, "/v1/messages"})
     request = gateway.ask(surface=MESSAGES, max_tokens=5)
-    (await request.on(link)).answer(b'{"error":{"message":"Thinking is not supported.","code":501}}', status=501)
-    await request.done()
+    await request.served(link, b'{"error":{"message":"Thinking is not supported.","code":501}}', status=501)
     assert (request.client.status, request.error["message"]) == (501, "Thinking is not supported.")
     assert link.find_path("m", "/v1/messages") == "/v1/messages"
-
-
-async def test_an_engines_refusal_keeps_its_status_and_is_said_in_the_callers_dialect(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
-    words = "the request exceeds the available context size"
-    body = {"error": {"code": 400, "message": words, "type": "exceed_context_size_error", "n_prompt_tokens": 9, "n_ctx": 8}}
-    (await request.on(link)).answer(json.dumps(body).encode(), status=400)
-    await request.done()
-    assert request.client.status == 400
-    assert request.error["message"] == "prompt is too long: 9 tokens > 8 maximum"
-    assert await request.record("state", "status_code") == ("rejected", 400)
 
 
 AT_LEAST = {"error": {"message": (
@@ -235,8 +189,7 @@ async def test_a_count_of_ours_is_never_below_what_the_engine_counted(make_gatew
     gateway = make_gateway()
     link = gateway.link(paths={CHAT})
     request = gateway.ask(surface=MESSAGES, max_tokens=50)
-    (await request.on(link)).answer(json.dumps(AT_LEAST).encode(), status=400)
-    await request.done()
+    await request.served(link, json.dumps(AT_LEAST).encode(), status=400)
     assert "3585 + 512 > 4096" in request.error["message"]
 
 
@@ -249,7 +202,7 @@ async def test_an_alias_is_answered_by_its_target_and_the_record_has_both_names(
     request = gateway.ask(model="gpt-4o-mini")
     stream = await request.on(link)
     assert (stream.request.model, json.loads(stream.request.body)["model"]) == ("big", "big")
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await request.done()
     assert request.client.headers["x-muster-model"] == "big"
     assert await request.record("model", "asked_model", "state") == ("big", "gpt-4o-mini", "completed")
@@ -259,8 +212,7 @@ async def test_a_fallback_answers_at_once_while_the_model_has_no_box(make_gatewa
     gateway = make_gateway(models={"m": ("spare",), "spare": ()})
     link = gateway.link("spare")
     request = gateway.ask()
-    (await request.on(link)).answer(json.dumps(WHOLE).encode())
-    await request.done()
+    await request.served(link, REPLY)
     assert await request.record("model", "asked_model") == ("spare", "m")
 
 
@@ -275,15 +227,14 @@ async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make
     other = await request.on(spare)
     assert "x_pool_options" not in json.loads(other.request.body)
     assert other.request.priority == ""  # a client cannot raise what its key has
-    other.answer(json.dumps(WHOLE).encode())
+    other.answer(REPLY)
     await request.done()
     meta = json.loads(request.client.body)["x_pool_meta"]
     assert (meta["node"], meta["model"], meta["asked_model"], meta["attempts"]) == (spare.node_name, "spare", "m", 1)
     patient = gateway.ask(x_pool_options={"fallback_models": ["spare"], "max_latency_ms": 3_600_000})
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await busy.done()
-    (await patient.on(link)).answer(json.dumps(WHOLE).encode())
-    await patient.done()
+    await patient.served(link, REPLY)
     assert (await patient.record("model"))[0] == "m"
     assert b"x_pool_meta" not in busy.client.body
 
@@ -306,8 +257,7 @@ async def test_a_client_is_told_what_it_named_that_is_nothing_here(
     if options.get("prefer_gpu") == "node":
         options = {**options, "prefer_gpu": link.node_name}
     request = gateway.ask(x_pool_options=options)
-    (await request.on(link)).answer(json.dumps(WHOLE).encode())
-    await request.done()
+    await request.served(link, REPLY)
     assert json.loads(request.client.body)["x_pool_meta"]["unmatched"] == unmatched
 
 
@@ -318,12 +268,11 @@ async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_g
     one, two = await first.on(link), await second.on(spare)
     waiting = gateway.ask()
     await waiting.client.wait(lambda: gateway.dispatcher.depth == 1)
-    two.answer(json.dumps(WHOLE).encode())
+    two.answer(REPLY)
     await second.done()
-    (await waiting.on(spare)).answer(json.dumps(WHOLE).encode())
-    await waiting.done()
+    await waiting.served(spare, REPLY)
     assert await waiting.record("model", "state") == ("spare", "completed")
-    one.answer(json.dumps(WHOLE).encode())
+    one.answer(REPLY)
     await first.done()
 
 
@@ -332,8 +281,7 @@ async def test_auto_goes_where_there_is_room(make_gateway: Make) -> None:
     gateway.link("m", slots=1)
     link = gateway.link("roomy", slots=4)
     request = gateway.ask(model="auto")
-    (await request.on(link)).answer(json.dumps(WHOLE).encode())
-    await request.done()
+    await request.served(link, REPLY)
     assert await request.record("model", "asked_model") == ("roomy", "auto")
 
 
@@ -344,7 +292,7 @@ async def test_a_client_may_lower_its_priority(make_gateway: Make) -> None:
     await plain.client.wait(lambda: len(link.streams) == 2)
     assert [stream.request.priority for stream in link.streams] == ["high", "low"]
     for stream in list(link.streams):
-        stream.answer(json.dumps(WHOLE).encode())
+        stream.answer(REPLY)
     await plain.done()
     await lowered.done()
 
@@ -412,13 +360,6 @@ async def test_an_error_after_signs_of_life_is_an_event_of_the_stream(make_gatew
     assert (await request.record("state", "status_code")) == ("failed", 503)
 
 
-def end_waits(gateway: Gateway) -> None:
-    """Have the time of whoever waits for a box be up; with so short a time it may be before the first sign of life."""
-    dispatcher = gateway.dispatcher
-    for waiter in dispatcher._list_waiting(list(dispatcher._queues)):
-        dispatcher._take_timer(waiter, is_last=True)
-
-
 async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_gateway: Make) -> None:
     gateway = make_gateway(limits=QUICK)
     surfaces = (MESSAGES, RESPONSES, SURFACES[CHAT])
@@ -443,20 +384,9 @@ async def test_another_box_takes_over_after_signs_of_life(make_gateway: Make) ->
     two = gateway.link()
     stream.end(EndKind.LINK_LOST)
     one.policy.cordoned = True
-    (await request.on(two)).answer(*STREAM, headers=SSE)
-    await request.done()
+    await request.served(two, *STREAM, headers=SSE)
     assert request.client.body.endswith(b"data: [DONE]\n\n")
     assert await request.record("state", "attempts") == ("completed", 2)
-
-
-async def test_an_engine_that_reports_an_error_inside_its_stream_failed(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(stream=True)
-    (await request.on(link)).answer(STREAM[0], b'data: {"error":{"message":"oom"}}\n\n', headers=SSE)
-    await request.done()
-    assert request.client.body == STREAM[0] + b'data: {"error":{"message":"oom"}}\n\n'
-    assert await request.record("state", "error_code") == ("failed", "FORWARDED_REQUEST_FAILED")
 
 
 @pytest.mark.parametrize(
@@ -481,7 +411,7 @@ async def test_tools_that_an_engine_refuses_as_they_are_do_not_cost_the_request(
     stream.answer(b'{"error":{"message":"1 validation error: tools"}}', status=400)
     stream = await request.on(link)
     assert stream.request.path == CHAT
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await request.done()
     assert request.client.status == 200
     assert await request.record("state", "attempts") == ("completed", 2)
@@ -493,8 +423,7 @@ async def test_an_engines_refusal_of_plain_tools_stands(make_gateway: Make) -> N
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     request = gateway.ask(surface=MESSAGES, max_tokens=5, tools=tools)
     body = b'{"type":"error","error":{"type":"BadRequestError","message":"no"}}'
-    (await request.on(link)).answer(body, status=400)
-    await request.done()
+    await request.served(link, body, status=400)
     assert (request.client.status, request.error["type"], request.error["message"]) == (400, "invalid_request_error", "no")
 
 
@@ -507,7 +436,7 @@ async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> N
     request = gateway.ask(surface=COMPACT, input="A long talk", x_pool_options={})
     stream = await request.on(link)
     assert stream.request.path == CHAT
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await request.done()
     said = json.loads(request.client.body)
     assert (request.client.status, said["object"], said["output"][-1]["type"]) == (200, "response.compaction", "compaction")
@@ -516,7 +445,7 @@ async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> N
     after = gateway.ask(surface=SURFACES["/v1/responses"], input=[*said["output"], {"role": "user", "content": "Go on"}])
     stream = await after.on(link)
     assert (stream.request.path, b"Summary of the conversation" in stream.request.body) == (CHAT, True)
-    stream.answer(json.dumps(WHOLE).encode())
+    stream.answer(REPLY)
     await after.done()
 
 
@@ -543,8 +472,7 @@ async def test_chunks_of_a_model_that_is_to_be_tidied_are_put_right_whatever_nod
     link = gateway.link()
     more: dict[str, Any] = {} if options is None else {"x_pool_options": options}
     request = gateway.ask(stream=True, **more)
-    (await request.on(link)).answer(SLOPPY[:30], SLOPPY[30:], ENDED, headers={"content-type": "text/event-stream"})
-    await request.done()
+    await request.served(link, SLOPPY[:30], SLOPPY[30:], ENDED, headers={"content-type": "text/event-stream"})
     body = request.client.body
     assert ((SLOPPY in body), b'"role":"assistant"' in body) == (not tidy, tidy)
     assert (b"x_pool_meta" in body) is (options is not None)

@@ -18,8 +18,8 @@ from nodes.models import Node, NodeDrainCount, NodePresence
 from nodes.services import describe_drain, drain_node, is_drained, set_mode, sweep_presence, undrain_node
 from nodes.services.drains import mark_drained, write_drain_counts
 from nodes.states import DrainCount
+from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
 from tests.system.gateway_admin.factories import make_gateway, make_operator, make_record
-from tests.system.nodes.factories import ACTOR, audited, make_node, make_presence
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import ErrorCode, NodeMode, RequestState
 from wire.ids import new_uuid7

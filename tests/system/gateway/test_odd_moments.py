@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -11,36 +12,32 @@ import pytest
 
 from core.limits import GatewayLimits
 from gateway import metrics
-from gateway.catalogue import KeyEntry
 from gateway.dialects import SURFACES
 from gateway.dialects.translation import Translation
+from gateway.errors import ShuttingDown
+from gateway.routing import Alias, Target
 from gateway.values import InferenceRequest
 from nodes.links import EndKind
 from nodes.states import POOL_RESPONSES
-from tests.system.gateway.test_client_surfaces import CHAT, MESSAGES, RESPONSES, STREAM, WHOLE, end_waits
-from tests.system.gateway.test_pipeline import SSE, Gateway, Make, Rows, make_gateway
-
-__all__ = ["make_gateway"]
-
-pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
-ANSWER = json.dumps(WHOLE).encode()
-
-
-def allow_keeping(gateway: Gateway) -> None:
-    """Let the tenant's answers be kept, in memory and in the database."""
-    catalogue = gateway.pipeline.keys._catalogue
-    keys = [
-        (keyid, KeyEntry(entry.digest, replace(entry.caller, stores_responses=True), revoked=False, expires_at=None))
-        for keyid, entry in catalogue.keys.items()
-    ]
-    catalogue.apply_keys(keys, replace=True)
-    gateway.rows.execute("DELETE FROM gateway_storedresponse")
-    gateway.rows.execute("DELETE FROM gateway_tenant WHERE name = 't'")
-    gateway.rows.execute(
-        "INSERT INTO gateway_tenant (name, is_active, stores_responses, responses_kept_days, created_at, updated_at)"
-        " VALUES ('t', true, true, 30, now(), now())"
-    )
-
+from tests.fakes.links import FakeLink, FakeStream
+from tests.fakes.pipeline import (
+    ANSWER,
+    CHAT,
+    MESSAGES,
+    REPLY,
+    RESPONSES,
+    SSE,
+    STREAM,
+    Gateway,
+    Make,
+    Rows,
+    allow_keeping,
+    chunk,
+    end_waits,
+    is_waited_for,
+    last_data,
+    until_record,
+)
 
 # other models
 
@@ -51,8 +48,7 @@ async def test_a_fallback_answers_while_the_models_queue_is_full(make_gateway: M
     first = gateway.ask()
     stream = await first.on(link)
     second = gateway.ask()
-    (await second.on(spare)).answer(ANSWER)
-    await second.done()
+    await second.served(spare, REPLY)
     assert await second.record("model", "asked_model", "state") == ("spare", "m", "completed")
     third = gateway.ask(model="spare")
     other = await third.on(spare)
@@ -60,7 +56,7 @@ async def test_a_fallback_answers_while_the_models_queue_is_full(make_gateway: M
     await refused.done()
     assert (refused.client.status, refused.error["message"]) == (503, "Service temporarily at capacity, please retry")
     for one, its in ((first, stream), (third, other)):
-        its.answer(ANSWER)
+        its.answer(REPLY)
         await one.done()
 
 
@@ -72,8 +68,7 @@ async def test_a_fallback_answers_when_the_models_providers_are_switched_off(mak
     assert (request.client.status, request.error["message"]) == (503, "Provider is currently disabled")
     spare = gateway.link("spare")
     request = gateway.ask()
-    (await request.on(spare)).answer(ANSWER)
-    await request.done()
+    await request.served(spare, REPLY)
     assert await request.record("model", "asked_model") == ("spare", "m")
 
 
@@ -85,7 +80,7 @@ async def test_a_fallback_answers_after_the_models_only_box_did_not(make_gateway
     (await request.on(link)).end(kind, retryable=True)
     await request.client.wait(lambda: spare.streams or link.streams or request.task.done())
     assert link.streams == []
-    spare.streams[0].answer(ANSWER)
+    spare.streams[0].answer(REPLY)
     await request.done()
     assert await request.record("model", "attempts", "state") == ("spare", 2, "completed")
 
@@ -97,8 +92,7 @@ async def test_a_fallback_answers_when_the_models_last_box_was_taken_back(make_g
     stream = await request.on(link)
     link.policy.reclaimed = True
     stream.end(EndKind.RECLAIMED)
-    (await request.on(spare)).answer(ANSWER)
-    await request.done()
+    await request.served(spare, REPLY)
     assert await request.record("model", "state") == ("spare", "completed")
 
 
@@ -112,7 +106,7 @@ async def test_each_model_keeps_to_its_own_bound_of_waiting_requests(make_gatewa
     second = gateway.ask()
     await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
     assert gateway.dispatcher.depths() == {"m": 1}
-    stream.answer(ANSWER)
+    stream.answer(REPLY)
     await first.done()
     second.client.leave()
     await second.done()
@@ -129,13 +123,12 @@ async def test_a_pool_shaped_request_goes_to_a_fallback_that_speaks_chat_alone(m
     third = gateway.ask(surface=RESPONSES, input="hi", decoding={"temperature": 0.5})
     stream = await third.on(spare)
     assert stream.request.path == CHAT
-    stream.answer(ANSWER)
+    stream.answer(REPLY)
     await third.done()
     assert json.loads(third.client.body)["output_text"] == "Hello"
-    native.answer(ANSWER)
+    native.answer(REPLY)
     await first.done()
-    (await second.on(link)).answer(ANSWER)
-    await second.done()
+    await second.served(link, REPLY)
 
 
 # other words
@@ -161,8 +154,7 @@ async def test_a_missing_model_does_not_make_a_path_unknown(make_gateway: Make) 
     link = gateway.link()
     request = gateway.ask(surface=MESSAGES, max_tokens=5)
     body = b'{"error":{"message":"The model `m` does not exist.","type":"NotFoundError","code":404}}'
-    (await request.on(link)).answer(body, status=404)
-    await request.done()
+    await request.served(link, body, status=404)
     assert (request.client.status, request.error["message"]) == (404, "The model `m` does not exist.")
     assert link.find_path("m", "/v1/messages") == "/v1/messages"
 
@@ -171,8 +163,7 @@ async def test_an_error_in_a_stream_is_noticed_for_clients_that_ask_for_the_pool
     gateway = make_gateway()
     link = gateway.link()
     request = gateway.ask(stream=True, x_pool_options={})
-    (await request.on(link)).answer(STREAM[0], b'data: {"error":{"message":"oom"}}\n\n', headers=SSE)
-    await request.done()
+    await request.served(link, STREAM[0], b'data: {"error":{"message":"oom"}}\n\n', headers=SSE)
     assert b"x_pool_meta" not in request.client.body
     assert await request.record("state", "error_code") == ("failed", "FORWARDED_REQUEST_FAILED")
 
@@ -187,10 +178,9 @@ async def test_a_kept_answer_with_the_pools_numbers_is_whole_and_durable(make_ga
     link = gateway.link(paths={CHAT})
     request = gateway.ask(surface=RESPONSES, input="hi", stream=streams, x_pool_options={})
     stream = await request.on(link)
-    stream.answer(*(STREAM if streams else [ANSWER]), headers=SSE if streams else None)
+    stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
     await request.done()
-    data = request.client.body.rpartition(b"\ndata:")[2]
-    response = json.loads(data)["response"] if streams else json.loads(data)
+    response = last_data(request.client.body)["response"] if streams else last_data(request.client.body)
     assert (response["store"], response["x_pool_meta"]["model"]) == (True, "m")
     assert gateway.rows.execute("SELECT id FROM gateway_storedresponse").fetchall() == [(response["id"],)]
     assert await request.record("state") == ("completed",)
@@ -204,33 +194,12 @@ async def test_an_answer_that_cannot_be_kept_says_so_whatever_it_speaks_of(make_
     request = gateway.ask(surface=RESPONSES, input="hi", instructions="data: x", stream=streams)
     stream = await request.on(link)
     gateway.rows.execute("DELETE FROM gateway_tenant WHERE name = 't'")
-    stream.answer(*(STREAM if streams else [ANSWER]), headers=SSE if streams else None)
+    stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
     await request.done()
-    data = request.client.body.rpartition(b"\ndata:")[2]
-    response = json.loads(data)["response"] if streams else json.loads(data)
+    response = last_data(request.client.body)["response"] if streams else last_data(request.client.body)
     assert (response["store"], response["status"]) == (False, "completed")
     assert request.client.is_whole
     assert await request.record("state") == ("completed",)
-
-
-async def test_a_client_that_leaves_while_its_answer_is_written_down_is_let_go_at_once(make_gateway: Make, rows: Rows) -> None:
-    gateway = make_gateway()
-    allow_keeping(gateway)
-    link = gateway.link(paths={CHAT})
-    before = metrics.TALLY.in_flight
-    request = gateway.ask(surface=RESPONSES, input="hi", stream=True)
-    stream = await request.on(link)
-    with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
-        blocker.execute("LOCK TABLE gateway_storedresponse")
-        stream.answer(*STREAM, headers=SSE)
-        waiting = "SELECT 1 FROM pg_locks WHERE NOT granted"
-        await request.client.wait(lambda: rows.execute(waiting).fetchone())
-        request.client.leave()
-        await request.done()
-        blocker.rollback()
-    assert not request.client.is_whole
-    assert metrics.TALLY.in_flight == before
-    assert await request.record("state", "attempts") == ("cancelled", 1)
 
 
 # what cannot be said in other words
@@ -246,10 +215,9 @@ async def test_what_cannot_be_translated_waits_for_the_box_that_speaks_it(make_g
     second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=UNSAYABLE)
     await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
     assert other.active == 0
-    stream.answer(ANSWER)
+    stream.answer(REPLY)
     await first.done()
-    (await second.on(native)).answer(ANSWER)
-    await second.done()
+    await second.served(native, REPLY)
     assert second.client.status == 200
     assert await second.record("state", "attempts") == ("completed", 1)
 
@@ -284,7 +252,7 @@ async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_ga
     stream = await request.on(link)
     await request.client.wait(lambda: b": ping" in request.client.body)
     if trouble == "whole":
-        stream.answer(ANSWER)
+        stream.answer(REPLY)
     elif trouble == "empty":
         for _ in range(GatewayLimits().max_requeues):
             stream.answer(headers=SSE)
@@ -307,3 +275,274 @@ async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_ga
     assert len([one for one in said if "error" in one or one.get("type") == "response.failed"]) == 1
     assert b"[DONE]" not in request.client.body
     assert (await request.record("state"))[0] == "failed"
+
+
+DOCUMENT = [{"role": "user", "content": [{"type": "document", "source": {"type": "file", "file_id": "f"}}]}]
+"""What no chat completion can carry."""
+
+
+# final states
+
+
+async def test_a_request_that_was_tried_more_often_than_a_column_can_count_is_final_all_the_same(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    request = gateway.ask()
+    stream = await request.on(link)
+    stream.sink._job.attempts = 40_000  # type: ignore[attr-defined]  # as after minutes of boxes that say "busy" at once
+    stream.end(EndKind.BUSY)
+    await request.served(link, REPLY)
+    assert await request.record("state", "attempts") == ("completed", 32_767)
+
+
+async def test_nothing_is_begun_for_a_request_that_was_being_accepted_as_the_gateway_stopped(
+    make_gateway: Make, rows: Rows
+) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE gateway_requestrecord")
+        request = gateway.ask()
+        await request.client.wait(lambda: is_waited_for(rows))
+        gateway.pipeline.is_stopping = True
+        gateway.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
+        blocker.rollback()
+    await request.client.wait(lambda: link.streams or request.task.done())
+    await request.done()
+    assert (request.client.status, request.error["code"]) == (503, "REQUEST_INTERRUPTED")
+    assert await request.record("state", "attempts") == ("interrupted", 0)
+
+
+async def test_a_bug_of_ours_is_a_failure_and_no_interruption(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+
+    def translate(_request: InferenceRequest) -> Translation:
+        raise RuntimeError("a bug")
+
+    request = gateway.ask(surface=replace(MESSAGES, translate=translate), max_tokens=5)
+    with pytest.raises(RuntimeError):
+        await request.served(link, b"Not Found", status=404)
+    row = gateway.rows.execute("SELECT id FROM gateway_requestrecord").fetchone()
+    assert row is not None
+    final = await request.gateway_record(uuid.UUID(str(row[0])), "state", "error_code", "status_code")
+    assert final == ("failed", "INTERNAL_ERROR", 500)
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
+async def test_what_an_engine_refuses_for_its_size_is_the_callers_mistake(make_gateway: Make, *, streams: bool) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=streams)
+    stream = await request.on(link)
+    said = b'{"error":{"message":"This model\'s maximum context length is 10 tokens, you asked for 20 tokens","code":400}}'
+    if streams:
+        stream.answer(chunk({"content": "a"}), b"data: " + said + b"\n\n", headers=SSE)
+    else:
+        stream.answer(said)
+    await request.done()
+    assert b"prompt is too long" in request.client.body
+    assert await request.record("state", "error_code") == ("rejected", "context_length_exceeded")
+
+
+# models
+
+
+async def test_a_refusal_behind_an_alias_is_recorded_under_both_names(make_gateway: Make) -> None:
+    gateway = make_gateway(aliases=(Alias("nickname", (Target("m"),)),), max_queue=0)
+    request = gateway.ask(model="nickname")
+    await request.done()
+    assert request.client.status == 503
+    assert await request.record("state", "model", "asked_model") == ("rejected", "m", "nickname")
+
+
+async def occupy(gateway: Gateway) -> Any:
+    """Have the one box of ``m``, which speaks Messages itself, taken for an hour."""
+    link = gateway.link(paths={"/v1/messages"})
+    first = gateway.ask(surface=MESSAGES, max_tokens=5)
+    stream = await first.on(link)
+    gateway.dispatcher.note_held("m", 3600.0)
+    return first, stream
+
+
+async def test_a_fallback_that_cannot_be_told_the_request_does_not_cost_it(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
+    first, stream = await occupy(gateway)
+    gateway.link("spare", paths={CHAT})
+    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=DOCUMENT)
+    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
+    stream.answer(REPLY)
+    await first.done()
+    (await second.on(stream.link)).answer(REPLY)
+    await second.done()
+    assert second.client.status == 200
+    assert await second.record("model", "asked_model", "attempts") == ("m", "", 1)
+
+
+async def test_a_wait_that_no_fallback_can_end_is_over_in_time(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, limits=GatewayLimits(queue_s=0.05))
+    first, stream = await occupy(gateway)
+    gateway.link("spare", paths={CHAT})
+    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=DOCUMENT)
+    await second.done()
+    assert (second.client.status, second.error["code"]) == (504, "REQUEST_TIMEOUT")
+    assert await second.record("state", "model") == ("failed", "m")
+    stream.answer(REPLY)
+    await first.done()
+
+
+def find_chats(link: FakeLink) -> list[FakeStream]:
+    return [one for one in link.streams if one.request.path == CHAT]
+
+
+async def test_requests_that_find_a_path_unknown_one_after_the_other_are_all_asked_again_in_chat(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    link = gateway.link(slots=2)
+    requests = [gateway.ask(surface=MESSAGES, max_tokens=5) for _ in range(2)]
+    await requests[0].client.wait(lambda: len(link.streams) == 2)
+    for stream, request in zip(list(link.streams), requests, strict=True):
+        assert stream.request.path == "/v1/messages"
+        stream.answer(b"Not Found", status=404)
+        await request.client.wait(lambda: find_chats(link) or request.task.done())  # noqa: B023  # awaited within the turn
+        for again in find_chats(link):
+            again.answer(REPLY)
+        await request.done()
+        assert request.client.status == 200
+        assert await request.record("state", "attempts") == ("completed", 2)
+
+
+# tokens
+
+
+@pytest.mark.parametrize("ending", ["left", "lost", "failed"])
+async def test_a_stream_that_ends_in_the_middle_is_counted_as_far_as_it_came(make_gateway: Make, ending: str) -> None:
+    gateway = make_gateway()
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
+    stream = await request.on(link)
+    stream.answer(*(chunk({"content": word}) for word in "abcde"), headers=SSE, ends=False)
+    if ending == "left":
+        request.client.leave()
+    elif ending == "lost":
+        stream.end(EndKind.LINK_LOST)
+    else:
+        stream.sink.on_data(b'data: {"error":{"message":"oom"}}\n\n')
+    await request.done()
+    state, prompt, completion, is_estimated = await request.record(
+        "state", "prompt_tokens", "completion_tokens", "tokens_estimated"
+    )
+    assert state == {"left": "cancelled", "lost": "interrupted", "failed": "failed"}[ending]
+    assert (prompt, completion, is_estimated) == (0, 4, True)
+
+
+async def test_what_was_counted_is_written_down_for_a_client_that_leaves_before_the_last_bytes(
+    make_gateway: Make, rows: Rows
+) -> None:
+    gateway, before = make_gateway(), metrics.TALLY.in_flight
+    allow_keeping(gateway)
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=RESPONSES, input="hi", stream=True)
+    stream = await request.on(link)
+    with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE gateway_storedresponse")
+        stream.answer(*STREAM, headers=SSE)
+        await request.client.wait(lambda: is_waited_for(rows))
+        request.client.leave()
+        await request.done()
+        blocker.rollback()
+    row = await request.record("state", "status_code", "prompt_tokens", "completion_tokens", "tokens_estimated")
+    assert row == ("cancelled", 499, 3, 4, False)
+    assert (request.client.is_whole, metrics.TALLY.in_flight) == (False, before)
+
+
+# kept conversations
+
+
+async def test_pictures_of_earlier_turns_do_not_count_as_text(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    allow_keeping(gateway)
+    link = gateway.link(paths={CHAT})
+    picture = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 5000}
+    request = gateway.ask(
+        surface=RESPONSES, input=[{"role": "user", "content": [{"type": "input_text", "text": "?"}, picture]}]
+    )
+    await request.served(link, REPLY)
+    kept_id = json.loads(request.client.body)["id"]
+    following = gateway.ask(surface=RESPONSES, input="and now?", previous_response_id=kept_id)
+    stream = await following.on(link)
+    assert "A" * 5000 in stream.request.body.decode()
+    stream.answer(REPLY)
+    await following.done()
+    assert await following.record("state") == ("completed",)
+
+
+async def test_text_of_earlier_turns_counts(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    allow_keeping(gateway)
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=RESPONSES, input="a" * 900)
+    await request.served(link, REPLY)
+    kept_id = json.loads(request.client.body)["id"]
+    following = gateway.ask(surface=RESPONSES, input="a" * 200, previous_response_id=kept_id)
+    await following.done()
+    assert (following.client.status, following.error["code"]) == (400, "PROMPT_TOO_LARGE")
+
+
+def nest(levels: int) -> Any:
+    nested: Any = "deep"
+    for _ in range(levels):
+        nested = {"a": [nested]}
+    return nested
+
+
+async def test_a_tool_that_is_nested_without_end_is_refused_by_name(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    allow_keeping(gateway)
+    gateway.link(paths={CHAT})
+    request = gateway.ask(surface=RESPONSES, input="hi", tools=[{"type": "mcp", "more": nest(220)}])
+    await request.done()
+    assert (request.client.status, request.error["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
+async def test_an_item_that_is_nested_without_end_costs_the_keeping_and_not_the_answer(
+    make_gateway: Make, *, streams: bool
+) -> None:
+    gateway = make_gateway()
+    allow_keeping(gateway)
+    link = gateway.link(paths={CHAT})
+    brought = {"type": "tool_search_output", "call_id": "c", "tools": [{"type": "mcp", "more": nest(220)}]}
+    request = gateway.ask(surface=RESPONSES, input=[{"role": "user", "content": "hi"}, brought], stream=streams)
+    stream = await request.on(link)
+    stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
+    await request.done()
+    response = last_data(request.client.body)["response"] if streams else last_data(request.client.body)
+    assert (response["store"], response["status"]) == (False, "completed")
+    assert await request.record("state") == ("completed",)
+
+
+async def test_a_request_that_lost_its_box_is_queued_until_it_has_another(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    first = gateway.link()
+    request = gateway.ask()
+    await request.on(first)
+    await until_record(gateway, "state, node_name", "running", first.node_name)
+    gateway.registry.remove(first)
+    await until_record(gateway, "state, model, attempts", "queued", "m", 1)
+    second = gateway.link()
+    await request.served(second, ANSWER)
+    assert await request.record("state", "attempts", "node_name") == ("completed", 2, second.node_name)
+
+
+async def test_a_request_that_waits_for_a_fallback_is_written_down_under_that_model(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
+    spare = gateway.link("spare")
+    busy = gateway.ask(model="spare")
+    held = await busy.on(spare)
+    gateway.rows.execute("DELETE FROM gateway_requestrecord")
+    request = gateway.ask()
+    await until_record(gateway, "state, model, asked_model", "queued", "spare", "m")
+    held.answer(ANSWER)
+    await busy.done()
+    await request.served(spare, ANSWER)
+    assert await request.record("state", "model", "asked_model") == ("completed", "spare", "m")

@@ -3,183 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import gc
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime
 from typing import Any
 
 import psycopg
 import pytest
 
-from core.db import threads
 from core.limits import GatewayLimits
-from gateway.admission import Admission, RateLimiter
-from gateway.auth import KeyRing
-from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry
-from gateway.counting import TokenCounter
-from gateway.dialects import SURFACES, Surface
-from gateway.dispatch import Dispatcher
 from gateway.errors import ShuttingDown
-from gateway.pipeline import Pipeline
-from gateway.records import RecordWriter
-from gateway.routing import Alias
-from gateway.values import Caller, Priority
-from nodes.links import EndKind, LinkRegistry
-from nodes.links.keeper import LinkKeeper
-from tests.fakes.asgi_client import MemoryClient
-from tests.fakes.limits import set_limits
-from tests.unit.nodes.link_fakes import FakeLink, FakeStream
-from wire.credentials import CredentialKind, mint_credential
-from wire.ids import parse_id
-
-pytestmark = pytest.mark.timeout(180)  # above the sum of the waits and the start of a server
-Rows = psycopg.Connection[tuple[object, ...]]
-CHAT = SURFACES["/v1/chat/completions"]
-SSE = {"content-type": "text/event-stream"}
-DATABASE_S = 30.0
-ANSWER = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}'
-
-
-class Gateway:
-    """A pipeline with everything it holds, one key and allowed models, ``m`` first, each with its fallbacks."""
-
-    def __init__(
-        self,
-        rows: Rows,
-        *,
-        limits: GatewayLimits | None = None,
-        per_minute: int = 1000,
-        max_queue: int = 10,
-        max_prompt_chars: int = 1000,
-        models: dict[str, tuple[str, ...]] | None = None,
-        aliases: tuple[Alias, ...] = (),
-        priority: Priority = Priority.NORMAL,
-        tidy: bool = False,
-    ) -> None:
-        self.rows = rows
-        self.limits = limits or GatewayLimits(no_node_wait_s=29.0, stream_ping_s=60.0)  # longer than a machine stands still
-        self.registry = LinkRegistry()
-        gateway_id = uuid.uuid4()
-        keeper = LinkKeeper(self.registry, gateway_id=gateway_id, connect_s=1.0)
-        self.gateway_id, self.catalogue = gateway_id, Catalogue(self.limits)
-        catalogue = self.catalogue
-        minted = mint_credential(CredentialKind.CLIENT)
-        self.key = minted.text
-        caller = Caller(
-            key_id=uuid.uuid4(),
-            key_name="k",
-            tenant="t",
-            requests_per_minute=per_minute,
-            allowed_models=frozenset(),
-            priority=priority,
-        )
-        catalogue.apply_keys([(minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None))], replace=True)
-        catalogue.apply_models(
-            [
-                ModelEntry(
-                    name=name,
-                    allowed=True,
-                    owned_by="x",
-                    max_tokens=100,
-                    max_prompt_chars=max_prompt_chars,
-                    max_queue=max_queue,
-                    created=0,
-                    fallbacks=fallbacks,
-                    tidy=tidy,
-                )
-                for name, fallbacks in (models or {"m": ()}).items()
-            ]
-        )
-        catalogue.apply_aliases([AliasEntry(None, alias) for alias in aliases])
-        self.records = RecordWriter(accept_s=30.0, max_pending=1000)
-        self.records.start()
-        self.dispatcher = Dispatcher(self.registry, keeper, self.limits)
-        self.pipeline = Pipeline(
-            gateway_id=gateway_id,
-            keys=KeyRing(catalogue),
-            limiter=RateLimiter(),
-            admission=Admission(catalogue, lambda name: False, self.dispatcher.rank_models),
-            dispatcher=self.dispatcher,
-            records=self.records,
-            counter=TokenCounter(self.registry, None),
-            limits=self.limits,
-        )
-
-    def link(self, *models: str, slots: int = 1, paths: set[str] | None = None) -> FakeLink:
-        link = FakeLink(*models or ("m",), slots=slots)
-        link.stale_after_s = link.offline_after_s = 600.0  # nobody says for it that it is there
-        if paths is not None:
-            link.endpoints = {model: frozenset(paths) for model in link.models}
-        self.registry.add(link)
-        return link
-
-    def ask(self, key: str = "", /, *, surface: Surface = CHAT, **fields: object) -> Request:
-        """Send a request, a chat request if nothing else is said."""
-        content = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-        headers = {"authorization": f"Bearer {key or self.key}", "content-type": "application/json"}
-        client = MemoryClient(body=[content], headers=headers, limits=self.limits)
-        return Request(self, client, asyncio.create_task(self.pipeline.serve(client.connection, surface)))
-
-
-class Request:
-    """A request under way."""
-
-    def __init__(self, gateway: Gateway, client: MemoryClient, task: asyncio.Task[None]) -> None:
-        self.gateway = gateway
-        self.client = client
-        self.task = task
-
-    async def on(self, link: FakeLink) -> FakeStream:
-        """Wait until it is on that box."""
-        await self.client.wait(lambda: link.streams or self.task.done())
-        return link.streams[0]
-
-    async def done(self) -> None:
-        async with asyncio.timeout(30):
-            await self.task
-
-    @property
-    def error(self) -> dict[str, Any]:
-        error: dict[str, Any] = json.loads(self.client.body)["error"]
-        return error
-
-    async def record(self, *columns: str) -> tuple[object, ...]:
-        """Return columns of its row, once it is final."""
-        row_id = parse_id("req", self.client.headers["x-request-id"])
-        return await self.gateway_record(row_id, *columns)
-
-    async def gateway_record(self, row_id: uuid.UUID | None, *columns: str) -> tuple[object, ...]:
-        query = f"SELECT {', '.join(columns)} FROM gateway_requestrecord WHERE id = %s AND finished_at IS NOT NULL"
-        async with asyncio.timeout(30):
-            while (row := self.gateway.rows.execute(query, [row_id]).fetchone()) is None:
-                await asyncio.sleep(0.005)
-        return row
-
-
-@pytest.fixture
-async def make_gateway(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Gateway]]:
-    """Makes gateways whose database may be slow, for that is not the subject, and lets nothing of them outlive the test."""
-    set_limits(core={"database_s": DATABASE_S})
-    set_limits(gateway={"keeping_s": DATABASE_S})
-    made: list[Gateway] = []
-
-    def make(**options: Any) -> Gateway:
-        made.append(Gateway(rows, **options))
-        return made[-1]
-
-    yield make
-    for gateway in made:
-        assert all(link.active == 0 for link in gateway.registry)
-        assert gateway.dispatcher.depth == 0
-        await gateway.records.stop()
-    async with asyncio.timeout(DATABASE_S):
-        while threads._room.taken:  # what nobody waits for any more may still be written
-            await asyncio.sleep(0.005)
-
-
-Make = Callable[..., Gateway]
+from nodes.links import EndKind
+from tests.fakes.links import FakeLink, FakeStream
+from tests.fakes.pipeline import ANSWER, MESSAGES, SSE, Gateway, Make, Request, Rows
 
 
 async def test_an_answer_and_its_record(make_gateway: Make) -> None:
@@ -237,8 +75,7 @@ async def test_an_engines_error_is_passed_on_and_recorded_as_a_failure(make_gate
     gateway = make_gateway()
     link = gateway.link()
     request = gateway.ask()
-    (await request.on(link)).answer(b'{"error":{"message":"oom"}}', status=500)
-    await request.done()
+    await request.served(link, b'{"error":{"message":"oom"}}', status=500)
     assert (request.client.status, request.client.body) == (500, b'{"error":{"message":"oom"}}')
     assert await request.record("state", "status_code", "error_code") == ("failed", 500, "FORWARDED_REQUEST_FAILED")
 
@@ -249,8 +86,7 @@ async def test_a_lost_box_before_the_first_byte_is_another_boxs_turn(make_gatewa
     request = gateway.ask()
     await request.on(first)
     gateway.registry.remove(first)
-    (await request.on(second)).answer(ANSWER)
-    await request.done()
+    await request.served(second, ANSWER)
     assert request.client.status == 200
     assert await request.record("state", "attempts", "node_name") == ("completed", 2, second.node_name)
 
@@ -273,8 +109,7 @@ async def test_a_busy_box_costs_no_attempt_of_the_four(make_gateway: Make) -> No
     request = gateway.ask()
     for _ in range(6):
         (await request.on(link)).end(EndKind.BUSY)
-    (await request.on(link)).answer(ANSWER)
-    await request.done()
+    await request.served(link, ANSWER)
     assert request.client.status == 200
     assert await request.record("state", "attempts") == ("completed", 7)
 
@@ -306,10 +141,8 @@ async def test_what_a_full_node_refused_waits_for_a_node_that_is_at_work(make_ga
     full = gateway.link()
     request = gateway.ask()
     (await request.on(full)).end(EndKind.BUSY, retry_after_s=60.0)
-    (await running.on(first)).answer(ANSWER)
-    await running.done()
-    (await request.on(first)).answer(ANSWER)
-    await request.done()
+    await running.served(first, ANSWER)
+    await request.served(first, ANSWER)
     assert request.client.status == 200
 
 
@@ -341,23 +174,6 @@ async def test_a_client_that_leaves_is_recorded_as_cancelled(make_gateway: Make,
     await request.done()
     row = await request.gateway_record(uuid.UUID(str(row_id)), "state", "error_code", "status_code")
     assert row == ("cancelled", "CLIENT_CLOSED_REQUEST", 499)
-
-
-async def test_a_client_that_reads_late_is_waited_for_before_the_end(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(stream=True)
-    stream = await request.on(link)
-    request.client.reading.clear()
-    stream.answer(b"data: 1\n\n", b"data: [DONE]\n\n", headers=SSE)
-    assert link.active == 0  # the slot does not wait for the client
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not request.task.done()
-    request.client.reading.set()
-    await request.done()
-    assert request.client.is_whole
-    assert await request.record("state") == ("completed",)
 
 
 async def test_a_task_that_is_cancelled_as_its_slot_is_granted_gives_it_back(make_gateway: Make) -> None:
@@ -393,8 +209,7 @@ async def test_a_refusal_is_said_and_recorded_and_harms_nobody(
     assert (request.client.status, request.error["code"]) == (status, code)
     assert await request.record("state", "status_code", "error_code") == ("rejected", status, code)
     other = gateway.ask()
-    (await other.on(link)).answer(ANSWER)
-    await other.done()
+    await other.served(link, ANSWER)
     assert await other.record("state") == ("completed",)
     assert gateway.records.is_healthy
 
@@ -412,8 +227,7 @@ async def test_a_key_over_its_rate_is_told_when_to_come_back(make_gateway: Make)
     gateway = make_gateway(per_minute=1)
     link = gateway.link()
     first = gateway.ask()
-    (await first.on(link)).answer(ANSWER)
-    await first.done()
+    await first.served(link, ANSWER)
     second = gateway.ask()
     await second.done()
     assert (second.client.status, second.error["code"]) == (429, "RATE_LIMITED")
@@ -462,8 +276,7 @@ async def test_usage_beyond_all_reason_is_clamped(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link()
     request = gateway.ask()
-    (await request.on(link)).answer(b'{"usage":{"prompt_tokens":-5,"completion_tokens":%d}}' % 10**30)
-    await request.done()
+    await request.served(link, b'{"usage":{"prompt_tokens":-5,"completion_tokens":%d}}' % 10**30)
     assert await request.record("state", "prompt_tokens", "completion_tokens") == ("completed", 0, 2**31 - 1)
 
 
@@ -495,3 +308,151 @@ async def test_many_requests_over_boxes_that_come_and_go_all_end_in_one_state(ma
     assert len(states) == 120
     assert set(states) <= {"completed", "cancelled", "interrupted"}
     assert states.count("completed") > 80
+
+
+Story = Callable[[Gateway], Awaitable[None]]
+BODY_BYTES = 1_000_000
+CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
+
+
+@pytest.fixture
+async def gateway(rows: Rows) -> AsyncIterator[Gateway]:
+    """A gateway whose queue is short and whose patience is too."""
+    made = Gateway(rows, max_queue=1, limits=GatewayLimits(queue_s=0.2, no_node_wait_s=0.1, request_s=30.0))
+    yield made
+    await made.records.stop()
+
+
+def ask(gateway: Gateway, key: str = "", /, **fields: Any) -> Request:
+    """Send a request with a large field that nobody reads."""
+    return gateway.ask(key, **{"padding": "x" * BODY_BYTES, **fields})
+
+
+async def begin(gateway: Gateway, **fields: Any) -> tuple[Request, FakeStream]:
+    link = gateway.link()
+    request = ask(gateway, **fields)
+    return request, await request.on(link)
+
+
+async def finishes(gateway: Gateway) -> None:
+    request, stream = await begin(gateway)
+    stream.answer(ANSWER)
+    await request.done()
+
+
+async def has_no_key(gateway: Gateway) -> None:
+    await ask(gateway, "mst_wrong").done()
+
+
+async def is_not_json(gateway: Gateway) -> None:
+    await ask(gateway, max_tokens="many").done()
+
+
+async def names_an_unknown_model(gateway: Gateway) -> None:
+    await ask(gateway, model="unknown").done()
+
+
+async def is_over_a_cap(gateway: Gateway) -> None:
+    await ask(gateway, max_tokens=101).done()
+
+
+async def cannot_be_translated(gateway: Gateway) -> None:
+    gateway.link("m", paths={"/v1/chat/completions"})
+    await ask(gateway, surface=MESSAGES, max_tokens=5, messages=[{"role": "king", "content": "a"}]).done()
+
+
+async def finds_no_box(gateway: Gateway) -> None:
+    await ask(gateway).done()
+
+
+async def finds_the_queue_full(gateway: Gateway) -> None:
+    first, second = ask(gateway), ask(gateway)
+    await asyncio.gather(first.done(), second.done())
+
+
+async def leaves_the_queue(gateway: Gateway) -> None:
+    request = ask(gateway)
+    await request.client.wait(lambda: gateway.dispatcher.depth)
+    request.client.leave()
+    await request.done()
+
+
+async def leaves_before_the_first_byte(gateway: Gateway) -> None:
+    request, _ = await begin(gateway)
+    request.client.leave()
+    await request.done()
+
+
+async def leaves_in_the_middle(gateway: Gateway) -> None:
+    request, stream = await begin(gateway, stream=True)
+    stream.answer(CHUNK, headers=SSE, ends=False)
+    request.client.leave()
+    await request.done()
+
+
+async def loses_its_box(gateway: Gateway) -> None:
+    request, stream = await begin(gateway)
+    gateway.registry.remove(stream.link)
+    await request.done()
+
+
+async def loses_its_box_in_the_middle(gateway: Gateway) -> None:
+    request, stream = await begin(gateway, stream=True)
+    stream.answer(CHUNK, headers=SSE, ends=False)
+    stream.end(EndKind.LINK_LOST)
+    await request.done()
+
+
+async def is_refused_by_the_engine(gateway: Gateway) -> None:
+    request, stream = await begin(gateway)
+    stream.answer(b'{"error":{"message":"no"}}', status=400)
+    await request.done()
+
+
+async def gets_an_impossible_answer(gateway: Gateway) -> None:
+    request, stream = await begin(gateway)
+    stream.sink.on_head(700, {})
+    await request.done()
+
+
+async def gets_a_translated_answer_that_breaks(gateway: Gateway) -> None:
+    link = gateway.link("m", paths={"/v1/chat/completions"})
+    request = ask(gateway, surface=MESSAGES, max_tokens=5, stream=True)
+    stream = await request.on(link)
+    stream.answer(CHUNK, b"data: nonsense\n\n", headers=SSE)
+    await request.done()
+
+
+STORIES: list[Story] = [
+    finishes, has_no_key, is_not_json, names_an_unknown_model, is_over_a_cap, cannot_be_translated, finds_no_box,
+    finds_the_queue_full, leaves_the_queue, leaves_before_the_first_byte, leaves_in_the_middle, loses_its_box,
+    loses_its_box_in_the_middle, is_refused_by_the_engine, gets_an_impossible_answer, gets_a_translated_answer_that_breaks,
+]  # fmt: skip
+
+
+def list_rings() -> list[str]:
+    """Collect, and name the kinds of objects by which large texts or bytes were held that nobody could reach any more."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        gc.collect()
+        holders = [
+            type(holder).__name__
+            for holder in gc.garbage
+            if any(isinstance(one, bytes | str) and len(one) >= BODY_BYTES for one in gc.get_referents(holder))
+        ]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    return holders
+
+
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+async def test_nothing_of_a_request_is_left_when_it(gateway: Gateway, story: Story) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        await story(gateway)
+        await asyncio.sleep(0)
+        assert list_rings() == []
+    finally:
+        gc.enable()

@@ -25,10 +25,10 @@ from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence
 from nodes.services.ejections import list_ejections
 from tests.fakes.clock import shift_clock
-from tests.system.nodes.factories import audited, make_node, make_presence
+from tests.fakes.nodes import audited, make_node, make_presence
 from wire.credentials import CredentialKind, parse_keyid
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
+pytestmark = pytest.mark.django_db(transaction=True)
 
 ACTOR = "user:ada"
 

@@ -268,13 +268,6 @@ def test_a_conversation_comes_back_oldest_first_in_one_query() -> None:
     assert texts_of(history.items) == expected
 
 
-def test_a_conversation_can_be_read_from_its_middle() -> None:
-    make_keeper()
-    keep_chain(4)
-
-    assert texts_of(load_history(tenant="acme", response_id="resp_1").items)[-1] == "answer resp_1"
-
-
 @pytest.mark.parametrize("gone", ["resp_0", "resp_2", "resp_4"])
 @pytest.mark.parametrize("way", ["deleted", "expired"])
 def test_a_conversation_with_a_turn_missing_is_not_found(gone: str, way: str) -> None:
@@ -390,7 +383,7 @@ def test_pages_end_although_a_client_named_two_items_alike() -> None:
 
     assert read_page(limit=1)["has_more"]
     assert read_page(limit=1, after="same") == {
-        "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False
+        "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from gateway.runtime import GatewayRuntime
 from gateway.services import create_api_key, create_tenant, revoke_api_key
 from nodes.services.sessions import SessionEnd, close_sessions
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]  # above the sum of the waits
+pytestmark = pytest.mark.django_db(transaction=True)
 
 ACTOR = "user:ada"
 

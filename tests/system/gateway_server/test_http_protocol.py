@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,7 +16,7 @@ from controlplane.gateway_server.http_protocol import Handle
 from core.limits import GatewayLimits
 from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
-from tests.system.gateway_server.doors import GET, Scope, error_of, handle_of, hello, serve, until
+from tests.fakes.server_door import GET, Door, Scope, Visitor, error_of, handle_of, hello, serve, until
 
 # receiving
 
@@ -297,3 +302,327 @@ async def test_a_client_that_reads_nothing_is_reset_and_told_as_too_slow() -> No
         visitor.reader._transport.resume_reading()  # type: ignore[attr-defined]
         with pytest.raises(ConnectionResetError):
             await visitor.rest()
+
+
+PIECE = b"a" * 65_536
+PIECES = 128
+"""Together 8 MB: more than what a kernel keeps of a connection."""
+
+
+async def refuse(scope: Scope, receive: Any, send: Any) -> None:
+    """Refuse before anything of the body is asked for."""
+    handle_of(scope).respond(413, [(b"x-a", b"b")], b"too large")
+
+
+def head(*lines: bytes) -> bytes:
+    return b"\r\n".join([b"POST /x HTTP/1.1", b"host: a", *lines, b"", b""])
+
+
+DECLARED = head(b"content-length: %d" % (PIECES * len(PIECE)))
+CHUNKED = head(b"transfer-encoding: chunked")
+CHUNK = b"%x\r\n%b\r\n" % (len(PIECE), PIECE)
+
+
+def send_all_then_read(port: int, first: bytes, piece: bytes, pieces: int, last: bytes = b"") -> bytes:
+    """Do as most clients do: write the whole request, then read the answer up to the end of the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(first)
+        for _ in range(pieces):
+            connection.sendall(piece)
+        connection.sendall(last)
+        answer = b""
+        while got := connection.recv(65_536):
+            answer += got
+        return answer
+
+
+async def until_closed(door: Door) -> None:
+    await until(lambda: not door.server.server_state.connections)
+
+
+@pytest.mark.parametrize(
+    ("first", "piece", "last"), [(DECLARED, PIECE, b""), (CHUNKED, CHUNK, b"0\r\n\r\n")], ids=["declared", "chunked"]
+)
+async def test_a_client_that_sends_all_before_it_reads_still_gets_the_refusal(first: bytes, piece: bytes, last: bytes) -> None:
+    async with serve(refuse) as door:
+        answer = await asyncio.to_thread(send_all_then_read, door.port, first, piece, PIECES, last)
+        assert answer.startswith(b"HTTP/1.1 413 ")
+        assert b"\r\nconnection: close\r\n" in answer
+        assert answer.endswith(b"\r\n\r\ntoo large")
+        await until_closed(door)
+
+
+async def test_a_refusal_in_the_middle_of_a_body_is_read_too() -> None:
+    async def refuse_late(scope: Scope, receive: Any, send: Any) -> None:
+        size = 0
+        while size < 1_000_000:
+            size += len((await receive())["body"])
+        await refuse(scope, receive, send)
+
+    async with serve(refuse_late) as door:
+        answer = await asyncio.to_thread(send_all_then_read, door.port, CHUNKED, CHUNK, PIECES)
+        assert answer.endswith(b"\r\n\r\ntoo large")
+
+
+@pytest.mark.parametrize(
+    ("first", "piece", "status"),
+    [
+        pytest.param(b"GET /x HTTP/1.1\r\nx-long: ", PIECE, 431, id="headers without end"),
+        pytest.param(b"no HTTP\r\n\r\n", PIECE, 400, id="no HTTP"),
+        pytest.param(CHUNKED + b"5\r\nhello\r\nzz\r\n", PIECE, 400, id="a broken chunk"),
+    ],
+)
+async def test_what_is_no_http_is_told_so_however_long_it_goes_on(first: bytes, piece: bytes, status: int) -> None:
+    async def wait_for_all(scope: Scope, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async with serve(wait_for_all) as door:
+        answer = await asyncio.to_thread(send_all_then_read, door.port, first, piece, 32)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert error_of(answer.partition(b"\r\n\r\n")[2])["code"] == "BAD_REQUEST"
+
+
+async def test_the_application_hears_at_once_that_a_broken_body_will_not_come() -> None:
+    seen: list[str] = []
+
+    async def read(scope: Scope, receive: Any, send: Any) -> None:
+        while (event := await receive())["type"] == "http.request":
+            pass
+        seen.append(event["type"])
+        handle_of(scope).respond(200, [], b"never")
+
+    async with serve(read) as door, door.visit() as visitor:
+        await visitor.say(head(b"transfer-encoding: chunked", b"expect: 100-continue") + b"zz\r\n")
+        assert (await visitor.answer())[0] == 400
+        await until(lambda: seen)
+        assert await visitor.rest() == b""
+
+
+async def test_a_client_that_neither_sends_nor_leaves_is_waited_for_a_short_time_only() -> None:
+    async with serve(refuse, linger_idle_s=0.05) as door, door.visit() as visitor:
+        await visitor.say(DECLARED)
+        assert (await visitor.answer())[0] == 413
+        await until_closed(door)
+
+
+async def test_a_client_that_sends_a_little_for_ever_is_cut_off_in_the_end() -> None:
+    async with serve(refuse, linger_s=0.2, linger_idle_s=0.05) as door, door.visit() as visitor:
+        await visitor.say(DECLARED)
+        assert (await visitor.answer())[0] == 413
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(30):
+                while door.server.server_state.connections:
+                    await visitor.say(b"a")
+                    await asyncio.sleep(0.001)
+        await until_closed(door)
+
+
+async def test_a_client_that_sends_without_end_is_cut_off_at_a_number_of_bytes() -> None:
+    async with serve(refuse, linger_bytes=2_000_000) as door, door.visit() as visitor:
+        await visitor.say(CHUNKED)
+        with pytest.raises(ConnectionError):  # noqa: PT012  # whichever write comes after the end
+            async with asyncio.timeout(30):
+                while True:
+                    await visitor.say(CHUNK)
+        await until_closed(door)
+
+
+async def test_a_client_that_does_not_take_its_refusal_is_not_waited_for() -> None:
+    async def refuse_at_length(scope: Scope, receive: Any, send: Any) -> None:
+        handle_of(scope).respond(413, [], b"a" * 20_000_000)
+
+    async with serve(refuse_at_length, linger_idle_s=0.05) as door:
+        with socket.create_connection(("127.0.0.1", door.port)) as deaf:
+            deaf.setblocking(False)
+            await asyncio.get_running_loop().sock_sendall(deaf, DECLARED)
+            await until(lambda: door.server.server_state.connections)
+            await until_closed(door)
+
+
+async def test_a_client_that_waits_for_leave_to_send_is_refused_without_it_and_nothing_it_says_is_a_request() -> None:
+    paths: list[str] = []
+
+    async def app(scope: Scope, receive: Any, send: Any) -> None:
+        paths.append(scope["path"])
+        await refuse(scope, receive, send)
+
+    async with serve(app) as door, door.visit() as visitor:
+        await visitor.say(head(b"content-length: 37", b"expect: 100-continue"))
+        status, headers, _ = await visitor.answer()
+        assert (status, headers["connection"]) == (413, "close")
+        await visitor.say(GET + GET)
+        assert await visitor.rest() == b""
+        visitor.writer.close()
+        await until_closed(door)
+    assert paths == ["/x"]
+
+
+async def test_a_server_that_stops_does_not_wait_for_those_who_are_refused() -> None:
+    async with serve(refuse, linger_idle_s=60.0) as door, door.visit() as visitor:
+        await visitor.say(DECLARED)
+        assert (await visitor.answer())[0] == 413
+        protocol = next(iter(door.server.server_state.connections))
+        protocol.shutdown()
+        await until_closed(door)
+
+
+async def test_a_refusal_of_a_request_that_came_whole_leaves_the_connection_open() -> None:
+    async with serve(refuse) as door, door.visit() as visitor:
+        for _ in range(2):
+            await visitor.say(head(b"content-length: 5") + b"hello")
+            status, headers, _ = await visitor.answer()
+            assert status == 413
+            assert "connection" not in headers
+
+
+async def test_blank_lines_between_requests_do_not_keep_a_connection_for_ever() -> None:
+    async with serve(hello, keep_alive_s=1) as door, door.visit() as visitor:
+        await visitor.say(GET)
+        assert (await visitor.answer())[2] == b"hello"
+        await visitor.say(b"\r\n")
+        assert await visitor.rest() == b""
+        await until_closed(door)
+
+
+HIGH_WATER_BYTES = 65_536
+"""Of a body that nobody has asked for, uvicorn keeps this much before it stops reading."""
+SIZES = [1000, HIGH_WATER_BYTES + 5000, 200_000, 5_000_000]
+POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
+
+
+@dataclass
+class Service:
+    """Reads each body, then watches for the client to leave, or answers when it may. ``served``: the sizes of the bodies."""
+
+    served: list[int] = field(default_factory=list)
+    watching: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        client = ClientConnection(scope, receive, send, limits=GatewayLimits())
+        self.served.append(len(await client.read_body()))
+        handle = handle_of(scope)
+        handle.set_lost_callback(self.lost.set)
+        self.watching.set()
+        waits = [asyncio.create_task(event.wait()) for event in (self.lost, self.may_answer)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        handle.set_lost_callback(None)
+        handle.respond(200, [], b"hello")
+
+
+@asynccontextmanager
+async def visit() -> AsyncIterator[tuple[Service, Visitor]]:
+    service = Service()
+    async with serve(service) as door, door.visit() as visitor:
+        yield service, visitor
+        service.lost.set()
+
+
+async def wait_for(event: asyncio.Event) -> None:
+    async with asyncio.timeout(30):
+        await event.wait()
+
+
+async def send_declared(_service: Service, visitor: Visitor, body: bytes) -> None:
+    await visitor.say(POST % len(body) + body)
+
+
+async def send_chunked(_service: Service, visitor: Visitor, body: bytes) -> None:
+    await visitor.say(b"POST /x HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+    for start in range(0, len(body), 50_000):
+        piece = body[start : start + 50_000]
+        await visitor.say(b"%x\r\n%b\r\n" % (len(piece), piece))
+    await visitor.say(b"0\r\n\r\n")
+
+
+async def send_with_leave(_service: Service, visitor: Visitor, body: bytes) -> None:
+    await visitor.say(b"POST /x HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
+    assert (await visitor.head())[0] == 100
+    await visitor.say(body)
+
+
+async def send_for_the_third_time(service: Service, visitor: Visitor, body: bytes) -> None:
+    service.may_answer.set()
+    for _ in range(2):
+        await send_declared(service, visitor, body)
+        assert (await visitor.answer())[2] == b"hello"
+    service.may_answer.clear()
+    service.watching.clear()
+    await send_declared(service, visitor, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("send", [send_declared, send_chunked, send_with_leave, send_for_the_third_time])
+async def test_a_client_is_missed_after_a_body_of_any_size_however_it_was_sent(send: Any, how: str, size: int) -> None:
+    async with visit() as (service, visitor):
+        await send(service, visitor, b"a" * size)
+        await wait_for(service.watching)
+        visitor.reset() if how == "reset" else visitor.writer.close()
+        await wait_for(service.lost)
+        assert service.served == [size] * (3 if send is send_for_the_third_time else 1)
+
+
+@pytest.mark.parametrize("waiting", [GET, GET * 5, POST % 30_000 + b"a" * 30_000], ids=["a request", "five", "a body"])
+@pytest.mark.parametrize("when", ["at once", "while it is served"])
+async def test_a_client_is_missed_that_has_sent_its_next_request_already(when: str, waiting: bytes) -> None:
+    async with visit() as (service, visitor):
+        first = POST % 100_000 + b"a" * 100_000
+        if when == "at once":
+            await visitor.say(first + waiting)
+            await wait_for(service.watching)
+        else:
+            await visitor.say(first)
+            await wait_for(service.watching)
+            await visitor.say(waiting)
+        visitor.writer.close()
+        await wait_for(service.lost)
+        assert service.served == [100_000]
+
+
+async def test_of_requests_without_number_a_few_are_answered_and_the_connection_is_closed_behind_them() -> None:
+    async with visit() as (service, visitor):
+        await visitor.say(GET)
+        await wait_for(service.watching)
+        sending = asyncio.create_task(visitor.say(GET * 200_000))  # 6 MB: more than what a kernel keeps
+        await sending
+        service.may_answer.set()
+        answers = [await visitor.answer()]
+        while "connection" not in answers[-1][1]:
+            answers.append(await visitor.answer())
+        assert await visitor.rest() == b""
+        assert {status for status, _, _ in answers} == {200}
+        assert len(answers) == len(service.served) == 65
+
+
+async def test_a_client_is_missed_that_sent_requests_without_number() -> None:
+    async with visit() as (service, visitor):
+        await visitor.say(GET * 10_000)
+        await wait_for(service.watching)
+        await visitor.say(GET * 200_000)
+        visitor.writer.close()
+        await wait_for(service.lost)
+        assert len(service.served) == 1
+
+
+async def test_a_body_that_nobody_reads_yet_has_no_deadline() -> None:
+    service = Service()
+    async with serve(service, body_s=0.5) as door, door.visit() as visitor:
+        await visitor.say(GET)
+        await wait_for(service.watching)
+        size = 5_000_000
+        sending = asyncio.create_task(visitor.say(POST % size + b"a" * size))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.8):
+                await asyncio.shield(sending)
+        door.protocol.body_timeout_s = 30.0  # for what follows, which takes as long as the machine does
+        service.may_answer.set()
+        assert (await visitor.answer())[2] == b"hello"
+        await sending
+        assert (await visitor.answer())[2] == b"hello"
+        await until(lambda: len(service.served) == 2)
+        assert service.served == [0, size]

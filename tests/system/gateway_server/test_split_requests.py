@@ -18,12 +18,13 @@ from uvicorn.server import ServerState
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from tests.fakes.broken_http import KINDS
-from tests.system.gateway_server.doors import error_of
+from tests.fakes.examples import TIMES
+from tests.fakes.server_door import error_of
 from wire.limits import WIRE
 
 Headers = list[tuple[bytes, bytes]]
 STATUS_RE = re.compile(rb"^HTTP/1\.1 (\d{3}) ", re.MULTILINE)
-FEW_POSITIONS = 60
+FEW_POSITIONS = 6 * TIMES
 
 
 class Wire(asyncio.Transport):
@@ -101,8 +102,8 @@ async def judge(pieces: list[bytes]) -> Verdict:
 
 
 def split_everywhere(data: bytes) -> Iterator[list[bytes]]:
-    """Yield the data in two pieces for each position (of a long one for some), and byte by byte (of a long one in KiB)."""
-    step = max(1, len(data) // FEW_POSITIONS) if len(data) > 2000 else 1
+    """Yield the data in two pieces for each position (for some of a long one, and in the gate), and in many small ones."""
+    step = max(1, len(data) // FEW_POSITIONS) if len(data) > 2000 or TIMES == 1 else 1
     for position in range(1, len(data), step):
         yield [data[:position], data[position:]]
     size = 1 if len(data) <= 2000 else 1024

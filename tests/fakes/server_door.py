@@ -1,4 +1,4 @@
-"""The gateway's HTTP protocol on a real socket, an application behind it, and clients that write bytes of their own."""
+"""A uvicorn server inside the test's own event loop, the gateway's HTTP protocol behind it, and clients on raw sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,24 @@ import uvicorn
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle
 from gateway.client import SCOPE_HANDLE
 from tests.fakes.limits import set_limits
-from tests.system.gateway_server.serving import run_server
+
+
+@asynccontextmanager
+async def run_server(server: uvicorn.Server, sockets: list[socket.socket] | None = None) -> AsyncIterator[int]:
+    """Serve until the block ends; yields the port. Signals stay with the test runner."""
+    task = asyncio.create_task(server._serve(sockets))
+    try:
+        async with asyncio.timeout(30):
+            while not server.started:
+                if task.done():
+                    await task
+                await asyncio.sleep(0.001)
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        async with asyncio.timeout(30):
+            await task
+
 
 Scope = dict[str, Any]
 App = Callable[[Scope, Callable[[], Awaitable[Any]], Callable[[Any], Awaitable[None]]], Awaitable[None]]

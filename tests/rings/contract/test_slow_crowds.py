@@ -13,7 +13,7 @@ import pytest
 from core.limits import GatewayLimits
 from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
-from tests.system.gateway_server.doors import GET, Scope, Visitor, hello, serve
+from tests.fakes.server_door import GET, Scope, Visitor, hello, serve
 
 TRICKLING, STALLED = 500, 50
 PIECE_BYTES = 64 * 1024

@@ -1,14 +1,12 @@
-"""A PostgreSQL that is frozen: it keeps every socket open and says nothing. Nobody waits for ever, and all comes back."""
+"""A PostgreSQL that is frozen or dead. Nobody waits for ever, what was refused is refused, and all comes back."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any
 
 import psycopg
@@ -21,17 +19,18 @@ from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
 from core.limits import GatewayLimits
 from gateway.auth import KeyRing
 from gateway.catalogue import Catalogue
+from gateway.dialects import SURFACES
 from gateway.errors import RecordsUnavailable
 from gateway.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
 from tests.fakes.frozen_database import frozen
 from tests.fakes.limits import set_limits
+from tests.fakes.pipeline import SSE, STREAM, Make, Rows, allow_keeping, is_waited_for, last_data
+from tests.fakes.records import ACCEPT_S, count, make_record, read, written
+from tests.fakes.waiting import eventually
 from wire.contract import RequestState
 from wire.credentials import CredentialKind, mint_credential
-from wire.ids import new_uuid7
 
-pytestmark = pytest.mark.timeout(240)  # above the sum of the waits and the start of a server
-Rows = psycopg.Connection[tuple[object, ...]]
 SLACK_S = 30.0
 
 
@@ -62,26 +61,11 @@ async def halfway(run: Callable[[Callable[[], int]], Coroutine[Any, Any, int]]) 
     while True:
         query = Halfway()
         caller = asyncio.create_task(run(query.run))
-        await until(lambda: query.is_connected.is_set() or caller.done())  # noqa: B023  # awaited within the turn
+        await eventually(lambda: query.is_connected.is_set() or caller.done())  # noqa: B023  # awaited within the turn
         if query.is_connected.is_set():
             return query, caller
         query.go_on.set()
         await asyncio.gather(caller, return_exceptions=True)
-
-
-def make_record() -> Record:
-    """Return a request that was just accepted."""
-    return Record(
-        id=new_uuid7(),
-        created_at=datetime.now(UTC),
-        gateway_id=uuid.UUID(int=1),
-        tenant="t",
-        key_id=uuid.UUID(int=2),
-        key_name="k",
-        endpoint="/v1/chat/completions",
-        model="m",
-        is_streaming=True,
-    )
 
 
 async def accepted(writer: RecordWriter) -> Record:
@@ -91,18 +75,6 @@ async def accepted(writer: RecordWriter) -> Record:
         with suppress(RecordsUnavailable):
             await writer.accept(record)
             return record
-
-
-def read_state(rows: Rows, record: Record) -> object:
-    """Return the state of a record's row, or None when it has none."""
-    row = rows.execute("SELECT state FROM gateway_requestrecord WHERE id = %s", [record.id]).fetchone()
-    return row[0] if row is not None else None
-
-
-async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -130,7 +102,7 @@ async def test_what_asks_a_frozen_server_ends_and_all_threads_come_back(
             pass  # a server that has just thawed may need longer than they wait
         while await asyncio.gather(*(run_upkeep(ask) for _ in range(8)), return_exceptions=True) != [7] * 8:
             pass
-    await until(lambda: threads._room.taken == 0)
+    await eventually(lambda: threads._room.taken == 0)
 
 
 @pytest.mark.usefixtures("rows")
@@ -157,9 +129,9 @@ async def test_the_writer_gives_up_on_a_frozen_server_and_leaves_no_request_open
                 await writer.accept(refused)
             running.state = RequestState.COMPLETED
             writer.touch(running)
-            await until(lambda: not writer.is_healthy)
-        await until(lambda: read_state(rows, running) == "completed")
-        await until(lambda: writer.is_healthy and read_state(rows, refused) in {None, "rejected"})
+            await eventually(lambda: not writer.is_healthy)
+        await eventually(lambda: read(rows, running) == ("completed",))
+        await eventually(lambda: writer.is_healthy and read(rows, refused) in {None, ("rejected",)})
     finally:
         await writer.stop()
 
@@ -176,16 +148,16 @@ async def test_a_gateway_lives_through_a_freeze_and_its_heartbeat_goes_on(
     request.getfixturevalue("limit_s")
     try:
         with frozen(private_servers):
-            await until(lambda: "gateway.sweep_failed" in caplog.text and "gateway.heartbeat_failed" in caplog.text)
+            await eventually(lambda: "gateway.sweep_failed" in caplog.text and "gateway.heartbeat_failed" in caplog.text)
         before = read_heartbeat(runtime)
-        await until(lambda: read_heartbeat(runtime) != before)
+        await eventually(lambda: read_heartbeat(runtime) != before)
         assert not any(task.done() for task in runtime._tasks)
     finally:
         await runtime.stop()
 
 
 async def test_more_calls_than_may_wait_are_refused_at_once_and_upkeep_goes_on() -> None:
-    await until(lambda: threads._room.taken == 0)  # a call of an earlier test has its place in the room
+    await eventually(lambda: threads._room.taken == 0)  # a call of an earlier test has its place in the room
     set_limits(core={"database_s": SLACK_S, "database_waiting": 5})
     go_on = threading.Event()
     waiting = [asyncio.create_task(run_in_database(go_on.wait, 30)) for _ in range(5)]
@@ -212,3 +184,84 @@ async def test_a_call_that_nobody_waits_for_any_more_is_not_begun() -> None:
     await asyncio.gather(*busy)
     assert await asyncio.gather(*(run_in_database(time.monotonic) for _ in range(8)))
     assert begun == []
+
+
+async def test_while_the_database_is_away_requests_are_refused_and_nothing_is_lost(
+    rows: Rows, private_servers: EmbeddedServers
+) -> None:
+    set_limits(gateway={"records_late_s": 0.1})
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=10_000)
+    writer.start()
+    running = [make_record() for _ in range(50)]
+    await asyncio.gather(*(writer.accept(record) for record in running))
+    rows.close()
+    private_servers.postgres.kill()
+    private_servers.postgres.server.clear_leftovers()  # a backend outlives it for a moment, and would still take a request
+    try:
+        refused = make_record()
+        with pytest.raises(RecordsUnavailable) as caught:
+            await writer.accept(refused)
+        assert caught.value.retry_after_s
+        assert not writer.is_healthy
+        for record in running:
+            record.state = RequestState.COMPLETED
+            writer.touch(record)
+        overflow = make_record(state=RequestState.REJECTED)
+        writer.add_final(overflow)
+    finally:
+        private_servers.postgres.start()  # not in a thread: the server is tied to the life of the thread that starts it
+    await eventually(lambda: writer.is_healthy)
+    await written(writer)
+    with psycopg.connect(private_servers.database_url, autocommit=True) as again:
+        assert {read(again, record) for record in running} == {("completed",)}
+        await eventually(lambda: read(again, refused, "state", "error_code") == ("rejected", "NO_AVAILABLE_NODE"))
+        assert read(again, overflow) is None
+        assert count(again, RequestState.QUEUED) == 1  # the request of written()
+    await writer.stop()
+
+
+async def test_a_database_that_was_restarted_while_nobody_used_it_costs_no_request(
+    private_servers: EmbeddedServers, rows: Rows
+) -> None:
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
+    writer.start()
+    try:
+        await writer.accept(make_record())
+        rows.close()
+        private_servers.postgres.kill()
+        private_servers.postgres.start()
+        record = make_record()
+        await writer.accept(record)
+        with psycopg.connect(private_servers.database_url, autocommit=True) as again:
+            assert read(again, record) == ("queued",)
+    finally:
+        await writer.stop()
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+async def test_an_answer_that_a_frozen_database_cannot_keep_reaches_its_client_and_is_not_kept_later(
+    make_gateway: Make, rows: Rows, private_servers: EmbeddedServers, moment: str
+) -> None:
+    set_limits(gateway={"keeping_s": 1.0})
+    gateway = make_gateway()
+    allow_keeping(gateway)
+    link = gateway.link(paths={"/v1/chat/completions"})
+    request = gateway.ask(surface=SURFACES["/v1/responses"], input="hi", stream=True)
+    stream = await request.on(link)
+    with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
+        if moment == "while":
+            blocker.execute("LOCK TABLE gateway_storedresponse")
+            stream.answer(*STREAM, headers=SSE)
+            # A machine that stands still for that second sees the keeping given up already.
+            await request.client.wait(lambda: is_waited_for(rows) or request.task.done())
+        with frozen(private_servers):
+            if moment == "before":
+                stream.answer(*STREAM, headers=SSE)
+            await request.done()
+        blocker.rollback()
+    response = last_data(request.client.body)["response"]
+    assert (response["store"], response["status"], request.client.is_whole) == (False, "completed", True)
+    assert await request.record("state", "prompt_tokens", "completion_tokens") == ("completed", 3, 4)
+    await asyncio.gather(*(run_in_database(int) for _ in range(8)))
+    await eventually(lambda: threads._room.taken == 0)
+    assert rows.execute("SELECT count(*) FROM gateway_storedresponse").fetchone() == (0,)

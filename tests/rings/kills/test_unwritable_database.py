@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
@@ -22,13 +19,12 @@ from gateway.errors import RecordsUnavailable
 from gateway.records import Record, RecordWriter
 from governance.models import AuditEvent, Operation
 from tests.fakes.frozen_database import in_thread, wait_for
+from tests.fakes.pipeline import Rows
+from tests.fakes.records import make_record
 from tests.system.governance.governance_rest import make_client
 from tests.system.governance.team import make_team
 from wire.contract import RequestState
-from wire.ids import new_uuid7
 
-pytestmark = pytest.mark.timeout(240)  # above the sum of the waits and the start of a server
-Rows = psycopg.Connection[tuple[object, ...]]
 Unwritable = Callable[[], AbstractContextManager[None]]
 PROPOSAL = {
     "operation": "admin-token-mint", "targets": ["control-plane"], "params": {"name": "ci"}, "reason": "for the build",
@@ -118,12 +114,9 @@ def unwritable(request: pytest.FixtureRequest, rows: Rows) -> Unwritable:
     return lambda: full_disk(rows, disk)
 
 
-def make_record() -> Record:
+def make_long_record() -> Record:
     """Return a request with a long name: few rows fill a page that has room left."""
-    return Record(
-        id=new_uuid7(), created_at=datetime.now(UTC), gateway_id=uuid.UUID(int=1), tenant="t" * 60, key_id=uuid.UUID(int=2),
-        key_name="k" * 60, endpoint="/v1/chat/completions", model="m" * 200, is_streaming=True,
-    )  # fmt: skip
+    return make_record(tenant="t" * 60, key_name="k" * 60, model="m" * 200)
 
 
 def states_of(rows: Rows) -> dict[object, object]:
@@ -134,7 +127,7 @@ def states_of(rows: Rows) -> dict[object, object]:
 async def fill_up(writer: RecordWriter, accepted: list[Record]) -> RecordsUnavailable:
     """Send requests until one is refused: pages have room for some more. Those before it join ``accepted``."""
     for _ in range(5000):
-        record = make_record()
+        record = make_long_record()
         try:
             await writer.accept(record)
         except RecordsUnavailable as refusal:
@@ -149,7 +142,7 @@ async def test_nothing_is_accepted_that_is_not_written_and_all_of_it_works_again
     writer = RecordWriter(accept_s=30.0, max_pending=1000)
     writer.start()
     try:
-        running = make_record()
+        running = make_long_record()
         await writer.accept(running)
         accepted = [running]
         with unwritable():
@@ -162,7 +155,7 @@ async def test_nothing_is_accepted_that_is_not_written_and_all_of_it_works_again
             states = states_of(rows)
             assert all(states.get(record.id) for record in accepted)
         await sync_to_async(wait_for)(lambda: states_of(rows)[running.id] == "completed", what="the end is written in the end")
-        again = make_record()
+        again = make_long_record()
         await writer.accept(again)
         assert again.id in states_of(rows)
     finally:
