@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.rings.fuzz.bodies import CHAT, make_plain, write
+from tests.fakes.request_bodies import CHAT, make_plain, write
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any  # bodies are JSON of either side
 from urllib.parse import urlsplit
@@ -223,12 +223,6 @@ async def send_raw(url: str, data: bytes, *, within_s: float = REPLY_WITHIN_S) -
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
     return bytes(found)
-
-
-async def iterate(exchange: Exchange) -> AsyncIterator[bytes]:
-    """Yield the pieces of a response as they come."""
-    while piece := await exchange.chunk():
-        yield piece
 
 
 BUSY_TEXT = "Service temporarily at capacity, please retry"

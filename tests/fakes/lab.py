@@ -26,7 +26,7 @@ from tests.fakes.waiting import DEADLINE_S, eventually
 from wire.bridge import ReplicaInfo
 from wire.frames import End
 
-CHAT = "/v1/chat/completions"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 OPEN_STATES = {"queued", "assigned", "running"}
 ACTOR = "contract-tests"
 PROBE_TOKENS = 2_000_000_000
@@ -134,11 +134,6 @@ class Lab:
         async with await psycopg.AsyncConnection.connect(url, row_factory=dict_row) as database:
             found = await database.execute(query, (model, PROBE_TOKENS))
             return [dict(row) for row in await found.fetchall()]
-
-    async def listed_requests(self, model: str) -> list[dict[str, Any]]:
-        """Return the rows of a model in ``GET /requests``, newest first."""
-        reply = await self.control("GET", "/requests?limit=1000")
-        return [row for row in reply.json["requests"] if row["model"] == model and row["max_tokens"] != PROBE_TOKENS]
 
     async def final(self, model: str, count: int = 1, *, within_s: float = DEADLINE_S) -> list[dict[str, Any]]:
         """Wait until a model has ``count`` records and none is open; return them, oldest first."""
@@ -380,7 +375,6 @@ async def answer_in_turn(worker: ScriptedWorker, texts: Sequence[str]) -> None:
         await worker.answer(job, f"answer to {text}")
 
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 _CONCURRENT = 8
 _PASSED = ("retry-after", "x-should-retry")
 

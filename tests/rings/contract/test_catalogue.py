@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import uuid
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,8 +13,8 @@ import pytest
 
 from tests.fakes.http_client import Reply, call
 from tests.fakes.lab import CHAT, MESSAGES, PROBE_TOKENS, RESPONSES, Lab, bearer, chat_body, unique
-from tests.fakes.stack import Gateway, Stack
 from tests.fakes.waiting import DEADLINE_S, eventually
+from tests.rings.contract.conftest import PAGE
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 KEY_FIELDS = {"id", "name", "prefix", "created_at", "last_used_at", "revoked"}
@@ -290,9 +289,6 @@ async def test_of_two_credentials_the_one_that_is_ours_counts(lab: Lab) -> None:
         assert (await ask(**foreign)).error["code"] == "INVALID_API_KEY"
 
 
-PAGE = "https://chat.example.com"
-
-
 ASKING = {
     "origin": PAGE,
     "access-control-request-method": "POST",
@@ -300,47 +296,38 @@ ASKING = {
 }
 
 
-@pytest.fixture(scope="module")
-def browsable(stack: Stack) -> Iterator[Gateway]:
-    """A gateway that lets pages of one origin in."""
-    with stack.lend_gateway("browsable", {"MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}"}) as gateway:
-        yield gateway
-
-
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, "/v1/models", "/v1/responses/resp_1"])
-async def test_a_page_that_is_let_in_may_ask_and_read(lab: Lab, browsable: Gateway, path: str) -> None:
-    reply = await call("OPTIONS", browsable.url + path, headers=ASKING)
+async def test_a_page_that_is_let_in_may_ask_and_read(lab: Lab, path: str) -> None:
+    reply = await call("OPTIONS", lab.gateway.url + path, headers=ASKING)
     assert (reply.status, reply.body) == (204, b"")
     assert reply.headers["access-control-allow-origin"] == PAGE
     assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "POST" in reply.headers["access-control-allow-methods"]
     assert reply.headers["vary"] == "Origin"
-    reply = await call("GET", browsable.url + path, headers={"origin": PAGE})
+    reply = await call("GET", lab.gateway.url + path, headers={"origin": PAGE})
     assert reply.headers["access-control-allow-origin"] == PAGE
     assert reply.headers["access-control-expose-headers"] == "*"
     assert "access-control-allow-credentials" not in reply.headers
 
 
-async def test_a_page_that_is_let_in_reads_streams_and_errors(lab: Lab, browsable: Gateway) -> None:
-    model = await lab.model(browsable)
-    box = await lab.box(model, gateway=browsable)
-    asked = lab.spawn(
-        lab.post(chat_body(model, stream=True), gateway=browsable, headers=lab.headers({"origin": "http://localhost:3000"}))
-    )
+async def test_a_page_that_is_let_in_reads_streams_and_errors(lab: Lab) -> None:
+    model = await lab.model()
+    box = await lab.box(model)
+    asked = lab.spawn(lab.post(chat_body(model, stream=True), headers=lab.headers({"origin": "http://localhost:3000"})))
     stream = await box.stream()
     await box.head(stream, content_type="text/event-stream", headers={"access-control-allow-origin": "*"})
     await box.data(stream, b"data: [DONE]\n\n")
     await box.end(stream)
     assert (await asked).headers["access-control-allow-origin"] == "http://localhost:3000"
-    refused = await lab.post(b"{", gateway=browsable, headers=lab.headers({"origin": PAGE}))
+    refused = await lab.post(b"{", headers=lab.headers({"origin": PAGE}))
     assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, PAGE)
 
 
-async def test_other_pages_and_what_is_not_for_clients_are_not_let_in(lab: Lab, browsable: Gateway) -> None:
-    for gateway, origin in ((browsable, "https://evil.example"), (browsable, "null"), (lab.gateway, PAGE)):
+async def test_other_pages_and_what_is_not_for_clients_are_not_let_in(lab: Lab) -> None:
+    for origin in ("https://evil.example", "null", PAGE + ".evil.example"):
         for method in ("OPTIONS", "GET"):
-            reply = await call(method, gateway.url + CHAT, headers=ASKING | {"origin": origin})
+            reply = await call(method, lab.gateway.url + CHAT, headers=ASKING | {"origin": origin})
             assert "access-control-allow-origin" not in reply.headers
     for path in ("/metrics", "/admin/keys", "/health"):
-        reply = await call("GET", browsable.url + path, headers={"origin": PAGE})
+        reply = await call("GET", lab.gateway.url + path, headers={"origin": PAGE})
         assert "access-control-allow-origin" not in reply.headers

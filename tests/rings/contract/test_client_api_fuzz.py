@@ -17,8 +17,8 @@ from tests.fakes.broken_http import KINDS as BROKEN
 from tests.fakes.engine_streams import FLOODS
 from tests.fakes.http_client import call
 from tests.fakes.lab import Lab
+from tests.fakes.request_bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
 from tests.fakes.stack import Gateway, Stack
-from tests.rings.fuzz.bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
 from tests.rings.fuzz.document import Attack
 from tests.rings.fuzz.rounds import MOST_CPU_MS, SETTINGS, Fuzzer, fuzz
 

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.fakes.http_client import Reply, assert_failure, assert_stream_failure
-from tests.fakes.lab import Lab, unique
+from tests.fakes.lab import IMPATIENT, Lab, unique
 from tests.fakes.scripted_backend import ScriptedBackend, serve_backend
 from tests.fakes.waiting import eventually
 
@@ -117,7 +117,7 @@ async def test_a_node_whose_url_nobody_listens_on_is_offline_and_gets_no_request
         node = await register(lab, f"http://127.0.0.1:{deaf.getsockname()[1]}", reachable=False)
         beat = await node.heartbeat()
         assert (beat.json["effective_status"], beat.json["reachable"]) == ("offline", False)
-        reply = await lab.ask(node.model)
+        reply = await lab.ask(node.model, x_pool_options=IMPATIENT)
     assert_failure(reply, 503, "NODE_UNHEALTHY")
 
 

@@ -20,8 +20,8 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 
+from tests.fakes.request_bodies import CHAT
 from tests.fakes.stack import Gateway
-from tests.rings.fuzz.bodies import CHAT
 from wire.contract import ErrorCode
 
 _STATUS = re.compile(rb"HTTP/1\.1 (\d\d\d) ")

@@ -35,10 +35,7 @@ from tests.fakes.broken_http import KINDS as BROKEN
 from tests.fakes.engine_streams import spoil_answer, spoil_body, spoil_stream
 from tests.fakes.http_client import Reply, call
 from tests.fakes.lab import Lab
-from tests.fakes.scripted_box import ScriptedBox, Stream
-from tests.fakes.stack import Gateway
-from tests.fakes.waiting import eventually
-from tests.rings.fuzz.bodies import (
+from tests.fakes.request_bodies import (
     CHAT,
     COMPLETIONS,
     COUNT_MESSAGES,
@@ -55,6 +52,9 @@ from tests.rings.fuzz.bodies import (
     make_plain,
     write,
 )
+from tests.fakes.scripted_box import ScriptedBox, Stream
+from tests.fakes.stack import Gateway
+from tests.fakes.waiting import eventually
 from tests.rings.fuzz.document import UNREAD, Unread, converse, pour, read_status
 from wire.contract import ErrorCode
 
