@@ -36,6 +36,7 @@ from tests.fakes.signed_tokens import (
     sign_claims,
     verify,
 )
+from tests.fakes.tables import by_outcome
 from wire.optoken import Level, Operation, OpTokenError, Reason, Rule, Verifier, params_digest
 from wire.optoken.approval import Statement, encode_bytes
 
@@ -105,73 +106,61 @@ def test_an_l1_signature_may_be_hex_or_base64url() -> None:
         assert verify({**token, "signature": spelling}).op_id == "op-1"
 
 
-SIGNATURE_ROWS: dict[str, tuple[Token, Reason]] = {
-    "wrong key, L0": (make_l0(OTHER_KEY), Reason.BAD_SIGNATURE),
-    "wrong key, L1": (make_l1(OTHER_KEY), Reason.BAD_SIGNATURE),
-    "unknown kid": (make_l1(kid="2031-01"), Reason.UNKNOWN_KEY),
-    "unknown kid, edited into a signed token": (edited(make_l1(), kid="2031-01"), Reason.UNKNOWN_KEY),
-    "known kid of another key": (edited(make_l1(), kid=""), Reason.BAD_SIGNATURE),
-    "kid of another type": (l1(kid=7), Reason.UNKNOWN_KEY),
-    "kid left out": (l1(kid=...), Reason.UNKNOWN_KEY),
-    "algorithm swap to SHA-1": (with_mac(make_l0(), "sha1"), Reason.BAD_SIGNATURE),
-    "algorithm swap to SHA-512": (with_mac(make_l1(), "sha512"), Reason.BAD_SIGNATURE),
-    "algorithm swap to SHA-512, cut to length": (
-        {**make_l0(), "signature": with_mac(make_l0(), "sha512")["signature"][:64]},
-        Reason.BAD_SIGNATURE,
-    ),
-    "algorithm none, named in the token": ({**l1(alg="none"), "signature": ""}, Reason.BAD_SIGNATURE),
-    "algorithm named in the token, well signed": (l1(alg="HS256"), Reason.BAD_FIELD),
-    "plain hash instead of a MAC": (
-        {**make_l0(), "signature": hashlib.sha256(json.dumps(make_l0()["opToken"], sort_keys=True).encode()).hexdigest()},
-        Reason.BAD_SIGNATURE,
-    ),
-    "empty signature": ({**make_l0(), "signature": ""}, Reason.BAD_SIGNATURE),
-    "signature cut short": ({**make_l0(), "signature": make_l0()["signature"][:-2]}, Reason.BAD_SIGNATURE),
-    "signature with more behind it": ({**make_l0(), "signature": make_l0()["signature"] + "00"}, Reason.BAD_SIGNATURE),
-    "signature not ASCII": ({**make_l0(), "signature": "é" * 64}, Reason.BAD_SIGNATURE),
-    "signature in digits of another script": ({**make_l0(), "signature": "٣" * 64}, Reason.BAD_SIGNATURE),
-    "non-canonical encoding: blanks in the hex": (
-        {**make_l0(), "signature": " ".join(make_l0()["signature"])},
-        Reason.BAD_SIGNATURE,
-    ),
-    "non-canonical encoding: capitals in the hex": (
-        {**make_l0(), "signature": make_l0()["signature"].upper()},
-        Reason.BAD_SIGNATURE,
-    ),
-    "non-canonical encoding: base64url at L0": (
-        {**make_l0(), "signature": base64.urlsafe_b64encode(bytes.fromhex(make_l0()["signature"])).decode()},
-        Reason.BAD_SIGNATURE,
-    ),
-    "non-canonical encoding: unused bits set": (
+SIGNATURE_ROWS: dict[Reason, dict[str, Token]] = {
+    Reason.BAD_SIGNATURE: {
+        "wrong key, L0": make_l0(OTHER_KEY),
+        "wrong key, L1": make_l1(OTHER_KEY),
+        "known kid of another key": edited(make_l1(), kid=""),
+        "algorithm swap to SHA-1": with_mac(make_l0(), "sha1"),
+        "algorithm swap to SHA-512": with_mac(make_l1(), "sha512"),
+        "algorithm swap to SHA-512, cut to length": {**make_l0(), "signature": with_mac(make_l0(), "sha512")["signature"][:64]},
+        "algorithm none, named in the token": {**l1(alg="none"), "signature": ""},
+        "plain hash instead of a MAC": {
+            **make_l0(),
+            "signature": hashlib.sha256(json.dumps(make_l0()["opToken"], sort_keys=True).encode()).hexdigest(),
+        },
+        "empty signature": {**make_l0(), "signature": ""},
+        "signature cut short": {**make_l0(), "signature": make_l0()["signature"][:-2]},
+        "signature with more behind it": {**make_l0(), "signature": make_l0()["signature"] + "00"},
+        "signature not ASCII": {**make_l0(), "signature": "é" * 64},
+        "signature in digits of another script": {**make_l0(), "signature": "٣" * 64},
+        "non-canonical encoding: blanks in the hex": {**make_l0(), "signature": " ".join(make_l0()["signature"])},
+        "non-canonical encoding: capitals in the hex": {**make_l0(), "signature": make_l0()["signature"].upper()},
+        "non-canonical encoding: base64url at L0": {
+            **make_l0(),
+            "signature": base64.urlsafe_b64encode(bytes.fromhex(make_l0()["signature"])).decode(),
+        },
         # The last of 43 characters carries four bits; the next letter differs in the two that carry nothing.
-        {**make_l1(), "signature": make_l1()["signature"][:-1] + chr(ord(make_l1()["signature"][-1]) + 1)},
-        Reason.BAD_SIGNATURE,
-    ),
-    "L1 claims signed by the rule of L0": (
-        {
+        "non-canonical encoding: unused bits set": {
+            **make_l1(),
+            "signature": make_l1()["signature"][:-1] + chr(ord(make_l1()["signature"][-1]) + 1),
+        },
+        "L1 claims signed by the rule of L0": {
             **make_l1(),
             "signature": hmac.new(KEY, json.dumps(make_l1()["opToken"], sort_keys=True).encode(), "sha256").hexdigest(),
         },
-        Reason.BAD_SIGNATURE,
-    ),
-    "L1 token stripped down to L0": (
-        {**make_l1(), "opToken": {name: item for name, item in make_l1()["opToken"].items() if name in make_l0()["opToken"]}},
-        Reason.BAD_SIGNATURE,
-    ),
-    "L1 token without its version": (
-        {**make_l1(), "opToken": {name: item for name, item in make_l1()["opToken"].items() if name != "v"}},
-        Reason.BAD_SIGNATURE,
-    ),
-    "signature of another token": (
-        {**make_l0(), "signature": make_l0(nonce="another-nonce")["signature"]},
-        Reason.BAD_SIGNATURE,
-    ),
-    "version 2": (l1(v=2), Reason.UNKNOWN_VERSION),
-    "version as text": (l1(v="1"), Reason.UNKNOWN_VERSION),
+        "L1 token stripped down to L0": {
+            **make_l1(),
+            "opToken": {name: item for name, item in make_l1()["opToken"].items() if name in make_l0()["opToken"]},
+        },
+        "L1 token without its version": {
+            **make_l1(),
+            "opToken": {name: item for name, item in make_l1()["opToken"].items() if name != "v"},
+        },
+        "signature of another token": {**make_l0(), "signature": make_l0(nonce="another-nonce")["signature"]},
+    },
+    Reason.UNKNOWN_KEY: {
+        "unknown kid": make_l1(kid="2031-01"),
+        "unknown kid, edited into a signed token": edited(make_l1(), kid="2031-01"),
+        "kid of another type": l1(kid=7),
+        "kid left out": l1(kid=...),
+    },
+    Reason.BAD_FIELD: {"algorithm named in the token, well signed": l1(alg="HS256")},
+    Reason.UNKNOWN_VERSION: {"version 2": l1(v=2), "version as text": l1(v="1")},
 }
 
 
-@pytest.mark.parametrize(("token", "reason"), SIGNATURE_ROWS.values(), ids=SIGNATURE_ROWS)
+@pytest.mark.parametrize(("token", "reason"), by_outcome(SIGNATURE_ROWS))
 def test_nobody_without_the_key_makes_a_token(token: Token, reason: Reason) -> None:
     assert reason_of(token) is reason
 
@@ -341,19 +330,22 @@ def test_l1_leaves_a_model_out_and_never_says_null() -> None:
     assert reason_of(token, operation=Operation.CACHE_FLUSH, model_id=None) is Reason.BAD_FIELD
 
 
-SIGNER_ROWS: dict[str, tuple[object, Reason]] = {
-    "one of two": (["admin1"], Reason.TOO_FEW_SIGNERS), "nobody": ([], Reason.TOO_FEW_SIGNERS),
-    "one twice": (["admin1", "admin1"], Reason.TOO_FEW_SIGNERS),
-    "one twice with blanks": (["admin1", " admin1", "admin1\t"], Reason.TOO_FEW_SIGNERS),
-    "an empty name": (["admin1", ""], Reason.BAD_FIELD), "a blank name": (["admin1", "admin2", " \n"], Reason.BAD_FIELD),
-    "a text": ("admin1,admin2", Reason.BAD_FIELD), "a number": (2, Reason.BAD_FIELD), "left out": (..., Reason.BAD_FIELD),
-    "a crowd": ([f"admin{number}" for number in range(65)], Reason.BAD_FIELD),
-    "an endless name": (["admin1", "a" * 201], Reason.BAD_FIELD),
+SIGNER_ROWS: dict[Reason, dict[str, object]] = {
+    Reason.TOO_FEW_SIGNERS: {
+        "one of two": ["admin1"],
+        "nobody": [],
+        "one twice": ["admin1", "admin1"],
+        "one twice with blanks": ["admin1", " admin1", "admin1\t"],
+    },
+    Reason.BAD_FIELD: {
+        "an empty name": ["admin1", ""], "a blank name": ["admin1", "admin2", " \n"], "a text": "admin1,admin2", "a number": 2,
+        "left out": ..., "a crowd": [f"admin{number}" for number in range(65)], "an endless name": ["admin1", "a" * 201],
+    },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("make", [l0, l1], ids=["L0", "L1"])
-@pytest.mark.parametrize(("signers", "reason"), SIGNER_ROWS.values(), ids=SIGNER_ROWS)
+@pytest.mark.parametrize(("signers", "reason"), by_outcome(SIGNER_ROWS))
 def test_distinct_signers_are_counted(make: Any, signers: object, reason: Reason) -> None:
     assert reason_of(make(signers=signers)) is reason
 
@@ -489,31 +481,37 @@ def test_the_names_that_the_issuer_lists_count_for_nothing() -> None:
 
 # The signed part, as at L1
 
-ISSUER_ROWS: dict[str, tuple[Token, Reason]] = {
-    "wrong key": (make_l2(OTHER_KEY), Reason.BAD_SIGNATURE),
-    "unknown kid": (make_l2(kid="2031-01"), Reason.UNKNOWN_KEY),
-    "HMAC with the bytes of a public key": (make_l2(ADA.passkey.public_key), Reason.BAD_SIGNATURE),
-    "algorithm swap": ({**make_l2(), "signature": encode_bytes(hmac.digest(KEY, b"{}", "sha512"))}, Reason.BAD_SIGNATURE),
-    "other runner's token": (make_l2(audience="box-9"), Reason.WRONG_AUDIENCE),
-    "expired": (make_l2(expires_at=NOW - 1, grant=make_grant(issued_at=NOW - 300)), Reason.EXPIRED),
-    "from the future": (make_l2(grant=make_grant(issued_at=NOW + 61)), Reason.NOT_YET_VALID),
-    "lives too long": (make_l2(expires_at=NOW + 301), Reason.LIFETIME_TOO_LONG),
-    "without the digest of its statement": (reclaimed(make_l2(), stmtDigest=...), Reason.BAD_FIELD),
-    "digest of another statement": (reclaimed(make_l2(), stmtDigest="ab" * 32), Reason.WRONG_STATEMENT),
-    "digest in capitals": (reclaimed(make_l2(), stmtDigest=STATEMENT.digest.hex().upper()), Reason.WRONG_STATEMENT),
-    "digest not ASCII": (reclaimed(make_l2(), stmtDigest="ä" * 64), Reason.WRONG_STATEMENT),
-    "another approval's id": (reclaimed(make_l2(), opId="op-2"), Reason.WRONG_STATEMENT),
-    "use 0": (reclaimed(make_l2(), use=0), Reason.BAD_FIELD),
-    "use as text": (reclaimed(make_l2(), use="1"), Reason.BAD_FIELD),
-    "stale version of the format": (reclaimed(make_l2(), v=2), Reason.UNKNOWN_VERSION),
-    "no proofs at all": ({name: item for name, item in make_l2().items() if name != "proofs"}, Reason.BAD_FIELD),
-    "proofs that are no list": ({**make_l2(), "proofs": {"0": PROOFS[0]}}, Reason.BAD_FIELD),
-    "something unsigned beside": ({**make_l2(), "note": "hello"}, Reason.BAD_FIELD),
-    "a token of a megabyte": ({**make_l2(), "proofs": ["A" * 1_000_000]}, Reason.TOO_LARGE),
+ISSUER_ROWS: dict[Reason, dict[str, Token]] = {
+    Reason.BAD_SIGNATURE: {
+        "wrong key": make_l2(OTHER_KEY),
+        "HMAC with the bytes of a public key": make_l2(ADA.passkey.public_key),
+        "algorithm swap": {**make_l2(), "signature": encode_bytes(hmac.digest(KEY, b"{}", "sha512"))},
+    },
+    Reason.UNKNOWN_KEY: {"unknown kid": make_l2(kid="2031-01")},
+    Reason.WRONG_AUDIENCE: {"other runner's token": make_l2(audience="box-9")},
+    Reason.EXPIRED: {"expired": make_l2(expires_at=NOW - 1, grant=make_grant(issued_at=NOW - 300))},
+    Reason.NOT_YET_VALID: {"from the future": make_l2(grant=make_grant(issued_at=NOW + 61))},
+    Reason.LIFETIME_TOO_LONG: {"lives too long": make_l2(expires_at=NOW + 301)},
+    Reason.BAD_FIELD: {
+        "without the digest of its statement": reclaimed(make_l2(), stmtDigest=...),
+        "use 0": reclaimed(make_l2(), use=0),
+        "use as text": reclaimed(make_l2(), use="1"),
+        "no proofs at all": {name: item for name, item in make_l2().items() if name != "proofs"},
+        "proofs that are no list": {**make_l2(), "proofs": {"0": PROOFS[0]}},
+        "something unsigned beside": {**make_l2(), "note": "hello"},
+    },
+    Reason.WRONG_STATEMENT: {
+        "digest of another statement": reclaimed(make_l2(), stmtDigest="ab" * 32),
+        "digest in capitals": reclaimed(make_l2(), stmtDigest=STATEMENT.digest.hex().upper()),
+        "digest not ASCII": reclaimed(make_l2(), stmtDigest="ä" * 64),
+        "another approval's id": reclaimed(make_l2(), opId="op-2"),
+    },
+    Reason.UNKNOWN_VERSION: {"stale version of the format": reclaimed(make_l2(), v=2)},
+    Reason.TOO_LARGE: {"a token of a megabyte": {**make_l2(), "proofs": ["A" * 1_000_000]}},
 }
 
 
-@pytest.mark.parametrize(("token", "reason"), ISSUER_ROWS.values(), ids=ISSUER_ROWS)
+@pytest.mark.parametrize(("token", "reason"), by_outcome(ISSUER_ROWS))
 def test_the_signed_part_is_checked_as_at_l1(token: Token, reason: Reason) -> None:
     assert refusal(token) == (reason, "")
 
