@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -490,5 +491,6 @@ class ModelLife(RuleBasedStateMachine):
 
 TestModelLife = ModelLife.TestCase
 TestModelLife.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+    max_examples=25 * int(os.environ.get("MUSTER_TEST_EXAMPLES", "1")), stateful_step_count=40, deadline=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
