@@ -253,60 +253,67 @@ async def test_a_request_whose_client_has_left_is_not_given_to_another_node(flee
 # clients
 
 
-async def test_a_stream_whose_answer_does_not_come_is_never_silent_for_long(fleet: Fleet) -> None:
-    await fleet.add_node()
-    began, waiting = fleet.ask(stream=True), fleet.ask(stream=True)
-    call = await fleet.next_call(began)
-    longest_s, seen, at = 0.0, 0, fleet.loop.time()
-    while not waiting.is_over:
-        await fleet.advance(0.25)
-        if len(waiting.client.events) > seen:
-            longest_s, seen, at = max(longest_s, fleet.loop.time() - at), len(waiting.client.events), fleet.loop.time()
-    assert 0 < longest_s <= limits().gateway.stream_ping_s + 0.25
-    comments, _, error = waiting.client.body.partition(b"data: ")
-    assert set(comments.split(b"\n\n")) == {b": ping", b""}
-    assert (waiting.status, waiting.error_code, b"[DONE]" in error) == (200, QueueTimeout.code, False)
-    call.emit()
-    call.finish()
-    await began.done()
-    assert began.client.body.startswith(b": ping\n\n")
-    assert began.pieces == [(call.ident, 0)]
+async def test_a_stream_whose_answer_does_not_come_is_never_silent_for_long(fleet_rows: Rows) -> None:
+    set_limits(gateway={"stream_ping_s": 1.0, "queue_s": 4.0})
+    async with Fleet(rows=fleet_rows) as fleet:
+        await fleet.add_node()
+        began, waiting = fleet.ask(stream=True), fleet.ask(stream=True)
+        call = await fleet.next_call(began)
+        longest_s, seen, at = 0.0, 0, fleet.loop.time()
+        while not waiting.is_over:
+            await fleet.advance(0.1)
+            if len(waiting.client.events) > seen:
+                longest_s, seen, at = max(longest_s, fleet.loop.time() - at), len(waiting.client.events), fleet.loop.time()
+        assert 0 < longest_s <= 1.0 + 0.1
+        comments, _, error = waiting.client.body.partition(b"data: ")
+        assert set(comments.split(b"\n\n")) == {b": ping", b""}
+        assert (waiting.status, waiting.error_code, b"[DONE]" in error) == (200, QueueTimeout.code, False)
+        call.emit()
+        call.finish()
+        await began.done()
+        assert began.client.body.startswith(b": ping\n\n")
+        assert began.pieces == [(call.ident, 0)]
 
 
-async def test_a_client_that_does_not_read_is_closed_and_the_streams_beside_it_go_on(fleet: Fleet) -> None:
-    await fleet.add_node(slots=2)
-    slow, flood = await fleet.begin_stream()
-    good, live = await fleet.begin_stream()
-    slow.client.reading.clear()
-    flood.emit(120, text="x" * 16_000)
-    await fleet.settle()
-    assert flood.untaken > 40, "the node takes no more from its engine than the client's window holds"
-    while flood.is_running:
-        live.emit()
-        await fleet.advance(1.0)
-        assert len(good.pieces) == len(live.emitted)
-    assert flood.ended_at is not None
-    assert flood.ended_at - flood.began_at == pytest.approx(limits().gateway.client_write_s, abs=0.1)
-    live.finish()
-    assert (await good.row())["state"] == "completed"
-    assert (await slow.row())["state"] == "cancelled"
-    assert slow.client.handle.aborted
-    again, call = await fleet.begin_stream()
-    call.finish()
-    assert (await again.row())["state"] == "completed"
+async def test_a_client_that_does_not_read_is_closed_and_the_streams_beside_it_go_on(fleet_rows: Rows) -> None:
+    set_limits(gateway={"client_write_s": 3.0})
+    async with Fleet(rows=fleet_rows) as fleet:
+        await fleet.add_node(slots=2)
+        slow, flood = await fleet.begin_stream()
+        good, live = await fleet.begin_stream()
+        slow.client.reading.clear()
+        flood.emit(120, text="x" * 16_000)
+        await fleet.settle()
+        assert flood.untaken > 40, "the node takes no more from its engine than the client's window holds"
+        while flood.is_running:
+            live.emit()
+            await fleet.advance(0.5)
+            assert len(good.pieces) == len(live.emitted)
+        assert flood.ended_at is not None
+        assert flood.ended_at - flood.began_at == pytest.approx(3.0, abs=0.1)
+        live.finish()
+        assert (await good.row())["state"] == "completed"
+        assert (await slow.row())["state"] == "cancelled"
+        assert slow.client.handle.aborted
+        again, call = await fleet.begin_stream()
+        call.finish()
+        assert (await again.row())["state"] == "completed"
 
 
-async def test_a_client_that_reads_late_gets_all_of_its_answer(fleet: Fleet) -> None:
-    await fleet.add_node()
-    answer, call = await fleet.begin_stream()
-    answer.client.reading.clear()
-    call.emit(120, text="x" * 16_000)
-    call.finish()
-    await fleet.advance(limits().gateway.client_write_s - 1)
-    answer.client.reading.set()
-    row = await answer.row()
-    assert (row["state"], row["completion_tokens"]) == ("completed", 121)
-    assert answer.pieces == [(call.ident, place) for place in range(121)]
+async def test_a_client_that_reads_late_gets_all_of_its_answer(fleet_rows: Rows) -> None:
+    set_limits(gateway={"client_write_s": 3.0})
+    async with Fleet(rows=fleet_rows) as fleet:
+        await fleet.add_node()
+        answer, call = await fleet.begin_stream()
+        answer.client.reading.clear()
+        call.emit(60, text="x" * 16_000)
+        call.finish()
+        await fleet.advance(2.0)
+        assert call.untaken
+        answer.client.reading.set()
+        row = await answer.row()
+        assert (row["state"], row["completion_tokens"]) == ("completed", 61)
+        assert answer.pieces == [(call.ident, place) for place in range(61)]
 
 
 async def test_streams_of_one_node_keep_their_order_and_never_mix(fleet: Fleet) -> None:
@@ -364,7 +371,7 @@ async def test_a_request_that_four_nodes_were_lost_with_is_given_up(fleet: Fleet
 async def test_wherever_a_link_breaks_client_and_record_say_the_same(fleet: Fleet) -> None:
     node = await fleet.add_node()
     states = []
-    for count in range(7):
+    for count in range(6):
         await fleet.until(lambda: node.gateway_link is not None)
         answer, call = await fleet.begin_stream()
         node.link.up.stall()

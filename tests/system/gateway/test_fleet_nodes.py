@@ -6,7 +6,7 @@ Who gets a request, who waits and for how long, and what becomes of both when a 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 
 import pytest
@@ -248,10 +248,8 @@ async def test_a_provider_that_is_switched_off_refuses_at_once(fleet: Fleet) -> 
 
 @pytest.mark.parametrize(("begin", "end"), [(cordon_node, uncordon_node), (drain_node, undrain_node)])
 async def test_a_node_that_is_held_back_finishes_what_runs_and_stays_held_back_over_a_reconnect(
-    fleet: Fleet, begin: object, end: object
+    fleet: Fleet, begin: Callable[..., object], end: Callable[..., object]
 ) -> None:
-    assert callable(begin)
-    assert callable(end)
     node = await fleet.add_node("held", slots=2)
     node_id = node.gateway_link.node_id
     running, call = await fleet.begin_stream()
