@@ -278,10 +278,13 @@ def test_receipts_that_are_kept_convince_the_stand_alone_verifier(sent: Sent) ->
     assert receipt["runnerId"] == sent.rig.runner_id
 
 
-def test_of_a_node_below_l2_no_receipt_is_needed_and_none_is_kept_that_names_no_statement(sent: Sent) -> None:
+@pytest.mark.parametrize("has_receipt", [False, True])
+def test_of_a_node_below_l2_no_receipt_is_needed_and_none_is_kept_that_names_no_statement(
+    sent: Sent, has_receipt: bool
+) -> None:
     Node.objects.update(op_level="L1")
     status = OpStatus(op_id=sent.command.op_id, use=1, state="succeeded")
-    status.receipt = sent.rig.receipt(status, statement_digest="")
+    status.receipt = sent.rig.receipt(status, statement_digest="") if has_receipt else ""
     sent.hear(status)
     assert (sent.run.state, sent.run.code, sent.run.receipt) == (RunState.SUCCEEDED.value, "", "")
     assert verify_receipts(evidence_of(sent), read_statement(bytes(sent.operation.statement))) == []

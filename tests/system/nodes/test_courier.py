@@ -132,7 +132,9 @@ def rename_table(old: str, new: str) -> None:
         cursor.execute(f"ALTER TABLE {old} RENAME TO {new}")
 
 
-async def test_an_approved_load_is_carried_out_and_its_end_is_proved_though_the_database_was_away(governed: Governed) -> None:
+async def test_an_approved_load_is_carried_out_and_its_end_is_proved_though_the_database_was_away(
+    governed: Governed, caplog: pytest.LogCaptureFixture
+) -> None:
     async with gateway() as door, governed.link(door) as socket:
         operation = await governed.approve()
         command = await received(socket, bridge.OpCommand)
@@ -142,6 +144,7 @@ async def test_an_approved_load_is_carried_out_and_its_end_is_proved_though_the_
         await sync_to_async(rename_table)("nodes_nodecommand", "nodes_away")
         try:
             socket.say(governed.rig.end(command.op_id, "succeeded", result={"gpuMemoryUsedMB": 7}))
+            await eventually(lambda: "node.courier_waits" in caplog.text, "a round that the database failed")
             await eventually(lambda: door.endpoint.courier.waiting_statuses, "a status that waits")
         finally:
             await sync_to_async(rename_table)("nodes_away", "nodes_nodecommand")
