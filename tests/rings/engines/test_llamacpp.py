@@ -24,7 +24,6 @@ import pytest_asyncio
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import Progress
-from runner.engines import llamacpp
 from runner.engines.child import gpu_environment
 from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
 from runner.engines.llamacpp_log import LoadLog
@@ -177,7 +176,7 @@ async def test_a_load_tells_its_stages(client: aiohttp.ClientSession) -> None:
 async def test_what_the_log_says_of_a_load_is_heard_although_it_comes_after_the_answer(
     client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llamacpp, "_CHILD", "tests.fakes.engines.programs.late_log_child")
+    monkeypatch.setattr(LlamaCpp, "child_module", "tests.fakes.engines.programs.late_log_child")
     engine = LlamaCpp(tiny_plan(), client)
     reported: list[Progress] = []
     try:
@@ -191,7 +190,7 @@ async def test_what_the_log_says_of_a_load_is_heard_although_it_comes_after_the_
 async def test_a_load_that_is_cancelled_when_its_child_already_serves_leaves_no_process(
     client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llamacpp, "_CHILD", "tests.fakes.engines.programs.late_log_child")
+    monkeypatch.setattr(LlamaCpp, "child_module", "tests.fakes.engines.programs.late_log_child")
     set_runner_limits(engines={"llama_log_s": 3600.0})
     monkeypatch.setattr(LoadLog, "read", lambda _log, _line: None)
     engine = LlamaCpp(tiny_plan(), client)
