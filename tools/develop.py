@@ -24,8 +24,8 @@ _FAST = ("tests/unit",)
 _GATE = (*_FAST, "tests/system", "tests/smoke")
 _FAILED = Path(".pytest_cache", "v", "cache", "lastfailed")
 _FAST_WORKERS = 2
-_WORKERS = 3
-"""One more than cores, counted for two: a good part of the tests waits for processes of its own."""
+_WORKERS = 4
+"""Two more than cores, counted for two: a good part of the tests waits for a database."""
 
 
 def run_tests(arguments: Sequence[str], *, ring: str = "") -> int:
