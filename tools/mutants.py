@@ -36,7 +36,7 @@ TABLE = Path("tests", "defences.toml")
 DEFECTS = Path("tests", "mutants.toml")
 PROMISES = "defences"
 """Names all rows of ``TABLE`` on the command line."""
-RINGS = {"unit": "tests/unit", "system": "tests/system", "smoke": "tests/smoke", "rings": "tests/rings/contract"}
+RINGS = {"unit": "tests/unit", "system": "tests/system", "smoke": "tests/smoke", "rings": "tests/rings"}
 """Folders of the tests that may kill a mutant without tests of its own, in the order in which they are run."""
 _GATE = ("unit", "system", "smoke")
 _NO_SERVERS = {"MUSTER_TEST_DATABASE_URL": "postgresql://127.0.0.1:9/none", "MUSTER_TEST_REDIS_URL": "redis://127.0.0.1:9"}
