@@ -7,7 +7,8 @@ import time
 from dataclasses import dataclass, field, replace
 
 from django.conf import settings
-from django.db import transaction
+from django.core.management.color import no_style
+from django.db import connection, transaction
 from django.db.models import Model
 from django.utils import timezone
 
@@ -121,6 +122,9 @@ def make_governed(*names: str, **changes: object) -> Team:
         with transaction.atomic():
             for model, each in rows:
                 model._default_manager.bulk_create([copy.copy(row) for row in each])
+            with connection.cursor() as cursor:  # rows that bring their ids leave the sequences where they are
+                for statement in connection.ops.sequence_reset_sql(no_style(), [model for model, _ in rows]):
+                    cursor.execute(statement)
         return Team([replace(member, user=copy.copy(member.user), key=copy.copy(member.key)) for member in members])
     is_first = not any(model._default_manager.exists() for model in _TOLD_OF_A_POLICY)
     team = make_team(*names)
