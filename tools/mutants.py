@@ -209,7 +209,9 @@ def _run_tests(
     names.write_text("\n".join(tests), encoding="utf-8")
     usual = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--continue-on-collection-errors"]
     command = [sys.executable, "-m", "pytest", *usual, *options, f"@{names}"]
-    kept = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # What is compiled lies in the copy, where ``Change`` drops it: kept elsewhere, that of the file before would be run.
+    elsewhere = {"PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"}
+    kept = {name: value for name, value in environment.items() if name not in elsewhere}
     with output.open("wb") as stream:
         process = subprocess.Popen(command, cwd=copy, env=kept, stdout=stream, stderr=subprocess.STDOUT)
     try:
