@@ -262,8 +262,15 @@ def test_a_request_is_found_by_its_id_and_by_the_end_of_it_that_the_list_shows(b
 
 
 def test_the_end_of_an_id_is_found_without_reading_every_row() -> None:
+    record = make_record(finished_at=timezone.now())
+    copied = ", ".join(field.column for field in RequestRecord._meta.concrete_fields if not field.primary_key)
     with connection.cursor() as cursor:
-        cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute(
+            f"INSERT INTO gateway_requestrecord (id, {copied})"
+            f" SELECT gen_random_uuid(), {copied} FROM gateway_requestrecord, generate_series(1, 2000) WHERE id = %s",
+            [record.pk],
+        )
+        cursor.execute("ANALYZE gateway_requestrecord")
         cursor.execute("SELECT indisvalid FROM pg_index WHERE indexrelid = 'gateway_requestrecord_tail'::regclass")
         assert cursor.fetchall() == [(True,)]
     with CaptureQueriesContext(connection) as queries:
