@@ -225,13 +225,7 @@ async def send_raw(url: str, data: bytes, *, within_s: float = REPLY_WITHIN_S) -
     return bytes(found)
 
 
-BUSY_TEXT = "Service temporarily at capacity, please retry"
-TIMED_OUT_TEXT = "Request timed out waiting for worker"
-NO_WORKERS_TEXT = "No workers available to handle request"
-DISABLED_TEXT = "Provider is currently disabled"
-EXHAUSTED_TEXT = "Request could not be processed after multiple attempts"
 DELETED_TEXT = "Internal server error processing request"
-OVERSIZED_TEXT = "stream exceeded size limit"
 
 RETRYABLE = {
     "NO_AVAILABLE_NODE": True,

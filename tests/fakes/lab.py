@@ -6,16 +6,15 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any  # bodies and rows are JSON
 
 import aiohttp
 import psycopg
 from psycopg.rows import dict_row
-from websockets.exceptions import ConnectionClosed
 
 from conformance.engine.server import serve_engine
 from tests.fakes.http_client import REPLY_WITHIN_S, Exchange, Reply, call
@@ -35,8 +34,6 @@ IMPATIENT = {"max_latency_ms": 300}
 """``x_pool_options`` of a client that does not wait for a box: it is told at once why there is none."""
 TRY_AGAIN = 1013
 """With what a gateway closes the socket of a box whose registration its database was too slow for; real ones dial again."""
-UNHEARD = "worker heartbeat timed out"
-"""Why a gateway closes the socket of a worker that did not answer its pings."""
 _numbers = itertools.count(1)
 
 
@@ -340,39 +337,6 @@ class Lab:
             await exchange.close()
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.gather(*(worker.close() for worker in self.workers), return_exceptions=True)
-
-
-def heard_in_time(test: Callable[[Lab], Awaitable[None]]) -> Callable[[Lab], Awaitable[None]]:
-    """Run a test of the hasty gateway again where that gave up a worker whose pong a machine that stood still had held back."""
-
-    @wraps(test)
-    async def run(hasty_lab: Lab) -> None:
-        for rounds_left in reversed(range(5)):
-            before = len(hasty_lab.workers)
-            try:
-                await test(hasty_lab)
-            except (AssertionError, ConnectionClosed):
-                if not rounds_left or not await was_one_unheard(hasty_lab.workers[before:]):
-                    raise
-            else:
-                break
-
-    return run
-
-
-async def was_one_unheard(workers: Sequence[ScriptedWorker | ScriptedBox]) -> bool:
-    """Return whether the gateway gave up one that answers its pings; the news of that may still be on its way."""
-    answering = [one for one in workers if isinstance(one, ScriptedWorker) and one.answers_pings]
-    endings = await asyncio.gather(*(one.closed(within_s=1) for one in answering), return_exceptions=True)
-    return (1000, UNHEARD) in endings
-
-
-async def answer_in_turn(worker: ScriptedWorker, texts: Sequence[str]) -> None:
-    """Take and answer jobs one after the other, checking that they come in this order."""
-    for text in texts:
-        job = await worker.job()
-        assert job.text == text
-        await worker.answer(job, f"answer to {text}")
 
 
 _CONCURRENT = 8

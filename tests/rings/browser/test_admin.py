@@ -17,9 +17,9 @@ from gateway.routing import Target
 from gateway.services import allow_model, create_alias, create_tenant
 from nodes.models import Node
 from nodes.services.ejections import EjectionReport, write_ejections
+from tests.fakes.nodes import make_credential, make_node, make_presence
 from tests.rings.browser.conftest import Visit, find_violations, in_database
 from tests.system.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
-from tests.system.nodes.factories import make_credential, make_node, make_presence
 from wire.contract import RequestState
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]

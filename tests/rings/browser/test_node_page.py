@@ -11,9 +11,9 @@ from playwright.sync_api import Page, expect
 
 from nodes.models import Node
 from tests.fakes.control_process import ServerProcess
+from tests.fakes.nodes import make_credential
 from tests.fakes.waiting import wait_until
 from tests.rings.browser.conftest import NodeThread, Visit, in_database
-from tests.system.nodes.factories import make_credential
 from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]

@@ -6,7 +6,6 @@ nobody uses them, too.
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,26 +25,6 @@ STACK_SETTINGS = {
     "MUSTER_RECLAIM_GRACE_S": "1",
     "MUSTER_ACCEPT_TIMEOUT_S": "20",
     "MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}",
-}
-HASTY_SETTINGS = {
-    "MUSTER_QUEUE_TIMEOUT_S": "1",
-    "MUSTER_NO_NODE_WAIT_S": "0.3",
-    "MUSTER_MAX_QUEUE_LEN": "2",
-    "MUSTER_REQUEST_TIMEOUT_S": "4",
-    "MUSTER_BRIDGE_PING_INTERVAL_S": "0.2",
-    "MUSTER_BRIDGE_PONG_WINDOW_S": "1",
-    "MUSTER_MAX_STREAM_BYTES": "65536",
-    "MUSTER_WORKER_AUTH_BLOCK_S": "0.5",
-    "MUSTER_STALE_AFTER_S": "1",
-    "MUSTER_OFFLINE_AFTER_S": "60",
-}
-"""A request has more time than a machine stands still for: no test is about one that was held up under way."""
-NARROW_SETTINGS = {
-    "MUSTER_CLIENT_WRITE_TIMEOUT_S": "1",
-    "MUSTER_MAX_BUFFER_BYTES": "65536",
-    "MUSTER_QUEUE_TIMEOUT_S": "20",
-    "MUSTER_HEADER_TIMEOUT_S": "4",
-    "MUSTER_BODY_TIMEOUT_S": "4",
 }
 
 
@@ -74,20 +53,6 @@ def worker_secret(stack: Stack) -> str:
 
 
 @pytest.fixture(scope="module")
-def hasty(stack: Stack) -> Iterator[Gateway]:
-    """A gateway with small limits and short time-outs."""
-    with stack.lend_gateway("hasty", HASTY_SETTINGS) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
-def narrow(stack: Stack) -> Iterator[Gateway]:
-    """A gateway that buffers little and waits for a slow client for one second."""
-    with stack.lend_gateway("narrow", NARROW_SETTINGS) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
 def pair(stack: Stack) -> Iterator[tuple[Gateway, Gateway]]:
     """Two gateways of one cluster."""
     with ExitStack() as running:
@@ -112,25 +77,3 @@ async def lab(stack: Stack, worker_secret: str) -> AsyncIterator[Lab]:
         yield corner
     finally:
         await corner.close()
-
-
-@pytest.fixture
-def hasty_lab(lab: Lab, hasty: Gateway) -> Lab:
-    """The same, on the gateway with short time-outs."""
-    lab.gateway = hasty
-    return lab
-
-
-@pytest.fixture
-def narrow_lab(lab: Lab, narrow: Gateway) -> Lab:
-    """The same, on the gateway that buffers little."""
-    lab.gateway = narrow
-    return lab
-
-
-@pytest.fixture(scope="session")
-def second_address() -> str:
-    """A second loopback address to dial from, so that an address can be blocked without hurting other tests."""
-    if os.uname().sysname != "Linux":
-        pytest.skip("needs 127.0.0.2, which only Linux has without configuration")
-    return "127.0.0.2"

@@ -8,16 +8,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from core.limits import GatewayLimits
+from gateway.client import ClientConnection
+from gateway.errors import ClientTooSlow
 from tests.fakes.broken_http import KINDS as BROKEN
 from tests.fakes.engine_streams import FLOODS
 from tests.fakes.http_client import call
 from tests.fakes.lab import Lab
 from tests.fakes.request_bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
+from tests.fakes.server_door import GET, Scope, Visitor, hello, serve
 from tests.fakes.stack import Gateway, Stack
 from tests.rings.fuzz.document import Attack
 from tests.rings.fuzz.rounds import MOST_CPU_MS, SETTINGS, Fuzzer, fuzz
@@ -117,3 +124,67 @@ async def test_a_flood_ends_as_one_error_and_leaves_nothing_behind(fuzzer: Fuzze
         json.dumps({"model": fuzzer.native, "messages": [{"role": "user", "content": "hi"}]}).encode()
     )
     assert reply.status == 200
+
+
+TRICKLING, STALLED = 500, 50
+PIECE_BYTES = 64 * 1024
+STALL = GET.replace(b"/x", b"/stall")
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Both ends of every connection are files of this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * (TRICKLING + STALLED)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        pytest.skip(f"needs {wanted} open files; the limit here is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+async def test_a_good_client_is_served_while_hundreds_trickle_and_stall_and_all_of_them_are_ended() -> None:
+    too_slow = held_bytes = 0
+
+    async def app(scope: Scope, receive: Any, send: Any) -> None:
+        nonlocal too_slow, held_bytes
+        if scope["path"] != "/stall":
+            await hello(scope, receive, send)
+            return
+        client = ClientConnection(scope, receive, send, limits=GatewayLimits(client_write_s=3.0))
+        await client.read_body()
+        client.watch()
+        client.start(200, [])
+        try:
+            while True:
+                client.write(b"x" * PIECE_BYTES)
+                held_bytes = max(held_bytes, client.outbox.waiting_bytes)
+                await client.drain()
+        except ClientTooSlow:
+            too_slow += 1
+        client.unwatch()
+
+    async with serve(app, header_s=6.0) as door, AsyncExitStack() as crowd, asyncio.timeout(120):
+        good = await crowd.enter_async_context(door.visit())
+        tricklers = [await crowd.enter_async_context(door.visit(b"GET /x HTTP/1.1\r\nx-slow: ")) for _ in range(TRICKLING)]
+        stalled = [await crowd.enter_async_context(door.visit(STALL)) for _ in range(STALLED)]
+        for visitor in stalled:
+            visitor.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        answers = [asyncio.create_task(visitor.answer()) for visitor in tricklers]
+        beside = 0
+        while too_slow < STALLED or not all(answer.done() for answer in answers):
+            await good.say(GET)
+            assert (await good.answer())[2] == b"hello"
+            beside += not any(answer.done() for answer in answers)
+            for visitor in tricklers:
+                trickle(visitor)
+        assert beside > 0
+        assert held_bytes <= PIECE_BYTES
+        assert {(await answer)[0] for answer in answers} == {408}
+
+
+def trickle(visitor: Visitor) -> None:
+    """Send one byte more of a header that has no end."""
+    if not visitor.writer.is_closing():
+        visitor.writer.write(b"a")

@@ -15,8 +15,8 @@ from django.utils import timezone
 from controlplane.api_errors import describe_error
 from governance.models import AuditEvent
 from governance.services import create_admin_token
+from tests.fakes.nodes import make_node
 from tests.system.gateway_admin.factories import make_operator
-from tests.system.nodes.factories import make_node
 from wire.contract import ErrorCode
 
 pytestmark = pytest.mark.django_db

@@ -39,6 +39,7 @@ from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.models import NodeCommand, Reach
 from nodes.services import set_op_key
 from tests.fakes.control_process import ServerProcess, serve_control, serve_worker
+from tests.fakes.direct_node import run_direct_node
 from tests.fakes.frozen_database import (
     WITHIN_S,
     count_blocked,
@@ -49,11 +50,10 @@ from tests.fakes.frozen_database import (
     wait_for,
     wait_for_the_abandoned,
 )
+from tests.fakes.governed_nodes import approve_load, only_run
+from tests.fakes.nodes import ACTOR, make_node, make_presence
 from tests.fakes.standing_still import go_on, stop_tree
 from tests.system.governance.team import Team, make_due, make_governed, propose_token
-from tests.system.nodes.box_contract import run_box_contract
-from tests.system.nodes.factories import ACTOR, make_node, make_presence
-from tests.system.nodes.governed import approve_load, only_run
 
 COMMIT_LOCK = 77
 LOAD = "/v1/models/load"
@@ -400,7 +400,7 @@ def test_a_box_that_was_called_when_the_database_froze_is_not_called_again(
             stopped.extend(stop_tree(psutil.Process(servers.postgres.pid)))
             await super().__call__(scope, receive, send)
 
-    with run_box_contract() as box:
+    with run_direct_node() as box:
         box.answers = {LOAD: (202, Freezing({"taskId": "load-1"}, 202)), "/v1/capabilities": (200, {"models": {}})}
         node = make_node("far", reach=Reach.DIRECT, public_base_url=box.url)
         make_presence(node, age_s=0)

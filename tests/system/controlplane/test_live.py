@@ -22,8 +22,8 @@ from controlplane.live import CloseCode
 from core.hints import HINT_GROUP
 from core.models import User
 from nodes.models import Node, NodePresence
+from tests.fakes.nodes import make_node, make_presence
 from tests.system.gateway_admin.factories import make_record
-from tests.system.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]

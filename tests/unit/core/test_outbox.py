@@ -13,8 +13,6 @@ from core.outbox import AsgiMessage, Outbox
 from tests.fakes.examples import examples
 from tests.fakes.waiting import eventually
 
-Act = Callable[[], None]
-
 
 class Server:
     """The ASGI server's side of one connection: takes messages at once, or when ``ready`` is set again."""

@@ -1,8 +1,13 @@
-"""Gateway and control plane behind the nginx of docs/operate.md, as that page sets all of them up."""
+"""Gateway and control plane set up as docs/operate.md says, behind its nginx; and what its readers type.
+
+A block is run when its fence says so: three back-quotes, the language, and the word ``run``.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,8 +23,8 @@ from tests.fakes.control_process import ServerProcess, free_port, serve
 from tests.fakes.documented_nginx import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, run_documented_nginx
 from tests.fakes.lab import CHAT, Lab, bearer, chat_body, unique
 from tests.fakes.scripted_worker import ScriptedWorker, delta_text
-from tests.fakes.stack import Gateway, Stack
-from tests.fakes.waiting import eventually
+from tests.fakes.stack import ROOT, Gateway, Stack, answers
+from tests.fakes.waiting import eventually, wait_until
 
 SETTINGS = {
     "MUSTER_TRUSTED_PROXIES": "127.0.0.1",
@@ -32,7 +37,7 @@ SETTINGS = {
 ATTACKER, VISITOR = "127.0.0.3", "127.0.0.4"
 SOCKET = f"wss://{GATEWAY_HOST}/v1/worker/connect"
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="dials from other loopback addresses")
+dials_from_elsewhere = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="dials from other loopback addresses")
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def site(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sit
 
 @pytest.mark.parametrize("host", [GATEWAY_HOST, "localhost", "127.0.0.1"])
 @pytest.mark.parametrize("path", ["/metrics", "//metrics", "/admin/keys", "/internal/v1/nodes/" + "0" * 32 + "/v1/models"])
+@dials_from_elsewhere
 async def test_what_is_for_operators_is_not_there_for_the_public(site: Site, host: str, path: str) -> None:
     async with site.nginx.client(host) as client:
         answer = await client.get(f"https://127.0.0.1:{site.nginx.port}{path}")
@@ -67,6 +73,7 @@ async def test_what_is_for_operators_is_not_there_for_the_public(site: Site, hos
     assert health.json()["service"]
 
 
+@dials_from_elsewhere
 async def test_a_proxy_that_forgot_to_block_metrics_does_not_open_them(site: Site) -> None:
     """What the page's nginx sends on for its other paths."""
     passed_on = {"host": "127.0.0.1", "x-forwarded-for": VISITOR}
@@ -75,6 +82,7 @@ async def test_a_proxy_that_forgot_to_block_metrics_does_not_open_them(site: Sit
         assert (await client.get("/metrics")).status_code == 200
 
 
+@dials_from_elsewhere
 async def test_wrong_worker_secrets_keep_out_who_sends_them_and_no_good_worker(lab: Lab, site: Site) -> None:
     """A node works behind the proxy, and answers a stream piece by piece, while somebody else guesses beside it."""
     forged = {"x-forwarded-for": VISITOR}
@@ -117,6 +125,7 @@ async def read_address(stack: Stack, name: str) -> str | None:
     return row[0] if row else None
 
 
+@dials_from_elsewhere
 async def test_the_sign_in_throttle_sees_who_guesses(lab: Lab, site: Site) -> None:
     name = unique("guessed")
     for number in range(4):
@@ -131,3 +140,69 @@ async def test_the_sign_in_throttle_sees_who_guesses(lab: Lab, site: Site) -> No
     with psycopg.connect(lab.stack.ready.database_url) as database:
         rows = database.execute("SELECT address, max(count) FROM governance_signinfailure WHERE address <> '' GROUP BY address")
         assert rows.fetchall() == [(ATTACKER, 4)]
+
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+RUNNABLE = re.compile(r"^```(sh|python) run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MODEL = "muster-tiny"
+BLOCKS = [
+    pytest.param(language, code, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, (language, code) in enumerate(RUNNABLE.findall(page.read_text(encoding="utf-8")), 1)
+]
+
+
+@pytest.fixture(scope="module")
+def served(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The stack with a box connected as the pages say, and its tiny model loaded."""
+    directory = tmp_path_factory.mktemp("node")
+    token = directory / "worker.token"
+    token.write_text(worker_secret, encoding="utf-8")
+    command = [sys.executable, str(ROOT / "muster"), "node", "--gateway", stack.ready.gateway_url]
+    command += ["--token-file", str(token), "--name", "documented"]
+    with (directory / "node.log").open("wb") as log:
+        node = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            address = f"{stack.ready.gateway_url}/v1/models/{MODEL}"
+            wait_until(lambda: node.poll() is not None or answers(address), within_s=120, what="the box serves the tiny model")
+            assert node.poll() is None, Path(log.name).read_text(encoding="utf-8")
+            yield stack
+        finally:
+            node.terminate()
+            node.wait(60)
+
+
+def fill_in(code: str, stack: Stack) -> str:
+    """Return a block with the reader's own addresses, key and data directory in it."""
+    filled = code.replace("http://127.0.0.1:8080", stack.ready.gateway_url)
+    filled = filled.replace("http://127.0.0.1:8000", stack.ready.control_url)
+    filled = filled.replace("mst_…", stack.ready.api_key).replace("curl ", "curl --silent --show-error --fail-with-body ")
+    launcher, data = f"{sys.executable} {ROOT / 'muster'}", stack.directory / "data"
+    filled = filled.replace("./muster demo governance", f"{launcher} demo governance --data {data}")
+    return filled.replace("./muster manage", f"{launcher} manage --data {data}")
+
+
+def test_there_are_blocks_to_run() -> None:
+    assert len(BLOCKS) >= 5
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("language", "code"), BLOCKS)
+def test_a_documented_command_does_what_the_page_says(language: str, code: str, served: Stack) -> None:
+    interpreter = ["sh", "-e", "-c"] if language == "sh" else [sys.executable, "-c"]
+    # Not the servers of the other tests: a reader has none of these set.
+    foreign = ("DATABASE_URL", "REDIS_URL", "DJANGO_", "MUSTER_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    secrets = {"MUSTER_API_KEY": served.ready.api_key, "MUSTER_ADMIN_TOKEN": served.ready.admin_token}
+    ran = subprocess.run(
+        [*interpreter, fill_in(code, served)],
+        cwd=ROOT,
+        env=environment | secrets,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.strip()
+    assert '"error":{' not in ran.stdout.replace(" ", "")

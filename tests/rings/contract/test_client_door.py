@@ -1,0 +1,235 @@
+"""What a client sees of the running gateway that no test in one process can show: sizes, delays, pages, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import statistics
+import time
+from pathlib import Path
+from typing import Any  # what the redis client returns depends on its mode
+
+import psycopg
+import pytest
+import redis
+from psycopg import sql
+
+from tests.fakes.http_client import call, send_raw
+from tests.fakes.lab import CHAT, MESSAGES, RESPONSES, Lab, bearer, chat_body
+from tests.fakes.scripted_worker import delta_text
+from tests.fakes.waiting import eventually
+from tests.rings.contract.conftest import PAGE
+
+pytestmark = pytest.mark.asyncio
+
+NOISE = {"user-agent": "contract-test/1", "cookie": "session=secret", "x-forwarded-for": "203.0.113.9", "x-custom": "nope"}
+SAID = {
+    CHAT: '"messages": [ {"role":"user", "content": "grüße 🦙"} ]',
+    RESPONSES: '"input": "grüße 🦙"',
+    MESSAGES: '"max_tokens": 16, "messages": [ {"role":"user", "content": "grüße 🦙"} ]',
+}
+KEPT = {
+    CHAT: {"openai-organization": "org-77"},
+    RESPONSES: {"openai-organization": "org-77"},
+    MESSAGES: {"anthropic-version": "2023-06-01", "anthropic-beta": "tools-2026"},
+}
+"""The headers of clients that a worker gets to see, by path."""
+
+
+@pytest.mark.parametrize("path", list(SAID))
+async def test_a_worker_gets_the_body_as_it_was_sent_and_the_headers_that_are_meant_for_it(lab: Lab, path: str) -> None:
+    model = await lab.model()
+    worker = await lab.worker(model)
+    body = f'{{ "model" : "{model}",\n {SAID[path]}, "x_unknown": {{"deep": [1, 2.50, null]}} }}'.encode()
+    shown = {**NOISE, **KEPT[path]} | ({"x-api-key": "not-the-bearer"} if path == MESSAGES else {})
+    asked = lab.spawn(lab.post(body, path=path, headers=lab.headers(shown)))
+    job = await worker.job()
+    await worker.answer(job, "fine")
+    reply = await asked
+    assert reply.status == 200
+    headers = dict(job.frame.pop("headers"))
+    assert headers.pop("x-request-id", None) in (None, reply.request_id)
+    assert headers == {"content-type": "application/json", **KEPT[path]}
+    assert lab.stack.ready.api_key not in json.dumps(job.frame)
+    due = {"type": "request", "request_id": job.id, "model": model, "endpoint_path": path, "is_streaming": False}
+    assert job.frame == {**due, "body": body.decode()}
+
+
+async def test_each_chunk_reaches_the_client_at_once_and_is_not_held_for_the_next(lab: Lab) -> None:
+    model = await lab.model()
+    worker = await lab.worker(model)
+    exchange = await lab.open(model)
+    job = await worker.job()
+    delays: list[float] = []
+
+    async def is_prompt() -> bool:
+        """Return whether a fifth of the next pieces took less than what waiting for the next one would cost each of them.
+
+        Nagle with delayed acknowledgements would show as 40 ms on every piece but the first, a busy machine on some.
+        """
+        delays.clear()
+        for number in range(20):
+            text = f"piece {number};"
+            exchange.body.clear()
+            started = time.perf_counter()
+            await worker.chunk(job, delta_text(job, text))
+            await exchange.until(text.encode())
+            delays.append(time.perf_counter() - started)
+        return statistics.quantiles(delays, n=5)[0] < 0.030
+
+    await eventually(is_prompt, what="pieces arrive at once")
+    await worker.stream(job, [])
+    assert (await exchange.finish()).whole
+
+
+async def test_a_body_of_20_mb_arrives_whole_and_one_over_the_limit_is_413_without_being_read_to_the_end(lab: Lab) -> None:
+    model = await lab.model(max_prompt_chars=30_000_000)
+    worker = await lab.worker(model)
+    image = "data:image/png;base64," + "QUJD" * (5 * 1024 * 1024)
+    content = [{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": image}}]
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": content}]}).encode()
+    reply = lab.spawn(lab.post(body, within_s=90))
+    job = await worker.job(within_s=60)
+    assert job.frame["body"].encode() == body
+    await worker.answer(job)
+    assert (await reply).status == 200
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {lab.stack.ready.api_key}\r\n"
+        f"content-type: application/json\r\ncontent-length: {64 * 1024 * 1024}\r\n\r\n"
+    )
+    answer = await send_raw(lab.gateway.url, head.encode() + b"{" * 1000)
+    assert answer.startswith(b"HTTP/1.1 413 "), answer[:200]
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "BODY_TOO_LARGE"
+
+
+async def test_models_are_listed_in_openais_shape_with_and_without_a_key(lab: Lab) -> None:
+    model = await lab.model(prefix="org/with-slash")
+    await lab.worker(model)
+    url, shown = lab.gateway.url + "/v1/models", bearer(lab.stack.ready.api_key)
+
+    async def is_listed_alike() -> bool:
+        """Return whether anybody sees what a key sees; the workers of the test before may go between two looks."""
+        replies = [
+            await call("GET", url, headers=shown),
+            await call("GET", url),
+            await call("GET", lab.gateway.url + "/models"),
+        ]
+        assert {reply.status for reply in replies} == {200}
+        rows = replies[0].json["data"]
+        assert all(row["object"] == "model" and isinstance(row["created"], int) and row["owned_by"] for row in rows)
+        return model in [row["id"] for row in rows] and replies[0].json == replies[1].json == replies[2].json
+
+    await eventually(is_listed_alike, what="the model is listed, with a key and without")
+    assert (await call("GET", f"{url}/{model}", headers=shown)).json["id"] == model
+    missing = await call("GET", f"{url}/no-such", headers=shown)
+    assert (missing.status, missing.error["code"]) == (404, "MODEL_NOT_ALLOWED")
+
+
+# pages
+
+ASKING = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+async def test_a_page_that_is_let_in_may_ask_and_reads_answers_streams_and_errors(lab: Lab) -> None:
+    for path in (CHAT, "/v1/models", "/v1/responses/resp_1"):
+        reply = await call("OPTIONS", lab.gateway.url + path, headers={**ASKING, "origin": PAGE})
+        assert (reply.status, reply.body, reply.headers["vary"]) == (204, b"", "Origin")
+        assert reply.headers["access-control-allow-origin"] == PAGE
+        assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
+        assert "POST" in reply.headers["access-control-allow-methods"]
+        reply = await call("GET", lab.gateway.url + path, headers={"origin": PAGE})
+        assert reply.headers["access-control-allow-origin"] == PAGE
+        assert reply.headers["access-control-expose-headers"] == "*"
+        assert "access-control-allow-credentials" not in reply.headers
+    model = await lab.model()
+    box = await lab.box(model)
+    asked = lab.spawn(lab.post(chat_body(model, stream=True), headers=lab.headers({"origin": "http://localhost:3000"})))
+    stream = await box.stream()
+    await box.head(stream, content_type="text/event-stream", headers={"access-control-allow-origin": "*"})
+    await box.data(stream, b"data: [DONE]\n\n")
+    await box.end(stream)
+    assert (await asked).headers["access-control-allow-origin"] == "http://localhost:3000"
+    refused = await lab.post(b"{", headers=lab.headers({"origin": PAGE}))
+    assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, PAGE)
+
+
+async def test_other_pages_and_what_is_not_for_clients_are_not_let_in(lab: Lab) -> None:
+    for origin in ("https://evil.example", "null", PAGE + ".evil.example"):
+        for method in ("OPTIONS", "GET"):
+            reply = await call(method, lab.gateway.url + CHAT, headers=ASKING | {"origin": origin})
+            assert "access-control-allow-origin" not in reply.headers
+    for path in ("/metrics", "/admin/keys", "/health"):
+        reply = await call("GET", lab.gateway.url + path, headers={"origin": PAGE})
+        assert "access-control-allow-origin" not in reply.headers
+
+
+# what is left
+
+
+async def test_prompts_answers_and_credentials_are_written_nowhere(lab: Lab, tmp_path: Path) -> None:
+    canary = f"canary{secrets.token_hex(12)}"
+    model = await lab.model()
+    worker = await lab.worker(model)
+    plain = lab.ask(model, f"{canary} prompt")
+    await worker.answer(await worker.job(), f"{canary} answer")
+    await plain
+    streamed = lab.ask(model, f"{canary} prompt", stream=True)
+    await worker.stream(await worker.job(), [f"{canary} answer"])
+    await streamed
+    failed = lab.ask(model, f"{canary} prompt")
+    job = await worker.job()
+    await worker.complete(job, status=500, body=json.dumps({"error": {"message": f"{canary} engine"}}))
+    await failed
+    dying = lab.ask(model, f"{canary} prompt", stream=True)
+    await worker.job()
+    worker.die()
+    second = await lab.worker(model)
+    await second.stream(await second.job(), [f"{canary} answer"])
+    await dying
+    await lab.post(f'{{"model": "{canary}", "messages": "{canary}"}}'.encode())
+    await lab.post(f"{{{canary}".encode())
+    await call("POST", f"{lab.gateway.url}{CHAT}?q={canary}", headers={"authorization": f"Bearer {canary}"}, body=b"{}")
+    await lab.final(model, 4)
+    stack = lab.stack
+    secrets_of_ours = [stack.ready.api_key, stack.ready.worker_secret, stack.ready.admin_token, lab.secret]
+    await asyncio.to_thread(scan, lab, canary, [text.rsplit("_", 1)[1] for text in secrets_of_ours])
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return all files below a folder of servers that are at work: what goes away meanwhile is passed over."""
+    return [Path(where, name) for where, _, names in os.walk(folder) for name in names if Path(where, name).is_file()]
+
+
+def scan(lab: Lab, canary: str, credentials: list[str]) -> None:
+    """Look for the canary and for credentials in the database, in Valkey and in every file of the stack."""
+    found = []
+    printed = lab.stack.ready.api_key.rsplit("_", 1)[1]
+    with psycopg.connect(lab.stack.ready.database_url) as database:
+        tables = database.execute("SELECT schemaname, tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+        for schema, table in tables:
+            query = sql.SQL("SELECT t::text FROM {} AS t").format(sql.Identifier(schema, table))
+            for (row,) in database.execute(query):
+                # Bytes are shown as hexadecimal digits.
+                found += [
+                    f"{table}: {row[:300]}" for text in [canary, *credentials] if text in row or text.encode().hex() in row
+                ]
+    server = redis.Redis.from_url(lab.stack.ready.redis_url)
+    for key in server.scan_iter():
+        dump: Any = server.dump(key) or b""
+        found += [f"valkey {key!r}" for text in [canary, *credentials] if text.encode() in dump]
+    server.close()
+    for path in list_files(lab.stack.directory):
+        if path.name == "ready.json":
+            continue
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            continue  # a server's own passing file
+        found += [f"file {path.name}" for text in [canary] if text.encode() in content]
+        if path.suffix == ".log":
+            # The launcher's own output, which is the operator's terminal, shows the demo key once.
+            shown = {printed} if path.name == "up.log" else set()
+            found += [f"credential in {path.name}" for text in {*credentials} - shown if text.encode() in content]
+    assert not found, found
