@@ -52,27 +52,33 @@ def always(*writes: bytes, close: bool = False) -> Answer:
     return answer
 
 
+async def ask(link: HttpLink, **changes: object) -> tuple[RequestSink, LinkEnd]:
+    sink = RequestSink()
+    link.open_stream(a_request(**changes), sink)
+    return sink, await sink.ended()
+
+
 async def fetch(port: int, *, is_peer: bool = False) -> tuple[RequestSink, HttpLink, LinkEnd]:
-    link, sink = make_link(port, is_peer=is_peer), RequestSink()
-    link.open_stream(a_request(), sink)
-    return sink, link, await sink.ended()
+    link = make_link(port, is_peer=is_peer)
+    sink, end = await ask(link)
+    return sink, link, end
 
 
 async def test_the_request_on_the_wire_carries_body_and_id_and_no_surprises() -> None:
     async with run_upstream(always(OK + b"content-length: 2\r\n\r\nok")) as upstream:
         await fetch(upstream.port)
-        (request,) = upstream.visits[0].requests
+        await fetch(upstream.port, is_peer=True)
+        (request,), (of_peer,) = (visit.requests for visit in upstream.visits)
     head, body = request.split(b"\r\n\r\n")
     assert head.decode().split("\r\n") == [
-        "POST /base/v1/chat/completions HTTP/1.1",
-        f"host: localhost:{upstream.port}",
-        "content-type: application/json",
-        "x-request-id: req_1",
-        "x-tenant-id: t",
-        "x-priority: high",
-        "content-length: 7",
-    ]
+        "POST /base/v1/chat/completions HTTP/1.1", f"host: localhost:{upstream.port}", "content-type: application/json",
+        "x-request-id: req_1", "x-tenant-id: t", "x-priority: high", "content-length: 7",
+    ]  # fmt: skip
     assert body == b'{"a":1}'
+    lines = of_peer.split(b"\r\n")
+    assert lines[0] == b"POST /base/00000000000000000000000000000001/v1/chat/completions HTTP/1.1"
+    told = (b"attempt: 2", b"deadline-ms: 900", b"tenant: t", b"priority: high", b"streaming: 1")
+    assert {b"x-muster-" + word for word in told} <= set(lines)
 
 
 async def test_a_node_gets_its_headers_as_they_were_given_last() -> None:
@@ -80,56 +86,33 @@ async def test_a_node_gets_its_headers_as_they_were_given_last() -> None:
         link = make_link(upstream.port, authorization="Bearer old")
         for key in ("old", "new"):
             link.take_headers(replace(link.target, headers={"authorization": f"Bearer {key}"}))
-            sink = RequestSink()
-            link.open_stream(a_request(), sink)
-            await sink.ended()
+            await ask(link)
         (first, second) = upstream.visits[0].requests
     assert b"\r\nauthorization: Bearer old\r\n" in first
     assert b"\r\nauthorization: Bearer new\r\n" in second
     assert b"old" not in second
 
 
-@pytest.mark.parametrize(
-    ("tenant", "priority", "told"),
-    [
+async def test_a_node_is_told_the_tenant_and_the_priority_in_the_words_of_the_model_runner_api() -> None:
+    told = [
         ("t", "", [b"x-tenant-id: t", b"x-priority: normal"]),
         ("community x", "low", [b"x-tenant-id: community x", b"x-priority: low"]),
         ("café 100%", "low", [b"x-tenant-id: caf%C3%A9 100%25", b"x-priority: low"]),
         ("a\r\nx-priority: high", "low", [b"x-tenant-id: a%0D%0Ax-priority: high", b"x-priority: low"]),
         ("", "low", []),
-    ],
-)
-async def test_a_node_is_told_the_tenant_and_the_priority_in_the_words_of_the_model_runner_api(
-    tenant: str, priority: str, told: list[bytes]
-) -> None:
-    async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
-        link, sink = make_link(upstream.port), RequestSink()
-        link.open_stream(a_request(tenant=tenant, priority=priority), sink)
-        await sink.ended()
-        lines = upstream.visits[0].requests[0].split(b"\r\n")
-    assert [line for line in lines if line.startswith((b"x-tenant-id", b"x-priority"))] == told
-
-
-async def test_long_names_of_tenants_stay_different_and_fit() -> None:
+    ]
     async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
         link = make_link(upstream.port)
+        for tenant, priority, _ in told:
+            await ask(link, tenant=tenant, priority=priority)
         for end in "ab":
-            sink = RequestSink()
-            link.open_stream(a_request(tenant="é" * 79 + end), sink)
-            await sink.ended()
-        lines = [request.split(b"\r\n") for visit in upstream.visits for request in visit.requests]
-    first, second = [next(line for line in each if line.startswith(b"x-tenant-id: ")) for each in lines]
-    assert first != second
+            await ask(link, tenant="é" * 79 + end)
+        requests = [request.split(b"\r\n") for request in upstream.visits[0].requests]
+    said = [[line for line in lines if line.startswith((b"x-tenant-id", b"x-priority"))] for lines in requests]
+    assert said[:-2] == [lines for _, _, lines in told]
+    (first, _), (second, _) = said[-2:]
+    assert first != second, "long names stay different and fit"
     assert len(first) == len(second) == len(b"x-tenant-id: ") + 128
-
-
-async def test_a_peer_is_told_node_attempt_deadline_tenant_and_priority() -> None:
-    async with run_upstream(always(OK + b"content-length: 0\r\n\r\n")) as upstream:
-        await fetch(upstream.port, is_peer=True)
-        lines = upstream.visits[0].requests[0].split(b"\r\n")
-    assert lines[0] == b"POST /base/00000000000000000000000000000001/v1/chat/completions HTTP/1.1"
-    told = (b"attempt: 2", b"deadline-ms: 900", b"tenant: t", b"priority: high", b"streaming: 1")
-    assert {b"x-muster-" + word for word in told} <= set(lines)
 
 
 @pytest.mark.parametrize(
@@ -152,24 +135,17 @@ async def test_an_answer_is_read_to_its_end(writes: list[bytes], *, close: bool,
         ((status, headers),) = sink.heads
         assert status == 200
         assert not headers.keys() & {"connection", "transfer-encoding", "x"}
-        again = RequestSink()
-        link.open_stream(a_request(), again)
-        assert (await again.ended()).kind is EndKind.COMPLETE
+        assert (await ask(link))[1].kind is EndKind.COMPLETE
         assert len(upstream.visits) == (1 if reused else 2)
         link.close("done")
 
 
-@pytest.mark.parametrize("status", [204, 304])
-async def test_an_answer_without_a_body_ends_at_its_head(status: int) -> None:
-    async with run_upstream(always(b"HTTP/1.1 %d X\r\n\r\n" % status)) as upstream:
-        sink, _, end = await fetch(upstream.port)
-    assert (sink.heads[0][0], sink.body, end.kind) == (status, b"", EndKind.COMPLETE)
-
-
-async def test_repeated_headers_are_joined_and_lowered() -> None:
-    async with run_upstream(always(OK + b"X-A: 1\r\nx-a: 2\r\ncontent-length: 0\r\n\r\n")) as upstream:
-        sink, _, _ = await fetch(upstream.port)
-    assert sink.heads[0][1]["x-a"] == "1, 2"
+async def test_an_answer_without_a_body_ends_at_its_head_whose_headers_are_joined_and_lowered() -> None:
+    for status in (204, 304):
+        async with run_upstream(always(b"HTTP/1.1 %d X\r\nX-A: 1\r\nx-a: 2\r\n\r\n" % status)) as upstream:
+            sink, _, end = await fetch(upstream.port)
+        ((found, headers),) = sink.heads
+        assert (found, headers["x-a"], sink.body, end.kind) == (status, "1, 2", b"", EndKind.COMPLETE)
 
 
 BROKEN = {
@@ -184,12 +160,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-async def test_a_broken_head_is_the_engines_failure_and_retryable(name: str) -> None:
+async def test_a_broken_head_or_no_connection_is_the_engines_failure_and_retryable(name: str) -> None:
     async with run_upstream(always(*BROKEN[name], close=True)) as upstream:
         sink, _, end = await fetch(upstream.port)
-    assert (end.kind, end.retryable) == (EndKind.ENGINE_FAILED, True)
-    assert sink.heads == []
-    assert len(upstream.visits) == 1
+    assert (end.kind, end.retryable, sink.heads) == (EndKind.ENGINE_FAILED, True, [])
+    assert len(upstream.visits) == 1, "a new connection that dies is not tried again"
+    with closed_port() as port:
+        _, _, end = await fetch(port)
+    assert (end.kind, end.retryable, "cannot connect" in end.message) == (EndKind.ENGINE_FAILED, True, True)
 
 
 @pytest.mark.parametrize(
@@ -204,14 +182,9 @@ async def test_a_broken_head_is_the_engines_failure_and_retryable(name: str) -> 
 async def test_an_answer_that_breaks_off_is_not_complete_and_not_retryable(writes: list[bytes]) -> None:
     async with run_upstream(always(*writes, close=True)) as upstream:
         sink, _, end = await fetch(upstream.port)
+        _, _, of_peer = await fetch(upstream.port, is_peer=True)
     assert (end.kind, end.retryable, sink.body) == (EndKind.ENGINE_FAILED, False, b"he")
-
-
-async def test_a_refused_connection_is_retryable_elsewhere() -> None:
-    with closed_port() as port:
-        _, _, end = await fetch(port)
-    assert (end.kind, end.retryable) == (EndKind.ENGINE_FAILED, True)
-    assert "cannot connect" in end.message
+    assert of_peer.kind is EndKind.LINK_LOST
 
 
 async def test_a_kept_connection_that_turns_out_dead_is_tried_once_on_a_new_one() -> None:
@@ -224,20 +197,11 @@ async def test_a_kept_connection_that_turns_out_dead_is_tried_once_on_a_new_one(
     async with run_upstream(answer) as upstream:
         visits = upstream.visits
         _, link, first = await fetch(upstream.port)
-        sink = RequestSink()
-        link.open_stream(a_request(), sink)
-        end = await sink.ended()
+        _, end = await ask(link)
         link.close("done")
     assert first.kind is end.kind is EndKind.COMPLETE
     assert len(visits) == 2
     assert [len(visit.requests) for visit in visits] == [2, 1]
-
-
-async def test_a_new_connection_that_dies_before_its_head_is_not_tried_again() -> None:
-    async with run_upstream(always(b"", close=True)) as upstream:
-        _, _, end = await fetch(upstream.port)
-        assert end.retryable
-        assert len(upstream.visits) == 1
 
 
 async def test_a_kept_connection_that_talks_out_of_turn_is_not_used_again() -> None:
@@ -255,10 +219,7 @@ async def test_a_kept_connection_that_talks_out_of_turn_is_not_used_again() -> N
         spoke.set()
         async with asyncio.timeout(30):
             await closed.wait()
-        sink = RequestSink()
-        link.open_stream(a_request(), sink)
-        await sink.ended()
-        assert sink.body == b"ok"
+        assert (await ask(link))[0].body == b"ok"
         assert len(upstream.visits) == 2
         link.close("done")
 
@@ -386,28 +347,18 @@ async def test_a_node_whose_queue_is_full_is_busy_and_nothing_of_its_answer_is_p
     assert (sink.heads, sink.parts) == ([], [])
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"down", b'{"error":"queue_full"}', b'{"error":{"code":"unavailable"}}', FULL + b" " * 20_000, b"{" * 20_000]
-)
-async def test_a_503_for_another_reason_is_passed_on_whole(body: bytes) -> None:
-    answer = UNAVAILABLE + b"retry-after: 2\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    async with run_upstream(always(answer)) as upstream:
-        sink, _, end = await fetch(upstream.port)
-    assert end == LinkEnd(kind=EndKind.COMPLETE)
-    ((status, headers),) = sink.heads
-    assert (status, headers["retry-after"], sink.body) == (503, "2", body)
-
-
-async def test_a_503_that_breaks_off_is_passed_on_as_far_as_it_came() -> None:
+async def test_a_503_for_another_reason_is_passed_on_as_far_as_it_came() -> None:
+    others = (b"", b"down", b'{"error":"queue_full"}', b'{"error":{"code":"unavailable"}}', FULL + b" " * 20_000, b"{" * 20_000)
+    for body in others:
+        answer = UNAVAILABLE + b"retry-after: 2\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        async with run_upstream(always(answer)) as upstream:
+            sink, _, end = await fetch(upstream.port)
+        assert end == LinkEnd(kind=EndKind.COMPLETE)
+        ((status, headers),) = sink.heads
+        assert (status, headers["retry-after"], sink.body) == (503, "2", body)
     async with run_upstream(always(UNAVAILABLE + b"content-length: 999\r\n\r\n" + FULL, close=True)) as upstream:
         sink, _, end = await fetch(upstream.port)
     assert (end.kind, end.retryable, sink.heads[0][0], sink.body) == (EndKind.ENGINE_FAILED, False, 503, FULL)
-
-
-async def test_a_peer_that_breaks_off_is_a_lost_link() -> None:
-    async with run_upstream(always(OK + b"content-length: 9\r\n\r\nab", close=True)) as upstream:
-        _, _, end = await fetch(upstream.port, is_peer=True)
-    assert end.kind is EndKind.LINK_LOST
 
 
 USAGE = b': muster-usage {"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}\n\n'
@@ -430,10 +381,9 @@ def test_the_counts_of_a_peer_are_taken_out_however_they_come_and_whatever_a_mod
     assert sink.body == SAID * 2
     assert end.detail is not None
     assert end.detail.usage == TokenCounts(prompt_tokens=3, completion_tokens=4, total_tokens=7)
-
-
-async def test_a_body_of_a_peer_that_is_no_stream_passes_as_it_is() -> None:
-    body = b"one\n" + USAGE + b"two"
-    async with run_upstream(always(OK + b"content-length: %d\r\n\r\n" % len(body) + body)) as upstream:
-        sink, _, _ = await fetch(upstream.port, is_peer=True)
-    assert sink.body == body
+    plain = RequestSink()
+    whole = HttpStream(make_link(1, is_peer=True), b"", plain, asked=False)
+    whole.on_response_head(200, {"content-type": "application/json"})
+    whole.on_response_data(b"one\n" + USAGE + b"two")
+    whole.on_response_end(None)
+    assert plain.body == b"one\n" + USAGE + b"two", "what is no stream passes as it is"

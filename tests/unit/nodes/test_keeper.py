@@ -1,27 +1,32 @@
-"""Keeping links in step with the rows: policy, drains, fencing, and links over HTTP."""
+"""Who can be reached from this process, links in step with rows (policy, drains, fencing, HTTP), and what a scrape says."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
-from core.limits import NodeLimits
+from core.limits import NodeLimits, limits
 from core.outbox import AsgiMessage
 from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
-from nodes.links.keeper import LinkKeeper
+from nodes.links.keeper import FleetGauges, LinkKeeper
+from nodes.links.port import Link
 from nodes.links.relay import RelayLink
 from nodes.session import ServerSession
-from nodes.states import DrainCount, NodeRow
+from nodes.states import TOKENIZE, DrainCount, NodeRow
 from tests.fakes.clock import virtual_clock
-from tests.fakes.links import RequestSink, make_row, open_request
+from tests.fakes.links import FakeLink, RequestSink, make_row, open_request
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
+from wire.contract import NodeStatus
 
 HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)
 TARGET = HttpTarget(scheme="http", host="box.example", address="10.0.0.9", port=8000)
@@ -37,14 +42,9 @@ class Box:
         session = ServerSession(NodeLimits())
         session.receive_text(bridge.encode_message(bridge.Register(models=["m"], protocol_version=version)))
         self.link = RelayLink(
-            node_id=node_id,
-            node_name="node",
-            models=frozenset({"m"}),
-            max_concurrent=2,
-            session=session,
-            send=self.send,
+            node_id=node_id, node_name="node", models=frozenset({"m"}), max_concurrent=2, session=session, send=self.send,
             kick=lambda code, reason: self.kicks.append((code, reason)),
-        )
+        )  # fmt: skip
         self.link.epoch = 1
         self.link.instance_id = instance_id
 
@@ -56,7 +56,7 @@ class Box:
         return [bridge.decode_server_message(str(m["text"])) for m in self.sent if "text" in m]
 
 
-def run_on(link: RelayLink) -> RequestSink:
+def run_on(link: Link) -> RequestSink:
     """Let a request run on the link."""
     ends = RequestSink()
     link.active += 1
@@ -82,10 +82,107 @@ class Setting:
         self.registry.add(box.link)
         return box
 
+    def link_of(self, row: NodeRow) -> HttpLink:
+        """Hand a row in and return the link over HTTP that it has led to."""
+        self.apply(row)
+        link = self.registry.get(row.node_id)
+        assert isinstance(link, HttpLink)
+        return link
+
 
 @pytest.fixture
 def setting() -> Setting:
     return Setting()
+
+
+# the registry
+
+
+def test_links_are_found_by_node_model_and_path_and_follow_every_change(setting: Setting) -> None:
+    registry, heard = setting.registry, list[Link | None]()
+    registry.subscribe(heard.append)
+    first, second = FakeLink("a", "b"), FakeLink("b")
+    first.endpoints = {"a": frozenset({"/chat", TOKENIZE})}
+    registry.add(first)
+    registry.add(second)
+    assert (list(registry), registry.get(first.node_id), registry.served_models()) == ([first, second], first, ["a", "b"])
+    assert [list(registry.links_for(model)) for model in "bx"] == [[first, second], []]
+    assert [list(registry.links_answering("b", "/chat")), list(registry.links_answering("a", "/embed"))] == [
+        [first, second],
+        [],
+    ]
+    registry.update_models(second, frozenset({"a"}), {"a": frozenset({"/other"})})
+    assert list(registry.links_answering("b", "/chat")) == [first]
+    assert registry.endpoints_of("a") == ["/chat", "/other"]
+    registry.update_models(first, frozenset({"c"}))
+    assert [list(registry.links_answering("a", "/chat")), list(registry.links_for("b"))] == [[], []]
+    registry.remove(second)
+    assert (registry.endpoints_of("a"), registry.served_models()) == ([], ["c"])
+    assert heard == [first, second, second, first, None]
+    registry.update_models(second, frozenset({"z"}))
+    assert (registry.served_models(), second.models) == (["c"], {"z"}), "one that is gone is not listed"
+
+
+def test_a_removed_or_replaced_link_is_forgotten_and_its_streams_end_as_lost_once(setting: Setting) -> None:
+    registry, old = setting.registry, FakeLink("a")
+    new, beside = FakeLink("b", node_id=old.node_id), [FakeLink("c") for _ in range(5)]
+    registry.add(old)
+    sinks = [run_on(old)]
+    registry.add(new)
+    assert (old.closed, old.close_reasons) == (True, ["replaced by a newer session of the same node"])
+    registry.remove(old)
+    assert (registry.get(new.node_id), new.closed, registry.served_models()) == (new, False, ["b"])
+    sinks.append(run_on(new))
+    for _ in range(2):
+        registry.remove(new)
+    assert [sink.kinds for sink in sinks] == [[EndKind.LINK_LOST]] * 2
+    new.closed = False
+    registry.add(new)
+    assert new.close_reasons == [], "adding a link again does not close it"
+    for link in beside:
+        registry.add(link)
+    for each in registry:
+        registry.remove(each)
+    assert len(registry) == 0
+    for number in range(100):
+        assert list(registry.links_answering(f"guess-{number}", "/chat")) == []
+    assert registry._answering == {}, "names that nobody serves leave nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("change", "condition"),
+    [
+        (lambda link: None, LinkCondition.READY),
+        (lambda link: setattr(link, "last_seen", time.monotonic() - 10), LinkCondition.STALE),
+        (lambda link: setattr(link.policy, "draining", True), LinkCondition.DRAINING),
+        (lambda link: setattr(link.policy, "cordoned", True), LinkCondition.DRAINING),
+        (lambda link: setattr(link.policy, "reclaimed", True), LinkCondition.DRAINING),
+        (lambda link: setattr(link, "box_draining", True), LinkCondition.DRAINING),
+        (lambda link: setattr(link, "closed", True), LinkCondition.DRAINING),
+        (lambda link: setattr(link, "unhealthy_reason", "ECC"), LinkCondition.UNHEALTHY),
+        (lambda link: setattr(link.policy, "provider_enabled", False), LinkCondition.DISABLED),
+    ],
+)
+def test_a_link_takes_work_only_when_it_is_ready(change: Callable[[Link], None], condition: LinkCondition) -> None:
+    link = FakeLink()
+    change(link)
+    assert link.condition() is condition
+    assert link.can_take(time.monotonic()) == (condition is LinkCondition.READY)
+
+
+def test_slots_and_a_busy_pause_hold_work_back_and_what_a_box_says_of_its_load_does_not() -> None:
+    link, now = FakeLink(slots=4), time.monotonic()
+    link.active = 4
+    assert not link.can_take(now)
+    assert not link.has_slot()
+    link.active, link.busy_until = 3, now + 1
+    assert [link.can_take(now), link.can_take(now + 1)] == [False, True]
+    for reported, external in ((0, 0), (3, 0), (5, 2), (-7, 0), (10**40, 1_000_000)):
+        link.report_load(reported)
+        assert (link.external_load, link.load, link.can_take(now + 1)) == (external, 3 + external, True)
+
+
+# rows
 
 
 async def test_policy_of_a_row_reaches_the_link(setting: Setting) -> None:
@@ -141,13 +238,6 @@ async def test_context_and_engine_of_a_model_are_known_from_its_node_and_from_th
     assert (link.context_of("m"), link.engines) == (77, engines)
 
 
-async def test_known_models_are_those_of_every_row(setting: Setting) -> None:
-    setting.apply(make_row(uuid.uuid4(), model_names=("a", "b")), make_row(uuid.uuid4(), model_names=("b", "c")))
-    assert setting.keeper.known_models == {"a", "b", "c"}
-    setting.apply()
-    assert setting.keeper.known_models == set()
-
-
 async def test_a_muster_box_is_told_once_what_was_decided(setting: Setting) -> None:
     box = setting.box()
     for _ in range(3):
@@ -157,80 +247,132 @@ async def test_a_muster_box_is_told_once_what_was_decided(setting: Setting) -> N
     assert notices == [("draining", True), ("available", False)]
 
 
-async def test_a_bridge_worker_is_asked_to_leave_once_and_closed_when_it_is_idle(setting: Setting) -> None:
-    box = setting.box(BRIDGE_V1, instance_id="")
-    ends = run_on(box.link)
+async def test_a_bridge_worker_is_asked_to_leave_once_and_closed_when_it_is_idle_or_too_late(setting: Setting) -> None:
+    box, late = setting.box(BRIDGE_V1, instance_id=""), setting.box(BRIDGE_V1, instance_id="")
+    ends, cut = run_on(box.link), run_on(late.link)
+    rows = [make_row(each.link.node_id, draining=True, drain_reason="fans", drain_remaining_s=30.2) for each in (box, late)]
     for _ in range(2):
-        setting.apply(make_row(box.link.node_id, draining=True, drain_reason="fans", drain_remaining_s=30.2))
+        setting.apply(*rows)
     shutdowns = [m for m in box.messages() if isinstance(m, bridge.GracefulShutdown)]
     assert shutdowns == [bridge.GracefulShutdown(reason="fans", drain_timeout_secs=30)]
     assert box.kicks == []
     box.link.active = 0
     setting.keeper.tick()
     setting.keeper.tick()
-    assert box.kicks == [(1000, "graceful shutdown complete")]
-    assert ends.kinds == []
+    assert (box.kicks, ends.kinds) == ([(1000, "graceful shutdown complete")], [])
+    setting.apply(make_row(late.link.node_id, draining=True, drain_remaining_s=-0.1))
+    assert cut.kinds == [EndKind.RECLAIMED]
+    cancels = [m.reason for m in late.messages() if isinstance(m, bridge.Cancel)]
+    assert (cancels, late.kicks) == (["graceful_shutdown"], [(1000, "graceful shutdown timed out")])
 
 
-async def test_a_bridge_worker_that_outlives_its_drain_is_told_so_and_closed(setting: Setting) -> None:
-    box = setting.box(BRIDGE_V1, instance_id="")
-    ends = run_on(box.link)
-    setting.apply(make_row(box.link.node_id, draining=True, drain_remaining_s=60.0))
-    setting.apply(make_row(box.link.node_id, draining=True, drain_remaining_s=-0.1))
-    assert ends.kinds == [EndKind.RECLAIMED]
-    cancels = [m.reason for m in box.messages() if isinstance(m, bridge.Cancel)]
-    assert (cancels, box.kicks) == (["graceful_shutdown"], [(1000, "graceful shutdown timed out")])
-
-
-@pytest.mark.parametrize("reason", [{"draining": True}, {"mode": "spare_off"}])
+@pytest.mark.parametrize("reason", [{"draining": True}, {"mode": "spare_off"}, {}])
 async def test_work_that_outlives_a_drains_deadline_ends_as_reclaimed(setting: Setting, reason: dict[str, object]) -> None:
     box = setting.box()
     ends = run_on(box.link)
     setting.apply(make_row(box.link.node_id, drain_remaining_s=60.0, **reason))
     assert ends.kinds == []
     setting.apply(make_row(box.link.node_id, drain_remaining_s=-0.1, **reason))
-    assert ends.kinds == [EndKind.RECLAIMED]
-    assert any("bytes" in m for m in box.sent[1:])  # the CANCEL
+    assert ends.kinds == ([EndKind.RECLAIMED] if reason else []), "a deadline without a drain ends nothing"
+    assert any("bytes" in m for m in box.sent[1:]) == bool(reason)  # the CANCEL
     assert box.kicks == []
 
 
-async def test_a_deadline_without_a_drain_ends_nothing(setting: Setting) -> None:
-    box = setting.box()
+@pytest.mark.parametrize(
+    ("version", "changes", "kicks"),
+    [
+        (MUSTER_V1, {"epoch": 2, "instance_id": "i2"}, ["replaced by a newer session of the same node"]),
+        (BRIDGE_V1, {"epoch": 2, "instance_id": ""}, ["replaced by a newer session of the same node"]),
+        (MUSTER_V1, {"provider_state": "deleted"}, ["provider was deleted"]),
+        (MUSTER_V1, {"epoch": 1, "instance_id": "i1"}, []),
+        (MUSTER_V1, {"epoch": 2, "instance_id": "i1"}, []),
+        (MUSTER_V1, {"epoch": 0, "instance_id": "i2"}, []),
+        (MUSTER_V1, {"epoch": 1, "instance_id": "i2"}, []),
+    ],
+)
+async def test_a_newer_session_of_another_instance_and_a_deleted_provider_let_the_box_go(
+    setting: Setting, version: str, changes: dict[str, object], kicks: list[str]
+) -> None:
+    box = setting.box(version, instance_id="i1" if version == MUSTER_V1 else "")
     ends = run_on(box.link)
-    setting.apply(make_row(box.link.node_id, drain_remaining_s=-5.0))
-    assert ends.kinds == []
+    setting.apply(make_row(box.link.node_id, **changes))
+    assert [kick for kick in box.kicks if kick[1] in kicks] == [(1000, reason) for reason in kicks]
+    assert ends.kinds == ([EndKind.LINK_LOST] if kicks else [])
+    assert len(setting.registry) == (not kicks)
+    assert bool(box.kicks) == bool(kicks)
 
 
-async def test_a_newer_session_of_another_instance_fences_the_link(setting: Setting) -> None:
-    box = setting.box()
-    ends = run_on(box.link)
-    setting.apply(make_row(box.link.node_id, epoch=2, instance_id="i2"))
-    assert ends.kinds == [EndKind.LINK_LOST]
-    assert box.kicks == [(1000, "replaced by a newer session of the same node")]
-    assert len(setting.registry) == 0
+async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setting: Setting) -> None:
+    node_id = uuid.uuid4()
+    link = setting.link_of(make_row(node_id, is_direct=True, max_concurrent=3, heartbeat_age_s=2.0))
+    assert (link.max_concurrent, link.is_peer, link.target) == (3, False, TARGET)
+    assert link.can_take(time.monotonic())
+    setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=10.0, model_names=("x",)))
+    assert setting.registry.get(node_id) is link
+    assert link.condition() is LinkCondition.STALE
+    assert (setting.registry.served_models(), setting.keeper.known_models) == (["x"], {"x"})
+    setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=15.0))
+    assert setting.registry.get(node_id) is None
+    assert link.closed
+    setting.link_of(make_row(node_id, is_direct=True)).last_seen -= 15.0
+    setting.keeper.tick()
+    assert len(setting.registry) == 0, "its heartbeats stopped between two sweeps"
 
 
-@pytest.mark.parametrize(("epoch", "instance"), [(1, "i1"), (2, "i1"), (0, "i2"), (1, "i2")])
-async def test_a_row_of_the_same_box_or_an_older_session_does_not_fence(setting: Setting, epoch: int, instance: str) -> None:
-    box = setting.box()
-    setting.apply(make_row(box.link.node_id, epoch=epoch, instance_id=instance))
-    assert box.kicks == []
-    assert len(setting.registry) == 1
+@pytest.mark.parametrize(
+    ("changes", "active", "condition"),
+    [
+        ({"reported_status": "error"}, 0, LinkCondition.UNHEALTHY),
+        ({"reported_status": "draining"}, 0, LinkCondition.DRAINING),
+        ({"is_accepting_jobs": False}, 0, LinkCondition.DRAINING),
+        ({"reported_status": "busy"}, 0, LinkCondition.BUSY),
+        ({"reported_status": "busy"}, 1, LinkCondition.READY),  # with our own request
+        ({"unreachable": "no answer within 3 s"}, 0, LinkCondition.UNHEALTHY),
+        ({"cordoned": True}, 0, LinkCondition.DRAINING),
+        ({"provider_state": "disabled"}, 0, LinkCondition.DISABLED),
+    ],
+)
+async def test_what_a_direct_node_reports_decides_its_condition(
+    setting: Setting, changes: dict[str, object], active: int, condition: LinkCondition
+) -> None:
+    node_id = uuid.uuid4()
+    link = setting.link_of(make_row(node_id, is_direct=True))
+    link.active = active
+    setting.apply(make_row(node_id, is_direct=True, **changes))
+    assert link.condition() is condition
+    setting.apply(make_row(node_id, is_direct=True))
+    assert link.condition() is LinkCondition.READY
 
 
-async def test_a_newer_session_of_a_bridge_worker_fences_the_older_one(setting: Setting) -> None:
-    box = setting.box(BRIDGE_V1, instance_id="")
-    setting.apply(make_row(box.link.node_id, epoch=2, instance_id=""))
-    assert box.kicks == [(1000, "replaced by a newer session of the same node")]
+async def test_a_direct_node_that_moved_gets_a_new_link_and_one_with_another_api_key_keeps_it(setting: Setting) -> None:
+    row = make_row(uuid.uuid4(), is_direct=True)
+    setting.keeper.apply([row], targets={}, peers={})
+    assert len(setting.registry) == 0, "no address of it is allowed"
+    old = setting.link_of(row)
+    keyed = replace(TARGET, headers={"authorization": "Bearer k"})
+    setting.keeper.apply([row], targets={row.node_id: keyed}, peers={})
+    assert (setting.registry.get(row.node_id), old.target, old.closed) == (old, keyed, False)
+    assert "Bearer k" not in repr(old.target)
+    setting.keeper.apply([row], targets={row.node_id: PEER}, peers={})
+    new = setting.registry.get(row.node_id)
+    assert isinstance(new, HttpLink)
+    assert (new.target, old.closed) == (PEER, True)
 
 
-async def test_a_deleted_provider_lets_the_box_go(setting: Setting) -> None:
-    box = setting.box()
-    ends = run_on(box.link)
-    setting.apply(make_row(box.link.node_id, provider_state="deleted"))
-    assert ends.kinds == [EndKind.LINK_LOST]
-    assert (1000, "provider was deleted") in box.kicks
-    assert len(setting.registry) == 0
+async def test_a_box_on_another_gateway_is_reached_through_that_gateway_on_its_paths(setting: Setting) -> None:
+    node_id = uuid.uuid4()
+    there = {"gateway_id": THERE, "endpoints": {"m": frozenset({"/a"})}}
+    link = setting.link_of(make_row(node_id, carries_bytes=False, **there))
+    assert (link.is_peer, link.target, link.carries_bytes) == (True, PEER, False)
+    assert (link.answers("m", "/a"), link.answers("m", "/b")) == (True, False)
+    setting.apply(make_row(node_id, **there | {"endpoints": {"m": frozenset({"/b"})}}))
+    assert setting.registry.get(node_id) is link
+    assert (list(setting.registry.links_answering("m", "/b")), link.carries_bytes) == ([link], True)
+    setting.apply(make_row(node_id, connected=False, **there))
+    assert setting.registry.get(node_id) is None
+    for gateway in (None, HERE, uuid.UUID(int=3)):
+        setting.apply(make_row(uuid.uuid4(), gateway_id=gateway))
+        assert len(setting.registry) == 0
 
 
 async def test_a_silent_box_is_let_go_and_a_quiet_one_is_pinged(setting: Setting) -> None:
@@ -266,126 +408,6 @@ async def test_boxes_are_not_silent_while_the_gateway_itself_stands_still() -> N
             virtual.advance(0.5)
             keeper.tick()
         assert len(setting.registry) == 0
-
-
-async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setting: Setting) -> None:
-    node_id = uuid.uuid4()
-    setting.apply(make_row(node_id, is_direct=True, max_concurrent=3, heartbeat_age_s=2.0))
-    link = setting.registry.get(node_id)
-    assert isinstance(link, HttpLink)
-    assert (link.max_concurrent, link.is_peer, link.target) == (3, False, TARGET)
-    assert link.can_take(time.monotonic())
-    setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=10.0, model_names=("x",)))
-    assert setting.registry.get(node_id) is link
-    assert link.condition() is LinkCondition.STALE
-    assert setting.registry.served_models() == ["x"]
-    setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=15.0))
-    assert setting.registry.get(node_id) is None
-    assert link.closed
-
-
-@pytest.mark.parametrize(
-    ("changes", "condition"),
-    [
-        ({"reported_status": "error"}, LinkCondition.UNHEALTHY),
-        ({"reported_status": "draining"}, LinkCondition.DRAINING),
-        ({"is_accepting_jobs": False}, LinkCondition.DRAINING),
-        ({"reported_status": "busy"}, LinkCondition.BUSY),
-        ({"unreachable": "no answer within 3 s"}, LinkCondition.UNHEALTHY),
-        ({"cordoned": True}, LinkCondition.DRAINING),
-        ({"provider_state": "disabled"}, LinkCondition.DISABLED),
-    ],
-)
-async def test_what_a_direct_node_reports_decides_its_condition(
-    setting: Setting, changes: dict[str, object], condition: LinkCondition
-) -> None:
-    node_id = uuid.uuid4()
-    setting.apply(make_row(node_id, is_direct=True, **changes))
-    link = setting.registry.get(node_id)
-    assert link is not None
-    assert link.condition() is condition
-    setting.apply(make_row(node_id, is_direct=True))
-    assert link.condition() is LinkCondition.READY
-
-
-async def test_a_direct_node_that_is_busy_with_our_own_request_is_ready(setting: Setting) -> None:
-    node_id = uuid.uuid4()
-    setting.apply(make_row(node_id, is_direct=True))
-    link = setting.registry.get(node_id)
-    assert link is not None
-    link.active = 1
-    setting.apply(make_row(node_id, is_direct=True, reported_status="busy"))
-    assert link.condition() is LinkCondition.READY
-
-
-async def test_a_direct_node_without_an_allowed_address_is_not_linked(setting: Setting) -> None:
-    row = make_row(uuid.uuid4(), is_direct=True)
-    setting.keeper.apply([row], targets={}, peers={})
-    assert len(setting.registry) == 0
-
-
-async def test_a_direct_node_that_moved_gets_a_new_link(setting: Setting) -> None:
-    row = make_row(uuid.uuid4(), is_direct=True)
-    setting.apply(row)
-    old = setting.registry.get(row.node_id)
-    setting.keeper.apply([row], targets={row.node_id: PEER}, peers={})
-    new = setting.registry.get(row.node_id)
-    assert isinstance(new, HttpLink)
-    assert new is not old
-    assert new.target == PEER
-    assert old is not None
-    assert old.closed
-
-
-async def test_a_direct_node_with_another_api_key_keeps_its_link_and_what_runs_on_it(setting: Setting) -> None:
-    row = make_row(uuid.uuid4(), is_direct=True)
-    setting.apply(row)
-    link = setting.registry.get(row.node_id)
-    keyed = replace(TARGET, headers={"authorization": "Bearer k"})
-    setting.keeper.apply([row], targets={row.node_id: keyed}, peers={})
-    assert setting.registry.get(row.node_id) is link
-    assert isinstance(link, HttpLink)
-    assert (link.target, link.closed) == (keyed, False)
-    assert "Bearer k" not in repr(link.target)
-
-
-async def test_a_box_on_another_gateway_is_reached_through_that_gateway(setting: Setting) -> None:
-    node_id = uuid.uuid4()
-    setting.apply(make_row(node_id, gateway_id=THERE))
-    link = setting.registry.get(node_id)
-    assert isinstance(link, HttpLink)
-    assert (link.is_peer, link.target) == (True, PEER)
-    setting.apply(make_row(node_id, gateway_id=THERE, connected=False))
-    assert setting.registry.get(node_id) is None
-
-
-@pytest.mark.parametrize("gateway", [None, HERE, uuid.UUID(int=3)])
-async def test_a_box_on_no_known_gateway_is_not_linked(setting: Setting, gateway: uuid.UUID | None) -> None:
-    setting.apply(make_row(uuid.uuid4(), gateway_id=gateway))
-    assert len(setting.registry) == 0
-
-
-async def test_a_direct_node_whose_heartbeats_stop_between_sweeps_is_dropped_by_the_tick(setting: Setting) -> None:
-    node_id = uuid.uuid4()
-    setting.apply(make_row(node_id, is_direct=True))
-    link = setting.registry.get(node_id)
-    assert link is not None
-    link.last_seen -= 15.0
-    setting.keeper.tick()
-    assert len(setting.registry) == 0
-    await asyncio.sleep(0)
-
-
-async def test_the_paths_of_a_row_reach_the_link_and_follow(setting: Setting) -> None:
-    node_id = uuid.uuid4()
-    setting.apply(make_row(node_id, gateway_id=THERE, endpoints={"m": frozenset({"/a"})}, carries_bytes=False))
-    link = setting.registry.get(node_id)
-    assert link is not None
-    assert (link.answers("m", "/a"), link.answers("m", "/b"), link.carries_bytes) == (True, False, False)
-    setting.apply(make_row(node_id, gateway_id=THERE, endpoints={"m": frozenset({"/b"})}, carries_bytes=True))
-    assert setting.registry.get(node_id) is link
-    assert list(setting.registry.links_answering("m", "/b")) == [link]
-    assert link.carries_bytes
 
 
 @pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "peer"])
@@ -448,3 +470,81 @@ async def test_what_a_box_told_of_its_models_holds_until_it_tells_it_again(setti
     assert [hear(told) for told in (None, first, None, None, second, None, [])] == [
         None, ["a"], ["a"], ["a"], ["b"], ["b"], [],
     ]  # fmt: skip
+
+
+# What a scrape says
+
+
+def scrape(keeper: LinkKeeper | None) -> str:
+    """Return what a scrape says of a gateway's links and rows."""
+    gauges, registry = FleetGauges(), CollectorRegistry()
+    gauges.keeper = keeper
+    registry.register(gauges)
+    return generate_latest(registry).decode()
+
+
+def read_series(setting: Setting) -> dict[str, float]:
+    """Return each series with its value."""
+    lines = [line for line in scrape(setting.keeper).splitlines() if not line.startswith("#")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+async def test_nodes_are_counted_by_their_status_and_those_of_deleted_providers_are_not(setting: Setting) -> None:
+    gone, silent = {"provider_state": "deleted"}, {"heartbeat_age_s": 60.0}
+    changes: list[dict[str, object]] = [{}, {}, {"draining": True}, {"reported_status": "error"}, dict(silent), dict(gone)]
+    setting.apply(*(make_row(uuid.uuid4(), **each) for each in changes))
+    said = read_series(setting)
+    counts = {"available": 2.0, "busy": 0.0, "draining": 1.0, "error": 1.0, "offline": 1.0}
+    found = {name: value for name, value in said.items() if name.startswith("muster_nodes")}
+    assert found == {f'muster_nodes{{status="{status}"}}': count for status, count in counts.items()}
+    assert "muster_" not in "".join(line for line in scrape(None).splitlines() if not line.startswith("#"))
+
+
+async def test_a_linked_node_has_its_slots_and_gpus_once_each(setting: Setting) -> None:
+    box = Box(uuid.UUID(int=7))
+    gpus = [
+        bridge.GpuInfo(index=0, name="L4", memory_total_mb=1024, memory_used_mb=512, utilization_percent=25.0),
+        bridge.GpuInfo(index=0, name="L4", memory_total_mb=1024),
+        bridge.GpuInfo(index=1, name="L4"),
+    ]
+    box.link.take_telemetry(bridge.Telemetry(current_load=1, gpus=gpus))
+    box.link.node_name = 'rack "2"\n'
+    setting.registry.add(box.link)
+    said = read_series(setting)
+    node = r'node="rack \"2\"\n",node_id="node_00000000000000000000000000000007"'
+
+    assert said[f"muster_node_slots{{{node}}}"] == 2.0
+    assert said[f"muster_node_slots_used{{{node}}}"] == 1.0
+    gpu = {name: value for name, value in said.items() if name.startswith("muster_gpu")}
+    assert set(gpu) == {f'muster_gpu_memory_bytes{{gpu="0",{node}}}'}
+    assert next(iter(gpu.values())) == 1024 * 1024 * 1024
+
+
+async def test_a_fleet_that_is_large_has_a_bounded_number_of_series(setting: Setting) -> None:
+    for number in range(limits().nodes.named_in_metrics + 50):
+        setting.registry.add(Link(node_id=uuid.UUID(int=number + 1), node_name="n", models=frozenset(), max_concurrent=2))
+    said = read_series(setting)
+
+    assert sum(name.startswith("muster_node_slots{") for name in said) == limits().nodes.named_in_metrics + 1
+    assert said['muster_node_slots{node="others",node_id=""}'] == 100.0
+
+
+async def test_whatever_nodes_call_themselves_and_their_gpus_series_stay_few_and_readable(setting: Setting) -> None:
+    counts = []
+    boxes = [Box(uuid.UUID(int=number + 1)) for number in range(3)]
+    for box in boxes:
+        setting.registry.add(box.link)
+    for turn in range(30):
+        for number, box in enumerate(boxes):
+            box.link.node_name = f'{turn}"}} 1\nmuster_nodes{{status="made up\\{number}'
+            gpus = [
+                bridge.GpuInfo(index=turn * 1000 + index, name="G", memory_total_mb=1)
+                for index in range(limits().nodes.report_gpus)
+            ]
+            box.link.take_telemetry(bridge.Telemetry(current_load=0, gpus=gpus))
+        families = list(text_string_to_metric_families(scrape(setting.keeper)))
+        counts.append(sum(len(family.samples) for family in families))
+        (statuses,) = (family for family in families if family.name == "muster_nodes")
+        assert {sample.labels["status"] for sample in statuses.samples} == {status.value for status in NodeStatus}
+    assert set(counts) == {counts[0]}, "a name or a GPU that is gone leaves no series"
+    assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + limits().nodes.report_gpus)

@@ -92,85 +92,91 @@ def test_known_versions_are_spoken_and_none_means_bridge(version: str | None, pr
     assert session.speaks_muster == (protocol == MUSTER_V1)
 
 
-@pytest.mark.parametrize("version", ["", "2025-01-bridge-v0", "2026-11-muster-v2"])
-def test_another_version_ends_the_session(version: str) -> None:
+@pytest.mark.parametrize(
+    "frame",
+    [
+        *(json.dumps({"type": "register", "protocol_version": version}) for version in ("", "2025-01-bridge-v0", "2026-11-v2")),
+        '{"type":"pong"}', chunk("r", "x"), complete("r"), '{"type":"error"}', '{"type":"telemetry"}', data(1, b"x"),
+    ],
+)  # fmt: skip
+def test_anything_before_a_registration_of_a_known_version_ends_the_session(frame: str | bytes) -> None:
     session = ServerSession(NodeLimits())
-    with pytest.raises(ProtocolError, match="version"):
-        register(session, protocol_version=version)
+    with pytest.raises(ProtocolError):
+        session.receive_bytes(frame) if isinstance(frame, bytes) else session.receive_text(frame)
     assert session.protocol is None
 
 
 @pytest.mark.parametrize(
-    "frame", ['{"type":"pong"}', chunk("r", "x"), complete("r"), '{"type":"error"}', '{"type":"telemetry"}']
+    ("version", "frame"),
+    [
+        (BRIDGE_V1, '{"type":"register","models":["m"]}'),
+        (BRIDGE_V1, '{"type":"telemetry"}'),
+        (BRIDGE_V1, '{"type":"mode_change","mode":"spare_on"}'),
+        (BRIDGE_V1, '{"type":"draining"}'),
+        (BRIDGE_V1, chunk("other", "x")),
+        (BRIDGE_V1, complete("other")),
+        (BRIDGE_V1, '{"type":"error","request_id":"other"}'),
+        (BRIDGE_V1, data(1, b"x")),
+        (MUSTER_V1, '{"type":"register","models":["m"]}'),
+        (MUSTER_V1, chunk("req_1", "x")),
+        (MUSTER_V1, complete("req_1")),
+        (
+            MUSTER_V1,
+            bridge.encode_message(bridge.OpStatus("op", 1, "running", result={"x": "y" * NodeLimits().control_frame_chars})),
+        ),
+        *((MUSTER_V1, frames.encode_frame(kind, 1, 1)) for kind in (frames.OPEN, frames.BODY, frames.CANCEL, frames.CREDIT)),
+        *((MUSTER_V1, frames.encode_frame(kind, 1, 1)) for kind in (0, 20, 255)),
+        (MUSTER_V1, data(1, b"before its head")),
+    ],
+    ids=lambda value: str(value)[:60],
 )
-def test_anything_before_the_registration_ends_the_session(frame: str) -> None:
+def test_what_its_protocol_does_not_let_a_box_say_ends_the_session(version: str, frame: str | bytes) -> None:
+    session = make_session(version)
+    opened(session)
     with pytest.raises(ProtocolError):
-        ServerSession(NodeLimits()).receive_text(frame)
+        session.receive_bytes(frame) if isinstance(frame, bytes) else session.receive_text(frame)
 
 
-def test_binary_before_the_registration_ends_the_session() -> None:
-    with pytest.raises(ProtocolError):
-        ServerSession(NodeLimits()).receive_bytes(data(1, b"x"))
-
-
-def test_a_second_registration_ends_the_session() -> None:
-    with pytest.raises(ProtocolError):
-        register(make_session())
-
-
-def test_model_names_are_trimmed_deduplicated_and_kept_in_order() -> None:
-    effect = register(ServerSession(NodeLimits()), models=[" b ", "a", "b", "", "  ", "a\n", "é", "x" * 201, "c\x00d"])
-    assert effect.models == ("b", "a", "é")
-    assert effect.warnings == ()
+@pytest.mark.parametrize(
+    ("models", "taken", "warning"),
+    [
+        ([" b ", "a", "b", "", "  ", "a\n", "é", "x" * 201, "c\x00d"], ("b", "a", "é"), ""),
+        (list("edcba"), ("e", "d", "c"), "truncated to 3"),
+        ([], (), "no models accepted"),
+        (["", " "], (), "no models accepted"),
+        (["x" * 500], (), "no models accepted"),
+    ],
+)
+def test_model_names_are_trimmed_deduplicated_cut_and_kept_in_order(
+    models: list[str], taken: tuple[str, ...], warning: str
+) -> None:
+    effect = register(ServerSession(NodeLimits(max_models=3)), models=models)
+    assert effect.models == taken
+    assert [warning in told for told in effect.warnings] == ([True] if warning else [])
+    session = make_session(max_models=2)
+    frame = '{"type":"models_update","models":[" b","b","a","c"],"current_load":-3}'
+    assert session.receive_text(frame) == [ModelsChanged(("b", "a"), 0)]
 
 
 @pytest.mark.parametrize("version", [BRIDGE_V1, MUSTER_V1])
-def test_what_a_box_is_called_is_text_of_one_line(version: str) -> None:
+def test_what_a_box_is_called_is_text_of_one_line_that_fits(version: str) -> None:
     said = "gpu\r\n2026-01-01 ERROR forged\x00\x1b[2J"
-    effect = register(
-        ServerSession(NodeLimits()),
-        protocol_version=version, worker_name=said, instance_id=said, agent_version=said, owner_name=said,
-    )  # fmt: skip
+    named = dict.fromkeys(("worker_name", "instance_id", "agent_version", "owner_name"), said)
+    effect = register(ServerSession(NodeLimits()), protocol_version=version, **named)
     message = effect.message
     for text in (effect.name, message.instance_id, message.agent_version, message.owner_name):
         assert text is not None
         assert text.isprintable()
         assert text.startswith("gpu ")
-    assert register(ServerSession(NodeLimits()), worker_name="\n\x00 ").name == "worker"
+    for asked, given in ((" rig ", "rig"), ("", "worker"), ("\n\x00 ", "worker"), ("abcdefgh", "abcdef")):
+        assert register(ServerSession(NodeLimits(max_name_chars=6)), worker_name=asked).name == given
 
 
-def test_too_many_models_are_cut_with_a_warning() -> None:
-    effect = register(ServerSession(NodeLimits(max_models=3)), models=list("edcba"))
-    assert effect.models == ("e", "d", "c")
-    assert "truncated to 3" in effect.warnings[0]
-
-
-@pytest.mark.parametrize("models", [[], ["", " "], ["x" * 500]])
-def test_a_box_without_models_is_told_that_it_receives_nothing(models: list[str]) -> None:
-    effect = register(ServerSession(NodeLimits()), models=models)
-    assert effect.models == ()
-    assert "no models accepted" in effect.warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("asked", "given", "warned"),
-    [(0, 1, True), (-5, 1, True), (1, 1, False), (8, 8, False), (9, 8, True), (10**30, 8, True)],
-)
-def test_max_concurrent_is_kept_between_one_and_the_cap(asked: int, given: int, *, warned: bool) -> None:
+@pytest.mark.parametrize(("asked", "given"), [(0, 1), (-5, 1), (1, 1), (8, 8), (9, 8), (10**30, 8)])
+def test_max_concurrent_is_kept_between_one_and_the_cap(asked: int, given: int) -> None:
     effect = register(ServerSession(NodeLimits(max_concurrent_cap=8)), max_concurrent=asked)
     assert effect.max_concurrent == given
-    assert bool(effect.warnings) == warned
-
-
-@pytest.mark.parametrize(("asked", "given"), [(" rig ", "rig"), ("", "worker"), ("   ", "worker"), ("abcdefgh", "abcdef")])
-def test_worker_names_are_trimmed_defaulted_and_cut(asked: str, given: str) -> None:
-    assert register(ServerSession(NodeLimits(max_name_chars=6)), worker_name=asked).name == given
-
-
-def test_an_update_of_the_models_is_sanitized_too() -> None:
-    session = make_session(max_models=2)
-    frame = '{"type":"models_update","models":[" b","b","a","c"],"current_load":-3}'
-    assert session.receive_text(frame) == [ModelsChanged(("b", "a"), 0)]
+    assert bool(effect.warnings) == (asked != given)
 
 
 def test_reports_become_effects() -> None:
@@ -183,23 +189,10 @@ def test_reports_become_effects() -> None:
     assert session.receive_text('{"type":"error","message":"disk full"}') == []
 
 
-@pytest.mark.parametrize("frame", ['{"type":"telemetry"}', '{"type":"mode_change","mode":"spare_on"}', '{"type":"draining"}'])
-def test_what_muster_adds_is_not_taken_from_a_bridge_worker(frame: str) -> None:
-    with pytest.raises(ProtocolError):
-        make_session(BRIDGE_V1).receive_text(frame)
-
-
-def test_a_word_of_a_muster_node_that_is_too_long_ends_its_session_before_it_is_read() -> None:
-    result = {"x": "y" * NodeLimits().control_frame_chars}
-    status = bridge.encode_message(bridge.OpStatus(op_id="op", use=1, state="running", result=result))
-    with pytest.raises(ProtocolError, match="longer than"):
-        make_session(MUSTER_V1).receive_text(status)
-
-
 # bridge v1 streams
 
 
-def test_a_request_for_a_bridge_worker_is_one_golden_frame() -> None:
+def test_a_request_for_a_bridge_worker_is_one_golden_frame_and_nothing_if_it_is_no_text() -> None:
     number, sent = make_session().open_stream(a_request(body='{"é":1}'.encode(), is_streaming=False))
     assert number == 1
     frame = (
@@ -207,9 +200,6 @@ def test_a_request_for_a_bridge_worker_is_one_golden_frame() -> None:
         '"body":"{\\"é\\":1}","headers":{"content-type":"application/json"}}'
     )
     assert sent == [frame]
-
-
-def test_a_body_that_is_not_utf8_opens_nothing_on_bridge() -> None:
     session = make_session()
     with pytest.raises(UnicodeDecodeError):
         session.open_stream(a_request(body=b"\xff"))
@@ -227,33 +217,41 @@ def test_a_second_attempt_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "start", ["data: x\n\n", "event: ping\n", ": comment\n", "\n\ndata: x", "id: 1\n", "retry: 5\n", "data:x"]
+    "starts",
+    [["data: x\n\n"], ["event: ping\n"], [": comment\n"], ["\n\ndata: x"], ["id: 1\n"], ["retry: 5\n"], [" ", "d", "ata: x"]],
 )
-def test_an_event_stream_is_passed_on_with_its_first_chunk(start: str) -> None:
+def test_an_event_stream_is_passed_on_as_soon_as_it_is_recognised(starts: list[str]) -> None:
     session = make_session()
     stream = opened(session)
-    assert session.receive_text(chunk("req_1", start)) == [HeadArrived(stream, 200, SSE), DataArrived(stream, start.encode())]
+    *held, first = [session.receive_text(chunk("req_1", start)) for start in starts]
+    assert held == [[]] * (len(starts) - 1)
+    assert first == [HeadArrived(stream, 200, SSE), DataArrived(stream, "".join(starts).encode())]
     assert session.receive_text(chunk("req_1", "é")) == [DataArrived(stream, "é".encode())]
     ended = session.receive_text(complete("req_1", 200, body="", token_counts={"completion_tokens": 3}))
     assert ended == [StreamEnded(stream, frames.End(usage=bridge.TokenCounts(completion_tokens=3)))]
     assert session.open_streams == 0
 
 
-def test_an_event_stream_whose_start_is_split_is_recognised_when_it_is_whole() -> None:
+@pytest.mark.parametrize(
+    ("pieces", "status", "headers", "body"),
+    [
+        (['{"error":', '"overloaded"}'], 529, {"Content-Type": "application/json"}, ""),
+        ([], 200, {"X-A": "b"}, '{"a":1}'),
+        ([], 204, {}, ""),
+    ],
+    ids=["in pieces", "whole", "empty"],
+)
+def test_other_text_is_held_until_the_completion_says_what_it_is(
+    pieces: list[str], status: int, headers: dict[str, str], body: str
+) -> None:
     session = make_session()
     stream = opened(session)
-    assert [session.receive_text(chunk("req_1", part)) for part in [" ", "d", "at", "a"]] == [[], [], [], []]
-    assert session.receive_text(chunk("req_1", ": x")) == [HeadArrived(stream, 200, SSE), DataArrived(stream, b" data: x")]
-
-
-def test_other_text_is_held_until_the_completion_says_what_it_is() -> None:
-    session = make_session()
-    stream = opened(session)
-    assert session.receive_text(chunk("req_1", '{"error":')) == []
-    assert session.receive_text(chunk("req_1", '"overloaded"}')) == []
-    assert session.receive_text(complete("req_1", 529, headers={"Content-Type": "application/json"}, body="")) == [
-        HeadArrived(stream, 529, {"content-type": "application/json"}),
-        DataArrived(stream, b'{"error":"overloaded"}'),
+    for piece in pieces:
+        assert session.receive_text(chunk("req_1", piece)) == []
+    whole = ("".join(pieces) + body).encode()
+    assert session.receive_text(complete("req_1", status, headers=headers, body=body)) == [
+        HeadArrived(stream, status, {name.lower(): value for name, value in headers.items()}),
+        *([DataArrived(stream, whole)] if whole else []),
         StreamEnded(stream, frames.End()),
     ]
 
@@ -268,38 +266,15 @@ def test_held_text_has_a_limit_and_costs_no_more_than_its_size() -> None:
     assert effects == [HeadArrived(stream, 200, SSE), DataArrived(stream, b"x" * pieces)]
 
 
-def test_a_whole_answer_comes_with_the_status_and_headers_of_the_engine() -> None:
-    session = make_session()
-    stream = opened(session, a_request(is_streaming=False))
-    assert session.receive_text(complete("req_1", 200, headers={"X-A": "b"}, body='{"a":1}')) == [
-        HeadArrived(stream, 200, {"x-a": "b"}),
-        DataArrived(stream, b'{"a":1}'),
-        StreamEnded(stream, frames.End()),
-    ]
-
-
-def test_an_answer_without_a_body_has_no_data() -> None:
+@pytest.mark.parametrize("status", [-1, 0, 101, 199, 600, 10**12, 500])
+def test_an_impossible_status_or_an_error_after_the_stream_began_is_the_engines_failure(status: int) -> None:
     session = make_session()
     stream = opened(session)
-    assert session.receive_text(complete("req_1", 204)) == [HeadArrived(stream, 204, {}), StreamEnded(stream, frames.End())]
-
-
-@pytest.mark.parametrize("status", [-1, 0, 101, 199, 600, 10**12])
-def test_an_impossible_status_is_the_engines_failure(status: int) -> None:
-    session = make_session()
-    stream = opened(session)
+    if status == 500:
+        session.receive_text(chunk("req_1", "data: x\n\n"))
     (effect,) = session.receive_text(complete("req_1", status, body="x"))
     assert isinstance(effect, StreamEnded)
     assert (effect.stream, effect.end.error, effect.end.retryable) == (stream, "engine_failed", False)
-
-
-def test_an_error_status_after_the_stream_began_breaks_it() -> None:
-    session = make_session()
-    stream = opened(session)
-    session.receive_text(chunk("req_1", "data: x\n\n"))
-    (effect,) = session.receive_text(complete("req_1", 500))
-    assert isinstance(effect, StreamEnded)
-    assert (effect.stream, effect.end.error) == (stream, "engine_failed")
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -313,16 +288,7 @@ def test_an_error_frame_ends_its_request_and_is_retryable_only_before_the_first_
     assert session.receive_text('{"type":"error","request_id":"req_1"}') == [FrameDropped(0)]
 
 
-@pytest.mark.parametrize("frame", [chunk("other", "x"), complete("other"), '{"type":"error","request_id":"other"}'])
-@pytest.mark.parametrize("version", [BRIDGE_V1, MUSTER_V1])
-def test_a_request_that_was_never_sent_to_this_worker_ends_the_session(frame: str, version: str) -> None:
-    session = make_session(version)
-    opened(session)
-    with pytest.raises(ProtocolError):
-        session.receive_text(frame)
-
-
-def test_late_frames_of_a_bridge_stream_are_dropped_and_counted() -> None:
+def test_late_frames_of_a_bridge_stream_are_dropped_and_counted_however_many_came_since() -> None:
     session = make_session()
     cancelled, ended = opened(session), opened(session, a_request("req_2"))
     assert session.cancel_stream(cancelled, "client_disconnect") == [
@@ -332,40 +298,13 @@ def test_late_frames_of_a_bridge_stream_are_dropped_and_counted() -> None:
     for frame in (chunk("req_1", "data: x"), complete("req_1"), chunk("req_2", "x"), complete("req_2")):
         assert session.receive_text(frame) == [FrameDropped(0)]
     assert session.dropped_frames == 4
-    assert session.cancel_stream(cancelled, "x") == session.cancel_stream(ended, "x") == []
-
-
-def test_a_cancelled_bridge_request_stays_known_over_many_others() -> None:
-    session = make_session()
-    session.cancel_stream(opened(session), "timeout")
-    for number in range(2, 4000):
+    assert session.cancel_stream(cancelled, "x") == session.cancel_stream(ended, "x") == session.grant_credit(ended, 5) == []
+    for number in range(3, 4000):
         session.cancel_stream(opened(session, a_request(f"req_{number}")), "timeout")
     assert session.receive_text(chunk("req_1", "x")) == [FrameDropped(0)]
 
 
-def test_a_bridge_worker_gets_no_credit_and_may_send_no_binary() -> None:
-    session = make_session()
-    stream = opened(session)
-    assert session.grant_credit(stream, 5) == []
-    with pytest.raises(ProtocolError):
-        session.receive_bytes(data(stream, b"x"))
-
-
 # muster v1 streams
-
-
-def test_a_muster_stream_has_one_head_then_data_then_one_end() -> None:
-    session = make_session(MUSTER_V1)
-    stream, sent = session.open_stream(a_request())
-    meta, body = frames.decode_open(frames.decode_frame(_binary(sent[0])).payload)
-    assert (meta.request_id, meta.is_streaming, meta.tenant, meta.deadline_ms, body) == ("req_1", True, "t", 1000, b"{}")
-    assert session.receive_bytes(head(stream, status=201, headers={"Content-Type": "x"})) == [
-        HeadArrived(stream, 201, {"content-type": "x"})
-    ]
-    assert session.receive_bytes(data(stream, b"\xc3")) == [DataArrived(stream, b"\xc3")]
-    assert session.receive_bytes(data(stream, b"\xa9")) == [DataArrived(stream, b"\xa9")]
-    assert session.receive_bytes(end(stream)) == [StreamEnded(stream, frames.End())]
-    assert session.receive_bytes(end(stream)) == [FrameDropped(stream)]
 
 
 def test_a_reply_is_a_whole_answer() -> None:
@@ -373,30 +312,19 @@ def test_a_reply_is_a_whole_answer() -> None:
     stream = opened(session)
     frame = frames.encode_reply(stream, 1, frames.Head(status=200, headers={"A": "b"}), b"body", frames.End())
     assert session.receive_bytes(frame) == [
-        HeadArrived(stream, 200, {"a": "b"}),
-        DataArrived(stream, b"body"),
-        StreamEnded(stream, frames.End()),
-    ]
+        HeadArrived(stream, 200, {"a": "b"}), DataArrived(stream, b"body"), StreamEnded(stream, frames.End()),
+    ]  # fmt: skip
     assert session.open_streams == 0
 
 
-def test_order_within_a_stream_is_enforced() -> None:
+def test_nothing_comes_twice_within_a_stream() -> None:
     reply = frames.encode_reply(1, 1, frames.Head(status=200), b"", frames.End())
-    for wrong in ([data(1, b"x")], [head(1), head(1)], [head(1), reply]):
+    for second in (head(1), reply):
         session = make_session(MUSTER_V1)
         opened(session)
-        for frame in wrong[:-1]:
-            session.receive_bytes(frame)
+        session.receive_bytes(head(1))
         with pytest.raises(ProtocolError):
-            session.receive_bytes(wrong[-1])
-
-
-@pytest.mark.parametrize("kind", [frames.OPEN, frames.BODY, frames.CANCEL, frames.CREDIT, 0, 20, 255])
-def test_kinds_that_do_not_travel_to_the_server_end_the_session(kind: int) -> None:
-    session = make_session(MUSTER_V1)
-    stream = opened(session)
-    with pytest.raises(ProtocolError):
-        session.receive_bytes(frames.encode_frame(kind, stream, 1))
+            session.receive_bytes(second)
 
 
 def test_streams_and_attempts_that_were_never_opened_end_the_session() -> None:
@@ -463,21 +391,7 @@ def test_both_halves_carry_a_body_and_its_answer(size: int) -> None:
     assert server.open_streams == 0
 
 
-def test_a_cancel_crosses_what_the_box_sent_before_it_heard() -> None:
-    server, box = join_sessions()
-    number, sent = server.open_stream(a_request())
-    (opening,) = box.receive_bytes(_binary(sent[0]))
-    assert isinstance(opening, Opened)
-    crossing = [opening.stream.head(200, {}), opening.stream.data(b"x")]
-    (cancel,) = server.cancel_stream(number, bridge.CANCEL_CLIENT_DISCONNECT)
-    cancelled, farewell = box.receive_bytes(_binary(cancel))
-    assert isinstance(cancelled, Cancelled)
-    assert cancelled.reason == "client_disconnect"
-    for frame in [*crossing, farewell.frame]:  # type: ignore[union-attr]  # the session's Reply
-        assert server.receive_bytes(frame) == [FrameDropped(number)]
-
-
-def test_credit_widens_the_window_of_the_box() -> None:
+def test_credit_widens_the_window_and_a_cancel_crosses_what_the_box_sent_before_it_heard() -> None:
     server, box = join_sessions()
     number, sent = server.open_stream(a_request())
     (opening,) = box.receive_bytes(_binary(sent[0]))
@@ -486,6 +400,13 @@ def test_credit_widens_the_window_of_the_box() -> None:
     (credit,) = server.grant_credit(number, 1000)
     box.receive_bytes(_binary(credit))
     assert opening.stream.window == before + 1000
+    crossing = [opening.stream.head(200, {}), opening.stream.data(b"x")]
+    (cancel,) = server.cancel_stream(number, bridge.CANCEL_CLIENT_DISCONNECT)
+    cancelled, farewell = box.receive_bytes(_binary(cancel))
+    assert isinstance(cancelled, Cancelled)
+    assert cancelled.reason == "client_disconnect"
+    for frame in [*crossing, farewell.frame]:  # type: ignore[union-attr]  # the session's Reply
+        assert server.receive_bytes(frame) == [FrameDropped(number)]
 
 
 def test_priority_travels_on_muster_and_cache_wishes_on_muster_alone() -> None:

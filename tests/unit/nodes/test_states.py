@@ -1,4 +1,4 @@
-"""What the app of nodes says without a database: the status of a node, the wire form of an error, what settings cannot work."""
+"""What the app of nodes says without a database: a node's status, an error's form, what settings and parameters cannot work."""
 
 from __future__ import annotations
 
@@ -10,59 +10,49 @@ import pytest
 from pytest_django import Settings
 
 from core.limits import NodeLimits
+from governance.errors import InvalidProposal
 from nodes import errors
 from nodes.checks import check_settings
-from nodes.states import (
-    Freshness,
-    NodeFacts,
-    Obstacle,
-    freshness_windows,
-    judge_availability,
-    judge_freshness,
-)
+from nodes.operations.params import DRAIN_FIELDS, EVICT_FIELDS, LOAD_FIELDS, UNLOAD_FIELDS, Field, clean_flush, clean_params
+from nodes.states import Freshness, NodeFacts, Obstacle, freshness_windows, judge_availability, judge_freshness
 from tests.fakes.limits import set_limits
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
+from wire.optoken.approval import canonical
+
+FRESH, STALE, OFFLINE = Freshness.FRESH, Freshness.STALE, Freshness.OFFLINE
+AGES = {FRESH: 0.0, STALE: 10.0, OFFLINE: 15.0}
+WELL = NodeFacts(
+    age_s=1.0, protocol=MUSTER_V1, reported=NodeStatus.AVAILABLE, mode=NodeMode.SPARE_ON, draining=False, cordoned=False,
+    is_accepting_jobs=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("age_s", "freshness"),
-    [
-        (None, Freshness.OFFLINE),
-        (0.0, Freshness.FRESH),
-        (9.99, Freshness.FRESH),
-        (10.0, Freshness.STALE),
-        (14.99, Freshness.STALE),
-        (15.0, Freshness.OFFLINE),
-        (1e9, Freshness.OFFLINE),
-    ],
+    [(None, OFFLINE), (0.0, FRESH), (9.99, FRESH), (10.0, STALE), (14.99, STALE), (15.0, OFFLINE), (1e9, OFFLINE)],
 )
 def test_freshness_follows_the_contracts_ten_and_fifteen_seconds(age_s: float | None, freshness: Freshness) -> None:
     assert judge_freshness(age_s, NodeLimits(), protocol="") is freshness
-
-
-AGES = {Freshness.FRESH: 0.0, Freshness.STALE: 10.0, Freshness.OFFLINE: 15.0}
+    assert freshness_windows(NodeLimits(), protocol=BRIDGE_V1) == (45.0, 45.0)
+    for protocol in (MUSTER_V1, ""):
+        assert freshness_windows(NodeLimits(), protocol=protocol) == (10.0, 15.0)
 
 
 def test_every_combination_has_the_status_that_overrides_most() -> None:
     for freshness, reported, mode, draining, cordoned, accepting in itertools.product(
         Freshness, NodeStatus, NodeMode, (False, True), (False, True), (False, True)
     ):
-        facts = NodeFacts(
-            age_s=AGES[freshness],
-            protocol="",
-            reported=reported,
-            mode=mode,
-            draining=draining,
-            cordoned=cordoned,
+        facts = replace(
+            WELL, age_s=AGES[freshness], protocol="", reported=reported, mode=mode, draining=draining, cordoned=cordoned,
             is_accepting_jobs=accepting,
-        )
+        )  # fmt: skip
         found = judge_availability(facts, NodeLimits())
         status = found.status
         assert found.freshness is freshness
-        is_able = status in {NodeStatus.AVAILABLE, NodeStatus.BUSY} and freshness is Freshness.FRESH
+        is_able = status in {NodeStatus.AVAILABLE, NodeStatus.BUSY} and freshness is FRESH
         assert (found.obstacle is None) == is_able
-        if freshness is Freshness.OFFLINE or reported is NodeStatus.OFFLINE:
+        if freshness is OFFLINE or reported is NodeStatus.OFFLINE:
             assert status is NodeStatus.OFFLINE
         elif reported is NodeStatus.ERROR:
             assert status is NodeStatus.ERROR
@@ -70,24 +60,6 @@ def test_every_combination_has_the_status_that_overrides_most() -> None:
             assert status is NodeStatus.DRAINING
         else:
             assert status is reported
-            assert status in {NodeStatus.AVAILABLE, NodeStatus.BUSY}
-
-
-def test_a_bridge_v1_worker_is_judged_by_its_pong_window() -> None:
-    policy = NodeLimits()
-    assert freshness_windows(policy, protocol=BRIDGE_V1) == (45.0, 45.0)
-    assert freshness_windows(policy, protocol=MUSTER_V1) == freshness_windows(policy, protocol="") == (10.0, 15.0)
-
-
-WELL = NodeFacts(
-    age_s=1.0,
-    protocol=MUSTER_V1,
-    reported=NodeStatus.AVAILABLE,
-    mode=NodeMode.SPARE_ON,
-    draining=False,
-    cordoned=False,
-    is_accepting_jobs=True,
-)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +72,9 @@ WELL = NodeFacts(
         ({"unreachable": "answers with 503", "age_s": 15.0}, Obstacle.SILENT),
         ({"is_enabled": False}, Obstacle.PROVIDER_OFF),
         ({"reported": NodeStatus.ERROR}, Obstacle.ERROR),
-        ({"draining": True}, Obstacle.DRAINING),
-        ({"draining": True, "is_drained": True}, Obstacle.DRAINED),
         ({"draining": True, "cordoned": True}, Obstacle.DRAINING),
+        ({"draining": True, "is_drained": True}, Obstacle.DRAINED),
         ({"cordoned": True}, Obstacle.CORDONED),
-        ({"mode": NodeMode.SPARE_OFF}, Obstacle.TAKEN_BACK),
         ({"mode": NodeMode.SPARE_OFF, "is_drained": True}, Obstacle.TAKEN_BACK),
         ({"is_accepting_jobs": False}, Obstacle.HOLDS_BACK),
         ({"reported": NodeStatus.DRAINING}, Obstacle.HOLDS_BACK),
@@ -116,12 +86,8 @@ def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any
     assert judge_availability(replace(WELL, **changes), NodeLimits()).obstacle is obstacle
 
 
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "code"),
-    [
+def test_an_error_has_its_status_and_code() -> None:
+    for kind, status, code in (
         (errors.BadRequest, 400, "BAD_REQUEST"),
         (errors.AddressRefused, 400, "BAD_REQUEST"),
         (errors.EnrolmentRefused, 400, "BAD_REQUEST"),
@@ -130,52 +96,125 @@ def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any
         (errors.ProviderUnavailable, 403, "BAD_REQUEST"),
         (errors.NodeNotFound, 404, "BAD_REQUEST"),
         (errors.Conflict, 409, "BAD_REQUEST"),
-    ],
-)
-def test_an_error_has_its_status_and_code(kind: type[errors.NodeError], status: int, code: str) -> None:
-    error = kind("what to do", param="field")
-    assert (error.status, error.code.value, error.message, error.param, str(error)) == (
-        status,
-        code,
-        "what to do",
-        "field",
-        "what to do",
-    )
+    ):
+        error = kind("what to do", param="field")
+        assert (error.status, error.code.value, error.message, error.param) == (status, code, "what to do", "field")
 
 
 # Settings
 
 
-def found(app_configs: None = None) -> list[str]:
-    """Return the ids of what the checks find."""
-    return [str(message.id) for message in check_settings(app_configs)]
-
-
-def test_the_default_settings_are_fine() -> None:
-    assert found() == []
-
-
 @pytest.mark.parametrize(
-    "path", ["nowhere.is_model_allowed", "gateway.services.no_such_function", "plain", "nodes.errors.__doc__"]
-)
-def test_a_model_check_that_cannot_be_called_is_an_error(settings: Settings, path: str) -> None:
-    settings.NODE_MODEL_CHECK = path
-    assert found() == ["nodes.E001"]
-
-
-def test_a_direct_host_that_means_nothing_is_an_error(settings: Settings) -> None:
-    settings.NODE_DIRECT_HOSTS = ["gpu1.lan", "10.0.0.1/8"]
-    assert found() == ["nodes.E002"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
+    ("changes", "limits", "found"),
     [
-        ({"stale_after_s": 5.0}, "nodes.E003"),
-        ({"stale_after_s": 16.0}, "nodes.E003"),
-        ({"bridge_pong_window_s": 15.0}, "nodes.E004"),
+        ({}, {}, []),
+        ({"NODE_MODEL_CHECK": "nowhere.is_model_allowed"}, {}, ["nodes.E001"]),
+        ({"NODE_MODEL_CHECK": "gateway.services.no_such_function"}, {}, ["nodes.E001"]),
+        ({"NODE_MODEL_CHECK": "plain"}, {}, ["nodes.E001"]),
+        ({"NODE_MODEL_CHECK": "nodes.errors.__doc__"}, {}, ["nodes.E001"]),
+        ({"NODE_DIRECT_HOSTS": ["gpu1.lan", "10.0.0.1/8"]}, {}, ["nodes.E002"]),
+        ({}, {"stale_after_s": 5.0}, ["nodes.E003"]),
+        ({}, {"stale_after_s": 16.0}, ["nodes.E003"]),
+        ({}, {"bridge_pong_window_s": 15.0}, ["nodes.E004"]),
     ],
 )
-def test_health_windows_that_contradict_each_other_are_an_error(changes: dict[str, float], error: str) -> None:
-    set_limits(nodes=changes)
-    assert found() == [error]
+def test_settings_that_mean_nothing_or_contradict_each_other_are_errors(
+    settings: Settings, changes: dict[str, object], limits: dict[str, float], found: list[str]
+) -> None:
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    set_limits(nodes=limits)
+    assert [str(message.id) for message in check_settings(None)] == found
+
+
+# Parameters of operations, in the one form that is signed
+
+LOAD: dict[str, object] = {"modelId": "org/m", "quantization": "awq", "maxContextLength": 4096, "evictModel": "old"}
+
+
+def test_a_load_is_signed_as_it_was_asked_for() -> None:
+    asked = {**LOAD, "gpuMemoryBudgetMB": 9000, "overrides": {"n_ctx": 5, "flags": ["a"], "deep": {"on": True}}}
+    assert clean_params(asked, LOAD_FIELDS) == asked
+    assert canonical(clean_params(asked, LOAD_FIELDS))
+    assert clean_params({"modelId": "m", "quantization": None, "evictModel": ""}, LOAD_FIELDS) == {"modelId": "m"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "words"),
+    [
+        ({"modelId": ""}, "modelId", "must be given"),
+        ({"modelId": 7}, "modelId", "printable text"),
+        ({"modelId": "a\u202eb"}, "modelId", "printable text"),
+        ({"modelId": " m"}, "modelId", "outer blanks"),
+        ({"modelId": "m" * 201}, "modelId", "at most 200"),
+        ({"maxContextLength": 4096.0}, "maxContextLength", "only whole numbers can be signed"),
+        ({"maxContextLength": 0}, "maxContextLength", "from 1 to"),
+        ({"maxContextLength": True}, "maxContextLength", "whole number"),
+        ({"maxContextLength": "4096"}, "maxContextLength", "whole number"),
+        ({"gpuMemoryBudgetMB": 2**31}, "gpuMemoryBudgetMB", "whole number"),
+        ({"overrides": {"gpu_memory_utilization": 0.9}}, "overrides.gpu_memory_utilization", "only whole numbers"),
+        ({"overrides": {"a": {"b": [1, 0.5]}}}, "overrides.a.b", "only whole numbers"),
+        ({"overrides": [1]}, "overrides", "must be an object"),
+        ({"overrides": {"a": None}}, "params", "cannot be signed"),
+        ({"overrides": {"ä": 1}}, "params", "cannot be signed"),
+        ({"overrides": {str(number): 1 for number in range(65)}}, "overrides", "at most 64"),
+        ({"verifiedOpToken": "x"}, "verifiedOpToken", "There is no parameter 'verifiedOpToken' here"),
+    ],
+    ids=lambda value: str(value)[:30] if isinstance(value, str) else "",
+)
+def test_a_load_that_cannot_be_signed_is_refused_in_words(changes: dict[str, object], param: str, words: str) -> None:
+    with pytest.raises(InvalidProposal, match=words) as caught:
+        clean_params({**LOAD, **changes}, LOAD_FIELDS)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"scope": "all"}, None),
+        ({"scope": "all", "modelId": "m"}, None),
+        ({"scope": "model", "modelId": "m"}, None),
+        ({"scope": "tenant", "tenantId": "t"}, None),
+        ({"scope": "tenant", "tenantId": "t", "modelId": "m"}, None),
+        ({"scope": "tag", "tag": "x"}, None),
+        ({"scope": "tag", "tag": "x", "tenantId": "t"}, None),
+        ({}, "scope"),
+        ({"scope": "world"}, "scope"),
+        ({"scope": "model"}, "modelId"),
+        ({"scope": "tenant", "modelId": "m"}, "tenantId"),
+        ({"scope": "tag"}, "tag"),
+        ({"scope": "all", "tenantId": "t"}, "tenantId"),
+        ({"scope": "model", "modelId": "m", "tag": "x"}, "tag"),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_a_flush_says_what_its_scope_needs_and_nothing_else(params: dict[str, object], param: str | None) -> None:
+    if param is None:
+        assert clean_flush(params) == params
+        return
+    with pytest.raises(InvalidProposal) as caught:
+        clean_flush(params)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "is_good"),
+    [
+        ({"timeout_s": 0}, DRAIN_FIELDS, True),
+        ({"timeout_s": -1}, DRAIN_FIELDS, False),
+        ({"timeout_s": 1.5}, DRAIN_FIELDS, False),
+        ({}, DRAIN_FIELDS, False),
+        ({"timeout_s": 0}, EVICT_FIELDS, False),
+        ({"modelId": "m", "force": True}, UNLOAD_FIELDS, True),
+        ({"modelId": "m", "force": 1}, UNLOAD_FIELDS, False),
+        ({"modelId": "m", "force": "true"}, UNLOAD_FIELDS, False),
+    ],
+)
+def test_a_drain_has_whole_seconds_an_eviction_nothing_and_force_is_true_or_false(
+    params: dict[str, object], fields: dict[str, Field], is_good: bool
+) -> None:
+    if is_good:
+        assert clean_params(params, fields) == params
+        return
+    with pytest.raises(InvalidProposal):
+        clean_params(params, fields)
