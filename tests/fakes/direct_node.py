@@ -17,6 +17,21 @@ from starlette.routing import Route
 
 from tests.fakes.waiting import wait_until
 
+CAPABILITIES = """{
+  "runnerType": "vllm-0.6.0", "runnerId": "node-1",
+  "models": {
+    "loaded": [{"id": "meta-llama/Llama-3.1-70B-Instruct", "quantization": "awq-4bit", "contextLength": 32768,
+      "loadedAt": 1745880000, "gpuMemoryMB": 24000}],
+    "loading": [{"id": "mistralai/Mistral-7B-Instruct-v0.3", "progress": 0.45, "eta": 180}],
+    "available": ["meta-llama/Llama-3.1-8B-Instruct", "deepseek-ai/deepseek-r1-distill-llama-70b"]
+  },
+  "resources": {"gpuIds": [0], "gpuMemoryTotalMB": 81920, "gpuMemoryUsedMB": 58000, "gpuMemoryFreeMB": 23920,
+    "gpuUtilization": 0.67, "kvCacheSizeMB": 12000, "kvCacheUtilization": 0.45},
+  "queue": {"depth": 3, "maxDepth": 16, "avgWaitMs": 150, "p95WaitMs": 450},
+  "capabilities": {"streaming": true, "prefixCaching": true},
+  "health": "healthy"
+}"""
+"""What one tells of itself: the example of the contract."""
 NOT_FOUND = (404, {"error": {"code": "not_found", "message": "no"}})
 
 

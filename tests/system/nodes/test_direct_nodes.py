@@ -38,13 +38,12 @@ from nodes.services.health import explain_unreachable
 from nodes.services.overview import read_fleet, read_served_models
 from nodes.services.sessions import load_node_rows
 from nodes.tasks import call_box, ring_direct_boxes
-from tests.fakes.direct_node import DirectNode, run_direct_node
+from tests.fakes.direct_node import CAPABILITIES, DirectNode, run_direct_node
 from tests.fakes.governed_nodes import approve_load, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
 from tests.fakes.rows import shared_rows
 from tests.system.governance.team import Team, make_due, make_governed
-from tests.unit.nodes.test_reports import CAPABILITIES
 from wire.contract import NodeStatus
 from wire.optoken import Level, Verifier, read_token
 from wire.optoken import Operation as Verb

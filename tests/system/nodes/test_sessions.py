@@ -1,24 +1,43 @@
-"""What a worker session does to the database: enrolment, fencing, presence, and the rows that routing reads."""
+"""Node credentials, providers, and what a worker session does to the database: enrolment, fencing, presence, routing's rows."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from threading import Barrier
+from typing import Any
 
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from nodes.errors import EnrolmentRefused, NameTaken
-from nodes.models import Node, NodeCredential, NodePresence, Reach
+from governance.services import create_admin_token
+from nodes.errors import (
+    BadRequest,
+    Conflict,
+    CredentialNotFound,
+    EnrolmentRefused,
+    NameTaken,
+    NodeError,
+    NodeNotFound,
+    ProviderNotFound,
+)
+from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
 from nodes.services import (
+    claim_node,
     cordon_node,
+    create_credential,
+    create_provider,
     delete_provider,
     disable_provider,
     drain_node,
+    enable_provider,
+    find_credential,
     revoke_credential,
     set_mode,
 )
@@ -38,10 +57,132 @@ from nodes.services.sessions import (
 from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence, make_provider
 from wire import bridge
 from wire.contract import NodeMode
+from wire.credentials import CredentialKind, digest_credential, mint_credential
 
 pytestmark = pytest.mark.django_db
 
 HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)
+
+# Credentials and providers
+
+
+def test_a_new_credential_is_found_and_only_its_digest_is_stored() -> None:
+    credential, text = make_credential(" rack 4 ", max_nodes=3)
+    assert text.startswith("msw_")
+    assert (credential.name, credential.max_nodes) == ("rack 4", 3)
+    assert bytes(NodeCredential.objects.get().digest) == digest_credential(text)
+    found = find_credential(text)
+    assert found is not None
+    assert (found.pk, found.provider.name) == (credential.pk, "local")
+    assert text not in str(audited("node_credential.create")[0].detail)
+    row = NodeCredential.objects.get()
+    assert row.last_used_at is not None
+    assert row.updated_at == credential.updated_at, "use does not look like a change"
+
+
+def test_no_other_credential_passes_for_a_node_credential() -> None:
+    _, text = make_credential()
+    _, admin_token = create_admin_token(name="ops", actor=ACTOR)
+    forged = mint_credential(CredentialKind.WORKER).text
+    same_id = f"msw_{text.split('_')[1]}_{forged.split('_')[2]}"
+    client = mint_credential(CredentialKind.CLIENT).text
+    for wrong in ("", text[:-1], text + "x", text.replace("msw_", "msa_"), admin_token, client, forged, same_id):
+        assert find_credential(wrong) is None, wrong
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "param"),
+    [
+        ({"name": " "}, BadRequest, "name"),
+        ({"name": "x" * 81}, BadRequest, "name"),
+        ({"max_nodes": 0}, BadRequest, "max_nodes"),
+        ({"max_nodes": 10_001}, BadRequest, "max_nodes"),
+        ({"provider_name": "nowhere"}, ProviderNotFound, "provider_name"),
+        ({"node_id": uuid.UUID(int=0)}, NodeNotFound, "node_id"),
+    ],
+)
+def test_what_cannot_be_used_is_named(changes: dict[str, Any], error: type[NodeError], param: str) -> None:
+    make_provider()
+    with pytest.raises(error) as caught:
+        create_credential(**{"name": "box", "provider_name": "local", "actor": ACTOR, **changes})
+    assert caught.value.param == param
+    assert not NodeCredential.objects.exists()
+    for name in ("", "-a", "a b", "ä", "a/b", "x" * 61, "a\n"):
+        with pytest.raises(BadRequest, match="name"):
+            create_provider(name=name, actor=ACTOR)
+
+
+def test_a_revoked_credential_is_not_found_opens_nothing_and_revoking_twice_records_once() -> None:
+    credential, text = make_credential()
+    kept, _ = make_credential("kept")
+    first = revoke_credential(credential_id=credential.pk, actor=ACTOR)
+    again = revoke_credential(credential_id=credential.pk, actor=ACTOR)
+    assert first.revoked_at == again.revoked_at is not None
+    assert first.updated_at > credential.updated_at
+    assert find_credential(text) is None
+    assert (find_revoked([kept.pk, credential.pk]), find_revoked([])) == ({credential.pk}, set())
+    assert len(audited("node_credential.revoke")) == 1
+    with pytest.raises(EnrolmentRefused, match="revoked"):
+        ask(credential)  # it was checked a moment ago
+    assert Node.objects.count() == 0
+    with pytest.raises(CredentialNotFound):
+        revoke_credential(credential_id=0, actor=ACTOR)
+
+
+def test_a_provider_is_made_switched_off_and_on_and_each_is_recorded_once() -> None:
+    before = make_provider().updated_at
+    with pytest.raises(Conflict):
+        create_provider(name="local", actor=ACTOR)
+    changes: list[tuple[Callable[..., Provider], ProviderState]] = [
+        (disable_provider, ProviderState.DISABLED), (enable_provider, ProviderState.ENABLED),
+    ]  # fmt: skip
+    for change, state in changes:
+        for _ in range(2):
+            changed = change(name="local", actor=ACTOR)
+            assert (changed.state, is_provider_open("local")) == (state, state is ProviderState.ENABLED)
+        assert changed.updated_at > before
+        before = changed.updated_at
+    for action in ("create", "disable", "enable"):
+        assert len(audited(f"provider.{action}")) == 1
+
+
+def test_deleting_a_provider_revokes_its_credentials_and_coming_back_does_not_revive_them() -> None:
+    _, text = make_credential()
+    _, other = make_credential(provider="other")
+    delete_provider(name="local", actor=ACTOR)
+    assert find_credential(text) is None
+    assert find_credential(other) is not None
+    assert audited("provider.delete")[0].detail == {"revoked_credentials": 1}
+    for change in (enable_provider, disable_provider, delete_provider):
+        for name in ("local", "never"):
+            with pytest.raises(ProviderNotFound):
+                change(name=name, actor=ACTOR)
+            assert not is_provider_open(name)
+    assert create_provider(name="local", actor=ACTOR).state == ProviderState.ENABLED
+    assert find_credential(text) is None
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(("names", "made"), [(["a", "b", "c", "d"], 2), (["a", "a", "a", "a"], 1)])
+def test_at_once_is_no_way_around_the_limit(names: list[str], made: int) -> None:
+    credential, _ = make_credential(max_nodes=2)
+    start = Barrier(len(names))
+
+    def enrol(name: str) -> bool:
+        try:
+            start.wait(30)
+            return claim_node(credential=credential, name=name)[1]
+        except EnrolmentRefused:
+            return False
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(len(names)) as boxes:
+        results = list(boxes.map(enrol, names))
+    assert sum(results) == made == Node.objects.count()
+
+
+# Enrolment
 
 
 def ask(
@@ -56,20 +197,15 @@ def ask(
 ) -> OpenedSession:
     """Open a session as a box of that name."""
     message = bridge.Register(worker_name=name, **fields)  # type: ignore[arg-type]  # names of its fields
-    return open_session(
-        SessionRequest(
-            credential_id=credential.pk,
-            worker_name=name,
-            models=("m",),
-            max_concurrent=3,
-            protocol=protocol,
-            gateway_id=gateway,
-            live_nodes=live,
-            other_gateways=others,
-            peer_address="10.0.0.1",
-            message=message,
-        )
-    )
+    request = SessionRequest(
+        credential_id=credential.pk, worker_name=name, models=("m",), max_concurrent=3, protocol=protocol, gateway_id=gateway,
+        live_nodes=live, other_gateways=others, peer_address="10.0.0.1", message=message,
+    )  # fmt: skip
+    return open_session(request)
+
+
+def governed(public_key: str) -> bridge.BoxGovernance:
+    return bridge.BoxGovernance(level="L1", runner_id=f"rig-{public_key}", public_key=public_key)
 
 
 def test_a_new_box_is_enrolled_with_what_it_said() -> None:
@@ -86,6 +222,11 @@ def test_a_new_box_is_enrolled_with_what_it_said() -> None:
     assert (presence.protocol, presence.peer_address) == (bridge.MUSTER_V1, "10.0.0.1")
     (event,) = audited("node.connect")
     assert event.detail == {"protocol": bridge.MUSTER_V1, "epoch": 1, "credential": "box"}
+    long = "x" * 900
+    gpu = bridge.GpuInfo(index=0, name="g" * 900)
+    texts: dict[str, Any] = {"instance_id": long, "agent_version": long, "owner_name": long, "gpus": [gpu]}
+    cut = Node.objects.get(pk=ask(credential, "n" * 120, current_load=10**30, **texts).node_id)
+    assert (len(cut.instance_id), len(cut.agent_version), len(cut.owner_name), len(cut.gpu_name)) == (64, 60, 120, 200)
 
 
 def test_a_box_that_comes_back_keeps_its_row_and_what_was_decided_about_it() -> None:
@@ -97,10 +238,6 @@ def test_a_box_that_comes_back_keeps_its_row_and_what_was_decided_about_it() -> 
     again = ask(credential, "rig", instance_id="i2", live=frozenset({first.node_id}))
     assert again == replace(first, epoch=2, mode="spare_off", cordoned=True, draining=True, link_id=again.link_id)
     assert Node.objects.count() == 1
-
-
-def governed(public_key: str) -> bridge.BoxGovernance:
-    return bridge.BoxGovernance(level="L1", runner_id=f"rig-{public_key}", public_key=public_key)
 
 
 def test_a_second_box_with_the_name_of_a_live_one_is_refused_and_noted_and_the_first_keeps_its_session() -> None:
@@ -115,23 +252,20 @@ def test_a_second_box_with_the_name_of_a_live_one_is_refused_and_noted_and_the_f
     assert (node.rival_address, node.rival_seen_at is not None) == ("10.0.0.1", True)
     assert len(audited("node.rival_refused")) == 1
     assert ask(credential, "rig", instance_id="a1", governance=governed("a"), live=live).epoch == 1
-    assert ask(credential, "rig", instance_id="b1", governance=governed("b")).epoch == 2  # once the first is gone
+    assert ask(credential, "rig", instance_id="a2", governance=governed("a"), live=live).epoch == 2, "it was started again"
+    assert ask(credential, "rig", instance_id="b1", governance=governed("b")).epoch == 3, "once the first is gone"
 
 
 def test_a_box_of_another_gateway_is_as_live_as_one_of_this() -> None:
-    credential, _ = make_credential(max_nodes=3)
+    credential, _ = make_credential(max_nodes=5)
     ask(credential, "rig", instance_id="a1", governance=governed("a"), gateway=THERE)
+    there = ask(credential, gateway=THERE)
     with pytest.raises(NameTaken):
         ask(credential, "rig", instance_id="b1", governance=governed("b"), others=frozenset({THERE}))
+    assert ask(credential, others=frozenset({THERE})).node_name == "worker-2"
     NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(minutes=1))
     assert ask(credential, "rig", instance_id="b1", governance=governed("b"), others=frozenset({THERE})).epoch == 2
-
-
-def test_a_box_that_was_started_again_replaces_its_own_session_at_once() -> None:
-    credential, _ = make_credential(max_nodes=3)
-    first = ask(credential, "rig", instance_id="a1", governance=governed("a"))
-    again = ask(credential, "rig", instance_id="a2", governance=governed("a"), live=frozenset({first.node_id}))
-    assert again == replace(first, epoch=2, link_id=again.link_id)
+    assert ask(credential, others=frozenset({THERE})).node_id == there.node_id
 
 
 @pytest.mark.parametrize("said", [None, governed("a")], ids=["older-box", "copied-folder"])
@@ -156,6 +290,10 @@ def test_workers_that_share_a_name_get_numbers_while_they_live() -> None:
         live.add(opened.node_id)
     two = Node.objects.get(name="worker-2").pk
     assert ask(credential, live=frozenset(live - {two})).node_id == two
+    first = ask(credential, "n" * 120)
+    second = ask(credential, "n" * 120, live=frozenset({first.node_id}))
+    assert (second.node_id != first.node_id, second.node_name[-3:]) == (True, "n-2"), "a long name leaves room"
+    assert ask(make_credential("two")[0]).node_id not in live, "under another credential it is another box"
 
 
 def test_a_worker_comes_back_at_once_after_its_gateway_was_killed() -> None:
@@ -168,22 +306,7 @@ def test_a_worker_comes_back_at_once_after_its_gateway_was_killed() -> None:
         assert (after.node_id, after.epoch) == (before.node_id, 2)
 
 
-def test_a_name_that_lives_on_another_gateway_is_taken() -> None:
-    credential, _ = make_credential(max_nodes=5)
-    there = ask(credential, gateway=THERE)
-    assert ask(credential, others=frozenset({THERE})).node_name == "worker-2"
-    NodePresence.objects.filter(node_id=there.node_id).update(last_heartbeat_at=timezone.now() - timedelta(seconds=16))
-    assert ask(credential, others=frozenset({THERE})).node_id == there.node_id
-
-
-def test_a_credential_for_one_box_lets_the_newer_session_take_over() -> None:
-    credential, _ = make_credential(max_nodes=1)
-    first = ask(credential)
-    second = ask(credential, live=frozenset({first.node_id}))
-    assert (second.node_id, second.epoch) == (first.node_id, 2)
-
-
-def test_a_credential_enrols_no_more_boxes_than_it_may() -> None:
+def test_a_credential_enrols_no_more_boxes_than_it_may_and_lets_the_newer_session_take_over() -> None:
     credential, _ = make_credential(max_nodes=2)
     ask(credential, "a", instance_id="1")
     ask(credential, "b", instance_id="2")
@@ -191,84 +314,32 @@ def test_a_credential_enrols_no_more_boxes_than_it_may() -> None:
         ask(credential, "c", instance_id="3")
     assert ask(credential, "a", instance_id="4").epoch == 2
     assert Node.objects.count() == 2
-
-
-def test_the_same_name_under_two_credentials_is_two_boxes() -> None:
-    one, _ = make_credential("one")
-    two, _ = make_credential("two")
-    assert ask(one).node_id != ask(two).node_id
+    single, _ = make_credential("single", max_nodes=1)
+    first = ask(single)
+    second = ask(single, live=frozenset({first.node_id}))
+    assert (second.node_id, second.epoch) == (first.node_id, 2)
 
 
 def test_a_bound_credential_speaks_for_its_node_whatever_name_the_box_says() -> None:
     node = make_node("rig")
     bound, _ = make_credential("bound", node_id=node.pk)
     opened = ask(bound, "another name")
-    assert (opened.node_id, opened.node_name) == (node.pk, "rig")
+    assert (opened.node_id, opened.node_name, bound.node) == (node.pk, "rig", node)
     assert Node.objects.count() == 1
+    make_provider("other")
+    with pytest.raises(BadRequest):  # it must be of the node's provider
+        create_credential(name="spare", provider_name="other", node_id=node.pk, actor=ACTOR)
 
 
-def test_a_revoked_credential_opens_nothing_even_if_it_was_checked_a_moment_ago() -> None:
-    credential, _ = make_credential()
-    revoke_credential(credential_id=credential.pk, actor=ACTOR)
-    with pytest.raises(EnrolmentRefused, match="revoked"):
-        ask(credential)
-    assert Node.objects.count() == 0
-
-
-def test_revoked_credentials_are_found_among_those_in_use() -> None:
-    kept, _ = make_credential("kept")
-    revoked, _ = make_credential("revoked")
-    revoke_credential(credential_id=revoked.pk, actor=ACTOR)
-    assert find_revoked([kept.pk, revoked.pk]) == {revoked.pk}
-    assert find_revoked([]) == set()
-
-
-def test_long_texts_of_a_box_are_cut_to_their_columns() -> None:
-    credential, _ = make_credential(max_nodes=2)
-    gpu = bridge.GpuInfo(index=0, name="g" * 900)
-    long = "x" * 900
-    opened = ask(credential, "n" * 120, instance_id=long, agent_version=long, owner_name=long, gpus=[gpu], current_load=10**30)
-    node = Node.objects.get(pk=opened.node_id)
-    assert (len(node.instance_id), len(node.agent_version), len(node.owner_name), len(node.gpu_name)) == (64, 60, 120, 200)
-
-
-def test_a_long_shared_name_leaves_room_for_its_number() -> None:
-    credential, _ = make_credential(max_nodes=2)
-    first = ask(credential, "n" * 120)
-    second = ask(credential, "n" * 120, live=frozenset({first.node_id}))
-    assert second.node_id != first.node_id
-    assert second.node_name.endswith("n-2")
-
-
-@pytest.mark.parametrize("state", ["enabled", "disabled", "deleted"])
-def test_only_an_enabled_provider_is_open(state: str) -> None:
-    make_provider("lab")
-    if state == "disabled":
-        disable_provider(name="lab", actor=ACTOR)
-    if state == "deleted":
-        delete_provider(name="lab", actor=ACTOR)
-    assert is_provider_open("lab") == (state == "enabled")
-    assert not is_provider_open("nobody")
-
-
-# closing and reporting
+# Closing and reporting
 
 
 def report(opened: OpenedSession, **changes: object) -> PresenceReport:
     """Return what a gateway would say of the box."""
     base = PresenceReport(
-        node_id=opened.node_id,
-        epoch=opened.epoch,
-        age_s=2.0,
-        active=1,
-        max_concurrent=3,
-        models=("m",),
-        status="available",
-        last_error="",
-        endpoints={},
-        said=None,
-        link_id=opened.link_id,
-    )
+        node_id=opened.node_id, epoch=opened.epoch, age_s=2.0, active=1, max_concurrent=3, models=("m",), status="available",
+        last_error="", endpoints={}, said=None, link_id=opened.link_id,
+    )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
 
 
@@ -282,29 +353,22 @@ def presence_of(opened: OpenedSession) -> NodePresence:
     return NodePresence.objects.get(node_id=opened.node_id)
 
 
-def test_closing_marks_the_node_as_gone() -> None:
-    opened = ask(make_credential()[0])
-    close(opened, reason="x" * 500)
-    presence = presence_of(opened)
-    assert (presence.connected, presence.reported_status, presence.active_requests) == (False, "offline", 0)
-    (event,) = audited("node.disconnect")
-    assert event.detail["epoch"] == 1
-    assert len(event.detail["reason"]) == 200
-
-
 def close(opened: OpenedSession, *, gateway: uuid.UUID = HERE, reason: str = "gone") -> None:
     """Say that the link of a session is over."""
     close_sessions([SessionEnd(opened.node_id, opened.link_id, reason)], gateway_id=gateway)
 
 
-def test_many_sessions_are_closed_in_one_statement_and_recorded_each() -> None:
+def test_closing_marks_the_nodes_as_gone_in_one_statement() -> None:
     credential, _ = make_credential(max_nodes=12)
     opened = [ask(credential, f"rig-{number}", instance_id="i") for number in range(12)]
     with CaptureQueriesContext(connection) as queries:
-        close_sessions([SessionEnd(each.node_id, each.link_id, "server shutdown") for each in opened], gateway_id=HERE)
+        close_sessions([SessionEnd(each.node_id, each.link_id, "x" * 500) for each in opened], gateway_id=HERE)
     assert sum(query["sql"].lstrip().startswith("UPDATE nodes_nodepresence") for query in queries) == 1
-    assert not NodePresence.objects.filter(connected=True).exists()
-    assert {event.target for event in audited("node.disconnect")} == {node.printed_id for node in Node.objects.all()}
+    states = {(row.connected, row.reported_status, row.active_requests) for row in NodePresence.objects.all()}
+    assert states == {(False, "offline", 0)}
+    events = audited("node.disconnect")
+    assert {event.target for event in events} == {node.printed_id for node in Node.objects.all()}
+    assert {(event.detail["epoch"], len(event.detail["reason"])) for event in events} == {(1, 200)}
 
 
 def test_what_was_gathered_before_a_node_left_changes_nothing_when_it_is_written_after() -> None:
@@ -344,24 +408,22 @@ def test_a_node_on_two_gateways_is_reported_by_both_and_leaves_with_the_one_that
     close(there, gateway=THERE)
     assert not presence_of(there).connected
     assert presence_of(there).gateway_links == {}
-
-
-def test_links_of_gateways_that_are_dead_are_forgotten() -> None:
-    credential, _ = make_credential()
     ask(credential, instance_id="i", gateway=THERE)
-    opened = ask(credential, instance_id="i")
-    assert presence_of(opened).gateway_links == {HERE.hex: opened.link_id.hex}
+    alone = ask(credential, instance_id="i")
+    assert presence_of(alone).gateway_links == {HERE.hex: alone.link_id.hex}, "links of dead gateways are forgotten"
 
 
-def test_a_round_of_reports_is_one_statement() -> None:
+def test_a_round_of_reports_is_one_statement_that_touches_what_is_new() -> None:
     credential, _ = make_credential(max_nodes=9)
-    sessions = [(ask(credential, name, instance_id="i"), name) for name in ("a", "bb", "ccc")]
+    sessions = [(ask(credential, name, instance_id="i"), name) for name in ("a", "bb", "m")]
+    before = Node.objects.get(name="m").updated_at
     reports = [report(opened, active=len(name), models=(name,)) for opened, name in sessions]
     with CaptureQueriesContext(connection) as queries:
         write_presences(reports, gateway_id=HERE)
     assert sum("UPDATE nodes_node" in query["sql"] for query in queries) == 1
-    assert sorted(Node.objects.values_list("model_names", flat=True)) == [["a"], ["bb"], ["ccc"]]
-    assert sorted(NodePresence.objects.values_list("active_requests", flat=True)) == [1, 2, 3]
+    assert sorted(Node.objects.values_list("model_names", flat=True)) == [["a"], ["bb"], ["m"]]
+    assert sorted(NodePresence.objects.values_list("active_requests", flat=True)) == [1, 1, 2]
+    assert Node.objects.get(name="m").updated_at == before < Node.objects.get(name="a").updated_at
 
 
 def test_an_older_session_closes_and_reports_nothing() -> None:
@@ -376,7 +438,7 @@ def test_an_older_session_closes_and_reports_nothing() -> None:
     assert audited("node.disconnect") == []
 
 
-def test_a_report_is_written_with_the_age_of_its_news() -> None:
+def test_a_report_is_written_with_the_age_of_its_news_and_one_that_says_nothing_leaves_it_alone() -> None:
     opened = ask(make_credential()[0])
     gpus = [
         {"index": 0, "name": "a", "memory_total_mb": 10, "memory_used_mb": 4, "utilization_percent": 30.0},
@@ -389,30 +451,15 @@ def test_a_report_is_written_with_the_age_of_its_news() -> None:
     assert presence.last_heartbeat_at is not None
     heard_ago = timedelta(seconds=2)
     assert before - heard_ago <= presence.last_heartbeat_at <= timezone.now() - heard_ago
-    assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpu_util_percent) == (5, 25, 70.5)
     assert (presence.reported_status, presence.active_requests, len(presence.last_error)) == ("busy", 1, 500)
+    write_presences([report(opened)], gateway_id=HERE)
+    presence = presence_of(opened)
+    assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpu_util_percent) == (5, 25, 70.5)
     assert (presence.gpus, presence.replicas) == (gpus, [{"model": "m"}])
     assert (presence.available_models, presence.memory) == (["x"], {"kind": "gpu"})
     assert (presence.queue_depth, presence.avg_wait_ms) == (4, 70)
-
-
-def test_a_report_of_a_box_that_says_nothing_leaves_what_is_known_alone() -> None:
-    opened = ask(make_credential()[0])
     write_presences([report(opened, said=said(gpus=[{"index": 0, "name": "a", "memory_used_mb": 4}]))], gateway_id=HERE)
-    write_presences([report(opened)], gateway_id=HERE)
-    presence = presence_of(opened)
-    assert (presence.vram_used_mb, presence.vram_free_mb, len(presence.gpus)) == (4, None, 1)
-
-
-def test_new_models_touch_the_node_and_the_same_ones_do_not() -> None:
-    opened = ask(make_credential()[0])
-    before = Node.objects.get(pk=opened.node_id).updated_at
-    write_presences([report(opened)], gateway_id=HERE)
-    assert Node.objects.get(pk=opened.node_id).updated_at == before
-    write_presences([report(opened, models=("a", "b"))], gateway_id=HERE)
-    node = Node.objects.get(pk=opened.node_id)
-    assert node.model_names == ["a", "b"]
-    assert node.updated_at > before
+    assert (presence_of(opened).vram_used_mb, presence_of(opened).vram_free_mb) == (4, None)
 
 
 def test_a_registration_says_at_once_what_the_box_has() -> None:
@@ -421,9 +468,8 @@ def test_a_registration_says_at_once_what_the_box_has() -> None:
     credential, _ = make_credential()
     opened = ask(credential, replicas=[replica], memory=memory, available=["other"], instance_id="i")
     presence = presence_of(opened)
-    assert presence.replicas == [
-        {"model": "m", "state": "loaded", "engine": "vllm", "endpoints": ["/v1/embeddings"], "context_tokens": 512}
-    ]
+    told = {"model": "m", "state": "loaded", "engine": "vllm", "endpoints": ["/v1/embeddings"], "context_tokens": 512}
+    assert presence.replicas == [told]
     (row,) = load_node_rows()
     assert (row.contexts, row.engines) == ({"m": 512}, {"m": frozenset({"vllm"})})
     assert (presence.memory, presence.available_models) == ({"total_mb": 100, "used_mb": 40}, ["other"])
@@ -431,24 +477,6 @@ def test_a_registration_says_at_once_what_the_box_has() -> None:
     ask(credential, instance_id="j")
     presence = presence_of(opened)
     assert (presence.replicas, presence.memory, presence.available_models) == ([], None, [])
-
-
-def test_rows_carry_the_paths_of_each_model_once_they_changed() -> None:
-    opened = ask(make_credential()[0])
-    assert load_node_rows()[0].endpoints == {}
-    paths = {"m": ["/v1/audio/transcriptions", "/v1/audio/translations"]}
-    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
-    touched = Node.objects.get(pk=opened.node_id).updated_at
-    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
-    assert Node.objects.get(pk=opened.node_id).updated_at == touched
-    assert load_node_rows()[0].endpoints == {"m": frozenset(paths["m"])}
-
-
-def test_only_bridge_workers_carry_no_bytes() -> None:
-    credential, _ = make_credential(max_nodes=2)
-    ask(credential, "a", protocol=bridge.BRIDGE_V1)
-    ask(credential, "b", protocol=bridge.MUSTER_V1)
-    assert [row.carries_bytes for row in load_node_rows()] == [False, True]
 
 
 @pytest.mark.django_db(transaction=True)
@@ -472,12 +500,13 @@ def test_a_report_that_cannot_be_stored_does_not_hold_the_others_up(poison: dict
     assert [presence_of(opened).reported_status for opened in (first, bad, last)] == ["busy", "available", "busy"]
 
 
-# rows for routing
+# Rows for routing
 
 
 def test_rows_say_what_routing_needs_in_one_query() -> None:
     credential, _ = make_credential(max_nodes=9)
     opened = ask(credential, "b", instance_id="i1")
+    ask(credential, "d", protocol=bridge.BRIDGE_V1)
     began = time.monotonic()
     drain_node(node_id=opened.node_id, actor=ACTOR, reason="fans", timeout_s=60)
     write_presences([report(opened)], gateway_id=HERE)
@@ -488,7 +517,7 @@ def test_rows_say_what_routing_needs_in_one_query() -> None:
     with CaptureQueriesContext(connection) as queries:
         rows = load_node_rows()
     assert len(queries) == 1
-    one, two, three = rows
+    one, two, three, four = rows
     assert (one.name, one.is_direct, one.public_base_url, one.model_names) == ("a", True, url, ("x",))
     assert one.heartbeat_age_s is not None
     took_s = time.monotonic() - began
@@ -497,5 +526,12 @@ def test_rows_say_what_routing_needs_in_one_query() -> None:
     assert (two.name, two.draining, two.drain_reason, two.epoch, two.instance_id) == ("b", True, "fans", 1, "i1")
     assert two.drain_remaining_s is not None
     assert 60 - took_s <= two.drain_remaining_s <= 60
-    assert (two.connected, two.gateway_id, two.is_direct) == (True, HERE, False)
+    assert (two.connected, two.gateway_id, two.is_direct, two.endpoints) == (True, HERE, False, {})
     assert (three.is_direct, three.heartbeat_age_s, three.connected, three.reported_status) == (False, None, False, "offline")
+    assert (two.carries_bytes, four.carries_bytes) == (True, False), "bridge workers carry no bytes"
+    paths = {"m": ["/v1/audio/transcriptions", "/v1/audio/translations"]}
+    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
+    touched = Node.objects.get(pk=opened.node_id).updated_at
+    write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
+    assert Node.objects.get(pk=opened.node_id).updated_at == touched
+    assert load_node_rows()[1].endpoints == {"m": frozenset(paths["m"])}

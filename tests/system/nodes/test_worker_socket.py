@@ -39,50 +39,36 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture(autouse=True)
-async def _close_connections() -> AsyncIterator[None]:
-    """Give back the connection of the thread in which the ORM ran for the test itself."""
+async def _patience_and_connections() -> AsyncIterator[None]:
+    """A database that a busy machine keeps waiting is not away; the connection of the ORM's thread is given back."""
+    set_limits(core={"database_s": 30.0})
     yield
     await sync_to_async(connections.close_all)()
-
-
-@pytest.fixture(autouse=True)
-def _patient() -> None:
-    """A database that a busy machine keeps waiting is not away."""
-    set_limits(core={"database_s": 30.0})
 
 
 # authentication
 
 
-@pytest.mark.parametrize("way", ["x-worker-secret", "bearer", "query"])
-async def test_a_credential_is_taken_from_header_bearer_or_query(way: str) -> None:
+async def test_a_credential_is_taken_from_header_bearer_or_query_and_no_other_kind_opens_the_door(settings: Settings) -> None:
     _, secret = await enrol()
-    ways: dict[str, dict[str, Any]] = {
-        "x-worker-secret": {"headers": {"x-worker-secret": secret}},
-        "bearer": {"headers": {"authorization": f"Bearer {secret}"}},
-        "query": {"headers": {}, "query": f"worker_secret={secret}&provider=local"},
-    }
-    door = Door()
-    async with dial(door, **ways[way]) as socket:
-        socket.say(hello())
-        assert (await socket.acknowledged()).models == ["m"]
-
-
-@pytest.mark.parametrize(("headers", "is_allowed"), [({"x-worker-secret": "wrong"}, True), ({}, False)])
-async def test_a_right_query_rescues_no_wrong_header_and_can_be_switched_off(
-    settings: Settings, headers: dict[str, str], is_allowed: bool
-) -> None:
-    settings.NODE_ALLOW_QUERY_SECRET = is_allowed
-    _, secret = await enrol()
-    async with dial(Door(), headers=headers, query=f"worker_secret={secret}") as socket:
-        assert await socket.closed() == (1008, "worker authentication failed")
-
-
-@pytest.mark.parametrize("kind", [CredentialKind.CLIENT, CredentialKind.ADMIN, CredentialKind.WORKER])
-async def test_no_other_kind_of_credential_opens_the_door(kind: CredentialKind) -> None:
-    async with dial(Door(), mint_credential(kind).text) as socket:
-        assert socket.sent[:1] == [] or socket.sent[0]["type"] == "websocket.accept"
-        assert await socket.closed() == (1008, "worker authentication failed")
+    door, failed = Door(), (1008, "worker authentication failed")
+    query = {"query": f"worker_secret={secret}&provider=local"}
+    ways: list[dict[str, Any]] = [
+        {"headers": {"x-worker-secret": secret}}, {"headers": {"authorization": f"Bearer {secret}"}}, {"headers": {}, **query},
+    ]  # fmt: skip
+    for way in ways:
+        async with dial(door, **way) as socket:
+            socket.say(hello())
+            assert (await socket.acknowledged()).models == ["m"]
+    async with dial(door, headers={"x-worker-secret": "wrong"}, **query) as socket:
+        assert await socket.closed() == failed, "a right query rescues no wrong header"
+    settings.NODE_ALLOW_QUERY_SECRET = False
+    async with dial(door, headers={}, **query) as socket:
+        assert await socket.closed() == failed
+    for number, kind in enumerate((CredentialKind.CLIENT, CredentialKind.ADMIN, CredentialKind.WORKER)):
+        async with dial(door, mint_credential(kind).text, address=f"10.0.1.{number}") as socket:
+            assert await socket.closed() == failed
+            assert [event["type"] for event in socket.sent] == ["websocket.accept", "websocket.close"]
 
 
 async def test_too_many_wrong_secrets_from_one_address_have_to_wait_and_good_ones_do_not() -> None:
@@ -151,15 +137,14 @@ async def test_nodes_that_have_registered_keep_no_other_of_their_address_out() -
             assert await socket.closed() == (1008, "worker authentication failed")
 
 
-@pytest.mark.parametrize(("query", "is_disabled"), [("provider=other", False), ("provider=", False), ("provider=lab", True)])
-async def test_a_node_of_another_or_a_disabled_provider_is_refused(query: str, is_disabled: bool) -> None:
+async def test_a_node_of_another_or_a_disabled_provider_is_refused() -> None:
     _, secret = await enrol(provider="lab")
-    if is_disabled:
-        await sync_to_async(disable_provider)(name="lab", actor=ACTOR)
-    async with dial(Door(), secret, query=query) as socket:
-        code, reason = await socket.closed()
-        assert code == 1008
-        assert "provider" in reason
+    for query in ("provider=other", "provider=", "provider=lab"):
+        if query == "provider=lab":
+            await sync_to_async(disable_provider)(name="lab", actor=ACTOR)
+        async with dial(Door(), secret, query=query) as socket:
+            code, reason = await socket.closed()
+            assert (code, "provider" in reason) == (1008, True)
 
 
 # registration
@@ -190,57 +175,37 @@ async def test_a_bridge_worker_gets_the_plain_acknowledgement() -> None:
         assert link.offline_after_s == 45.0
 
 
-async def test_a_cordoned_box_comes_back_cordoned() -> None:
-    door = Door()
-    _, secret = await enrol()
+async def test_a_cordoned_box_comes_back_cordoned_and_within_the_limits_of_the_socket() -> None:
+    door = Door(max_concurrent_cap=3, max_models=1)
+    _, secret = await enrol(max_nodes=1)
     async with dial(door, secret) as socket:
-        socket.say(hello())
-        await socket.acknowledged()
+        socket.say(hello(max_concurrent=99, models=["a", "b"]))
+        ack = await socket.acknowledged()
+        assert (ack.models, len(ack.warnings), door.links[0].max_concurrent) == (["a"], 2, 3)
         await sync_to_async(cordon_node)(node_id=door.links[0].node_id, actor=ACTOR)
+        async with dial(door, secret) as other:
+            other.say(hello("é" * 120))
+            code, reason = await other.closed()
+        assert code == 1008
+        assert len(reason.encode()) <= 123, "a refusal with a long name fits a close frame"
     async with dial(door, secret) as socket:
         socket.say(hello())
         assert (await socket.acknowledged()).accepting is False
         assert not door.links[0].can_take(time.monotonic())
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        "nonsense",
-        b"binary",
-        '{"type":"pong"}',
-        '{"type":"register","protocol_version":"2030-01"}',
-        '{"type":"register","x":' + "[" * 100_000,
-    ],
-    ids=lambda frame: str(frame[:40]),
-)
-async def test_a_bad_first_frame_closes_with_1002(frame: str | bytes) -> None:
+async def test_a_bad_first_frame_or_none_at_all_closes_the_socket() -> None:
     _, secret = await enrol()
     door = Door()
-    async with dial(door, secret) as socket:
-        socket.say(frame)
-        assert await socket.closed() == (1002, "worker registration protocol error")
+    frames_: list[str | bytes] = ["nonsense", b"binary", '{"type":"pong"}', '{"type":"register","protocol_version":"2030-01"}']
+    for frame in (*frames_, '{"type":"register","x":' + "[" * 100_000):
+        async with dial(door, secret) as socket:
+            socket.say(frame)
+            assert await socket.closed() == (1002, "worker registration protocol error")
     assert len(door.registry) == 0
     assert await Node.objects.acount() == 0
-
-
-async def test_a_box_that_says_nothing_is_closed() -> None:
-    _, secret = await enrol()
     async with dial(Door(handshake_timeout_s=0.01), secret) as socket:
         assert await socket.closed() == (1008, "no register frame in time")
-
-
-async def test_a_refusal_with_a_long_name_still_fits_a_close_frame() -> None:
-    _, secret = await enrol(max_nodes=1)
-    door = Door()
-    async with dial(door, secret) as first:
-        first.say(hello())
-        await first.acknowledged()
-        async with dial(door, secret) as socket:
-            socket.say(hello("é" * 120))
-            code, reason = await socket.closed()
-        assert code == 1008
-        assert len(reason.encode()) <= 123
 
 
 async def test_a_fleet_that_shares_a_name_and_starts_at_once_gets_a_node_each() -> None:
@@ -299,7 +264,7 @@ async def test_a_second_box_is_told_and_the_first_serves_on() -> None:
 # serving
 
 
-async def test_a_stream_runs_over_the_socket_and_a_late_frame_is_dropped() -> None:
+async def test_a_stream_runs_over_the_socket_a_late_frame_is_dropped_and_a_forged_one_ends_the_session() -> None:
     async with linked() as (_, socket, link):
         sink, other = RequestSink(), RequestSink()
         link.open_stream(open_request(), sink)
@@ -313,24 +278,24 @@ async def test_a_stream_runs_over_the_socket_and_a_late_frame_is_dropped() -> No
         assert sink.heard == [(200, {"a": "b"}), b"x", EndKind.COMPLETE]
         assert other.heard == []
         assert link.session.open_streams == 0
-
-
-async def test_a_frame_against_the_protocol_closes_the_session_and_loses_its_streams() -> None:
-    async with linked() as (_, socket, link):
-        sink = RequestSink()
-        link.open_stream(open_request(), sink)
+        lost = RequestSink()
+        link.open_stream(open_request(request_id="req_3"), lost)
         socket.say(frames.encode_frame(frames.DATA, 77, 1, b"x"))
         assert await socket.closed() == (1002, "worker protocol error")
-        assert sink.heard == [EndKind.LINK_LOST]
+        assert lost.heard == [EndKind.LINK_LOST]
 
 
 async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
-    async with linked() as (door, socket, link):
+    async with linked(endpoints=["/v1/chat/completions"]) as (door, socket, link):
+        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == [link]
         gpu = bridge.GpuInfo(index=0, name="g", memory_used_mb=5)
-        socket.say(bridge.Telemetry(current_load=2, gpus=[gpu], last_error="hot"))
+        embeds = bridge.ReplicaInfo(model="a", state="loaded", endpoints=["/v1/embeddings"])
+        socket.say(bridge.Telemetry(current_load=2, gpus=[gpu], last_error="hot", replicas=[embeds]))
         socket.say(bridge.ModelsUpdate(models=["a", "b"], current_load=2))
         await eventually(lambda: link.models == {"a", "b"})
         assert door.registry.served_models() == ["a", "b"]
+        answering = [list(door.registry.links_answering("a", f"/v1/{path}")) for path in ("embeddings", "chat/completions")]
+        assert answering == [[link], []]
         (report,) = presence_reports(door.registry)
         assert (report.active, report.models, report.status, report.last_error) == (2, ("a", "b"), "available", "hot")
         assert report.said is not None
@@ -340,26 +305,27 @@ async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
         assert presence_reports(door.registry)[0].status == "draining"
 
 
-@pytest.mark.parametrize(
-    ("said", "models", "status"),
-    [
+DIED = {"last_error": "it died"}
+
+
+async def test_a_node_that_serves_nothing_and_says_why_is_in_error() -> None:
+    told: list[tuple[bridge.Telemetry, list[str], str]] = [
         (bridge.Telemetry(last_error="cannot use http://127.0.0.1:9: refused"), [], "error"),
-        (bridge.Telemetry(last_error="out of memory"), ["m"], "available"),
-        (bridge.Telemetry(last_error="out of memory", available=["m"]), [], "available"),
-        (bridge.Telemetry(last_error="it died", replicas=[bridge.ReplicaInfo(model="m", state="loading")]), [], "available"),
-        (bridge.Telemetry(last_error="it died", replicas=[bridge.ReplicaInfo(model="m", state="failed")]), [], "error"),
+        (bridge.Telemetry(last_error="out of memory"), ["m"], "available"),  # another model serves
+        (bridge.Telemetry(last_error="out of memory", available=["m"]), [], "available"),  # it could load one
+        (bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="loading")], **DIED), [], "available"),
+        (bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="failed")], **DIED), [], "error"),
         (bridge.Telemetry(), [], "available"),
-    ],
-    ids=["dead backend", "another model serves", "it could load one", "it loads one", "its engine died", "nothing is wrong"],
-)
-async def test_a_node_that_serves_nothing_and_says_why_is_in_error(
-    said: bridge.Telemetry, models: list[str], status: str
-) -> None:
+    ]
     async with linked() as (door, socket, link):
-        socket.say(said)
-        socket.say(bridge.ModelsUpdate(models=models))
-        await eventually(lambda: link.telemetry is not None and link.models == set(models))
-        assert presence_reports(door.registry)[0].status == status
+        for number, (said, models, status) in enumerate(told):
+            said.queue_depth = number + 1
+            socket.say(said)
+            socket.say(bridge.ModelsUpdate(models=models))
+            is_heard = lambda number=number: link.telemetry is not None and link.telemetry.queue_depth == number + 1  # noqa: E731
+            await eventually(is_heard)
+            await eventually(lambda models=models: link.models == set(models))  # type: ignore[misc]
+            assert presence_reports(door.registry)[0].status == status, said
 
 
 async def test_only_boxes_that_said_something_new_are_written_between_two_full_rounds() -> None:
@@ -376,16 +342,6 @@ async def test_only_boxes_that_said_something_new_are_written_between_two_full_r
         assert report.said is not None
         assert report.said.replicas == [{"model": "m", "state": "unloading"}]
         assert len(presence_reports(door.registry)) == 1
-
-
-async def test_the_paths_of_a_model_follow_telemetry() -> None:
-    async with linked(endpoints=["/v1/chat/completions"]) as (door, socket, link):
-        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == [link]
-        assert list(door.registry.links_answering("m", "/v1/embeddings")) == []
-        replica = bridge.ReplicaInfo(model="m", state="loaded", endpoints=["/v1/embeddings"])
-        socket.say(bridge.Telemetry(replicas=[replica]))
-        await eventually(lambda: door.registry.links_answering("m", "/v1/embeddings"))
-        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == []
 
 
 async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> None:
@@ -420,15 +376,14 @@ async def test_the_owner_takes_the_box_back_at_once_and_for_good() -> None:
         door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
         assert link.policy.reclaimed
         assert link.policy.drain_deadline_at is not None
-
-
-async def test_of_two_quick_decisions_of_the_owner_the_last_one_stands() -> None:
-    async with linked() as (_, socket, link):
-        for mode in ("spare_off", "spare_on", "spare_off", "spare_on"):
+        for mode in ("spare_on", "spare_off", "spare_on"):
             socket.say(f'{{"type":"mode_change","mode":"{mode}"}}')
         await eventually(lambda: socket.to_server.empty() and link.wanted_mode is None)
-        assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_ON.value
+        assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_ON.value, "of quick decisions the last stands"
         assert not link.policy.reclaimed
+        await sync_to_async(set_mode)(node_id=link.node_id, mode=NodeMode.SPARE_OFF, reason="r", actor=ACTOR)
+        door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
+        assert link.policy.reclaimed, "an operator's decision reaches it, too"
 
 
 async def test_work_on_a_box_that_is_lent_again_is_not_ended_with_the_grace_of_before() -> None:
@@ -502,13 +457,6 @@ async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_
     assert await AuditEvent.objects.filter(action="node.disconnect").acount() == 8
 
 
-async def test_an_operators_decision_reaches_a_box_whose_owner_said_nothing() -> None:
-    async with linked() as (door, _, link):
-        await sync_to_async(set_mode)(node_id=link.node_id, mode=NodeMode.SPARE_OFF, reason="r", actor=ACTOR)
-        door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
-        assert link.policy.reclaimed
-
-
 async def test_a_revoked_credential_cuts_its_boxes_off() -> None:
     credential, secret = await enrol()
     _, other = await enrol("other")
@@ -526,17 +474,6 @@ async def test_a_revoked_credential_cuts_its_boxes_off() -> None:
         assert await socket.closed() == (1008, "worker credential was revoked")
         assert sink.heard == [EndKind.LINK_LOST]
         assert [link.node_name for link in door.links] == ["kept"]
-
-
-async def test_limits_of_the_socket_apply_to_what_a_box_declares() -> None:
-    _, secret = await enrol()
-    door = Door(max_concurrent_cap=3, max_models=1)
-    async with dial(door, secret) as socket:
-        socket.say(hello(max_concurrent=99, models=["a", "b"]))
-        ack = await socket.acknowledged()
-        assert ack.models == ["a"]
-        assert len(ack.warnings) == 2
-        assert door.links[0].max_concurrent == 3
 
 
 async def test_a_box_whose_line_is_full_gets_nothing_new_until_it_is_drained() -> None:
