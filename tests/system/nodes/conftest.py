@@ -1,12 +1,14 @@
-"""The people who approve, whose rows a module without transactional tests shares."""
+"""The people who approve, whose rows a module without transactional tests shares, and the browser of one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from django.test import Client
 from pytest_django import DjangoDbBlocker
 
+from governance.services.people import Assurance
 from tests.fakes.rows import shared_rows
 from tests.system.governance.team import Team, make_governed
 
@@ -15,3 +17,14 @@ from tests.system.governance.team import Team, make_governed
 def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
     with shared_rows(django_db_blocker, make_governed) as made:
         yield made
+
+
+@pytest.fixture
+def browser(team: Team) -> Client:
+    """The browser of the first of them, who has signed in with a passkey."""
+    client = Client()
+    client.force_login(team[0].user)
+    session = client.session
+    session["muster_assurance"] = Assurance.PASSKEY.value
+    session.save()
+    return client

@@ -28,7 +28,7 @@ from nodes.operations.lost_models import find_lost_models, tell_failed_reloads
 from nodes.tasks import sweep_nodes
 from tests.fakes.governed_nodes import Identity, approve_load, make_box
 from tests.fakes.rows import shared_rows
-from tests.system.governance.team import Team, make_due, make_governed
+from tests.system.governance.team import Team, make_due
 from wire.ids import format_id
 from wire.optoken.approval import read_statement
 
@@ -59,12 +59,6 @@ def loaded(team: Team, rig: Identity, box: Node, django_db_blocker: DjangoDbBloc
         yield made
 
 
-@pytest.fixture(scope="module")
-def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
-    with shared_rows(django_db_blocker, make_governed) as made:
-        yield made
-
-
 def done(
     team: Team, target: str, operation: str = "model-load", *, state: RunState = RunState.SUCCEEDED, age_s: float = 60,
     result: dict[str, Any] | None = None, **params: Any,
@@ -90,15 +84,6 @@ def lost() -> list[str]:
     return [each.what for each in find_lost_models()]
 
 
-def sign_in(team: Team) -> Client:
-    client = Client()
-    client.force_login(team[0].user)
-    session = client.session
-    session["muster_assurance"] = "passkey"
-    session.save()
-    return client
-
-
 GONE = ["m was loaded on rig and is not any more."]
 
 
@@ -110,10 +95,15 @@ def test_a_model_that_is_gone_without_an_unload_is_named_with_since_when(loaded:
     assert "Its approval did not ask to keep it loaded." in found.advice
 
 
-@pytest.mark.parametrize("state", ["loaded", "loading", "unloading"])
-def test_a_model_that_is_there_or_on_its_way_is_not_lost(loaded: Operation, state: str) -> None:
-    report({"model": "m", "state": state})
-    assert lost() == []
+def test_a_model_that_is_there_on_its_way_or_on_a_node_that_is_away_is_not_lost(loaded: Operation) -> None:
+    for state in ("loaded", "loading", "unloading"):
+        report({"model": "m", "state": state})
+        assert lost() == []
+    report()
+    assert lost() == GONE
+    for age_s in (600, 3600):
+        NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(seconds=age_s))
+        assert lost() == []
 
 
 def test_a_kept_model_that_could_not_be_loaded_again_is_told_with_the_reason(team: Team, rig: Identity, box: Node) -> None:
@@ -174,24 +164,13 @@ def test_the_next_failure_is_told_again_and_the_same_is_not(
     assert AuditEvent.objects.filter(action="node.reload-failed").count() == count
 
 
-@pytest.mark.parametrize(
-    "changes", [{"gave_up_ms": None}, {"state": "loading", "gave_up_ms": None}], ids=["another attempt follows", "it loads"]
-)
-def test_nobody_is_told_while_the_node_still_tries(team: Team, rig: Identity, box: Node, changes: dict[str, Any]) -> None:
-    done(team, rig.runner_id, keepLoaded=True)
-    fail(**{"gave_up_ms": 1_000, **changes})
-    assert tell_failed_reloads() == 0
-
-
-def test_nobody_is_told_of_a_model_that_no_approval_keeps(loaded: Operation) -> None:
+def test_nobody_is_told_while_the_node_still_tries_or_of_a_model_that_no_approval_keeps(team: Team, rig: Identity) -> None:
     fail(gave_up_ms=1_000)
     assert tell_failed_reloads() == 0
-
-
-@pytest.mark.parametrize("age_s", [600, 3600])
-def test_what_a_node_that_is_away_has_is_not_known(loaded: Operation, age_s: float) -> None:
-    NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(seconds=age_s))
-    assert lost() == []
+    done(team, rig.runner_id, keepLoaded=True)
+    for changes in ({}, {"state": "loading"}):
+        fail(None, **changes)
+        assert tell_failed_reloads() == 0
 
 
 def test_a_model_that_was_unloaded_or_evicted_since_is_not_lost(team: Team, rig: Identity, box: Node) -> None:
@@ -205,13 +184,13 @@ def test_a_model_that_was_unloaded_or_evicted_since_is_not_lost(team: Team, rig:
     assert lost() == GONE
 
 
-@pytest.mark.parametrize("state", [RunState.FAILED, RunState.RESOLVED, RunState.EXECUTING])
-def test_only_what_succeeded_counts(team: Team, rig: Identity, loaded: Operation, state: RunState) -> None:
-    loaded.runs.update(state=state.value)
-    assert lost() == []
-    loaded.runs.update(state=RunState.SUCCEEDED.value)
-    done(team, rig.runner_id, "model-unload", state=state, age_s=10)
-    assert lost() == GONE
+def test_only_what_succeeded_counts(team: Team, rig: Identity, loaded: Operation) -> None:
+    for state in (RunState.FAILED, RunState.RESOLVED, RunState.EXECUTING):
+        loaded.runs.update(state=state.value)
+        assert lost() == []
+        loaded.runs.update(state=RunState.SUCCEEDED.value)
+        done(team, rig.runner_id, "model-unload", state=state, age_s=10)
+        assert lost() == GONE
 
 
 def test_a_statement_that_was_changed_in_the_database_says_nothing(loaded: Operation) -> None:
@@ -219,37 +198,33 @@ def test_a_statement_that_was_changed_in_the_database_says_nothing(loaded: Opera
     assert lost() == []
 
 
-def test_overview_says_so_with_the_page_that_asks_for_the_same_again(team: Team, rig: Identity, box: Node) -> None:
+def test_overview_says_so_with_the_page_that_asks_for_the_same_again(
+    browser: Client, team: Team, rig: Identity, box: Node
+) -> None:
     done(team, rig.runner_id, maxContextLength=512)
     (problem,) = [each for each in read_overview().problems if "any more" in each.what]
-    assert problem.what == GONE[0]
-    assert problem.link == "Propose it again"
-    client = Client()
-    client.force_login(User.objects.create_superuser("boss"))
-    assert problem.url.replace("&", "&amp;") in client.get(reverse("admin:index")).content.decode()
-    form = sign_in(team).get(problem.url).context["form"]
-    assert form["targets"].value() == [rig.runner_id]
-    assert form["param-modelId"].value() == "m"
-    assert form["param-maxContextLength"].value() == "512"
+    assert (problem.what, problem.link) == (GONE[0], "Propose it again")
+    boss = Client()
+    boss.force_login(User.objects.create_superuser("boss"))
+    assert problem.url.replace("&", "&amp;") in boss.get(reverse("admin:index")).content.decode()
+    form = browser.get(problem.url).context["form"]
+    filled = [form[name].value() for name in ("targets", "param-modelId", "param-maxContextLength")]
+    assert filled == [[rig.runner_id], "m", "512"]
     assert not form["param-keepLoaded"].value(), "the same, which did not keep it"
-
-
-def test_what_is_asked_for_again_is_kept_when_it_was(team: Team, rig: Identity, box: Node) -> None:
     done(team, rig.runner_id, keepLoaded=True)
     (found,) = find_lost_models()
-    form = sign_in(team).get(f"{reverse('approvals:propose')}?{found.again}").context["form"]
-    assert form["param-keepLoaded"].value()
+    assert browser.get(f"{reverse('approvals:propose')}?{found.again}").context["form"]["param-keepLoaded"].value()
 
 
 def test_the_page_of_the_operation_says_so_and_that_of_an_older_one_does_not(
-    team: Team, rig: Identity, loaded: Operation
+    browser: Client, team: Team, rig: Identity, loaded: Operation
 ) -> None:
     older, newest = loaded, done(team, rig.runner_id)
-    pages = [sign_in(team).get(reverse("approvals:operation", args=[row.pk])).content.decode() for row in (newest, older)]
+    pages = [browser.get(reverse("approvals:operation", args=[row.pk])).content.decode() for row in (newest, older)]
     assert [GONE[0] in page for page in pages] == [True, False]
     assert "Propose it again" in pages[0]
     report({"model": "m", "state": "loaded"})
-    assert GONE[0] not in sign_in(team).get(reverse("approvals:operation", args=[newest.pk])).content.decode()
+    assert GONE[0] not in browser.get(reverse("approvals:operation", args=[newest.pk])).content.decode()
 
 
 def test_looking_takes_as_many_queries_for_many_as_for_few(team: Team, rig: Identity, box: Node) -> None:
@@ -264,14 +239,22 @@ def test_looking_takes_as_many_queries_for_many_as_for_few(team: Team, rig: Iden
     assert len(few) == len(many) == 3
 
 
-def test_keeping_is_signed_shown_and_left_out_where_it_is_not_asked_for(team: Team, rig: Identity, box: Node) -> None:
-    kept = approve_load(team, rig.runner_id, params=KEEP)
-    assert read_statement(bytes(kept.statement)).params == KEEP
-    plain = approve_load(team, rig.runner_id, params={"modelId": "m", "keepLoaded": False})
-    assert read_statement(bytes(plain.statement)).params == {"modelId": "m"}
-    for row, expected in ((kept, "is loaded again, until an unload is approved"), (plain, "is not loaded again")):
-        lines = MODEL_LOAD.describe([rig.runner_id], read_statement(bytes(row.statement)).params).lines
-        assert [line.value for line in lines if line.label == "After a restart of the node"] == [expected]
+def test_keeping_is_signed_shown_and_left_out_where_it_is_not_asked_for(
+    browser: Client, team: Team, rig: Identity, box: Node
+) -> None:
+    form = browser.get("/approvals/propose?operation=model-load").context["form"]
+    assert form["param-keepLoaded"].initial is True
+    sent = {"operation": "model-load", "targets": [rig.runner_id], "param-modelId": "m", "reason": "why", "max_uses": "1"}
+    for keeps, signed, box_of_form, words in (
+        (True, KEEP, {"param-keepLoaded": "on"}, "is loaded again, until an unload is approved"),
+        (False, {"modelId": "m"}, {}, "is not loaded again"),
+    ):
+        row = approve_load(team, rig.runner_id, params={"modelId": "m", "keepLoaded": keeps})
+        params = read_statement(bytes(row.statement)).params
+        lines = MODEL_LOAD.describe([rig.runner_id], params).lines
+        assert params == signed
+        assert [line.value for line in lines if line.label == "After a restart of the node"] == [words]
+        assert words in browser.post("/approvals/propose", {**sent, **box_of_form, "step": "look"}).content.decode()
 
 
 def test_a_node_that_does_not_know_how_is_named_before_anybody_signs(team: Team) -> None:
@@ -284,16 +267,3 @@ def test_a_node_that_does_not_know_how_is_named_before_anybody_signs(team: Team)
     Node.objects.update(keeps_models=False)
     fields: Any = MODEL_LOAD.choices()["params"]
     assert [field["initial"] for field in fields if field["name"] == "keepLoaded"] == [False]
-
-
-def test_the_form_keeps_a_model_loaded_unless_that_is_unchecked(team: Team, rig: Identity, box: Node) -> None:
-    client = sign_in(team)
-    form = client.get("/approvals/propose?operation=model-load").context["form"]
-    assert form["param-keepLoaded"].initial is True
-    sent = {"operation": "model-load", "targets": [rig.runner_id], "param-modelId": "m", "reason": "why", "max_uses": "1"}
-    for changes, words in (
-        ({"param-keepLoaded": "on"}, "is loaded again, until an unload is approved"),
-        ({}, "is not loaded again"),
-    ):
-        page = client.post("/approvals/propose", {**sent, **changes, "step": "look"}).content.decode()
-        assert words in page

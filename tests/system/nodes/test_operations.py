@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from html import unescape
 from typing import Any
@@ -15,22 +14,21 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 from django.utils.module_loading import import_string
-from pytest_django import DjangoDbBlocker, Settings
+from pytest_django import Settings
 
 from core.limits import limits
 from gateway.models import RequestRecord
 from governance import services
 from governance.errors import InvalidProposal, NeedsApproval
 from governance.models import Operation
-from governance.registry import NotNow, OffersChoices, OperationKind, RunOrder, find_kind
+from governance.registry import NotNow, OffersChoices, RunOrder, find_kind
 from governance.states import RunEvent, RunState
 from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
 from nodes.services import drain_node, revoke_credential
 from tests.fakes.governed_nodes import Identity, approve_load, make_box, only_run
 from tests.fakes.nodes import ACTOR, audited, make_node
-from tests.fakes.rows import shared_rows
-from tests.system.governance.team import Team, make_due, make_governed
+from tests.system.governance.team import Team, make_due
 from wire.optoken.approval import read_statement
 
 pytestmark = pytest.mark.django_db
@@ -51,12 +49,6 @@ def box(rig: Identity) -> Node:
     return made
 
 
-@pytest.fixture(scope="module")
-def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
-    with shared_rows(django_db_blocker, make_governed) as made:
-        yield made
-
-
 def texts(kind: Any, *targets: str, params: dict[str, object]) -> str:
     """What the preview says, on one line."""
     return " | ".join(f"{impact.level}: {impact.text}" for impact in kind.preview(targets, params))
@@ -70,42 +62,38 @@ def order(target: str, operation: str = "model-load", **changes: Any) -> RunOrde
     return RunOrder(**(fields | changes))
 
 
-def test_the_settings_name_these_operations() -> None:
-    kinds: list[OperationKind] = [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE_DRAIN, NODE_EVICT]
-    assert [find_kind(kind.name) for kind in kinds] == kinds
-    assert [kind.is_remote for kind in kinds] == [True, True, True, True, False, False]
+KINDS: list[Any] = [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE_DRAIN, NODE_EVICT]
+PARAMS: dict[str, object] = {"modelId": "m"}
+
+
+def test_the_settings_name_these_operations_and_each_has_fields_of_its_own() -> None:
+    assert [find_kind(kind.name) for kind in KINDS] == KINDS
+    assert [kind.is_remote for kind in KINDS] == [True, True, True, True, False, False]
+    assert [name for name in sorted(settings.OPERATIONS) if not isinstance(find_kind(name), OffersChoices)] == ["policy-change"]
 
 
 # Targets
 
 
-def test_a_box_is_named_by_its_runner_id_its_id_or_its_name(rig: Identity, box: Node) -> None:
+def test_a_box_is_named_by_its_runner_id_its_id_or_a_name_that_is_its_alone(rig: Identity, box: Node) -> None:
+    make_box(Identity("thief"), level="L1", runner_id="rig")
     for text in (rig.runner_id, box.printed_id, str(box.pk), "rig", " rig "):
-        assert MODEL_LOAD.clean([text], {"modelId": "m"}).targets == (rig.runner_id,)
+        assert MODEL_LOAD.clean([text], PARAMS).targets == (rig.runner_id,)
         assert NODE_EVICT.clean([text], {}).targets == (box.printed_id,)
-    assert MODEL_LOAD.clean(["rig", rig.runner_id], {"modelId": "m"}).targets == (rig.runner_id,)
-
-
-@pytest.mark.parametrize("targets", [[], ["nobody"], ["node_" + "0" * 32], [""]], ids=["none", "name", "id", "empty"])
-def test_a_box_that_is_not_there_cannot_be_named(targets: list[str]) -> None:
-    for kind, params in ((MODEL_LOAD, {"modelId": "m"}), (NODE_EVICT, {})):
-        with pytest.raises(InvalidProposal) as caught:
-            kind.clean(targets, params)
-        assert caught.value.param == "targets"
-
-
-def test_a_name_that_two_boxes_have_names_none() -> None:
-    make_box(Identity())
+    assert MODEL_LOAD.clean(["rig", rig.runner_id], PARAMS).targets == (rig.runner_id,)
+    unknown: list[list[str]] = [[], ["nobody"], ["node_" + "0" * 32], [""]]
+    for targets in unknown:
+        for kind, params in ((MODEL_LOAD, PARAMS), (NODE_EVICT, {})):
+            with pytest.raises(InvalidProposal) as caught:
+                kind.clean(targets, params)
+            assert caught.value.param == "targets"
+    plain = make_node("plain")
+    assert NODE_EVICT.clean(["plain"], {}).targets == (plain.printed_id,)
+    with pytest.raises(InvalidProposal, match="takes no operations from here"):
+        MODEL_LOAD.clean(["plain"], PARAMS)
     make_box(Identity())
     with pytest.raises(InvalidProposal, match="say which by its id"):
-        MODEL_LOAD.clean(["rig"], {"modelId": "m"})
-
-
-def test_a_box_that_takes_no_operations_can_be_evicted_and_not_loaded() -> None:
-    node = make_node("plain")
-    assert NODE_EVICT.clean(["plain"], {}).targets == (node.printed_id,)
-    with pytest.raises(InvalidProposal, match="takes no operations from here"):
-        MODEL_LOAD.clean(["plain"], {"modelId": "m"})
+        MODEL_LOAD.clean(["rig"], PARAMS)
 
 
 def test_of_two_rows_of_one_box_the_one_whose_credential_works_is_meant(rig: Identity, box: Node) -> None:
@@ -140,13 +128,6 @@ def test_nodes_that_cannot_reload_their_settings_from_here_are_named_before_anyb
         SETTINGS_RELOAD.clean(["rig"], {})
 
 
-def test_the_preview_of_a_reload_names_what_stays_loaded(rig: Identity, box: Node) -> None:
-    said = texts(SETTINGS_RELOAD, rig.runner_id, params={})
-    assert "old is loaded on rig and stays as it is" in said
-    lines = {line.label: line.value for line in SETTINGS_RELOAD.describe([rig.runner_id], {}).lines}
-    assert "settings.json and local.json" in lines["What is read"]
-
-
 # Keys
 
 
@@ -165,7 +146,7 @@ def test_a_token_is_signed_with_the_newest_key_of_the_box(rig: Identity, box: No
 # What approvers read
 
 
-def test_a_load_in_words_has_today_beside_it(rig: Identity, box: Node) -> None:
+def test_every_operation_has_words_with_today_beside_it(rig: Identity, box: Node) -> None:
     found = MODEL_LOAD.describe([rig.runner_id], {**LOAD, "overrides": {"n_ctx": 9}})
     assert found.title == "Load m on rig"
     lines = {line.label: (line.value, line.now) for line in found.lines}
@@ -174,37 +155,26 @@ def test_a_load_in_words_has_today_beside_it(rig: Identity, box: Node) -> None:
     assert lines["Tokens per request"] == ("4096", "as the node is set up")
     assert lines["Engine: n_ctx"][0] == "9"
     assert lines["On"][0] == rig.runner_id
-
-
-@pytest.mark.parametrize(
-    ("kind", "params", "title"),
-    [
-        (MODEL_UNLOAD, {"modelId": "m"}, "Unload m from rig"),
+    titles: list[tuple[Any, dict[str, object], str]] = [
+        (MODEL_UNLOAD, PARAMS, "Unload m from rig"),
         (MODEL_UNLOAD, {"modelId": "m", "force": True}, "Unload by force m from rig"),
         (CACHE_FLUSH, {"scope": "all"}, "Flush all caches on rig"),
         (CACHE_FLUSH, {"scope": "model", "modelId": "m"}, "Flush the cache of model m on rig"),
         (CACHE_FLUSH, {"scope": "tenant", "tenantId": "t"}, "Flush the cache of tenant t on rig"),
         (CACHE_FLUSH, {"scope": "tag", "tag": "x", "tenantId": "t"}, "Flush the cache tagged x of tenant t on rig"),
         (SETTINGS_RELOAD, {}, "Reload the settings of rig"),
-    ],
-    ids=["unload", "force", "all", "model", "tenant", "tag", "reload"],
-)
-def test_every_operation_has_a_title(rig: Identity, box: Node, kind: Any, params: dict[str, object], title: str) -> None:
-    assert kind.describe([rig.runner_id], params).title == title
-
-
-def test_a_drain_and_an_eviction_in_words(box: Node) -> None:
+    ]
+    assert [kind.describe([rig.runner_id], params).title for kind, params, _ in titles] == [title for *_, title in titles]
     drain = NODE_DRAIN.describe([box.printed_id], {"timeout_s": 5})
     assert drain.title == "Drain rig by force"
     assert [(line.value, line.now) for line in drain.lines][1] == ("5 s", "120 s in a plain drain")
     assert NODE_EVICT.describe([box.printed_id], {}).title == "Evict rig"
+    assert "old is loaded on rig and stays as it is" in texts(SETTINGS_RELOAD, rig.runner_id, params={})
+    read = {line.label: line.value for line in SETTINGS_RELOAD.describe([rig.runner_id], {}).lines}
+    assert "settings.json and local.json" in read["What is read"]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE_DRAIN, NODE_EVICT],
-    ids=lambda kind: kind.name,
-)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_box_that_is_gone_is_still_described(kind: Any) -> None:
     params = {"modelId": "m", "scope": "all", "timeout_s": 1}
     assert "gone#x" in kind.describe(["gone#x"], params).title
@@ -226,7 +196,7 @@ def test_the_preview_says_what_goes_and_whether_it_fits(rig: Identity, box: Node
     assert "ok: m took 6000 MiB" in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
 
 
-def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: Node) -> None:
+def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: Node, settings: Settings) -> None:
     for number, tenant in enumerate(["a", "b", "b"]):
         RequestRecord.objects.create(
             created_at=timezone.now(), gateway_id=uuid.uuid4(), tenant=tenant, key_id=uuid.uuid4(), key_name="k",
@@ -236,41 +206,35 @@ def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: 
         MODEL_UNLOAD, rig.runner_id, params={"modelId": "old", "force": True}
     )
     assert "3 requests of 2 tenants run on rig now; all of them are interrupted" in texts(NODE_EVICT, box.printed_id, params={})
-
-
-def test_without_a_counter_of_requests_the_box_itself_is_believed(rig: Identity, box: Node, settings: Settings) -> None:
-    settings.NODE_TRAFFIC = ""
+    settings.NODE_TRAFFIC = ""  # then the box itself is believed
     NodePresence.objects.update(replicas=[{"model": "old", "state": "loaded", "active": 1}])
     assert "1 request run on old on rig now" in texts(MODEL_UNLOAD, rig.runner_id, params={"modelId": "old"})
+
+
+NOTHING_SENT = "danger: Nothing is sent for now: "
+FAR_OFF = limits().nodes.clock_skew_ms + 1000
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"policy_version": 0},
-            "danger: Nothing is sent for now: rig has no approval policy pinned; run ./muster trust on it.",
-        ),
-        ({"op_level": ""}, "danger: Nothing is sent for now: rig takes no operations from here"),
+        ({"policy_version": 0}, f"{NOTHING_SENT}rig has no approval policy pinned; run ./muster trust on it."),
+        ({"op_level": ""}, f"{NOTHING_SENT}rig takes no operations from here"),
         ({"op_level": "L1"}, "caution: rig works at level L1"),
         ({"clock_skew_ms": 90_000}, "caution: The clock of rig is 90 s off"),
-        (
-            {"clock_skew_ms": -limits().nodes.clock_skew_ms - 1000},
-            "danger: Nothing is sent for now: the clock of rig is 241 s off",
-        ),
+        ({"clock_skew_ms": -FAR_OFF}, f"{NOTHING_SENT}the clock of rig is 241 s off"),
         ({"witness_alarm": "it was rewritten"}, "danger: rig contradicts the audit log: it was rewritten."),
         ({"policy_error": "rollback"}, "caution: rig refused a newer policy: rollback."),
+        (None, "danger: rig is offline"),
     ],
-    ids=["no policy", "no level", "L1", "skewed", "far skewed", "alarm", "refused policy"],
 )
-def test_the_preview_says_what_stands_in_the_way(rig: Identity, box: Node, changes: dict[str, object], said: str) -> None:
-    Node.objects.update(**changes)
+def test_the_preview_says_what_stands_in_the_way(
+    rig: Identity, box: Node, changes: dict[str, object] | None, said: str
+) -> None:
+    if changes is None:
+        NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(seconds=100))
+    Node.objects.update(**changes or {"op_level": "L2"})
     assert said in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
-
-
-def test_the_preview_of_a_box_that_is_away_says_so(rig: Identity) -> None:
-    make_box(rig, age_s=100)
-    assert "danger: rig is offline" in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
 
 
 def test_the_preview_tells_how_it_went_the_last_time(team: Team, rig: Identity, box: Node) -> None:
@@ -288,38 +252,30 @@ def test_the_preview_tells_how_it_went_the_last_time(team: Team, rig: Identity, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("changes", "presence", "reason"),
     [
-        ({"op_level": ""}, "takes no operations"),
-        ({"policy_version": 0}, "run ./muster trust on it"),
-        ({"clock_skew_ms": limits().nodes.clock_skew_ms + 1}, "the clock of rig is 240 s off"),
+        ({"op_level": ""}, {}, "takes no operations"),
+        ({"policy_version": 0}, {}, "run ./muster trust on it"),
+        ({"clock_skew_ms": FAR_OFF}, {}, "the clock of rig is 241 s off"),
+        ({}, {"last_heartbeat_at": timezone.now() - timedelta(days=1)}, "offline"),
+        ({}, {"connected": False}, ""),
     ],
-    ids=["no level", "no policy", "clock"],
+    ids=["no level", "no policy", "clock", "away", "no socket"],
 )
-def test_a_box_that_would_refuse_is_not_sent_anything(
-    rig: Identity, box: Node, changes: dict[str, object], reason: str
+def test_a_box_that_would_refuse_or_is_away_is_not_sent_anything_until_it_is_back(
+    rig: Identity, box: Node, changes: dict[str, object], presence: dict[str, object], reason: str
 ) -> None:
-    Node.objects.update(**changes)
+    before = Node.objects.values("op_level", "policy_version", "clock_skew_ms").get()
+    Node.objects.update(**{**before, **changes})
+    NodePresence.objects.update(**{"connected": True, **presence})
     outcome = MODEL_LOAD.carry_out(order(rig.runner_id))
     assert isinstance(outcome, NotNow)
     assert reason in outcome.reason
     assert not NodeCommand.objects.exists()
-
-
-def test_a_box_that_is_away_is_sent_nothing_until_it_is_back(rig: Identity) -> None:
-    make_box(rig, age_s=100)
-    outcome = MODEL_LOAD.carry_out(order(rig.runner_id))
-    assert isinstance(outcome, NotNow)
-    assert "offline" in outcome.reason
-    NodePresence.objects.update(last_heartbeat_at=timezone.now())
+    Node.objects.update(**before)
+    NodePresence.objects.update(connected=True, last_heartbeat_at=timezone.now())
     MODEL_LOAD.carry_out(order(rig.runner_id))
     assert NodeCommand.objects.get().body == {"modelId": "m"}
-
-
-def test_a_box_that_heartbeats_without_a_socket_is_sent_nothing(rig: Identity, box: Node) -> None:
-    NodePresence.objects.update(connected=False)
-    assert isinstance(MODEL_LOAD.carry_out(order(rig.runner_id)), NotNow)
-    assert not NodeCommand.objects.exists()
 
 
 def test_an_order_that_nobody_approved_forces_nothing(team: Team, box: Node) -> None:
@@ -329,25 +285,18 @@ def test_an_order_that_nobody_approved_forces_nothing(team: Team, box: Node) -> 
     assert not Node.objects.get().draining
 
 
-def test_an_approved_forced_drain_is_carried_out(team: Team, box: Node) -> None:
-    operation = approve_load(team, "rig", operation="node-drain", params={"timeout_s": 3})
+@pytest.mark.parametrize(("operation", "params", "left_s"), [("node-drain", {"timeout_s": 3}, 3), ("node-evict", {}, 0)])
+def test_an_approved_forced_drain_or_eviction_is_carried_out(
+    team: Team, box: Node, operation: str, params: dict[str, object], left_s: float
+) -> None:
+    approved = approve_load(team, "rig", operation=operation, params=params)
     services.run_due()
-    assert only_run(operation).state == RunState.SUCCEEDED.value
+    assert only_run(approved).state == RunState.SUCCEEDED.value
     node = Node.objects.get()
-    assert node.draining
+    assert (node.cordoned, node.draining) == (operation == "node-evict", True)
     assert node.drain_deadline_at is not None
-    assert node.drain_deadline_at <= timezone.now() + timedelta(seconds=3)
+    assert node.drain_deadline_at <= timezone.now() + timedelta(seconds=left_s)
     assert [event.actor for event in audited("node.drain")] == ["system:governance"]
-
-
-def test_an_approved_eviction_cordons_the_box_and_ends_what_runs(team: Team, box: Node) -> None:
-    operation = approve_load(team, "rig", operation="node-evict", params={})
-    services.run_due()
-    assert only_run(operation).state == RunState.SUCCEEDED.value
-    node = Node.objects.get()
-    assert (node.cordoned, node.draining) == (True, True)
-    assert node.drain_deadline_at is not None
-    assert node.drain_deadline_at <= timezone.now()
 
 
 def test_an_eviction_of_a_box_that_is_gone_fails_with_words(team: Team, box: Node) -> None:
@@ -365,15 +314,6 @@ def test_an_eviction_of_a_box_that_is_gone_fails_with_words(team: Team, box: Nod
 # What the page that proposes offers, and what the page of the policy says that nodes hold
 
 
-def sign_in(team: Team) -> Client:
-    client = Client()
-    client.force_login(team[0].user)
-    session = client.session
-    session["muster_assurance"] = "passkey"
-    session.save()
-    return client
-
-
 def labels(kind: Any) -> dict[str, str]:
     """What a person reads of each box that is offered."""
     return {label.partition(":")[0]: label.partition(": ")[2] for _, label in kind.choices()["targets"]}
@@ -381,11 +321,6 @@ def labels(kind: Any) -> dict[str, str]:
 
 def fields(kind: Any) -> dict[str, Any]:
     return {field["name"]: field for field in kind.choices()["params"]}
-
-
-@pytest.mark.parametrize("name", sorted(settings.OPERATIONS))
-def test_every_operation_that_is_filled_in_has_fields_of_its_own(name: str) -> None:
-    assert name == "policy-change" or isinstance(find_kind(name), OffersChoices)
 
 
 def test_boxes_are_offered_by_name_with_what_an_operator_must_know(rig: Identity, box: Node) -> None:
@@ -422,71 +357,55 @@ def test_what_is_offered_is_taken_as_the_operation_takes_it(box: Node) -> None:
         assert kind.clean([value for value, _ in kind.choices()["targets"]], known).params == known  # type: ignore[attr-defined]
 
 
-def test_a_name_that_cannot_be_signed_is_not_offered_and_long_lists_end(box: Node) -> None:
-    NodePresence.objects.update(available_models=["\u202eevil", " x", "", "y" * 201, *(f"m{n:03}" for n in range(300))])
-    offered = fields(MODEL_LOAD)["modelId"]["choices"]
-    assert len(offered) == 201
-    assert offered[1][0] == "m000"
-
-
-def test_without_boxes_names_are_typed() -> None:
+def test_names_that_cannot_be_signed_are_not_offered_and_without_boxes_they_are_typed(rig: Identity) -> None:
     assert MODEL_LOAD.choices()["targets"] == []
     assert "choices" not in fields(MODEL_LOAD)["modelId"]
-
-
-@pytest.mark.parametrize("kind", [MODEL_LOAD, CACHE_FLUSH, NODE_DRAIN], ids=lambda kind: kind.name)
-def test_many_boxes_take_one_query(kind: Any) -> None:
     for number in range(4):
         make_box(Identity(f"box{number}"))
-    with CaptureQueriesContext(connection) as queries:
-        kind.choices()
-    assert len(queries) == 1
+    NodePresence.objects.update(available_models=["\u202eevil", " x", "", "y" * 201, *(f"m{n:03}" for n in range(300))])
+    for kind in (MODEL_LOAD, CACHE_FLUSH, NODE_DRAIN):
+        with CaptureQueriesContext(connection) as queries:
+            kind.choices()
+        assert len(queries) == 1
+    offered = fields(MODEL_LOAD)["modelId"]["choices"]
+    assert (len(offered), offered[1][0]) == (201, "m000")
 
 
 # The page
 
 
-def test_a_load_is_filled_in_looked_at_and_sent(team: Team, rig: Identity, box: Node) -> None:
-    client = sign_in(team)
-    page = client.get(f"{PROPOSE}?operation=model-load").content.decode()
+def test_a_load_is_filled_in_looked_at_and_sent(browser: Client, rig: Identity, box: Node) -> None:
+    page = browser.get(f"{PROPOSE}?operation=model-load").content.decode()
     assert f'value="{rig.runner_id}" id="id_targets_0" checked' in page  # the only box there is
     filled = {
         "operation": "model-load", "targets": rig.runner_id, "param-modelId": "new", "param-evictModel": "old",
         "param-maxContextLength": "4096", "param-overrides": '{"n_ctx": 9}', "reason": "for the demo", "max_uses": "1",
     }  # fmt: skip
-    assert "Load new on rig" in client.post(PROPOSE, {**filled, "step": "look"}).content.decode()
-    assert client.post(PROPOSE, {**filled, "step": "send"}).status_code == 303
+    nothing = {**filled, "param-modelId": "", "step": "look"}
+    assert "This field is required" in browser.post(PROPOSE, nothing).content.decode()
+    typed = browser.post(PROPOSE, {**nothing, "param-modelId_other": " rare "}).content.decode()
+    assert "Load rare on rig" in typed
+    assert '<input type="hidden" name="param-modelId_other" value=" rare ">' in typed
+    assert "Load new on rig" in browser.post(PROPOSE, {**filled, "step": "look"}).content.decode()
+    assert browser.post(PROPOSE, {**filled, "step": "send"}).status_code == 303
     signed = read_statement(bytes(Operation.objects.get(operation="model-load").statement))
     assert signed.targets == (rig.runner_id,)
     assert signed.params == {"modelId": "new", "evictModel": "old", "maxContextLength": 4096, "overrides": {"n_ctx": 9}}
 
 
-def test_a_model_that_no_list_has_is_typed(team: Team, rig: Identity, box: Node) -> None:
-    client = sign_in(team)
-    filled = {"operation": "model-load", "targets": rig.runner_id, "param-modelId": "", "reason": "x", "max_uses": "1"}
-    assert "This field is required" in client.post(PROPOSE, {**filled, "step": "look"}).content.decode()
-    typed = client.post(PROPOSE, {**filled, "param-modelId_other": " rare ", "step": "look"}).content.decode()
-    assert "Load rare on rig" in typed
-    assert '<input type="hidden" name="param-modelId_other" value=" rare ">' in typed
-
-
-def test_an_address_fills_the_form_in(team: Team, rig: Identity, box: Node) -> None:
-    client = sign_in(team)
+def test_an_address_fills_the_form_in(browser: Client, rig: Identity, box: Node) -> None:
     make_box(Identity("second"))
-    drain = client.get(f"{PROPOSE}?operation=node-drain&target={box.printed_id}&timeout_s=5").content.decode()
+    drain = browser.get(f"{PROPOSE}?operation=node-drain&target={box.printed_id}&timeout_s=5").content.decode()
     assert 'name="param-timeout_s" value="5"' in drain
     assert drain.count("checked") == 2  # the box of the address, and stopping at the first failure
-    load = client.get(f"{PROPOSE}?operation=model-load&modelId=old").content.decode()
-    assert '<option value="old" selected>' in load
-    assert (
-        'name="param-modelId_other" value="rare"' in client.get(f"{PROPOSE}?operation=model-load&modelId=rare").content.decode()
-    )
+    for model, filled in (("old", '<option value="old" selected>'), ("rare", 'name="param-modelId_other" value="rare"')):
+        assert filled in browser.get(f"{PROPOSE}?operation=model-load&modelId={model}").content.decode()
 
 
-def test_a_node_that_takes_no_operations_is_refused_with_what_would_help(team: Team) -> None:
+def test_a_node_that_takes_no_operations_is_refused_with_what_would_help(browser: Client) -> None:
     bare = make_node("bare")
     filled = {"operation": "cache-flush", "targets": bare.printed_id, "param-scope": "all", "reason": "x", "max_uses": "1"}
-    answer = sign_in(team).post(PROPOSE, {**filled, "step": "look"})
+    answer = browser.post(PROPOSE, {**filled, "step": "look"})
     assert answer.status_code == 400
     assert "its program must be connected with a data folder" in unescape(answer.content.decode())
 
@@ -506,7 +425,7 @@ def test_a_node_that_takes_no_operations_is_refused_with_what_would_help(team: T
     ],
     ids=["newest", "none", "ahead", "error", "L1", "no-level"],
 )
-def test_the_page_of_the_policy_says_what_each_box_holds(team: Team, said: dict[str, Any], words: str) -> None:
+def test_the_page_of_the_policy_says_what_each_box_holds(browser: Client, said: dict[str, Any], words: str) -> None:
     make_box(Identity(), **said)
     assert import_string(settings.GOVERNANCE_BOXES)() == [{"name": "rig", "text": words}]
-    assert words in unescape(sign_in(team).get("/approvals/policy").content.decode())
+    assert words in unescape(browser.get("/approvals/policy").content.decode())
