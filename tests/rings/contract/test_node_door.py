@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.fakes.http_client import DELETED_TEXT, Reply, assert_failure, assert_stream_failure
 from tests.fakes.lab import CHAT, Lab, unique
 from tests.fakes.scripted_backend import ScriptedBackend, serve_backend
-from tests.fakes.scripted_worker import PROTOCOL, delta_text
+from tests.fakes.scripted_worker import PROTOCOL
 from tests.fakes.waiting import eventually
 from wire import frames
 from wire.bridge import MemoryInfo, ReplicaInfo, Telemetry
@@ -46,44 +46,6 @@ async def test_a_worker_is_acknowledged_with_the_name_and_the_models_that_the_ga
     assert (await lab.ask_through(worker, model)).status == 200
 
 
-async def test_a_client_that_leaves_is_told_to_the_worker_and_its_slot_is_used_at_once(lab: Lab) -> None:
-    model = await lab.model()
-    worker = await lab.worker(model)
-    exchange = await lab.open(model)
-    late = await worker.job()
-    await worker.chunk(late, delta_text(late, "begun"))
-    await exchange.until(b"begun")
-    waiting = lab.ask(model, "next", stream=True)
-    await lab.queued(1)
-    exchange.leave()
-    assert (await worker.cancelled(late))["reason"] == "client_disconnect"
-    # The worker says nothing about the cancelled request before it has the next one, as a real one does.
-    job = await worker.job()
-    await worker.chunk(late, delta_text(late, "LATE"))
-    await worker.stream(job, ["clean"])
-    await worker.complete(late, body="LATE")
-    answered = await waiting
-    assert (answered.status, answered.events[-1], b"LATE" in answered.body) == (200, "[DONE]", False)
-    assert (await lab.ask_through(worker, model)).status == 200, "the socket still works"
-    assert len(worker.cancels(late)) == 1
-    assert [record["status"] for record in await lab.final(model, 3)] == ["cancelled", "completed", "completed"]
-
-
-async def test_a_request_of_a_worker_that_dies_goes_to_another_one(lab: Lab) -> None:
-    model = await lab.model()
-    dying = await lab.worker(model)
-    reply = lab.ask(model, "survivor")
-    await dying.job()
-    second = await lab.worker(model)
-    dying.die()
-    job = await second.job()
-    assert job.text == "survivor"
-    await second.answer(job, "from the second")
-    assert (await reply).json["choices"][0]["message"]["content"] == "from the second"
-    (record,) = await lab.final(model)
-    assert (record["status"], record["attempts"]) == ("completed", 2)
-
-
 async def test_a_worker_that_is_drained_is_told_gets_nothing_new_and_is_let_go_when_it_is_done(lab: Lab) -> None:
     model, name = await lab.model(), unique("leaving")
     leaving = await lab.worker(model, name=name, max_concurrent=4)
@@ -92,16 +54,10 @@ async def test_a_worker_that_is_drained_is_told_gets_nothing_new_and_is_let_go_w
     node = await lab.node(name)
     lab.operate("nodes.services.drain_node", node_id={"$id": node["node_id"]}, reason="maintenance", timeout_s=60)
     notice = await leaving.frame("graceful_shutdown")
-    assert notice["reason"] == "maintenance"
-    assert 0 < notice["drain_timeout_secs"] <= 60
-    other = await lab.worker(model)
-    following = lab.ask(model, "after the drain")
-    await other.answer(await other.job())
-    assert (await following).status == 200
+    assert (notice["reason"], 0 < notice["drain_timeout_secs"] <= 60) == ("maintenance", True)
     await leaving.answer(job)
     assert (await running).status == 200
     assert await leaving.closed() == (1000, "graceful shutdown complete")
-    assert len(leaving.jobs) == 1
 
 
 async def test_a_provider_that_is_deleted_sends_away_what_waits_and_closes_its_workers(lab: Lab) -> None:
@@ -264,18 +220,6 @@ async def test_a_registered_box_that_reports_itself_serves_requests(lab: Lab, ba
     row = await lab.node(node.name)
     assert (row["status"], row["mode"], row["current_model"]) == ("available", "spare_on", node.model)
     assert row["vram_free_mb"] == 73728
-
-
-async def test_a_client_that_leaves_aborts_the_call_to_a_direct_box(lab: Lab, backend: ScriptedBackend) -> None:
-    node = await register(lab, backend.url)
-    await node.heartbeat()
-    backend.hold.clear()
-    exchange = await lab.open(node.model, stream=False)
-    await eventually(lambda: backend.calls, what="the engine works")
-    exchange.leave()
-    await eventually(lambda: backend.gone == 1, what="the engine was told")
-    (record,) = await lab.final(node.model)
-    assert record["status"] == "cancelled"
 
 
 async def test_spare_off_gives_work_in_flight_the_grace_period_then_interrupts_it(lab: Lab, backend: ScriptedBackend) -> None:

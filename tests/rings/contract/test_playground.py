@@ -10,15 +10,18 @@ import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from conformance.engine import speech
+from conformance.engine.server import ScriptedEngine
 from controlplane.playground.asks import Ask, build_body, read_ask
 from controlplane.playground.snippets import write_code
 from tests.fakes.lab import Lab
@@ -47,59 +50,6 @@ CASES = [
 ]
 IDS = [f"{surface} {name}" for surface, name, _ in CASES]
 
-USAGE = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
-MESSAGE: dict[str, Any] = {
-    "id": "msg_1", "type": "message", "role": "assistant", "model": "tiny", "stop_reason": "end_turn", "stop_sequence": None,
-    "content": [{"type": "text", "text": "bonjour"}], "usage": USAGE,
-}  # fmt: skip
-ITEM = {
-    "id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
-    "content": [{"type": "output_text", "text": "bonjour", "annotations": []}],
-}  # fmt: skip
-RESPONSE = {
-    "id": "resp_1", "object": "response", "created_at": 1, "model": "tiny", "status": "completed", "output": [ITEM],
-    "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "usage": None,
-}  # fmt: skip
-CHAT = {"id": "c", "object": "chat.completion", "created": 1, "model": "tiny"}
-WHOLE: dict[str, Any] = {
-    "/v1/chat/completions": {
-        **CHAT,
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": "bonjour"}, "finish_reason": "stop"}],
-    },
-    "/v1/completions": {**CHAT, "choices": [{"index": 0, "text": "bonjour", "finish_reason": "stop"}]},
-    "/v1/messages": MESSAGE,
-    "/v1/responses": RESPONSE,
-    "/v1/embeddings": {"object": "list", "model": "tiny", "data": [{"object": "embedding", "index": 0, "embedding": [0.5]}]},
-}
-EVENTS: dict[str, list[dict[str, Any]]] = {
-    "/v1/chat/completions": [
-        {**CHAT, "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "bonjour"}}]}
-    ],
-    "/v1/completions": [{**CHAT, "choices": [{"index": 0, "text": "bonjour"}]}],
-    "/v1/messages": [
-        {"type": "message_start", "message": {**MESSAGE, "content": [], "stop_reason": None}},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "bonjour"}},
-        {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": USAGE},
-        {"type": "message_stop"},
-    ],
-    "/v1/responses": [
-        {"type": "response.created", "sequence_number": 0, "response": {**RESPONSE, "output": []}},
-        {"type": "response.output_item.added", "sequence_number": 1, "output_index": 0, "item": {**ITEM, "content": []}},
-        {
-            "type": "response.content_part.added", "sequence_number": 2, "item_id": "msg_1", "output_index": 0,
-            "content_index": 0, "part": {"type": "output_text", "text": "", "annotations": []},
-        },
-        {
-            "type": "response.output_text.delta", "sequence_number": 3, "item_id": "msg_1", "output_index": 0,
-            "content_index": 0, "delta": "bonjour", "logprobs": [],
-        },
-        {"type": "response.output_item.done", "sequence_number": 4, "output_index": 0, "item": ITEM},
-        {"type": "response.completed", "sequence_number": 5, "response": RESPONSE},
-    ],
-}  # fmt: skip
-
 
 @dataclass
 class Heard:
@@ -111,35 +61,34 @@ class Heard:
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
-    """A server that answers every surface with "bonjour"."""
-    kept = Heard()
+    """The scripted engine, which answers every surface, and what it was asked."""
+    kept, ready, ended = Heard(), Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            key = self.headers.get("x-api-key") or str(self.headers.get("authorization"))
-            kept.requests.append((self.path, key.removeprefix("Bearer "), body))
-            is_stream = body.get("stream", False)
-            self.send_response(200)
-            self.send_header("content-type", "text/event-stream" if is_stream else "application/json")
-            self.end_headers()
-            self.wfile.write(print_events(self.path) if is_stream else json.dumps(WHOLE[self.path]).encode())
+    @web.middleware
+    async def listen(request: web.Request, handler: Handler) -> web.StreamResponse:
+        key = request.headers.get("x-api-key") or str(request.headers.get("authorization"))
+        kept.requests.append((request.path, key.removeprefix("Bearer "), await request.json()))
+        return await handler(request)
 
-        def log_message(self, *values: object) -> None:
-            pass
+    async def serve() -> None:
+        application = ScriptedEngine(("tiny",), native=frozenset({"/v1/messages", "/v1/responses"})).application()
+        application.middlewares.append(listen)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        kept.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        loops.append(asyncio.get_running_loop())
+        ready.set()
+        await ended.wait()
+        await runner.cleanup()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        kept.url = f"http://127.0.0.1:{server.server_port}"
-        yield kept
-        server.shutdown()
-
-
-def print_events(path: str) -> bytes:
-    """Return the stream of a surface."""
-    named = path in {"/v1/messages", "/v1/responses"}
-    lines = [(f"event: {event['type']}\n" if named else "") + f"data: {json.dumps(event)}\n\n" for event in EVENTS[path]]
-    return ("".join(lines) + ("" if path == "/v1/messages" else "data: [DONE]\n\n")).encode()
+    thread = Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    yield kept
+    loops[0].call_soon_threadsafe(ended.set)
+    thread.join(30)
 
 
 @pytest.fixture
@@ -174,7 +123,7 @@ def test_curl_sends_what_the_page_sends(
         [shell, "-eu"], input=write_code(ask, base_url=heard.url).curl.encode(), capture_output=True, check=True
     )
     check_heard(heard, ask)
-    assert b"bonjour" in ran.stdout or surface == "embeddings"
+    assert speech.TEXT.split()[0].encode() in ran.stdout or surface == "embeddings"
 
 
 @pytest.mark.parametrize(("surface", "name", "fields"), CASES, ids=IDS)
@@ -185,7 +134,7 @@ def test_python_sends_what_the_page_sends(
     exec(compile(write_code(ask, base_url=heard.url).python, "playground.py", "exec"), {})
     # The SDK asks for embeddings as base64 by itself.
     check_heard(heard, ask, may_add=frozenset({"encoding_format"}))
-    assert "bonjour" in capsys.readouterr().out or surface == "embeddings"
+    assert speech.TEXT.split()[0] in capsys.readouterr().out or surface == "embeddings"
 
 
 SDK = """

@@ -30,7 +30,7 @@ from nodes.models import Node, NodeCommand
 from tests.fakes.governed_nodes import Identity, approve_load, make_box, only_run
 from tests.fakes.nodes import audited
 from tests.fakes.rows import find_tables, shared_rows
-from tests.system.governance.team import Team, make_due, make_governed
+from tests.system.governance.team import Team, make_due
 from wire.bridge import OpStatus
 from wire.optoken import Level, Operation, Verifier, read_token
 from wire.optoken.approval import read_policy, read_statement, verify_receipts
@@ -39,12 +39,6 @@ pytestmark = pytest.mark.django_db
 
 GATEWAY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
 LONG_AGO = timezone.now() - timedelta(days=1)
-
-
-@pytest.fixture(scope="module")
-def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
-    with shared_rows(django_db_blocker, make_governed) as made:
-        yield made
 
 
 class Sent:
@@ -150,8 +144,12 @@ def test_a_command_is_sent_by_one_gateway_that_holds_the_node_once(sent: Sent) -
 
 @pytest.mark.parametrize(
     ("gateway", "silent_s", "linked_s_ago", "is_asked"),
-    [(GATEWAY, 6.0, 3600.0, True), (OTHER, 6.0, 3600.0, True), (GATEWAY, 0.2, 0.1, True), (OTHER, 0.2, 0.1, False)],
-    ids=["silent", "silent, another gateway", "back on its gateway", "new on another, which cannot have heard yet"],
+    [
+        (GATEWAY, 6.0, 3600.0, True),
+        (OTHER, 6.0, 3600.0, True),
+        (GATEWAY, 0.2, 0.1, True),  # back on its gateway
+        (OTHER, 0.2, 0.1, False),  # new on another, which cannot have heard yet
+    ],
 )
 def test_a_node_that_may_have_missed_it_is_asked_once(
     sent: Sent, gateway: uuid.UUID, silent_s: float, linked_s_ago: float, is_asked: bool
@@ -191,21 +189,15 @@ def test_putting_a_command_again_is_harmless_and_an_ended_one_stays_ended(sent: 
         body={"modelId": "m"}, token="new", token_expires_at=timezone.now() + timedelta(minutes=5),
     )  # fmt: skip
     sent.plan()
-    assert put_command(again)
-    assert (sent.row.state, sent.row.token, NodeCommand.objects.count()) == ("waiting", "new", 1)
-    NodeCommand.objects.update(state="ended", token="")
-    assert not put_command(again)
-    assert (sent.row.state, sent.row.token) == ("ended", "")
-    assert sent.plan() == []
-
-
-def test_parking_a_command_leaves_the_token_that_it_has_got_meanwhile(sent: Sent) -> None:
     stale = sent.row
-    NodeCommand.objects.update(token="newer")
+    assert put_command(again)
     park_command(stale)
-    assert sent.row.token == "newer"
+    assert (sent.row.state, sent.row.token, NodeCommand.objects.count()) == ("waiting", "new", 1), "it has got one meanwhile"
     park_command(sent.row)
     assert (sent.row.token, sent.row.state) == ("", "waiting")
+    NodeCommand.objects.update(state="ended")
+    assert not put_command(again)
+    assert (sent.row.state, sent.row.token, sent.plan()) == ("ended", "", [])
 
 
 # What nodes say
@@ -229,30 +221,29 @@ def test_progress_is_passed_on_and_one_end_is_kept_with_its_receipt_and_the_key_
     run = sent.run
     assert (run.state, run.result, run.receipt, run.code) == (end.value, {"mb": 7}, status.receipt, code)
     assert run.receipt_key == sent.node.box_key
+    (receipt,) = verify_receipts(evidence_of(sent), read_statement(bytes(sent.operation.statement)))
+    assert receipt["runnerId"] == sent.rig.runner_id, "it convinces the stand-alone verifier"
     assert (sent.row.state, sent.row.token) == ("ended", "")
     assert len([event for event in audited(f"operation.run.{state}") if event.op_id == sent.command.op_id]) == 1
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "missing", "garbage", "another box", "another operation", "another statement", "another outcome", "another result",
-        "another use",
-    ],
-)  # fmt: skip
+Receipt = Callable[[Sent, OpStatus], str]
+FAULTS: dict[str, Receipt] = {
+    "missing": lambda sent, status: "",
+    "garbage": lambda sent, status: "AAAA",
+    "another box": lambda sent, status: Identity().receipt(status),
+    "another operation": lambda sent, status: sent.rig.receipt(status, op_id="op_other"),
+    "another statement": lambda sent, status: sent.rig.receipt(status, statement_digest="ab" * 32),
+    "another outcome": lambda sent, status: sent.rig.receipt(status, outcome="failed"),
+    "another result": lambda sent, status: sent.rig.receipt(status, result_digest="0" * 64),
+    "another use": lambda sent, status: sent.rig.receipt(status, use=2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_an_end_without_a_proper_receipt_is_recorded_as_such_and_is_no_evidence(sent: Sent, fault: str) -> None:
     status = OpStatus(op_id=sent.command.op_id, use=1, state="succeeded", result={"a": 1})
-    receipts: dict[str, Callable[[], str]] = {
-        "missing": lambda: "",
-        "garbage": lambda: "AAAA",
-        "another box": lambda: Identity().receipt(status),
-        "another operation": lambda: sent.rig.receipt(status, op_id="op_other"),
-        "another statement": lambda: sent.rig.receipt(status, statement_digest="ab" * 32),
-        "another outcome": lambda: sent.rig.receipt(status, outcome="failed"),
-        "another result": lambda: sent.rig.receipt(status, result_digest="0" * 64),
-        "another use": lambda: sent.rig.receipt(status, use=2),
-    }
-    status.receipt = receipts[fault]()
+    status.receipt = FAULTS[fault](sent, status)
     sent.hear(status)
     run = sent.run
     assert (run.state, run.code, run.receipt) == (RunState.SUCCEEDED.value, "receipt_invalid", "")
@@ -271,13 +262,6 @@ def test_a_forged_receipt_that_is_sent_again_and_again_is_recorded_a_few_times(s
     assert len(audited("operation.receipt_invalid")) == limits().governance.audit_events_per_hour
 
 
-def test_receipts_that_are_kept_convince_the_stand_alone_verifier(sent: Sent) -> None:
-    sent.hear(sent.rig.end(sent.command.op_id, "succeeded"))
-    statement = read_statement(bytes(sent.operation.statement))
-    (receipt,) = verify_receipts(evidence_of(sent), statement)
-    assert receipt["runnerId"] == sent.rig.runner_id
-
-
 @pytest.mark.parametrize("has_receipt", [False, True])
 def test_of_a_node_below_l2_no_receipt_is_needed_and_none_is_kept_that_names_no_statement(
     sent: Sent, has_receipt: bool
@@ -288,11 +272,6 @@ def test_of_a_node_below_l2_no_receipt_is_needed_and_none_is_kept_that_names_no_
     sent.hear(status)
     assert (sent.run.state, sent.run.code, sent.run.receipt) == (RunState.SUCCEEDED.value, "", "")
     assert verify_receipts(evidence_of(sent), read_statement(bytes(sent.operation.statement))) == []
-
-
-def test_a_refusal_fails_the_run_with_its_code(sent: Sent) -> None:
-    sent.say("refused", code="op_token_refused", message="no")
-    assert (sent.run.state, sent.run.code, sent.run.message) == (RunState.FAILED.value, "op_token_refused", "no")
 
 
 @pytest.mark.parametrize("says", [{"state": "refused", "code": "unavailable"}, {"state": "unknown"}], ids=["busy", "unheard"])
@@ -309,35 +288,28 @@ def test_a_node_that_is_busy_or_never_heard_of_it_gets_it_again_with_a_new_token
     assert isinstance(sent.plan()[0], Send)
 
 
-def test_an_answer_that_is_older_than_what_was_sent_is_not_believed(sent: Sent) -> None:
+def test_what_means_nothing_comes_from_another_node_or_is_older_than_what_was_sent_changes_nothing(sent: Sent) -> None:
+    assert not sent.hear(sent.rig.end(sent.command.op_id, "succeeded"), node=make_box(Identity("other")))
+    assert not any(sent.say(state) for state in ("", "approved"))
+    assert sent.states == (RunState.DISPATCHED.value, "waiting")
     sent.plan()
     sent.pass_time(-60)
     sent.say("unknown")
     assert sent.states == (RunState.DISPATCHED.value, "sent")
+    sent.say("refused", code="op_token_refused", message="no")
+    assert (sent.run.state, sent.run.code, sent.run.message) == (RunState.FAILED.value, "op_token_refused", "no")
 
 
-def test_a_node_that_was_cut_off_is_resolved_by_what_it_has_loaded_now(sent: Sent) -> None:
+@pytest.mark.parametrize("forgot", [False, True])
+def test_a_node_that_was_cut_off_or_forgot_what_it_had_begun_is_resolved_by_what_it_has_now(sent: Sent, forgot: bool) -> None:
     sent.plan()
     sent.say("running", stage="loading")
-    sent.hear(sent.rig.end(sent.command.op_id, "interrupted"))
+    sent.say("unknown") if forgot else sent.hear(sent.rig.end(sent.command.op_id, "interrupted"))
     run = sent.run
-    assert (run.state, run.code, run.result) == (RunState.RESOLVED.value, "interrupted", {"loadedNow": ["old"]})
-    assert "Loaded on it now: old" in run.message
-    assert run.receipt
-    assert sent.row.state == "ended"
-
-
-def test_a_node_that_forgot_what_it_had_begun_is_not_given_it_again(sent: Sent) -> None:
-    sent.plan()
-    sent.say("running")
-    sent.say("unknown")
-    assert sent.run.state == RunState.RESOLVED.value
-
-
-def test_another_node_and_a_word_that_means_nothing_change_nothing(sent: Sent) -> None:
-    assert not sent.hear(sent.rig.end(sent.command.op_id, "succeeded"), node=make_box(Identity("other")))
-    assert not any(sent.say(state) for state in ("", "approved"))
-    assert sent.states == (RunState.DISPATCHED.value, "waiting")
+    assert (run.state, sent.row.state) == (RunState.RESOLVED.value, "ended"), "and it is not given it again"
+    if not forgot:
+        assert (run.code, run.result, bool(run.receipt)) == ("interrupted", {"loadedNow": ["old"]}, True)
+        assert "Loaded on it now: old" in run.message
 
 
 def test_a_batch_goes_to_one_node_after_the_other_and_stops_at_a_failure(team: Team) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -43,7 +42,8 @@ from tests.fakes.governed_nodes import approve_load, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
 from tests.fakes.rows import shared_rows
-from tests.system.governance.team import Team, make_due, make_governed
+from tests.system.governance.team import Team, make_due
+from tests.unit.closed_port import closed_port
 from wire.contract import NodeStatus
 from wire.optoken import Level, Verifier, read_token
 from wire.optoken import Operation as Verb
@@ -98,21 +98,9 @@ def test_a_node_that_answers_is_reachable_and_asked_below_its_base_path_by_its_n
     assert set(far.hosts) == {f"127.0.0.1:{far.port}"}
 
 
-def test_a_node_that_cannot_be_called_is_told_why(far: DirectNode, settings: Settings) -> None:
-    with socket.socket() as placeholder:  # bound, so that nobody else listens there meanwhile
-        placeholder.bind(("127.0.0.1", 0))
-        make_direct(f"http://127.0.0.1:{placeholder.getsockname()[1]}")
-        assert probe_direct_nodes() == 1
-    assert "ConnectError" in NodePresence.objects.get().probe_error
-    Node.objects.update(public_base_url=far.url)
-    let_probe_be_due()
-    settings.NODE_DIRECT_ALLOW_LOOPBACK = False
-    assert probe_direct_nodes() == 1
-    assert NodePresence.objects.get().probe_error
-    assert far.seen == [], "an address that is not allowed any more is not called"
-
-
-def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_until_a_call_succeeds(far: DirectNode) -> None:
+def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_until_a_call_succeeds(
+    far: DirectNode, settings: Settings
+) -> None:
     far.answers[MODELS] = (503, {})
     credential, about = register(far)
     registered = register_direct_node(credential=credential, registration=about)
@@ -128,6 +116,17 @@ def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_unti
     assert probe_direct_nodes() == 0
     assert record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
     assert read_served_models() == read_fleet().served_models == frozenset({"m"})
+    far.seen.clear()
+    NodePresence.objects.update(probed_at=None)
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = False
+    assert probe_direct_nodes() == 1
+    assert (bool(NodePresence.objects.get().probe_error), far.seen) == (True, []), "what is not allowed any more is not called"
+    settings.NODE_DIRECT_ALLOW_LOOPBACK = True
+    with closed_port() as port:
+        Node.objects.update(public_base_url=f"http://127.0.0.1:{port}")
+        NodePresence.objects.update(probed_at=None)
+        assert probe_direct_nodes() == 1
+    assert "ConnectError" in NodePresence.objects.get().probe_error
 
 
 def test_a_node_that_heartbeats_without_url_and_socket_is_offline() -> None:
@@ -137,22 +136,18 @@ def test_a_node_that_heartbeats_without_url_and_socket_is_offline() -> None:
     assert "registered no public_base_url" in explain_unreachable(node, presence)
 
 
-@pytest.mark.parametrize(
-    ("error", "tells", "age_s", "calls"),
-    [
-        ("", False, 10.0, 0), ("", False, 31.0, 1), ("refused", False, 2.0, 0), ("refused", False, 5.0, 1),
-        ("", True, 3.0, 0), ("", True, 5.0, 1), ("refused", True, 5.0, 1),
-    ],
-)  # fmt: skip
-def test_a_node_that_does_not_answer_or_tells_its_capabilities_is_called_again_sooner(
-    far: DirectNode, error: str, tells: bool, age_s: float, calls: int
-) -> None:
+def test_a_node_that_does_not_answer_or_tells_its_capabilities_is_called_again_sooner(far: DirectNode) -> None:
     far.answers[TOLD] = (200, EXAMPLE)
     make_direct(far.url)
-    before = timezone.now() - timedelta(seconds=age_s)
-    NodePresence.objects.update(probed_at=before, probe_error=error, capabilities_at=before if tells else None)
-    probe_direct_nodes()
-    assert len(far.seen) == calls
+    for error, tells, age_s, calls in (
+        ("", False, 10.0, 0), ("", False, 31.0, 1), ("refused", False, 2.0, 0), ("refused", False, 5.0, 1),
+        ("", True, 3.0, 0), ("", True, 5.0, 1), ("refused", True, 5.0, 1),
+    ):  # fmt: skip
+        before = timezone.now() - timedelta(seconds=age_s)
+        NodePresence.objects.update(probed_at=before, probe_error=error, capabilities_at=before if tells else None)
+        far.seen.clear()
+        probe_direct_nodes()
+        assert len(far.seen) == calls, (error, tells, age_s)
 
 
 def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_dialled_in_node_does(far: DirectNode) -> None:
@@ -177,21 +172,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
     assert (view.changing[0].percent, view.changing[0].eta_s) == (45, 180.0)
 
 
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        ((503, b"starting"), "answers with 503"),
-        ((200, b"[" + b" " * (1024 * 1024)), "ReadError: GET /v1/capabilities answers with more than 1048576 bytes"),
-        ((200, b"<html>"), ""),
-        ((200, b'{"models": {"loaded": [{"id": 7}]}}'), ""),
-        ((302, "/elsewhere"), ""),
-        ((404, b""), ""),
-        ((500, b""), ""),
-    ],
-)
-def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reachable(
-    far: DirectNode, answer: tuple[int, Any], error: str
-) -> None:
+def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reachable(far: DirectNode) -> None:
     far.answers[TOLD] = (200, EXAMPLE)
     make_direct(far.url)
     probe_direct_nodes()
@@ -199,11 +180,27 @@ def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reach
     fields = [f"presence__{field.attname}" for field in NodePresence._meta.concrete_fields]
     kept = [name for name in ("model_names", "model_endpoints", *fields) if name not in changed]
     before = Node.objects.values(*kept).get()
+    too_long = "ReadError: GET /v1/capabilities answers with more than 1048576 bytes"
+    answers: list[tuple[tuple[int, Any], str]] = [
+        ((503, b"starting"), "answers with 503"),
+        ((200, b"[" + b" " * (1024 * 1024)), too_long),
+        ((200, b"<html>"), ""),
+        ((200, b'{"models": {"loaded": [{"id": 7}]}}'), ""),
+        ((302, "/elsewhere"), ""),
+        ((404, b""), ""),
+        ((500, b""), ""),
+    ]
+    for answer, error in answers:
+        let_probe_be_due()
+        far.answers[TOLD] = answer
+        assert probe_direct_nodes() == bool(error)
+        assert Node.objects.values(*kept).get() == before
+        assert NodePresence.objects.get().probe_error == error
+    NodePresence.objects.update(connected=True, replicas=[])
     let_probe_be_due()
-    far.answers[TOLD] = answer
-    assert probe_direct_nodes() == bool(error)
-    assert Node.objects.values(*kept).get() == before
-    assert NodePresence.objects.get().probe_error == error
+    far.answers[TOLD] = (200, EXAMPLE)
+    probe_direct_nodes()
+    assert NodePresence.objects.get().replicas == [], "a node that holds a socket is not overwritten by what its URL says"
 
 
 @pytest.mark.parametrize(
@@ -231,14 +228,6 @@ def test_a_node_that_never_sent_a_heartbeat_lives_by_its_capabilities_and_any_ot
     presence = NodePresence.objects.get()
     assert (presence.reported_status, presence.last_error) == (status, last_error)
     assert (presence.last_heartbeat_at == heard_at) is (beats is not None)
-
-
-def test_a_node_that_holds_a_socket_is_not_overwritten_by_what_its_url_says(far: DirectNode) -> None:
-    far.answers[TOLD] = (200, EXAMPLE)
-    make_direct(far.url)
-    NodePresence.objects.update(connected=True)
-    probe_direct_nodes()
-    assert NodePresence.objects.get().replicas == []
 
 
 # API keys
@@ -282,20 +271,17 @@ def test_a_key_that_the_node_does_not_accept_or_that_cannot_be_decrypted_is_said
     set_api_key(node_id=node.pk, api_key="right", actor=ACTOR)
     assert probe_direct_nodes() == 0
     assert NodePresence.objects.get().queue_depth == 3
+    far.answers |= {TOLD: (307, "/elsewhere"), MODELS: (307, "/elsewhere")}
+    far.seen.clear()
+    let_probe_be_due()
+    probe_direct_nodes()
+    assert far.paths() == [f"GET {TOLD}", f"GET {MODELS}"], "a key does not follow a redirect"
     NodePresence.objects.update(probed_at=None)
     settings.SECRET_KEY = "another"
     far.seen.clear()
     assert probe_direct_nodes() == 1
     assert "MUSTER_SECRET_KEY" in NodePresence.objects.get().probe_error
     assert (far.seen, load_node_rows()[0].api_key) == ([], "")
-
-
-def test_a_key_does_not_follow_a_redirect(far: DirectNode) -> None:
-    far.answers |= {TOLD: (307, "/elsewhere"), MODELS: (307, "/elsewhere")}
-    node = make_direct(far.url)
-    set_api_key(node_id=node.pk, api_key="k1", actor=ACTOR)
-    probe_direct_nodes()
-    assert far.paths() == [f"GET {TOLD}", f"GET {MODELS}"]
 
 
 # Operations
@@ -328,12 +314,6 @@ class Called:
     def call(self) -> bool:
         """Take it one step further."""
         return call_direct_box(self.run.pk)
-
-
-@pytest.fixture(scope="module")
-def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
-    with shared_rows(django_db_blocker, make_governed) as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -372,7 +352,15 @@ def test_a_load_is_handed_over_polled_and_ended(team: Team, far: DirectNode, lev
     assert far.bearers == ["Bearer a-key-of-the-node"] * 3
 
 
-def test_an_unload_that_is_answered_at_once_has_ended(team: Team, far: DirectNode) -> None:
+def test_an_unload_that_is_answered_at_once_has_ended_and_what_takes_no_token_is_not_called(
+    team: Team, sent: Called, far: DirectNode
+) -> None:
+    NodeCommand.objects.update(operation="settings-reload")
+    assert not sent.call()
+    assert (sent.run.state, sent.run.code) == (RunState.FAILED, "unknown_operation")
+    assert "connect the node by its own session" in sent.run.message
+    assert not far.seen
+    Node.objects.update(name="away")
     called = Called(team, far.url, operation="model-unload")
     far.answers["/v1/models/unload"] = (200, {"modelId": "m", "gpuMemoryFreedMB": 9})
     assert not called.call()
@@ -423,18 +411,9 @@ def test_a_poll_ends_a_load_or_is_tried_again(sent: Called, far: DirectNode, ans
     assert sent.run.state == state.value
 
 
-def test_what_the_call_over_http_would_do_without_a_token_is_not_called(sent: Called, far: DirectNode) -> None:
-    NodeCommand.objects.update(operation="settings-reload")
-    assert not sent.call()
-    assert (sent.run.state, sent.run.code) == (RunState.FAILED, "unknown_operation")
-    assert "connect the node by its own session" in sent.run.message
-    assert not far.seen
-
-
 def test_a_node_that_cannot_be_reached_gets_it_again(sent: Called, far: DirectNode) -> None:
-    with socket.socket() as placeholder:
-        placeholder.bind(("127.0.0.1", 0))
-        Node.objects.update(public_base_url=f"http://127.0.0.1:{placeholder.getsockname()[1]}")
+    with closed_port() as port:
+        Node.objects.update(public_base_url=f"http://127.0.0.1:{port}")
         assert not sent.call()
     assert sent.run.state == RunState.QUEUED.value
     Node.objects.update(public_base_url=far.url)
@@ -476,8 +455,5 @@ def test_a_command_without_a_worker_is_found_by_the_sweep(sent: Called) -> None:
     assert find_unattended() == [], "a call may take that long"
     NodeCommand.objects.update(updated_at=timezone.now() - timedelta(seconds=21))
     assert find_unattended() == [sent.run.pk]
-
-
-def test_the_tasks_have_the_names_that_ring_them() -> None:
     assert call_box.name == TASK_NAME
     assert ring_direct_boxes.name == "nodes.tasks.ring_direct_boxes"

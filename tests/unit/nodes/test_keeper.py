@@ -214,9 +214,7 @@ async def test_rows_that_were_read_before_the_owners_word_was_stored_do_not_undo
     assert ends.kinds == [EndKind.RECLAIMED]
 
 
-async def test_context_and_engine_of_a_model_are_known_from_its_node_and_from_the_row_of_another(
-    setting: Setting,
-) -> None:
+async def test_context_and_engine_of_a_model_are_known_from_its_node_and_from_the_row_of_another(setting: Setting) -> None:
     box = setting.box()
     assert box.link.context_of("m") is None
     replicas = [
@@ -440,10 +438,7 @@ async def test_a_gateway_says_of_each_draining_node_how_much_it_still_runs_there
     elsewhere = uuid.uuid4()
     draining = [make_row(node_id, draining_since=since) for node_id in (busy.link.node_id, elsewhere)]
     setting.apply(*draining, make_row(idle.link.node_id))
-    assert setting.keeper.list_drains() == [
-        DrainCount(busy.link.node_id, since, 1),
-        DrainCount(elsewhere, since, 0),
-    ]
+    assert setting.keeper.list_drains() == [DrainCount(busy.link.node_id, since, 1), DrainCount(elsewhere, since, 0)]
 
 
 @pytest.mark.parametrize("is_newer", [True, False])
