@@ -30,8 +30,6 @@ OPEN_STATES = {"queued", "assigned", "running"}
 ACTOR = "contract-tests"
 PROBE_TOKENS = 2_000_000_000
 """Over every cap: asks whether a model is admitted without queueing anything."""
-IMPATIENT = {"max_latency_ms": 300}
-"""``x_pool_options`` of a client that does not wait for a box: it is told at once why there is none."""
 TRY_AGAIN = 1013
 """With what a gateway closes the socket of a box whose registration its database was too slow for; real ones dial again."""
 _numbers = itertools.count(1)
@@ -152,20 +150,17 @@ class Lab:
         *models: str,
         name: str | None = None,
         max_concurrent: int = 1,
-        current_load: int = 0,
         gateway: Gateway | None = None,
         secret: str | None = None,
         provider: str = "local",
-        answers_pings: bool = True,
     ) -> ScriptedWorker:
         """Connect and register a bridge v1 worker, ready for work when this returns."""
         name = name or unique("worker")
 
         async def connect() -> ScriptedWorker | None:
             worker = await self.dial(secret=secret or self.secret, gateway=gateway, provider=provider)
-            worker.answers_pings = answers_pings
             try:
-                await worker.register(models, name=name, max_concurrent=max_concurrent, current_load=current_load)
+                await worker.register(models, name=name, max_concurrent=max_concurrent)
             except AssertionError:
                 if worker.close_code != TRY_AGAIN:
                     raise
@@ -180,16 +175,12 @@ class Lab:
         secret: str | None,
         gateway: Gateway | None = None,
         provider: str | None = "local",
-        query_secret: str | None = None,
-        local_host: str | None = None,
     ) -> ScriptedWorker:
         """Open a worker socket without registering."""
         worker = await ScriptedWorker.dial(
             (gateway or self.gateway).worker_url,
             secret=secret,
             provider=provider,
-            query_secret=query_secret,
-            local_host=local_host,
         )
         self.workers.append(worker)
         return worker
@@ -227,10 +218,6 @@ class Lab:
         box = await eventually(connect, what=f"the gateway takes {name}")
         self.workers.append(box)
         return box
-
-    async def first_with_job(self, workers: Sequence[ScriptedWorker]) -> ScriptedWorker:
-        """Wait until one of ``workers``, all idle so far, has a job, and return it."""
-        return await eventually(lambda: next((one for one in workers if one.jobs), None), what="a worker has the job")
 
     async def queue_depth(self, gateway: Gateway | None = None, *, model: str = "") -> int:
         """Return how many requests wait in a gateway for ``model``, or for the models of this test, from ``/admin/stats``.
@@ -295,11 +282,6 @@ class Lab:
         if isinstance(outcome, Job):
             await worker.answer(outcome)
         return await reply
-
-    async def refused_through(self, worker: ScriptedWorker, model: str) -> Reply | None:
-        """Do the same and return None for a 200: for waiting until a change has reached the gateway."""
-        reply = await self.ask_through(worker, model)
-        return None if reply.status == 200 else reply
 
     async def open(
         self,

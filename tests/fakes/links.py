@@ -143,33 +143,12 @@ class FakeLink(Link):
 def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
     """Return the row of a healthy, lent, connected node that serves ``m``; ``changes`` replace fields."""
     values: dict[str, object] = {
-        "node_id": node_id,
-        "name": "node",
-        "provider": "local",
-        "provider_state": "enabled",
-        "is_direct": False,
-        "public_base_url": "",
-        "model_names": ("m",),
-        "max_concurrent": 2,
-        "mode": "spare_on",
-        "cordoned": False,
-        "draining": False,
-        "drain_reason": "",
-        "drain_remaining_s": None,
-        "draining_since": None,
-        "epoch": 1,
-        "instance_id": "",
-        "heartbeat_age_s": 1.0,
-        "reported_status": "available",
-        "is_accepting_jobs": True,
-        "active_requests": 0,
-        "connected": True,
-        "gateway_id": None,
-        "unreachable": "",
-        "endpoints": {},
-        "carries_bytes": True,
-        "contexts": {},
+        "node_id": node_id, "name": "node", "provider": "local", "provider_state": "enabled", "is_direct": False,
+        "public_base_url": "", "model_names": ("m",), "max_concurrent": 2, "mode": "spare_on", "cordoned": False,
+        "draining": False, "drain_reason": "", "drain_remaining_s": None, "draining_since": None, "epoch": 1, "instance_id": "",
+        "heartbeat_age_s": 1.0, "reported_status": "available", "is_accepting_jobs": True, "active_requests": 0,
+        "connected": True, "gateway_id": None, "unreachable": "", "endpoints": {}, "carries_bytes": True, "contexts": {},
         "engines": {},
-    }
+    }  # fmt: skip
     assert changes.keys() <= values.keys()
     return NodeRow(**{**values, **changes})  # type: ignore[arg-type]  # names and types stand above

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any  # request bodies are JSON
 
 from aiohttp import web
+
+ABOUT: dict[str, Any] = {"id": "chatcmpl-direct", "created": 1775000000, "model": "m"}
+USAGE = {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
 
 
 @dataclass
@@ -28,7 +31,6 @@ class ScriptedBackend:
 
     url: str
     calls: list[Call] = field(default_factory=list)
-    status: int = 200
     gone: int = 0
     hold: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -43,17 +45,8 @@ class ScriptedBackend:
         except (asyncio.CancelledError, ConnectionError):
             self.gone += 1
             raise
-        content = {
-            "id": "chatcmpl-direct",
-            "object": "chat.completion",
-            "created": 1775000000,
-            "model": body["model"],
-            "choices": [{"index": 0, "message": {"role": "assistant", "content": "direct"}, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13},
-        }
-        if self.status != 200:
-            content = {"error": {"message": "the engine's own words", "type": "engine", "code": None, "param": None}}
-        return web.json_response(content, status=self.status)
+        choice = {"index": 0, "message": {"role": "assistant", "content": "direct"}, "finish_reason": "stop"}
+        return web.json_response({**ABOUT, "object": "chat.completion", "choices": [choice], "usage": USAGE})
 
     async def _stream(self, request: web.Request, body: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -62,8 +55,7 @@ class ScriptedBackend:
         await self.hold.wait()
         await response.write(event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
         if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {"prompt_tokens": 11, "completion_tokens": 2, "total_tokens": 13}
-            await response.write(event({"choices": [], "usage": usage}))
+            await response.write(event({"choices": [], "usage": USAGE}))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
@@ -71,18 +63,15 @@ class ScriptedBackend:
 
 def event(content: dict[str, Any]) -> bytes:
     """Return one chunk as an SSE event."""
-    whole = {"id": "chatcmpl-direct", "object": "chat.completion.chunk", "created": 1775000000, "model": "m", **content}
-    return f"data: {json.dumps(whole)}\n\n".encode()
+    return f"data: {json.dumps({**ABOUT, 'object': 'chat.completion.chunk', **content})}\n\n".encode()
 
 
 @asynccontextmanager
-async def serve_backend(*, script: Callable[[ScriptedBackend], None] | None = None) -> AsyncIterator[ScriptedBackend]:
-    """Run a backend; answers are not held back unless ``script`` clears ``hold``."""
+async def serve_backend() -> AsyncIterator[ScriptedBackend]:
+    """Run a backend; answers are not held back until a test clears ``hold``."""
     listener = socket.create_server(("127.0.0.1", 0))
     backend = ScriptedBackend(f"http://127.0.0.1:{listener.getsockname()[1]}")
     backend.hold.set()
-    if script is not None:
-        script(backend)
     application = web.Application(client_max_size=64 * 1024 * 1024)
     application.router.add_post("/v1/chat/completions", backend.answer)
     runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=1)

@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed
 from tests.fakes.waiting import DEADLINE_S
 
 PROTOCOL = "2026-04-bridge-v1"
+SCRIPTED: dict[str, Any] = {"id": "chatcmpl-scripted", "created": 1775000000}
 Frame = dict[str, Any]
 
 
@@ -55,8 +56,6 @@ class ScriptedWorker:
 
     socket: ClientConnection
     models: list[str]
-    answers_pings: bool = True
-    load: int = 0
     frames: list[Frame] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     close_code: int | None = None
@@ -72,57 +71,35 @@ class ScriptedWorker:
         *,
         secret: str | None,
         provider: str | None = "local",
-        query_secret: str | None = None,
         local_host: str | None = None,
         headers: dict[str, str] | None = None,
         options: dict[str, Any] | None = None,
     ) -> ScriptedWorker:
         """Open the socket without registering. ``local_host`` picks the address that is seen; ``options`` go to the library."""
-        query = {}
-        if provider is not None:
-            query["provider"] = provider
-        if query_secret is not None:
-            query["worker_secret"] = query_secret
         shown = dict(headers or {})
         if secret is not None:
             shown["x-worker-secret"] = secret
         options = {**dial_options(), **(options or {})}
         if local_host is not None:
             options["local_addr"] = (local_host, 0)
-        target = url + (f"?{urlencode(query)}" if query else "")
+        target = url + (f"?{urlencode({'provider': provider})}" if provider is not None else "")
         connection = await connect(target, additional_headers=shown, **options)
         worker = cls(connection, [])
         worker._reading = asyncio.create_task(worker._read())
         return worker
 
-    async def register(
-        self,
-        models: Sequence[str],
-        *,
-        name: str = "worker",
-        max_concurrent: int = 1,
-        protocol_version: str | None = PROTOCOL,
-        current_load: int = 0,
-    ) -> Frame:
+    async def register(self, models: Sequence[str], *, name: str = "worker", max_concurrent: int = 1) -> Frame:
         """Send the first frame and return the ``register_ack``."""
-        frame: Frame = {
-            "type": "register",
-            "worker_name": name,
-            "models": list(models),
-            "max_concurrent": max_concurrent,
-        }
-        if protocol_version is not None:
-            frame["protocol_version"] = protocol_version
-        frame["current_load"] = current_load
-        self.models, self.load = list(models), current_load
-        await self.send(frame)
+        self.models = list(models)
+        about = {"worker_name": name, "models": self.models, "max_concurrent": max_concurrent}
+        await self.send({"type": "register", **about, "protocol_version": PROTOCOL, "current_load": 0})
         return await self.frame("register_ack")
 
     async def _read(self) -> None:
         try:
             async for text in self.socket:
                 frame = json.loads(text)
-                if frame["type"] == "ping" and self.answers_pings:
+                if frame["type"] == "ping":
                     await self.pong()
                 async with self._changed:
                     self.frames.append(frame)
@@ -187,9 +164,9 @@ class ScriptedWorker:
         await self.socket.send(json.dumps(frame, separators=(",", ":"), ensure_ascii=False))
 
     async def pong(self) -> None:
-        """Answer a ping with the present load."""
+        """Answer a ping."""
         with contextlib.suppress(ConnectionClosed):
-            await self.send({"type": "pong", "current_load": self.load, "timestamp_unix_ms": 1775000000000})
+            await self.send({"type": "pong", "current_load": 0, "timestamp_unix_ms": 1775000000000})
 
     async def chunk(self, job: Job, text: str) -> None:
         """Send one piece of a streamed response."""
@@ -205,20 +182,17 @@ class ScriptedWorker:
         tokens: tuple[int, int] | None = None,
     ) -> None:
         """End a response."""
+        shown = {"content-type": "application/json"} if headers is None else headers
         frame: Frame = {
             "type": "response_complete",
             "request_id": job.id,
             "status_code": status,
-            "headers": {"content-type": "application/json"} if headers is None else headers,
+            "headers": shown,
             "body": body,
         }
         if tokens is not None:
-            total = sum(tokens)
-            frame["token_counts"] = {
-                "prompt_tokens": tokens[0],
-                "completion_tokens": tokens[1],
-                "total_tokens": total,
-            }
+            counts = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
+            frame["token_counts"] = counts
         await self.send(frame)
 
     async def answer(self, job: Job, text: str = "ok", *, tokens: tuple[int, int] | None = None) -> None:
@@ -247,25 +221,12 @@ class ScriptedWorker:
 
 def completion_text(job: Job, text: str) -> str:
     """Return a chat completion without usage, as JSON text."""
-    return json.dumps(
-        {
-            "id": "chatcmpl-scripted",
-            "object": "chat.completion",
-            "created": 1775000000,
-            "model": job.frame["model"],
-            "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
-        }
-    )
+    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    return json.dumps({**SCRIPTED, "object": "chat.completion", "model": job.frame["model"], "choices": [choice]})
 
 
 def delta_text(job: Job, piece: str, *, finish: str | None = None) -> str:
     """Return one streamed chunk as an SSE event."""
-    delta = {"role": "assistant", "content": piece}
-    content = {
-        "id": "chatcmpl-scripted",
-        "object": "chat.completion.chunk",
-        "created": 1775000000,
-        "model": job.frame["model"],
-        "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
-    }
+    choice = {"index": 0, "delta": {"role": "assistant", "content": piece}, "finish_reason": finish}
+    content = {**SCRIPTED, "object": "chat.completion.chunk", "model": job.frame["model"], "choices": [choice]}
     return f"data: {json.dumps(content)}\n\n"

@@ -10,7 +10,6 @@ import psycopg
 import pytest
 from django.db import connection
 from django.utils import timezone
-from pytest_django import Settings
 
 from core.limits import limits
 from governance.errors import NeedsApproval
@@ -224,53 +223,37 @@ def is_about(value: float | None, wanted: float) -> bool:
 
 
 @pytest.mark.usefixtures("wrong_clock")
-def test_a_box_that_connects_is_heard_now() -> None:
+def test_what_is_heard_over_a_socket_or_http_is_heard_now_or_as_long_ago_as_is_said() -> None:
     credential, _ = make_credential()
     request = SessionRequest(
         credential_id=credential.pk, worker_name="rig", models=("m",), max_concurrent=1, protocol=MUSTER_V1, gateway_id=HERE,
         live_nodes=frozenset(), other_gateways=frozenset(), peer_address="10.0.0.1", message=bridge.Register(worker_name="rig"),
     )  # fmt: skip
-    open_session(request)
+    opened = open_session(request)
     assert is_about(read_row().heartbeat_age_s, 0)
-
-
-@pytest.mark.usefixtures("wrong_clock")
-def test_what_a_gateway_says_of_its_boxes_has_the_age_that_it_says() -> None:
-    node = make_node(epoch=1)
-    link_id = uuid.UUID(int=7)
-    make_presence(node, age_s=None, gateway_links={HERE.hex: link_id.hex})
     report = PresenceReport(
-        node_id=node.pk, epoch=1, age_s=300.0, active=0, max_concurrent=1, models=("m",), status="available", last_error="",
-        endpoints={}, said=None, link_id=link_id,
+        node_id=opened.node_id, epoch=1, age_s=300.0, active=0, max_concurrent=1, models=("m",), status="available",
+        last_error="", endpoints={}, said=None, link_id=opened.link_id,
     )  # fmt: skip
+    NodePresence.objects.update(last_heartbeat_at=None)
     write_presences([report], gateway_id=HERE)
     assert is_about(read_row().heartbeat_age_s, 300)
-
-
-@pytest.mark.usefixtures("wrong_clock")
-def test_a_heartbeat_over_http_is_heard_now() -> None:
-    credential, _ = make_credential()
-    node = make_node(credential=credential)
-    heartbeat = Heartbeat(node_id=node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
+    heartbeat = Heartbeat(node_id=opened.node_id, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
     result = record_heartbeat(credential=credential, heartbeat=heartbeat)
     assert is_about((result.server_time - datetime.now(UTC)).total_seconds(), 0)
     assert is_about(read_row().heartbeat_age_s, 0)
 
 
 @pytest.mark.usefixtures("wrong_clock")
-def test_a_sweep_leaves_boxes_alone_that_are_heard_and_finds_those_that_are_not() -> None:
+def test_a_sweep_finds_silent_boxes_alone_and_a_drain_and_a_reclaim_leave_the_time_that_they_say() -> None:
     heard, silent = make_node("heard"), make_node("silent")
     for node, age_s in ((heard, 1), (silent, 600)):
         make_presence(node, connected=True)
         NodePresence.objects.filter(node=node).update(last_heartbeat_at=datetime.now(UTC) - timedelta(seconds=age_s))
     assert sweep_presence() == SweepReport(went_offline=1)
     assert NodePresence.objects.get(connected=True).node == heard
-
-
-@pytest.mark.usefixtures("wrong_clock")
-def test_a_drain_and_a_reclaim_leave_the_time_that_they_say(settings: Settings) -> None:
-    node = make_node()
-    drain_node(node_id=node.pk, actor=ACTOR, reason="fans", timeout_s=2000)
+    Node.objects.filter(pk=silent.pk).delete()
+    drain_node(node_id=heard.pk, actor=ACTOR, reason="fans", timeout_s=2000)
     assert is_about(read_row().drain_remaining_s, 2000)
-    set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
+    reclaim(heard)
     assert is_about(read_row().drain_remaining_s, limits().nodes.reclaim_grace_s)

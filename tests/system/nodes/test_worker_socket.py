@@ -344,19 +344,6 @@ async def test_only_boxes_that_said_something_new_are_written_between_two_full_r
         assert len(presence_reports(door.registry)) == 1
 
 
-async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> None:
-    async with linked() as (door, socket, link):
-        heard: list[object] = []
-        door.registry.subscribe(heard.append)
-        socket.say(bridge.Pong())
-        await eventually(socket.to_server.empty)
-        assert heard == []
-        link.last_seen -= 12
-        socket.say(bridge.Pong())
-        await eventually(lambda: heard)
-        assert heard == [link]
-
-
 # the owner at the box
 
 

@@ -80,19 +80,6 @@ async def test_messages_wait_in_order_behind_a_slow_peer_and_draining_is_said_on
     assert server.taken[-1] == 6
 
 
-async def test_a_message_put_while_others_drain_keeps_its_place() -> None:
-    server, events = Server(), Events()
-    outbox = make_outbox(server, events)
-    server.ready.clear()
-    outbox.put({"n": 0}, 1)
-    await asyncio.sleep(0)
-    server.ready.set()
-    outbox.put({"n": 1}, 1)  # the server would take it at once, but 0 is not through
-    assert server.taken == []
-    await eventually(lambda: not outbox.is_blocked)
-    assert server.taken == [0, 1]
-
-
 async def test_more_than_the_limit_stops_the_outbox_once() -> None:
     server, events = Server(), Events()
     outbox = make_outbox(server, events, limit=100)
