@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pytest_django import DjangoDbBlocker
 from controlplane.env import read_database
 from controlplane.launcher.embedded import EmbeddedServers
 from tests.fakes.standing_still import standing_still
+from tests.fakes.waiting import wait_until
 
 WITHIN_S = 30.0
 
@@ -78,11 +78,8 @@ def wait_for_the_abandoned(servers: EmbeddedServers) -> None:
         "SELECT pid, state, query FROM pg_stat_activity WHERE datname = current_database()"
         " AND backend_type = 'client backend' AND query <> '' AND pid NOT IN (pg_backend_pid(), %s)"
     )
-    until = time.monotonic() + WITHIN_S
     with psycopg.connect(servers.database_url, autocommit=True) as looker:
-        while left := looker.execute(others, [own]).fetchall():
-            assert time.monotonic() < until, left
-            time.sleep(0.02)
+        wait_until(lambda: not looker.execute(others, [own]).fetchall(), "nobody else is left", within_s=WITHIN_S)
 
 
 def in_thread(work: Callable[[], object]) -> Future[object]:
@@ -102,7 +99,4 @@ def in_thread(work: Callable[[], object]) -> Future[object]:
 
 def wait_for(condition: Callable[[], object], *, what: str, within_s: float = WITHIN_S) -> None:
     """Return once the condition holds. Raises AssertionError after ``within_s``."""
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
+    wait_until(condition, what, within_s=within_s)

@@ -20,7 +20,6 @@ from tests.fakes.control_process import ServerProcess, serve_control
 from tests.fakes.waiting import wait_until
 from tests.system.governance.audit_rows import raw_connection
 from tests.system.governance.team import Team, make_team, propose_token
-from wire.ids import format_id, new_uuid7
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 WITHIN_S = 30.0
@@ -105,18 +104,6 @@ def test_a_change_that_no_hint_told_of_is_seen_by_polling(client: httpx.Client, 
         next(events)
         Operation.objects.filter(pk=operation.pk).update(state="expired")
         assert [(event["state"], event["is_final"]) for event in events] == [("expired", True)]
-
-
-def test_whoever_may_not_follow_is_told_so_in_the_envelope(client: httpx.Client, server: ServerProcess, team: Team) -> None:
-    operation = propose_token(team[0])
-    stranger = httpx.get(server.url + path_of(operation))
-    assert (stranger.status_code, stranger.json()["error"]["code"]) == (401, "INVALID_ADMIN_TOKEN")
-    assert stranger.headers["www-authenticate"].startswith("Bearer")
-    for op_id in ("7", format_id("op", new_uuid7())):
-        missing = client.get(f"/api/v1/operations/{op_id}/events")
-        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "NOT_FOUND")
-    posted = client.post(path_of(operation))
-    assert (posted.status_code, posted.headers["allow"]) == (405, "GET")
 
 
 def is_followed_to_the_end(client: httpx.Client, operation: Operation, team: Team) -> bool:

@@ -82,9 +82,13 @@ def test_a_runner_id_that_is_not_made_from_the_key_or_said_too_briefly_is_refuse
     assert "not made from its public key" in node.policy_error
     assert live_keys(node) == {}
     assert len(audited("node.governance_refused")) == 1
-    said = (({"level": ""}, "no level"), ({"runner_id": ""}, "no runner id"), ({"public_key": "%"}, "cannot be read"))
-    for number, (changes, why) in enumerate(said):
-        node = make_box(Identity(f"brief-{number}"), **changes)
+    for field, value, why in (
+        ("level", "", "no level"),
+        ("runner_id", "", "no runner id"),
+        ("public_key", "%", "cannot be read"),
+    ):
+        changes: dict[str, Any] = {field: value}
+        node = make_box(Identity(f"brief-{field}"), **changes)
         assert (node.op_level, why in node.policy_error) == ("", True)
 
 

@@ -125,7 +125,7 @@ def test_a_list_takes_as_many_queries_for_many_rows_as_for_one(boss: Client, nam
 
 def test_a_box_has_a_page_that_offers_no_editing_and_says_that_a_second_one_wants_its_name(boss: Client) -> None:
     five_ago = timezone.now() - timedelta(minutes=5)
-    names = {"model_names": ["a", "b", "c", "d", "e"], "rival_seen_at": five_ago, "rival_address": "10.9.8.7"}
+    names: dict[str, Any] = {"model_names": ["a", "b", "c", "d", "e"], "rival_seen_at": five_ago, "rival_address": "10.9.8.7"}
     node = make_node("joy-01", **names)
     replica = {"model": "tiny", "state": "loaded", "slots": 4, "active": 1, "weights_mb": 1536}
     told: dict[str, Any] = {"protocol": "2026-11-muster-v1", "peer_address": "10.0.0.7", "last_error": "CUDA error"}

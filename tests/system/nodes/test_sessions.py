@@ -137,11 +137,10 @@ def test_a_provider_is_made_switched_off_and_on_and_each_is_recorded_once() -> N
         (disable_provider, ProviderState.DISABLED), (enable_provider, ProviderState.ENABLED),
     ]  # fmt: skip
     for change, state in changes:
-        for _ in range(2):
-            changed = change(name="local", actor=ACTOR)
-            assert (changed.state, is_provider_open("local")) == (state, state is ProviderState.ENABLED)
-        assert changed.updated_at > before
-        before = changed.updated_at
+        first, again = (change(name="local", actor=ACTOR) for _ in range(2))
+        assert (first.state, again.state, is_provider_open("local")) == (state, state, state is ProviderState.ENABLED)
+        assert first.updated_at > before
+        before = again.updated_at
     for action in ("create", "disable", "enable"):
         assert len(audited(f"provider.{action}")) == 1
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -20,6 +21,7 @@ from governance.models import AuditEvent
 from nodes import services
 from nodes.consumers.endpoint import OwnerWord
 from nodes.links import EndKind
+from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
 from nodes.presence import presence_reports
 from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
@@ -305,26 +307,26 @@ async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
         assert presence_reports(door.registry)[0].status == "draining"
 
 
-DIED = {"last_error": "it died"}
+def has_heard(link: RelayLink, depth: int, models: list[str]) -> bool:
+    return link.telemetry is not None and link.telemetry.queue_depth == depth and link.models == set(models)
 
 
 async def test_a_node_that_serves_nothing_and_says_why_is_in_error() -> None:
+    loading, failed = (bridge.ReplicaInfo(model="m", state=state) for state in ("loading", "failed"))
     told: list[tuple[bridge.Telemetry, list[str], str]] = [
         (bridge.Telemetry(last_error="cannot use http://127.0.0.1:9: refused"), [], "error"),
         (bridge.Telemetry(last_error="out of memory"), ["m"], "available"),  # another model serves
         (bridge.Telemetry(last_error="out of memory", available=["m"]), [], "available"),  # it could load one
-        (bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="loading")], **DIED), [], "available"),
-        (bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="failed")], **DIED), [], "error"),
+        (bridge.Telemetry(last_error="it died", replicas=[loading]), [], "available"),
+        (bridge.Telemetry(last_error="it died", replicas=[failed]), [], "error"),
         (bridge.Telemetry(), [], "available"),
     ]
     async with linked() as (door, socket, link):
-        for number, (said, models, status) in enumerate(told):
-            said.queue_depth = number + 1
+        for depth, (said, models, status) in enumerate(told, start=1):
+            said.queue_depth = depth
             socket.say(said)
             socket.say(bridge.ModelsUpdate(models=models))
-            is_heard = lambda number=number: link.telemetry is not None and link.telemetry.queue_depth == number + 1  # noqa: E731
-            await eventually(is_heard)
-            await eventually(lambda models=models: link.models == set(models))  # type: ignore[misc]
+            await eventually(partial(has_heard, link, depth, models))
             assert presence_reports(door.registry)[0].status == status, said
 
 
@@ -366,8 +368,8 @@ async def test_the_owner_takes_the_box_back_at_once_and_for_good() -> None:
         for mode in ("spare_on", "spare_off", "spare_on"):
             socket.say(f'{{"type":"mode_change","mode":"{mode}"}}')
         await eventually(lambda: socket.to_server.empty() and link.wanted_mode is None)
-        assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_ON.value, "of quick decisions the last stands"
-        assert not link.policy.reclaimed
+        stored = (await Node.objects.aget(pk=link.node_id)).mode
+        assert (stored, link.policy.reclaimed) == (NodeMode.SPARE_ON.value, False), "of quick decisions the last stands"
         await sync_to_async(set_mode)(node_id=link.node_id, mode=NodeMode.SPARE_OFF, reason="r", actor=ACTOR)
         door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
         assert link.policy.reclaimed, "an operator's decision reaches it, too"

@@ -120,7 +120,7 @@ def test_links_are_found_by_node_model_and_path_and_follow_every_change(setting:
     assert (registry.endpoints_of("a"), registry.served_models()) == ([], ["c"])
     assert heard == [first, second, second, first, None]
     registry.update_models(second, frozenset({"z"}))
-    assert (registry.served_models(), second.models) == (["c"], {"z"}), "one that is gone is not listed"
+    assert (registry.served_models(), set(second.models)) == (["c"], {"z"}), "one that is gone is not listed"
 
 
 def test_a_removed_or_replaced_link_is_forgotten_and_its_streams_end_as_lost_once(setting: Setting) -> None:
@@ -308,7 +308,7 @@ async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setti
     setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=10.0, model_names=("x",)))
     assert setting.registry.get(node_id) is link
     assert link.condition() is LinkCondition.STALE
-    assert (setting.registry.served_models(), setting.keeper.known_models) == (["x"], {"x"})
+    assert (setting.registry.served_models(), set(setting.keeper.known_models)) == (["x"], {"x"})
     setting.apply(make_row(node_id, is_direct=True, heartbeat_age_s=15.0))
     assert setting.registry.get(node_id) is None
     assert link.closed

@@ -209,7 +209,9 @@ def test_the_smallest_context_and_the_engines_of_the_replicas_that_are_there_cou
     stored = json.loads(msgspec.json.encode(replicas))
     assert find_contexts(replicas) == read_contexts(stored) == {"a": 4096}
     assert find_engines(replicas) == read_engines(stored) == {"a": {"llamacpp", "vllm"}}
-    for odd in (None, {}, [7], [{"model": "a"}], [{"model": "a", "state": "loaded", "context_tokens": "x", "engine": 7}]):
+    wrong = {"model": "a", "state": "loaded", "context_tokens": "x", "engine": 7}
+    odd_ones: tuple[object, ...] = (None, {}, [7], [{"model": "a"}], [wrong])
+    for odd in odd_ones:
         assert (read_contexts(odd), read_engines(odd)) == ({}, {})
     assert b"context_tokens" not in msgspec.json.encode(loaded("m"))
 
