@@ -25,11 +25,7 @@ from wire.bridge import ReplicaInfo
 
 DEAD_AFTER_S = 4.0
 """Less than the reconciler's own patience; a living gateway writes its heartbeat about every two seconds."""
-
-
 LET_GO_S = 15.0
-
-
 SLACK_S = 15.0
 """For a machine that is busy; the gateway itself looks twice a second."""
 
@@ -41,8 +37,6 @@ def piece(text: str, finish: str | None = None) -> bytes:
 
 
 USAGE = b'data: {"id":"c","created":1,"model":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}\n\n'
-
-
 END = piece("", "stop") + USAGE + b"data: [DONE]\n\n"
 
 

@@ -26,30 +26,20 @@ from tests.fakes.waiting import eventually
 from wire.bridge import ReplicaInfo
 
 pytestmark = pytest.mark.asyncio
-
-
 WEATHER: ChatCompletionFunctionToolParam = {
     "type": "function",
     "function": {"name": speech.TOOL, "description": "The weather in a city.", "parameters": {"type": "object"}},
 }
-
-
 CLOCK: ChatCompletionFunctionToolParam = {"type": "function", "function": {"name": speech.OTHER_TOOL}}
-
-
 CALLED = [
     (speech.CALL_ID, speech.TOOL, "".join(speech.ARGUMENTS)),
     (speech.OTHER_CALL_ID, speech.OTHER_TOOL, "".join(speech.OTHER_ARGUMENTS)),
 ]
-
-
 ANTHROPIC_WEATHER: ToolParam = {
     "name": speech.TOOL,
     "description": "The weather in a city.",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}},
 }
-
-
 ANTHROPIC_CLOCK: ToolParam = {"name": speech.OTHER_TOOL, "input_schema": {"type": "object"}}
 
 
