@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,7 +119,7 @@ def _surfaces(text: str) -> list[Surface]:
 
 
 async def _run(target: Target, rows: Sequence[Row], options: argparse.Namespace) -> int:
-    began = time.monotonic()
+    began = asyncio.get_running_loop().time()
     try:
         headers = (("authorization", f"Bearer {target.api_key}"),)
         listed = await target.send_fresh(Ask("GET", MODELS, headers))
@@ -145,7 +144,7 @@ async def _run(target: Target, rows: Sequence[Row], options: argparse.Namespace)
     print(format_table(rows, findings))
     print()
     print(format_summary(rows, findings))
-    print(f"{target.base_url}, model {target.model}, {time.monotonic() - began:.1f} s")
+    print(f"{target.base_url}, model {target.model}, {asyncio.get_running_loop().time() - began:.1f} s")
     if options.json:
         options.json.write_text(format_json(rows, findings, base_url=target.base_url, model=target.model), encoding="utf-8")
     verdicts = {finding.verdict for finding in findings}

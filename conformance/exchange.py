@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -107,7 +106,7 @@ class Connection:
         data = self._http.send(h11.Request(method=ask.method, target=ask.path, headers=headers)) or b""
         data += (self._http.send(h11.Data(data=ask.body)) or b"") if ask.body else b""
         data += self._http.send(h11.EndOfMessage()) or b""
-        began = time.monotonic()
+        began = asyncio.get_running_loop().time()
         self._writer.write(data)
         answer = Answer(ask)
         with contextlib.suppress(ConnectionError):
@@ -122,14 +121,14 @@ class Connection:
         self._writer.write(data + (self._http.send(h11.Data(data=ask.body)) or b""))
         answer = Answer(ask)
         async with asyncio.timeout(LIMITS.refused_s):
-            await self._record(answer, time.monotonic(), None)
+            await self._record(answer, asyncio.get_running_loop().time(), None)
         return answer.status, answer.headers, answer.body
 
     async def _record(self, answer: Answer, began: float, leave: Callable[[Answer], bool] | None) -> None:
         pending = bytearray()
         while True:
             event = await self._next_event()
-            now = time.monotonic() - began
+            now = asyncio.get_running_loop().time() - began
             if event is None:
                 answer.closed = True
                 break
@@ -148,7 +147,7 @@ class Connection:
                 answer.closed = "close" in answer.header("connection").lower()
                 break
         if pending:
-            answer.writes.append(Write(time.monotonic() - began, bytes(pending)))
+            answer.writes.append(Write(asyncio.get_running_loop().time() - began, bytes(pending)))
 
     async def _next_event(self) -> h11.Event | None:
         """Return the next event of the answer, None when the connection ended before it or says what is not HTTP."""

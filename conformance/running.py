@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from conformance.exchange import Answer
@@ -50,16 +49,16 @@ async def run_rows(
     behind = None if engine is None else _Presence(engine, frozenset())
 
     async def run(row: Row) -> Finding:
-        began = time.monotonic()
+        began = asyncio.get_running_loop().time()
         if row.is_slow:
             verdict, detail = await _judge(target, row, presence)
         else:
             async with turns:
-                began = time.monotonic()
+                began = asyncio.get_running_loop().time()
                 verdict, detail = await _judge(target, row, presence)
                 if verdict is Verdict.FAIL and engine is not None and behind is not None:
                     verdict, detail = _compare(detail, *await _judge(engine, row, behind))
-        finding = Finding(row.id, verdict, detail, time.monotonic() - began)
+        finding = Finding(row.id, verdict, detail, asyncio.get_running_loop().time() - began)
         on_finding(finding)
         return finding
 

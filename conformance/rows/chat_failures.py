@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any  # request bodies are JSON
@@ -171,8 +170,8 @@ async def _must_hear(target: Target, key: str) -> None:
 
 
 async def _wait_for(target: Target, key: str, state: str) -> bool:
-    deadline = time.monotonic() + LIMITS.heard_s
-    while time.monotonic() < deadline:
+    deadline = asyncio.get_running_loop().time() + LIMITS.heard_s
+    while asyncio.get_running_loop().time() < deadline:
         answer = await target.send_fresh(target.ask_json(CHAT, target.chat_body(f"[[gone:{key}]]")))
         if require_ok(answer)["choices"][0]["message"]["content"].value == state:
             return True
